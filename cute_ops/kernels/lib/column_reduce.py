@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_reduce import WARP
 
-WARP = 32
 BATCH = 8
 
 

@@ -7,10 +7,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_address, row_count
 from cute_ops.kernels.parts.config import ScaleConfig
-
-VECTOR_BYTES = 16
 
 
 class Scale:

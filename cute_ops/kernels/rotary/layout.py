@@ -13,9 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, load_if, store_if
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count, strided_offset
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_address, row_count, strided_offset
 
-VECTOR_BYTES = 16
 # CTAs in the second dimension of a grid.
 MAX_LINES = 65535
 

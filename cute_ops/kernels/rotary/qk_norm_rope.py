@@ -10,6 +10,7 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     Rotary,
@@ -21,7 +22,6 @@ from cute_ops.kernels.rotary.layout import (
     token_count,
 )
 
-WARP = 32
 # Chunks of a head that a thread keeps in registers; heads of more go through memory twice.
 MOST_KEPT = 2
 

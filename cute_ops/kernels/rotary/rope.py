@@ -5,10 +5,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, row_count
 from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
-    VECTOR_BYTES,
     Rotary,
     apart,
     head_address,
