@@ -44,6 +44,12 @@ class Program:
 
         return jax.block_until_ready(self.compiled(self.arguments))[0]
 
+    def sample(self) -> float:
+        """Microseconds of a call."""
+        self.run()
+        torch.cuda.synchronize()
+        return events()[START].elapsed_time(events()[END]) * 1e3 / self.calls
+
 
 @cache
 def events() -> dict[str, torch.cuda.Event]:
@@ -140,13 +146,13 @@ def of_calls(call: Callable[..., Any], arguments: Sequence[Any], returned: list[
 
 
 def sample(programs: Sequence[Program], rounds: int) -> list[list[float]]:
-    """Microseconds per call of every program, in turns."""
+    """Microseconds per call of every program, in turns: who comes first in a round comes last in the next."""
     found: list[list[float]] = [[] for _ in programs]
+    order = list(range(len(programs)))
     for _ in range(rounds):
-        for samples, program in zip(found, programs, strict=True):
-            program.run()
-            torch.cuda.synchronize()
-            samples.append(events()[START].elapsed_time(events()[END]) * 1e3 / program.calls)
+        for k in order:
+            found[k].append(programs[k].sample())
+        order.reverse()
     return found
 
 

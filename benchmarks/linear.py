@@ -4,18 +4,21 @@ With an epilogue, cuBLAS is followed by PyTorch's eager functions, and torch.com
 (torch.addmm with a full matrix, GELU in its product) are contenders. quack is one where it is installed, as it is
 without tuning.
 
-Contenders of a shape take turns in one process. A sample is one replay of a CUDA graph of calls that rotate through
-sets of buffers, larger together than three times the L2 cache; medians and extremes are kept. Every result is compared
-with cuBLAS's first: a wrong one is not timed. A config that hangs ends the program, which then says which one it was;
-`--configs` leaves it out. Inputs are random normal numbers: power, and with it the clock, depends on the data.
+Contenders of a shape take turns in one process. A sample is one replay of a CUDA graph, or one run of JAX's program, of
+calls that rotate through sets of buffers, larger together than three times the L2 cache; medians and extremes are kept.
+Every result is compared with cuBLAS's first: a wrong one is not timed. A config that hangs ends the program, which then
+says which one it was; `--configs` leaves it out. Inputs are random normal numbers: power, and with it the clock,
+depends on the data.
 
     python benchmarks/linear.py --out out/benchmarks                        # what the model of cycles chooses
     python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs .     # every config
     python benchmarks/linear.py --out out/benchmarks --shapes 8b --set group=4 stages=3  # other numbers in it
     python benchmarks/linear.py --out out/benchmarks --epilogue gelu swiglu              # with epilogues
     python benchmarks/linear.py --out out/benchmarks --jax                  # beside XLA and ours in JAX, too
+    python benchmarks/linear.py --out out/benchmarks --jax-only --shapes 8b-gate-up      # these, ours and cuBLAS alone
 
-JAX's contenders run as in device_time.py, in turns after PyTorch's.
+JAX's programs are those of device_time.py. Who comes first in a round comes last in the next, and all wait as long
+before a sample: a large product is up to 10% faster on a card that has cooled for a while.
 """
 
 from __future__ import annotations
@@ -68,7 +71,24 @@ LEAST_WORK = 2**30  # products and sums of a shape that is measured
 SAMPLE_US, WARM_UP_SECONDS, HANG_SECONDS = 3000.0, 2.0, 20.0
 WRONG = 2.0**-6  # of the largest element: a bfloat16 result that was summed in another order is closer
 Call = Callable[[], Any]
+Sampler = Callable[[], float]
 Tensors = list[torch.Tensor]
+
+
+class Turns(NamedTuple):
+    """How contenders take turns.
+
+    Attributes:
+        rounds: samples of each.
+        pause: seconds before each sample.
+        jax: whether XLA and ours in JAX are among them.
+        jax_only: whether only cuBLAS and ours are, beside these.
+    """
+
+    rounds: int
+    pause: float = 0.0
+    jax: bool = False
+    jax_only: bool = False
 
 
 class Epilogue(NamedTuple):
@@ -239,7 +259,19 @@ def finish(what: str) -> None:
         time.sleep(1e-4)
 
 
-def sampler(calls: Sequence[Call], stream: torch.cuda.Stream) -> Callable[[], float]:
+def in_turns(samplers: Mapping[str, Sampler], turns: Turns) -> dict[str, list[float]]:
+    """Samples of all: who comes first in a round comes last in the next."""
+    found: dict[str, list[float]] = {label: [] for label in samplers}
+    order = list(samplers)
+    for _ in range(turns.rounds):
+        for label in order:
+            time.sleep(turns.pause)
+            found[label].append(samplers[label]())
+        order.reverse()
+    return found
+
+
+def sampler(calls: Sequence[Call], stream: torch.cuda.Stream) -> Sampler:
     """Microseconds of a call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
@@ -270,7 +302,7 @@ def attempt(call: Call) -> str:
 
 
 def measure(
-    op: Op, case: Case, ours: Callable[[Binding, Tensors], dict[str, Plan]], rounds: int, jax: bool, table: Table,
+    op: Op, case: Case, ours: Callable[[Binding, Tensors], dict[str, Plan]], turns: Turns, table: Table,
     console: Console,
 ) -> None:  # fmt: skip
     device, stream = torch.device("cuda"), torch.cuda.Stream()
@@ -288,6 +320,7 @@ def measure(
             raise built.error
 
     others, exact = contenders(op), torch.empty_like(outputs[0])
+    others = {CUBLAS: others[CUBLAS]} if turns.jax_only else others
     made_anew = others[CUBLAS](*first, exact)
     exact = exact if made_anew is None else made_anew
     rotation = list(zip(sets, outputs, strict=True))
@@ -305,19 +338,15 @@ def measure(
             calls[label] = [partial(fill, *given, out) for given, out in rotation]
     stream.wait_stream(torch.cuda.current_stream())
     samplers = {label: sampler(each, stream) for label, each in calls.items()}
-    begin = time.monotonic()
-    while time.monotonic() - begin < WARM_UP_SECONDS:
-        samplers[CUBLAS]()
-    samples: dict[str, list[float]] = {label: [] for label in samplers}
-    for _ in range(rounds):
-        for label, sample in samplers.items():
-            samples[label].append(sample())
-    if jax:
+    if turns.jax:
         programs = {label: program(call, sets) for label, call in in_jax(op).items()}
         for label, each in programs.items():
             status[label] = difference(jax_program.to_torch(each.run()[0][0]), exact) or "ok"
-        samples |= dict(zip(programs, jax_program.sample([*programs.values()], rounds), strict=True))
-    write(op, case, binding, status, samples, table, console)
+        samplers |= {label: each.sample for label, each in programs.items() if status[label] == "ok"}
+    begin = time.monotonic()
+    while time.monotonic() - begin < WARM_UP_SECONDS:
+        samplers[CUBLAS]()
+    write(op, case, binding, status, in_turns(samplers, turns), table, console)
 
 
 def program(call: Callable[..., Any], sets: Sequence[Tensors]) -> jax_program.Program:
@@ -362,12 +391,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="numbers of every config of ours")
     parser.add_argument("--jax", action="store_true", help="XLA and ours in JAX, too")
+    parser.add_argument("--jax-only", action="store_true", help="these beside cuBLAS and ours, and no other contender")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS", help="before each sample")
     parser.add_argument(
         "--epilogue", nargs="*", choices=[*EPILOGUES], help="products with these epilogues, instead of --ops"
     )
     given = parser.parse_args(arguments)
     numbers = {key: int(value) for key, _, value in (text.partition("=") for text in given.set)}
     ours = partial(plans, wanted=given.configs, numbers=numbers)
+    turns = Turns(given.rounds, given.pause, given.jax or given.jax_only, given.jax_only)
     table, console = Table(given.out / "linear.csv", COLUMNS), Console()
     ops = [EPILOGUES[name].op for name in given.epilogue or ()] or [op for op in OPS if op.name in given.ops]
     for case in CASES:
@@ -375,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for op in ops:
             if re.search(given.shapes, case.name) and work >= LEAST_WORK:
                 try:
-                    measure(op, of_halves(op, case), ours, given.rounds, given.jax, table, console)
+                    measure(op, of_halves(op, case), ours, turns, table, console)
                 except NotImplementedError as refused:
                     console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
 

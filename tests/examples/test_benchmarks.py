@@ -6,6 +6,8 @@ import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import common
 import device_time
@@ -13,6 +15,7 @@ import everything
 import expressions
 import fusion
 import host_time
+import jax_program
 import linear
 import linear_cross_entropy
 import llama_step
@@ -460,6 +463,24 @@ def test_products_with_epilogues(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     (exact,) = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), linear.attributes(op))
     got = linear.contenders(op)[linear.CUBLAS](*tensors, None)
     assert linear.difference(got, exact) == ""
+
+
+def test_contenders_of_products_change_who_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs on a cooler card is faster, so nobody always does."""
+    came: list[Any] = []
+    monkeypatch.setattr(linear.time, "sleep", came.append)
+
+    def sampler(label: str) -> Any:
+        return lambda: came.append(label) or float(len(came))
+
+    samplers = {label: sampler(label) for label in ("cuBLAS", "XLA", "ours")}
+    found = linear.in_turns(samplers, linear.Turns(2, pause=0.5))
+    assert came[::2] == [0.5] * 6  # before each
+    assert came[1::2] == ["cuBLAS", "XLA", "ours", "ours", "XLA", "cuBLAS"]
+    assert found == {"cuBLAS": [2.0, 12.0], "XLA": [4.0, 10.0], "ours": [6.0, 8.0]}
+    programs = [SimpleNamespace(sample=sampler(label)) for label in ("XLA", "ours")]
+    came.clear()
+    assert jax_program.sample(programs, 2) == [[1.0, 4.0], [2.0, 3.0]]
 
 
 def test_every_benchmark_takes_its_arguments() -> None:
