@@ -78,7 +78,7 @@ def compile_command(
     calls.check_dtypes(ops, dtype or [])
     table = Table("kernel", "seconds", "file")
     for declaration, where, kind in product(ops, targets(arch), dtype or ["bfloat16"]):
-        for sizes in calls.sizes_of(declaration, n, dim, [4096]):
+        for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
             given = calls.example(declaration, kind, rows, sizes, with_ or (), without or ())
             binding = calls.bound(declaration, given)
             try:

@@ -73,7 +73,7 @@ def inspect(
     calls.check_dtypes(ops, [dtype] if dtype else [])
     for declaration in ops:
         for target in targets(arch):
-            for sizes in calls.sizes_of(declaration, n, dim, [4096]):
+            for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
                 given = calls.example(declaration, dtype or "bfloat16", rows, sizes, with_ or (), without or ())
                 variant = dispatch.foresee(calls.bound(declaration, given), {}, target).variant
                 table = _table_of(variant)
@@ -220,7 +220,7 @@ def bench(
     ceiling = measure.copy_rate()
     table, rows_found = Table("op", "rows", "sizes", "us", "spread", "GB/s", "of a copy"), []
     for declaration in ops:
-        for sizes in calls.sizes_of(declaration, n, dim, LENGTHS):
+        for sizes in calls.sizes_of(declaration, n, dim, LENGTHS, ops):
             kind, text = dtype or "bfloat16", " ".join(f"{name}={size}" for name, size in sizes.items())
             rows = calls.many_rows(calls.bound(declaration, calls.example(declaration, kind, 1, sizes)))
             try:

@@ -47,18 +47,26 @@ def check_dtypes(ops: Sequence[Op], dtypes: Sequence[str]) -> None:
 
 
 def sizes_of(
-    op: Op, n: Sequence[int] | None, dims: Sequence[str] | None, default: Sequence[int]
+    op: Op, n: Sequence[int] | None, dims: Sequence[str] | None, default: Sequence[int], among: Sequence[Op] = ()
 ) -> list[dict[str, int]]:
-    """Sizes of an op's dims by name: every combination of those asked for. ``n`` has the default's where it is not."""
-    names = names_of(op)
-    if n and "n" not in names:
+    """Sizes of an op's dims by name: every combination of those asked for. ``n`` has the default's where it is not.
+
+    Args:
+        op: the op.
+        n, dims: what is asked for.
+        default: sizes of ``n``.
+        among: the ops that are asked for together, an op and its gradient: some of the dims may be others' alone.
+    """
+    names, ops = names_of(op), among or (op,)
+    if n and not any("n" in names_of(each) for each in ops):
         where = "the first case's are the sizes" if op.cases else "no case gives sizes"
         problem = f"{op.name} has no dim n but {', '.join(names)}: {where} that no --dim NAME=SIZE does"
         raise typer.BadParameter(problem, param_hint="--n")
     asked = {"n": list(n or ())}
-    for name, sizes in parsed([op], dims).items():
+    for name, sizes in parsed(ops, dims).items():
         asked.setdefault(name, []).extend(sizes)
-    asked["n"] = asked["n"] or list(default if "n" in names else [])
+    asked = {name: sizes for name, sizes in asked.items() if name in names}
+    asked["n"] = asked.get("n") or list(default if "n" in names else [])
     given = {name: sizes for name, sizes in asked.items() if sizes}
     return [dict(zip(given, chosen, strict=True)) for chosen in product(*given.values())]
 

@@ -129,7 +129,7 @@ def _trials(
             continue
         for dtype in dtypes or ["bfloat16"]:
             if lengths or dims:
-                for sizes in calls.sizes_of(op, lengths, dims, [4096]):
+                for sizes in calls.sizes_of(op, lengths, dims, [4096], ops):
                     few = calls.bound(op, calls.example(op, dtype, 1, sizes))
                     given = calls.example(op, dtype, rows or calls.many_rows(few), sizes)
                     yield Trial(calls.bound(op, given), {})

@@ -278,6 +278,10 @@ def test_products_are_tuned_at_the_sizes_of_their_cases() -> None:
     sizes = {(trial.binding.op.name, trial.binding.rows, trial.binding.dims["n"]) for trial in trials}
     assert {("linear", 8192, 28672), ("linear", 16, 28672), ("linear_dweight", 8192, 4096)} <= sizes
     assert {trial.binding.rows for trial in command._trials("linear_gelu", None, None, 512)} == {512}
+    # A step of the gradient that has no k has the other sizes.
+    asked = command._trials("linear_gelu", None, [3072], 1024, dims=["k=768"])
+    sizes = {trial.binding.op.name: (trial.binding.dims["n"], trial.binding.dims.get("k")) for trial in asked}
+    assert sizes["linear_gelu"] == sizes["linear_of_dacc_dx"] == (3072, 768) and sizes["linear_gelu_bwd"][0] == 3072
 
 
 def test_ops_of_functions_have_configs_to_measure_and_to_remember() -> None:
