@@ -40,6 +40,7 @@ SCREENED, SELECTED, CONFIRMED = 3, 7, 20  # samples of each config
 FINALISTS = 3
 FAR = 1.06  # a config that takes this much longer than the heuristic's in the first sample is dropped
 SMALL = 1 << 16  # elements of the problem that is checked against float64
+SIDE = 1024  # about the longest other dims of it, of an op that is compiled for any: the weight of a product
 
 
 class Contestants(Protocol):
@@ -274,12 +275,21 @@ def _check(
 
 
 def smaller(binding: Binding) -> Case:
-    """The problem with so few rows that float64 is quick; their number is odd."""
+    """The problem with so few rows that float64 is quick; their number is odd. Dims that are tuned by buckets, of which
+    no kernel depends on one, get shorter, too, and stay multiples of what they are multiples of.
+    """
     op = binding.op
     columns = max(sum(math.prod(a.shape) for a in binding.inputs.values() if a) // max(binding.rows, 1), 1)
     few = lead_of(binding, min(max(SMALL // columns, 3) | 1, max(binding.rows, 1)))
     dims = {n: few if n == binding.leading else v for n, v in binding.dims.items() if n not in op.derived}
     given = {n: (t, a) for n, t in op.inputs.items() if (a := binding.inputs[n]) is not None}
+    any_size = (op.space.buckets.keys() if op.space else set()) - {*op.static, binding.leading}
+    short = {n: SIDE + v % SIDE for n, v in dims.items() if n in any_size and v > 2 * SIDE}
+    try:
+        bind(op, {n: Array(t.of(dims | short), a.dtype) for n, (t, a) in given.items()}, dict(binding.attrs))
+        dims |= short
+    except ValueError:  # it has so many heads, as an attribute says
+        pass
     leading = {n: len(own_lead(t, a)) for n, (t, a) in given.items() if t.broadcast}
     absent = tuple(n for n in op.inputs if n not in given)
     return Case("tuning", dims, dict(binding.dtypes), absent, dict(binding.attrs), leading)

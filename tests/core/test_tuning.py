@@ -284,6 +284,31 @@ def test_products_are_tuned_at_the_sizes_of_their_cases() -> None:
     assert sizes["linear_gelu"] == sizes["linear_of_dacc_dx"] == (3072, 768) and sizes["linear_gelu_bwd"][0] == 3072
 
 
+@pytest.mark.parametrize("op", [linear, linear_dweight, linear_gelu], ids=lambda op: op.name)
+def test_kernels_of_large_products_are_checked_on_small_ones(op: Op) -> None:
+    """Of the same kernels, which depend on no size."""
+    checked: list[tuple[str, Mapping[str, Any]]] = []
+
+    class ByTile(Fake):
+        def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]:
+            checked.append((chosen.variant.symbol, binding.dims))
+            return testing.run_reference(binding.op, arrays, {**binding.attrs})
+
+        @contextmanager
+        def contest(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> Iterator[Any]:
+            tiles = [plan.variant.config["tile_m"] * plan.variant.config["tile_n"] for plan in plans]
+            noise = self.random.random
+            yield SimpleNamespace(
+                differs=lambda index, floors: "", sample=lambda index: (1 + 0.001 * noise()) * 2**20 / tiles[index]
+            )
+
+    dims = {"m": (8192,), "n": 28672, "k": 4104}
+    given = {name: Array(t.of(dims), op.dtype_near(t, "bfloat16")) for name, t in op.inputs.items()}
+    outcome = tuned(op, ByTile({}), Trial(bind(op, given, {}), {}))
+    assert not outcome.refused and outcome.problem == "" and outcome.tried + 1 == len({symbol for symbol, _ in checked})
+    assert all((sizes["n"], sizes["k"]) == (1024, 1032) for _, sizes in checked)
+
+
 def test_ops_of_functions_have_configs_to_measure_and_to_remember() -> None:
     """Their configs hold texts."""
     functions = (lambda xp, x: xp.exp(x), lambda xp, x: x - xp.max(x, axis=-1, keepdims=True))
