@@ -617,6 +617,11 @@ class Op:
             return None
         return self.saving.only(*read, *self._absent(self.saving, present))
 
+    def with_twins(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """What a program got of this op, with the other's array for each output that another serves for."""
+        twins = {name: t.same_as for name, t in self.outputs.items() if t.same_as and found.get(name) is None}
+        return {name: found[twins.get(name, name)] for name in found}
+
     def _absent(self, stage: Op, present: Collection[str]) -> set[str]:
         """The outputs of an op of the gradient that are absent because an input is."""
         return {name for name, t in stage.outputs.items() if t.given in self.inputs and t.given not in present}

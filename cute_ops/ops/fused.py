@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -112,17 +112,17 @@ def _dtype(name: str, shape: str) -> str:
     return "T" if _is_tile(shape) else f"T_{name}"
 
 
-def space_of(formula: Callable[[Mapping[str, Any]], Formula]) -> Space:
-    """The search space of the kernel that computes a formula."""
+def space_of(formula: Callable[[Problem], Formula]) -> Space:
+    """The search space of the kernel that computes a call's formula."""
 
     def configs(problem: Problem, heuristic: Config) -> Iterable[Any]:
         if "form" in heuristic:
-            return others(formula(problem.attrs).rows, problem, heuristic)
+            return others(formula(problem).rows, problem, heuristic)
         return POINTWISE.configs(problem, heuristic)
 
     def taken(problem: Problem, config: Config) -> Needs:
         if "form" in config:
-            return needs(formula(problem.attrs).rows, problem, config)
+            return needs(formula(problem).rows, problem, config)
         return Needs(config["threads"])
 
     return Space(configs, taken)
@@ -157,6 +157,13 @@ class Formula(NamedTuple):
         small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
         return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
+
+    def of_outputs(self, names: Collection[str]) -> Formula:
+        """What is left of it where only these tensors are written, of which one has each value that it computes."""
+        kept = [i for i, name in enumerate(self.writes) if name.partition("[")[0] in names]
+        outputs = tuple(self.expression.outputs[i] for i in kept)
+        writes, kinds = tuple(self.writes[i] for i in kept), "".join(self.kinds[i] for i in kept)
+        return self._replace(expression=self.expression._replace(outputs=outputs), writes=writes, kinds=kinds)
 
     def loads_vectors_once(self, problem: Problem) -> bool:
         """Whether a kernel of rows is faster though nothing is reduced: it realigns rows and the row vectors beside
@@ -272,7 +279,7 @@ class _Fused:
             found = formula(problem.attrs)
             return found.rows.config(problem) if found.loads_vectors_once(problem) else found.config(problem)
 
-        return Tuning(config, space_of(formula), workspace)
+        return Tuning(config, space_of(lambda problem: formula(problem.attrs)), workspace)
 
     def reference_of(self, computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, ...]]) -> Any:
         """As declarations have it."""

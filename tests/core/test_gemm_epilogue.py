@@ -312,6 +312,7 @@ STEPS = {
     "gelu_again": "linear_acc gelu_again_bwd gelu_again_bwd_bias linear_of_dacc_dx linear_of_dacc_dweight",
     "with_tanh": "with_tanh_bwd with_tanh_bwd_scale linear_of_dacc_dx linear_of_dacc_dweight",
     "multiplied": "multiplied_bwd multiplied_bwd_bias linear_kn_of_dacc_dx linear_kn_of_dacc_dweight",
+    "with_summands": "with_summands_bwd with_summands_bwd_bias linear_of_dacc_dx linear_of_dacc_dweight",
     "with_rstd": "with_rstd_bwd linear_of_dacc_dx linear_of_dacc_dweight",
     "rescaled": "rescaled_bwd linear_of_dacc_dx linear_of_dacc_dweight",
     "turned_heads": "turned_heads_bwd turned_heads_bwd_norm turned_heads_bwd_sin turned_heads_bwd_scale"
@@ -328,9 +329,26 @@ def test_what_computes_a_gradient(name: str) -> None:
     assert " ".join(step.name for step in op.backward(op.differentiable, op.inputs)) == STEPS[name]
     # What is the cotangent itself is not computed, and what outputs say is not saved.
     assert op.handed_on == ({"residual": "out"} if name == "with_residual" else {})
-    halves, one = ("with_swiglu", "rescaled"), ("with_gelu", "multiplied", "with_rstd", "turned_heads")
+    halves = ("with_swiglu", "rescaled")
+    one = ("with_gelu", "multiplied", "with_rstd", "turned_heads", "with_summands")
     saves = dict.fromkeys(halves, "T[*m 2n]") | dict.fromkeys(one, "T[*m n]")
     assert (op.saving.outputs["acc"].declared if op.saving else None) == saves.get(name)
+
+
+def test_gradients_that_are_one_are_written_once() -> None:
+    """Where they have one dtype; the product's own is never left out for another's."""
+    first, sums, *_ = DIFFERENTIABLE_BY_NAME["with_summands"].steps
+    case = Case("", {"m": (64,), "n": 64, "k": 64})
+
+    def writes(op: Op, **dtypes: str) -> str:
+        given = testing.specs(op, case._replace(dtypes={f"T_{key}": d for key, d in dtypes.items()}), "bfloat16")
+        chosen = plan(bind(op, given), {}, TARGET)
+        assert chosen.variant.config["writes"].split() == [n for n in op.outputs if chosen.variant.tensors[n]]
+        return str(chosen.variant.config["writes"])
+
+    assert writes(first) == writes(first, bias="float32") == writes(first.only("dresidual")) == "dacc"
+    assert writes(first, other="float32") == "dacc dother" and writes(first.only("dacc"), other="float32") == "dacc"
+    assert writes(sums) == "dbias" and writes(sums, shift="float32") == "dbias dshift"
 
 
 def test_in_which_dtype_sums_are_saved() -> None:

@@ -4,12 +4,13 @@ One pass computes ``dacc``, the gradient of the product, and the gradients of ot
 epilogue's expression. The gradient of a vector or a scalar is a sum: of ``dacc`` itself where the operand is added to
 the product, as a bias is. Kernels of rows, which compute epilogues that reduce rows or look at groups of columns, add
 such sums up in the same pass. Two products give the gradients of x and of the weight. A gradient that is a cotangent,
-as that of a residual, is not computed.
+as that of a residual, is not computed. One that is another's, as that of what is added before an activation, is that of
+the product, is computed once, and written once where dtypes allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -126,6 +127,7 @@ class _Gradient:
         zero: those of the operands and the product that no output depends on.
         repeated: operands that repeat themselves, which have no gradient.
         d_acc: the name of the product's gradient: ``dacc``, or the cotangent that it equals; empty where it is 0.
+        twins: operands whose gradient is computed as that of another one, or of the product.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -145,6 +147,7 @@ class _Gradient:
         # Vectors and scalars whose gradient is a sum of the product's.
         same = [key for key in known if key != ACC and first.nodes(key) == first.nodes(ACC)]
         self.like_acc = [key for key in same if not _is_tile(forward.operands[key])]
+        self.twins = self._twins(first, known)
 
     def _cotangent(self, key: str, read: list[tuple[int, str]]) -> str:
         """The output whose cotangent is this operand's gradient; empty where there is none."""
@@ -155,6 +158,19 @@ class _Gradient:
             if other.shape == tensor.shape and read == [(place, half) for half in halves]:
                 return out
         return ""
+
+    def _twins(self, derivative: EpilogueDerivative, known: Iterable[str]) -> dict[str, str]:
+        """Operands by the first one, or the product, that has their shape and their gradient."""
+        firsts: dict[tuple[str, tuple[int, ...]], str] = {}
+        found: dict[str, str] = {}
+        for key in known:
+            if key in {*self.zero, *self.handed_on} or (key == ACC and self.d_acc != f"d{ACC}"):
+                continue
+            shape = self.forward.sources[key].shape
+            other = firsts.setdefault((shape, derivative.nodes(key)), key)
+            if other != key:
+                found[key] = other
+        return found
 
     def first(self) -> tuple[str, ...]:
         """The operands whose gradients one pass computes: tiles. Kernels of rows also add up those of a few vectors and
@@ -167,12 +183,14 @@ class _Gradient:
         return tuple(key for key in every if _is_tile(self.forward.sources[key]))
 
     def vectors(self, first: Collection[str]) -> list[Op]:
-        """A step for each vector or scalar that is not among the first."""
+        """A step for each vector or scalar that is not among the first, and its twins."""
         given = self.operands.items()
-        names = [key for key, tensor in given if not _is_tile(tensor) and key not in {*self.zero, *first}]
+        beside = {*self.zero, *first, *self.twins}
+        names = [key for key, tensor in given if not _is_tile(tensor) and key not in beside]
         return [
-            self.of_acc(key) if key in self.like_acc else self.step(f"{self.forward.name}_bwd_{key}", (key,))
+            self.of_acc(every) if key in self.like_acc else self.step(f"{self.forward.name}_bwd_{key}", every)
             for key in names
+            for every in [(key, *(twin for twin, other in self.twins.items() if other == key))]
         ]
 
     def step(self, name: str, wanted: tuple[str, ...]) -> Op:
@@ -192,8 +210,11 @@ class _Gradient:
                 inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
             elif key != ACC:
                 inputs.setdefault(key, forward.operands[key]._replace(unread=True))
+        twins = {f"d{key}": f"d{self.twins[key]}" for key in wanted if self.twins.get(key) in wanted}
         if 1 < len(wanted) <= MOST_SKIPPABLE:
-            outputs = {key: tensor._replace(skippable=True) for key, tensor in outputs.items()}
+            serving = set(twins.values())
+            outputs = {key: tensor._replace(skippable=key not in serving) for key, tensor in outputs.items()}
+        outputs = {key: tensor._replace(same_as=twins.get(key)) for key, tensor in outputs.items()}
 
         def narrow(name: str, left: tuple[str, ...]) -> Op:
             return self.step(name, tuple(key.removeprefix("d") for key in left))
@@ -204,18 +225,19 @@ class _Gradient:
             doc=f"A part of the gradient of :func:`{forward.name}`.",
         )  # fmt: skip
 
-    def of_acc(self, key: str) -> Op:
-        """The op that sums up the product's gradient to that of a vector or a scalar."""
-        forward, tensor = self.forward, self.forward.operands[key]
-        shape = shape_of(tensor).replace("2n", "n")
+    def of_acc(self, wanted: tuple[str, ...]) -> Op:
+        """The op that sums up the product's gradient to that of a vector or a scalar, and of its twins."""
+        forward, (first, *twins) = self.forward, wanted
+        given = {key: t._replace(shape=t.shape.replace("2n", "n")) for key in wanted for t in [forward.operands[key]]}
         graph = Graph([SHAPES["*m n"]])
-        kinds = str(SHAPES[shape].kind)
-        formula = Formula(graph.finish([graph.operand(0)]), False, (self.d_acc,), (f"d{key}",), kinds, self.d_acc)
-        tensor = tensor._replace(shape=tensor.shape.replace("2n", "n"))
+        expression, kinds = graph.finish([graph.operand(0)] * len(wanted)), str(SHAPES[shape_of(given[first])].kind)
+        writes = tuple(f"d{key}" for key in wanted)
+        formula = Formula(expression, False, (self.d_acc,), writes, kinds * len(wanted), self.d_acc)
+        outputs = {f"d{key}": t._replace(same_as=f"d{first}" if key in twins else None) for key, t in given.items()}
         return pointwise(
-            f"{forward.name}_bwd_{key}", lambda attrs: formula,
-            {self.d_acc: Tensor("*m n", "T"), key: tensor._replace(unread=True)}, {f"d{key}": tensor}, {}, {},
-            module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`: a sum.",
+            f"{forward.name}_bwd_{first}", lambda attrs: formula,
+            {self.d_acc: Tensor("*m n", "T"), **{key: t._replace(unread=True) for key, t in given.items()}}, outputs,
+            {}, {}, module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`: a sum.",
         )  # fmt: skip
 
     @property

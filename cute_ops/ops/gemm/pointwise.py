@@ -59,14 +59,14 @@ def pointwise(
         name: the op's name.
         formula: gives what is computed with some attributes.
         inputs: those that are read, and ``unread`` ones, which only say shapes and dtypes.
-        outputs: what is written, whole or by halves.
+        outputs: what is written, whole or by halves. One that is the ``same_as`` another has that one's values.
         attrs: the attributes, as in :class:`Op`.
         defaults: their defaults.
         groups: whether the expression uses groups of columns, numbers of columns or operands that repeat themselves.
             Then ``formula`` is computed by rows.
         more: other arguments of :class:`Op`.
     """
-    first = formula(defaults)
+    first, twins = formula(defaults), any(tensor.same_as for tensor in outputs.values())
     dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
 
     def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
@@ -87,14 +87,22 @@ def pointwise(
             out = out[..., 0] if tensor.shape == COLUMN else out
             like = dtypes.get(tensor.dtype)
             results.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype))
-        return tuple(results)
+        made = dict(zip(outputs, results, strict=True))
+        return tuple(None if (twin := made.get(t.same_as)) is not None and twin.dtype == made[key].dtype else made[key]
+                     for key, t in outputs.items())  # fmt: skip
+
+    def of_call(problem: Problem) -> Formula:
+        found = formula(problem.attrs)
+        return found.of_outputs(problem.dtypes) if twins else found
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
-        shapes = {key: shape_of(tensor) for key, tensor in outputs.items()}
-        return sum_workspaces(formula(problem.attrs), shapes, problem, config)
+        shapes = {
+            key: shape_of(tensor) for key, tensor in outputs.items() if not tensor.same_as or key in problem.dtypes
+        }
+        return sum_workspaces(of_call(problem), shapes, problem, config)
 
     def config(problem: Problem) -> FusedConfig | FusedRowConfig:
-        found = formula(problem.attrs)
+        found = of_call(problem)
         return found.rows.of_groups(problem) if groups else found.config(problem)
 
     def batched() -> Op:
@@ -109,7 +117,7 @@ def pointwise(
         dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
         static=("n",) if counts and not first.by_rows else WhileFew("n"),
         sharding=Sharding(parallel=() if first.by_rows or any("2n" in t.shape for t in tensors) else ("n",)),
-        tuning=Tuning(config, space_of(formula), workspace), batched=None if first.by_rows else batched, **more,
+        tuning=Tuning(config, space_of(of_call), workspace), batched=None if first.by_rows else batched, **more,
     )  # fmt: skip
 
 
@@ -143,13 +151,14 @@ def _of_batch(given: _Arguments) -> Op:
         else:
             rows = arrays[first.tile].shape[:-1]
             read = {key: _each_row(xp, arrays[key], given.inputs[key].shape, rows) for key in one_pass.inputs}
-            made = call(one_pass, read, attrs)
+            made = one_pass.with_twins(call(one_pass, read, attrs))
         axes = {key: (-2, -1) if given.outputs[key].shape == "" else (-2,) for key in sums}
         return made | {key: xp.sums(made[key], axes[key], arrays[key.removeprefix("d")]) for key in sums}
 
     run.__module__ = given.module
     return Op(
-        f"{given.name}_batched", inputs=each(given.inputs), outputs=each(given.outputs), attrs=given.attrs, static=(),
+        f"{given.name}_batched", inputs=each(given.inputs), attrs=given.attrs, static=(),
+        outputs={key: tensor._replace(same_as=None) for key, tensor in each(given.outputs).items()},
         kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES,
         dtypes={t.dtype: FLOATS for t in given.inputs.values() if t.dtype not in FLOATS},
         doc=f"``{given.name}`` for each example of a batch.", called=given.name,

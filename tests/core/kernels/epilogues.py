@@ -139,6 +139,11 @@ def turned_heads(xp: Any, acc: Any, norm: Any, sin: Any, scale: Any, shift: Any)
     return (x + xp.rotate_half(x, 64) * sin) * scale + shift
 
 
+def with_summands(xp: Any, acc: Any, bias: Any, residual: Any, other: Any, shift: Any) -> Any:
+    """Of sums before an activation all gradients are one, or its sums."""
+    return xp.silu(acc + bias + residual + other + shift)
+
+
 # With other ways to get the sums for a gradient.
 DIFFERENTIABLE: tuple[Op, ...] = (
     *(op for op in OPS if op.grad and not op.no_gradient),
@@ -148,6 +153,7 @@ DIFFERENTIABLE: tuple[Op, ...] = (
     fused_linear(with_silu, name="silu_float32", dtypes={"acc": "float32", "out": "float32"}),
     fused_linear(multiplied, operands={"other": TILE, "bias": ROW}, weight="k n"),
     fused_linear(with_tanh, operands={"scale": COLUMN}),
+    fused_linear(with_summands, operands={"bias": ROW, "residual": TILE, "other": TILE, "shift": ROW}),
 )
 
 # The others' gradients go to the largest of some numbers: which that is may change with how these are rounded.
