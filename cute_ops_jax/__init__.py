@@ -11,6 +11,7 @@ from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.fused import fused
 from cute_ops_jax.composite.gated_mlp import gated_mlp
+from cute_ops_jax.composite.linear import gated_linear as gated_linear
 from cute_ops_jax.composite.linear import linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from cute_ops_jax.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 import cute_ops_jax
 from cute_ops.ops.gemm.by_call import Epilogue
-from cute_ops.ops.gemm.gated_dgrad import gated_linear_kn
 from cute_ops.ops.gemm.named import gelu_epilogue
 
 try:
@@ -384,7 +383,7 @@ class GatedLinear(nnx.Linear):
 
     def __call__(self, x: Array) -> Array:
         x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
-        out: Array = cute_ops_jax.register(gated_linear_kn())(x, kernel, self.activation, self.fused)
+        out: Array = cute_ops_jax.gated_linear(x, kernel, self.activation, self.fused, transposed=True)
         return out
 
 

@@ -14,6 +14,7 @@ from cute_ops_torch import functions, nn
 from cute_ops_torch.composite.embedding import embedding
 from cute_ops_torch.composite.fused import fused
 from cute_ops_torch.composite.gated_mlp import gated_mlp
+from cute_ops_torch.composite.linear import gated_linear as gated_linear
 from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear

@@ -14,11 +14,12 @@ from typing import Any
 from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.op import FUSED, Case, Op, Program, Tensor
+from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import Formula, fused
-from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, traced, weight_shape
+from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, traced
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gradient import ACC
+from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.norm import rmsnorm as norm
@@ -40,10 +41,11 @@ Args:
         for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
         rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
         65536, n = 2048 to 28672 and k = 768 to 4096.
-    packed, transposed, save, attrs: as :func:`linear` has them.
+    packed, transposed, halves, save, attrs: as :func:`linear` has them.
 
 Returns:
-    ``T[*m n]``, or what the epilogue returns. Sums in float32, in a fixed order.
+    ``T[*m n]``, or what the epilogue returns. Sums in float32, in a fixed order. Devices may share n; rows of x, which
+    are normalised, each has whole.
 
 Raises:
     TraceError: the epilogue does what an expression cannot say.
@@ -135,6 +137,7 @@ def _of_normed(step: Op) -> Op:
         f"rmsnorm_{step.name}", inputs={names.get(key, key): tensor for key, tensor in step.inputs.items()},
         outputs={names.get(key, key): tensor for key, tensor in step.outputs.items()}, kernel=Program(run, (step,)),
         reference=step.reference, attrs={"fused": FUSED}, dtypes=step.accepts, static=(), cases=CASES,
+        sharding=Sharding(step.parallel, contracted=step.contracted),
     )  # fmt: skip
 
 
@@ -160,24 +163,24 @@ def _norm_bwd(name: str = "rmsnorm_linear_norm_bwd", wanted: tuple[str, ...] = (
 
 
 def rmsnorm_linear(
-    epilogue: Epilogue, shapes: Shapes = (), weight: str = "n k", save: str = "pre", attrs: Attrs = ()
-) -> Op:
+    epilogue: Epilogue, shapes: Shapes = (), weight: str = "n k", save: str = "pre", attrs: Attrs = (),
+    halves: bool = False,
+) -> Op:  # fmt: skip
     """The op of an epilogue: see :data:`DOC`.
 
     Args:
         epilogue, shapes, weight, save, attrs: as :func:`cute_ops.ops.gemm.by_call.op_of` has them.
+        halves: whether those of a packed weight are a dim.
     """
     check_save(save, "rmsnorm_linear")
     found = traced(epilogue, shapes, weight, attrs, "rmsnorm_linear")
     allowed = [(f"operand{i}" if name in TAKEN else name, shape) for i, (name, shape) in enumerate(found.operands)]
     kind = epilogue if isinstance(epilogue, str) and epilogue in KINDS else ""
     named = weight == "n k" and save == "pre" and allowed in ([], [("bias", "n")])
-    return _op(found._replace(operands=tuple(allowed)), kind if named else "", weight, save)
+    return _op(found._replace(operands=tuple(allowed)), kind if named else "", weight, save, halves)
 
 
-def op_of_call(
-    epilogue: Epilogue, shapes: Shapes, batched: bool, packed: bool, transposed: bool, save: str, attrs: Attrs
-) -> Op:
+def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, save: str, attrs: Attrs) -> Op:
     """The op of a call, whose weight may be a batch of them.
 
     Raises:
@@ -186,15 +189,17 @@ def op_of_call(
     if batched:
         problem = "argument `weight` has more than 2 dims: batches of weights are for linear, or for vmap."
         raise NotImplementedError(f"cute.rmsnorm_linear: {problem}")
-    return rmsnorm_linear(epilogue, shapes, weight_shape(packed, transposed), save, attrs)
+    return rmsnorm_linear(epilogue, shapes, layout.replace(APART, PACKED), save, attrs, APART in layout)
 
 
 @cache
-def _op(found: Traced, kind: str, weight: str, save: str) -> Op:
+def _op(found: Traced, kind: str, weight: str, save: str, halves: bool) -> Op:
     biased = bool(found.operands)
     plain = kind == "bias" and not biased
     name = "rmsnorm_linear" + "_bias" * biased + ("" if kind == "bias" else f"_{kind}") if kind else ""
-    return Layer(name, linear if plain else op_of_traced(found, weight, save), found.text).op()
+    product = linear if plain else op_of_traced(found, weight, save)
+    op = Layer(name, product, found.text).op()
+    return halves_apart(op, whole=product.batched is None) if halves else op
 
 
 class Layer:
@@ -250,7 +255,7 @@ class Layer:
             outputs=product.outputs, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
             kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind)), static=(), cases=CASES,
             dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}",
-            called="rmsnorm_linear", **more,
+            called="rmsnorm_linear", sharding=Sharding(tuple(dim for dim in product.parallel if dim == "n")), **more,
         )  # fmt: skip
 
     def _behind(self, name: str, product: Op) -> Op:

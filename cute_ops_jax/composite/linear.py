@@ -14,6 +14,7 @@ from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_jax.primitive.arrays import spec
 from cute_ops_jax.primitive.function import register
@@ -24,42 +25,57 @@ Array = jax.Array
 @continued(by_call.DOC)
 def linear(
     x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, fused: str = "auto",
-    packed: bool = False, transposed: bool = False, save: str = "pre", **attrs: Any,
+    packed: bool = False, transposed: bool = False, halves: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``."""
     x, weight = jnp.asarray(x), jnp.asarray(weight)
+    layout = by_call.weight_shape(packed, transposed, halves)
     if epilogue is None:
-        by_call.without_epilogue(operands, attrs)
+        by_call.without_epilogue(operands, attrs, halves)
         op = product.batched if weight.ndim > 2 else None
         return register(op or product)(x, weight.mT if transposed else weight, fused)
-    options = packed, transposed, save, attrs
-    function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), *options)
+    function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
     return function(x, weight, *given, fused=fused)
 
 
 def call_with_epilogue(
-    caller: str, epilogue: Epilogue, arrays: Sequence[Any], packed: bool, transposed: bool, save: str,
-    attrs: Mapping[str, Any],
-) -> tuple[Callable[..., Any], list[Array]]:  # fmt: skip
+    caller: str, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str, attrs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[Array]]:
     """The function of the op of a call, and the operands as it takes them.
 
     Args:
         caller: the function that was called.
         epilogue: what happens to the product.
         arrays: x, the weight and the operands.
-        packed, transposed, save, attrs: as :func:`linear` has them.
+        layout: the weight's, as :func:`cute_ops.ops.gemm.by_call.weight_shape` gives it.
+        save, attrs: as :func:`linear` has them.
     """
     given = [None if a is None else jnp.asarray(a) for a in arrays]
-    fits = by_call.fits(epilogue, given, packed, transposed, spec, caller)
-    shapes, batched = tuple(fit and fit.shape for fit in fits), given[1] is not None and given[1].ndim > 2
-    op = _OPS[caller](epilogue, shapes, batched, packed, transposed, save, tuple(attrs.items()))
-    fitted = zip(given[2:], fits, strict=True)
-    return register(op), [_fitted(a, fit) for a, fit in fitted if a is not None and fit is not None]
+    fits = by_call.fits(epilogue, given, layout, spec, caller)
+    batched = given[1] is not None and by_call.is_batch(layout, given[1].ndim)
+    op = _OPS[caller](epilogue, tuple(fit and fit.shape for fit in fits), batched, layout, save, tuple(attrs.items()))
+    fitted, halves = zip(given[2:], fits, strict=True), by_call.APART in layout
+    return register(op), [_fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
+
+
+@continued(by_call.GATED_DOC)
+def gated_linear(
+    x: Array, weight: Array, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
+    halves: bool = False,
+) -> Array:  # fmt: skip
+    """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
+    layout = by_call.weight_shape(True, transposed, halves)
+    op = gated_linear_of(transposed, by_call.is_batch(layout, jnp.ndim(weight)), halves)
+    out: Array = register(op)(x, weight, activation, fused)
+    return out
 
 
 # By the function that is called, what makes its op.
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
 
 
-def _fitted(array: Array, fit: Fit) -> Array:
-    return jnp.broadcast_to(array.reshape(fit.own), fit.sizes)
+def _fitted(array: Array, fit: Fit, halves: bool) -> Array:
+    whole = jnp.broadcast_to(array.reshape(fit.own), fit.sizes)
+    if not halves or by_call.PACKED not in fit.shape:
+        return whole
+    return whole.reshape((*whole.shape[:-1], 2, whole.shape[-1] // 2))

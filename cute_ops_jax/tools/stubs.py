@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
 from cute_ops_jax.composite.gated_mlp import gated_mlp as gated_mlp
+from cute_ops_jax.composite.linear import gated_linear as gated_linear
 from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from cute_ops_jax.composite.linear_cross_entropy import (
@@ -37,7 +38,8 @@ from cute_ops_jax.primitive.function import register as register
 
 def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
     """The stub file's text."""
-    return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in ops)
+    own = (op for op in ops if f" as {op.name}\n" not in _HEADER)
+    return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in own)
 
 
 def _literal(value: Any) -> str:

@@ -14,6 +14,7 @@ from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue
+from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant, number
@@ -27,39 +28,40 @@ _product = define(product).function
 @continued(by_call.DOC)
 def linear(
     x: Tensor, weight: Tensor, *operands: Tensor | None, epilogue: Epilogue | None = None, fused: str = "auto",
-    packed: bool = False, transposed: bool = False, save: str = "pre", **attrs: Any,
+    packed: bool = False, transposed: bool = False, halves: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``.
 
     The op is ``torch.ops.cute.linear_<function>_<digest>``, the same in every process that has made this call.
     """
     x, weight = autocast(x, weight)
+    layout = by_call.weight_shape(packed, transposed, halves)
     if epilogue is None:
-        by_call.without_epilogue(operands, attrs)
+        by_call.without_epilogue(operands, attrs, halves)
         run = _product if weight.ndim <= 2 else _batched_product()
         return run(x, weight.mT if transposed else weight, fused)
-    function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), packed, transposed, save, attrs)
+    function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
     return function(x, weight, *given, fused=fused)
 
 
 def call_with_epilogue(
-    caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], packed: bool, transposed: bool, save: str,
-    attrs: Mapping[str, Any],
-) -> tuple[Callable[..., Any], list[Tensor]]:  # fmt: skip
+    caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], layout: str, save: str, attrs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[Tensor]]:
     """The function of the op of a call, and the operands as it takes them.
 
     Args:
         caller: the function that was called.
         epilogue: what happens to the product.
         arrays: x, the weight and the operands.
-        packed, transposed, save, attrs: as :func:`linear` has them.
+        layout: the weight's, as :func:`cute_ops.ops.gemm.by_call.weight_shape` gives it.
+        save, attrs: as :func:`linear` has them.
     """
     compiling = torch.compiler.is_dynamo_compiling()
     known = {name: number(value) for name, value in attrs.items()} if compiling else attrs
-    options = packed, transposed, save, tuple(known.items())
+    options = layout, save, tuple(known.items())
     if compiling:
-        fits = by_call.fits(epilogue, arrays, packed, transposed, array, caller)
-        batched = arrays[1] is not None and arrays[1].ndim > 2
+        fits = by_call.fits(epilogue, arrays, layout, array, caller)
+        batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
         name = _defined(caller, epilogue, tuple(fit and fit.shape for fit in fits), batched, *options)
         function = getattr(torch.ops.cute, name).default
     else:
@@ -68,18 +70,18 @@ def call_with_epilogue(
         except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
             function, fits = _choose(caller, epilogue, arrays, *options)
     fitted = zip(arrays[2:], fits, strict=True)
-    return function, [_fitted(t, fit) for t, fit in fitted if t is not None and fit is not None]
+    halves = by_call.APART in layout
+    return function, [_fitted(t, fit, halves) for t, fit in fitted if t is not None and fit is not None]
 
 
 def _choose(
-    caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], packed: bool, transposed: bool, save: str,
-    attrs: Attrs,
-) -> tuple[Callable[..., Any], tuple[Fit | None, ...]]:  # fmt: skip
+    caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], layout: str, save: str, attrs: Attrs
+) -> tuple[Callable[..., Any], tuple[Fit | None, ...]]:
     """The function of a call's op, and how operands meet the product."""
-    fits = by_call.fits(epilogue, arrays, packed, transposed, array, caller)
+    fits = by_call.fits(epilogue, arrays, layout, array, caller)
     shapes = tuple(fit and fit.shape for fit in fits)
-    batched = arrays[1] is not None and arrays[1].ndim > 2
-    op = _OPS[caller](epilogue, shapes, batched, packed, transposed, save, attrs)
+    batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
+    op = _OPS[caller](epilogue, shapes, batched, layout, save, attrs)
     return define(op).function, fits
 
 
@@ -94,6 +96,30 @@ def _known(caller: str, epilogue: Epilogue, shapes: tuple[torch.Size | None, ...
 def _defined(caller: str, *options: Any) -> str:
     """The name of the op, which is registered."""
     op = _OPS[caller](*options)
+    define(op)
+    return op.name
+
+
+@continued(by_call.GATED_DOC)
+def gated_linear(
+    x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
+    halves: bool = False,
+) -> Tensor:  # fmt: skip
+    """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
+    x, weight = autocast(x, weight)
+    layout = by_call.weight_shape(True, transposed, halves)
+    options = transposed, by_call.is_batch(layout, weight.ndim), halves
+    if torch.compiler.is_dynamo_compiling():
+        run = getattr(torch.ops.cute, _defined_gated(*options)).default
+    else:
+        run = define(gated_linear_of(*options)).function
+    out: Tensor = run(x, weight, activation, fused)
+    return out
+
+
+@constant
+def _defined_gated(*options: bool) -> str:
+    op = gated_linear_of(*options)
     define(op)
     return op.name
 
@@ -119,8 +145,8 @@ def _batched() -> Op:
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
 
 
-def _fitted(tensor: Tensor, fit: Fit) -> Tensor:
-    if tensor.shape == fit.sizes:
-        return tensor
-    # Tiles that some rows share are copied: kernels step from row to row by one stride.
-    return tensor.reshape(fit.own).expand(fit.sizes).contiguous()
+def _fitted(tensor: Tensor, fit: Fit, halves: bool) -> Tensor:
+    if tensor.shape != fit.sizes:
+        # Tiles that some rows share are copied: kernels step from row to row by one stride.
+        tensor = tensor.reshape(fit.own).expand(fit.sizes).contiguous()
+    return tensor.unflatten(-1, (2, tensor.shape[-1] // 2)) if halves and by_call.PACKED in fit.shape else tensor

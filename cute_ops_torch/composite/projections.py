@@ -15,7 +15,7 @@ from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
 from cute_ops.op import Op
-from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.composite.linear import call_with_epilogue
@@ -52,12 +52,12 @@ def linear_add_rmsnorm(
 def rmsnorm_linear(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, *operands: Tensor | None, eps: float = 1e-6,
     epilogue: Epilogue = "bias", fused: str = "auto", packed: bool = False, transposed: bool = False,
-    save: str = "pre", **attrs: Any,
+    halves: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """The norm before a linear layer, the layer, and what happens to its product before that is stored."""
     x, weight = autocast(x, weight)
-    options = packed, transposed, save, attrs
-    function, given = call_with_epilogue("rmsnorm_linear", epilogue, (x, weight, *operands), *options)
+    layout = weight_shape(packed, transposed, halves, "rmsnorm_linear")
+    function, given = call_with_epilogue("rmsnorm_linear", epilogue, (x, weight, *operands), layout, save, attrs)
     return function(x, weight, *given, norm_weight, eps, fused)
 
 

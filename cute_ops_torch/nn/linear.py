@@ -9,10 +9,8 @@ from torch import nn
 
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.named import gelu_epilogue
-from cute_ops_torch import functions
-from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.gated_mlp import gated_mlp
-from cute_ops_torch.composite.linear import linear
+from cute_ops_torch.composite.linear import gated_linear, linear
 from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 
 Tensor = torch.Tensor
@@ -216,8 +214,7 @@ class GatedLinear(nn.Linear):
         return made.train(gate.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = autocast(x, self.weight)
-        return functions.gated_linear(x, weight, self.activation, self.fused)
+        return gated_linear(x, self.weight, self.activation, self.fused)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features // 2}, activation={self.activation!r}"

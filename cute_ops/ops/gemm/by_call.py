@@ -21,6 +21,7 @@ from cute_ops.op import Op, Tensor
 from cute_ops.ops.broadcast import Fit, fit
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops.shapes import Array
 
@@ -50,6 +51,8 @@ DOC = """Args:
     packed: the weight is ``[gate | up]``: the epilogue reads ``acc[..., :n]`` and ``acc[..., n:]`` with
         ``n = acc.shape[-1] // 2``.
     transposed: the weight is ``[k, n]``, as in JAX.
+    halves: the packed weight is ``[2, n, k]``, or ``[k, 2, n]``, the same memory. Devices that share n then each have
+        rows of both halves, so nothing is gathered.
     save: what a call that is differentiated keeps for its gradient where that reads the product: ``"pre"``, the product
         before the epilogue; or ``"none"``, and the backward computes it again.
     attrs: of the epilogue; numbers, each combination of which is a kernel of its own.
@@ -61,6 +64,23 @@ Raises:
     TraceError: the epilogue does what an expression cannot say; what to write instead.
     TypeError: a dtype that is not listed, operands that the epilogue does not have.
     ValueError: shapes that do not fit together.
+"""
+GATED_DOC = """Args:
+    x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
+    weight: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``. With leading dims it is one matrix for each
+        of x, ``T[*b m k]``.
+    activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+    fused: as :func:`linear` has it.
+    transposed: the weight is ``[k, 2n]``, as in JAX.
+    halves: the weight is ``[2, n, k]``, or ``[k, 2, n]``, the same memory. Devices that share n then each have rows of
+        both halves, so nothing is gathered.
+
+Returns:
+    ``T[*m n]``, compact. Summed up in float32, rounded once: neither half is stored.
+
+Raises:
+    TypeError: a dtype that is not listed.
+    ValueError: shapes that do not fit together, another activation.
 """
 
 
@@ -79,16 +99,14 @@ class Traced(NamedTuple):
 
 
 def fits(
-    epilogue: Epilogue, arrays: Sequence[Any], packed: bool, transposed: bool, spec: Callable[[Any], Array],
-    caller: str = "linear",
-) -> tuple[Fit | None, ...]:  # fmt: skip
+    epilogue: Epilogue, arrays: Sequence[Any], layout: str, spec: Callable[[Any], Array], caller: str = "linear"
+) -> tuple[Fit | None, ...]:
     """How each operand of a call meets the product, None for one that is left out.
 
     Args:
         epilogue: what reads them.
         arrays: x, the weight and the operands.
-        packed: whether the weight has two halves.
-        transposed: whether the weight is ``[k, n]``.
+        layout: the weight's, as :func:`weight_shape` gives it.
         spec: an array's shape and dtype.
         caller: the function that was called.
 
@@ -96,12 +114,18 @@ def fits(
         TypeError: the epilogue takes more operands, or fewer.
         ValueError: an operand does not broadcast.
     """
-    (x, weight, *operands), layout = arrays, weight_shape(packed, transposed)
-    if not x.shape or len(weight.shape) < 2:
-        name, wanted = ("weight", "2 or more") if x.shape else ("x", "1 or more")
+    (x, weight, *operands), dims = arrays, layout.split()
+    packed, halves = "2" in layout, "2" in dims
+    if not x.shape or len(weight.shape) < len(dims):
+        name, wanted = ("weight", f"{len(dims)} or more") if x.shape else ("x", "1 or more")
         count = len((weight if x.shape else x).shape)
         _refuse(f"argument `{name}` has {count} dims, expected {wanted}.", [x, weight], (), layout, spec, caller)
-    columns, rows, batch = weight.shape[-1 if transposed else -2], x.shape[:-1], weight.shape[:-2]
+    own = dict(zip(dims, weight.shape[-len(dims) :], strict=True))
+    if halves and own["2"] != 2:
+        problem = f"argument `weight` has {own['2']} in place of 2, its halves."
+        _refuse(problem, [x, weight], (), layout, spec, caller)
+    columns = 2 * own["n"] if halves else own["2n" if packed else "n"]
+    rows, batch = x.shape[:-1], weight.shape[: -len(dims)]
     if batch and rows[:-1] != batch:
         problem = f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows."
         _refuse(problem, [x, weight], (), layout, spec, caller)
@@ -122,10 +146,21 @@ def fits(
     return found
 
 
-def weight_shape(packed: bool, transposed: bool) -> str:
-    """The weight's shape as :func:`fused_linear` takes it."""
-    n = "2n" if packed else "n"
+def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: str = "linear") -> str:
+    """The weight's shape as :func:`fused_linear` takes it; ``2 n`` for ``2n`` where halves are a dim.
+
+    Raises:
+        ValueError: ``halves`` of a weight that is not packed.
+    """
+    if halves and not packed:
+        raise ValueError(f"cute.{caller}: option `halves` is for packed weights, expected `packed` too.")
+    n = APART if halves else PACKED if packed else "n"
     return f"k {n}" if transposed else f"{n} k"
+
+
+def is_batch(layout: str, ndim: int) -> bool:
+    """Whether a weight of this layout and of so many dims is several matrices."""
+    return ndim > len(layout.split())
 
 
 def _refuse(
@@ -133,7 +168,7 @@ def _refuse(
 ) -> NoReturn:
     declared = {"x": Tensor("*m k", "T"), "weight": Tensor(weight, "T")}
     declared |= {name: Tensor("*m n", f"T_{name}") for name in names}
-    declared = each(declared) if len(arrays[1].shape) > 2 else declared
+    declared = each(declared) if is_batch(weight, len(arrays[1].shape)) else declared
     given = {name: None if a is None else spec(a) for name, a in zip(declared, arrays, strict=True)}
     raise ValueError(message(_Product(caller, declared), problem, given))
 
@@ -146,8 +181,10 @@ class _Product(NamedTuple):
     aliases: Mapping[str, str] = {}
 
 
-def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any]) -> None:
+def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any], halves: bool) -> None:
     """Raise TypeError for what an epilogue would read."""
+    if halves:
+        raise TypeError("cute.linear: `halves` was given, but no epilogue that reads them.")
     if operands or attrs:
         given = ", ".join(f"`{name}`" for name in attrs) or f"operand {len(operands)}"
         raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.")
@@ -173,15 +210,13 @@ def operand_names(epilogue: Epilogue, count: int, caller: str = "linear") -> tup
     return tuple(p.name for p in parameters[:count])
 
 
-def op_of_call(
-    epilogue: Epilogue, shapes: Shapes, batched: bool, packed: bool, transposed: bool, save: str, attrs: Attrs
-) -> Op:
-    """The op of a call, whose weight may be a batch of them.
+def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, save: str, attrs: Attrs) -> Op:
+    """The op of a call, whose weight, of a layout that :func:`weight_shape` gives, may be a batch of them.
 
     Raises:
         NotImplementedError: it is, and the epilogue reduces rows or looks at groups of columns.
     """
-    one = op_of(epilogue, shapes, weight_shape(packed, transposed), save, attrs)
+    one = op_of(epilogue, shapes, layout.replace(APART, PACKED), save, attrs)
     made = one.batched if batched else one
     if made is None:
         name = epilogue if isinstance(epilogue, str) else _name(epilogue)
@@ -189,7 +224,7 @@ def op_of_call(
             f"cute.linear: {name} reduces rows, looks at groups of columns or repeats an operand, which is not fused "
             "with a batch of weights: call it for each of them."
         )
-    return made
+    return halves_apart(made, whole=one.batched is None) if APART in layout else made
 
 
 def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", attrs: Attrs = ()) -> Op:

@@ -9,7 +9,8 @@ from typing import Any
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.op import Op
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.named import ACTIVATIONS, gated
+from cute_ops.ops.gemm.halves import halves_apart
+from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear
 
 
 def _value_and_slope(xp: Any, gate: Any, activation: str) -> tuple[Any, Any]:
@@ -59,7 +60,16 @@ def gated_dgrad_again(transposed: bool) -> Op:
 @cache
 def gated_linear_kn() -> Op:
     """``gated_linear`` for a weight ``[k, 2n]``."""
-    return fused_linear(gated, name="gated_linear_kn", weight="k 2n", attrs={"activation": ACTIVATIONS})
+    return fused_linear(
+        gated, name="gated_linear_kn", weight="k 2n", attrs={"activation": ACTIVATIONS}, called="gated_linear"
+    )
+
+
+def gated_linear_of(transposed: bool, batched: bool = False, halves: bool = False) -> Op:
+    """``gated_linear`` for a weight ``[k, 2n]``, for a batch of weights, and with a dim for both halves."""
+    one = gated_linear_kn() if transposed else gated_linear
+    op = (batched and one.batched) or one
+    return halves_apart(op) if halves else op
 
 
 def _name(transposed: bool) -> str:

@@ -1,0 +1,102 @@
+"""Ops of packed weights whose halves are a dim of their own: ``2 n k`` in place of ``2n k``.
+
+A slice of ``2n`` rows is of one half, so devices cannot share them without moving weights. A slice of n is of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from cute_ops.op import OneOf, Op, Program, Sharding
+
+PACKED, APART = "2n", "2 n"
+# Tensors of a gradient's steps that have a packed weight's 2n columns where the step calls these n.
+OF_PRODUCTS = frozenset({"acc", "dacc", "weight", "dweight"})
+
+
+def halves_apart(op: Op, whole: bool = False) -> Op:
+    """The same op with a dim for both halves in each tensor that has ``2n``, of which devices may share n: an output
+    that lacks that dim is a sum of what they get. It reads the same memory.
+
+    Args:
+        op: of packed weights.
+        whole: whether the op depends on a whole row, of n columns, so that devices cannot share these.
+    """
+    return _of(op, "", whole, _packed(op))
+
+
+def _packed(op: Op) -> frozenset[str]:
+    """Tensors of an op and of the steps of its gradient that have both halves."""
+    found = {key for key, t in op.inputs.items() if PACKED in t.shape.split()}
+    return OF_PRODUCTS.union(found, (f"d{key}" for key in found))
+
+
+def _of(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
+    """The op, or a step of a gradient, in which ``packed`` tensors may have n for the columns of both halves."""
+    tensors = {**op.inputs, **op.outputs}
+    if not any({"n", PACKED} & {*t.shape.split()} for t in tensors.values()):  # a step that is of neither half
+        return op
+    # Several ops have a step in common: it is made once.
+    return _made(op, name, whole and "n" not in (*op.parallel, *op.contracted), packed.intersection(tensors))
+
+
+@cache
+def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
+    shapes = {key: _apart(t.shape, key in packed) for key, t in {**op.inputs, **op.outputs}.items()}
+
+    def apart(other: Op, name: str = "") -> Op:
+        return _of(other, name, whole, packed | _packed(op))
+
+    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {key: _joined(a, shapes[key]) for key, a in inputs.items()}
+        if op.program:
+            found = op.program.run(xp, call, given, attrs)
+        else:
+            found = op.with_twins(call(op, given, attrs))
+        return {key: _parted(a, shapes[key]) for key, a in found.items()}
+
+    run.__module__ = op.program.run.__module__ if op.program else op.reference.__module__
+    shared = () if whole or "n" in op.parallel else ("n",)
+    return Op(
+        name or f"{op.name}_halves", inputs={key: t._replace(shape=shapes[key]) for key, t in op.inputs.items()},
+        outputs={key: t._replace(shape=shapes[key], same_as=None) for key, t in op.outputs.items()},
+        static=(), dtypes=op.accepts, kernel=Program(run, op.program.ops if op.program else (op,)),
+        attrs={key: OneOf(*op.choices[key]) if key in op.choices else value for key, value in op.attrs.items()},
+        sharding=Sharding(op.parallel, contracted=tuple(dict.fromkeys((*shared, *op.contracted))), inner=op.inner),
+        grad=tuple(map(apart, op.steps)) or None, saving=op.saving and apart(op.saving), handed_on=op.handed_on,
+        no_gradient=op.no_gradient, batched=lambda: op.batched and apart(op.batched),
+        narrow=lambda name, outputs: apart(op.only(*outputs), name), called=op.called,
+        doc=f"{op.doc}\n\n    ``2n`` is two dims.",
+    )  # fmt: skip
+
+
+def _apart(shape: str, packed: bool) -> str:
+    """A tensor's shape with a dim for both halves; ``packed`` is one that has them, also where a step calls them n."""
+    both = "n" if packed and PACKED not in shape.split() else PACKED
+    return " ".join(APART if dim == both else dim for dim in shape.split())
+
+
+def _place(shape: str) -> int:
+    """Of the dim for both halves, from the end; 0 where there is none."""
+    dims = shape.split()
+    return dims.index("2") - len(dims) if "2" in dims else 0
+
+
+def _joined(array: Any, shape: str) -> Any:
+    place = _place(shape)
+    if array is None or not place:
+        return array
+    sizes = tuple(array.shape)
+    first = len(sizes) + place
+    return array.reshape((*sizes[:first], 2 * sizes[first + 1], *sizes[first + 2 :]))
+
+
+def _parted(array: Any, shape: str) -> Any:
+    place = _place(shape)
+    if array is None or not place:
+        return array
+    sizes = tuple(array.shape)
+    first = len(sizes) + place + 1
+    return array.reshape((*sizes[:first], 2, sizes[first] // 2, *sizes[first + 1 :]))
