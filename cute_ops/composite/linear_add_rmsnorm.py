@@ -13,7 +13,7 @@ from typing import Any
 from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.linear import linear, linear_dx, product, product_gradients
+from cute_ops.ops.gemm.linear import linear, linear_acc, product, product_gradients
 from cute_ops.ops.norm import add_rmsnorm as norm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm, add_rmsnorm_bwd
 from cute_ops.shapes import FLOATS
@@ -117,8 +117,8 @@ def linear_add_rmsnorm(transposed: bool = False) -> Op:
 @cache
 def _op(transposed: bool) -> Op:
     behind = linear_add_rstd(transposed)
-    # Of a transposed weight the product is the one that is the gradient of another layer to its x.
-    multiplies, rows, out = (linear_dx, "dout", "dx") if transposed else (linear, "x", "out")
+    # Both call the dim that is summed over k, as this op does: devices that share it add up what they get.
+    multiplies, made = (linear_acc("T", across=True), "acc") if transposed else (linear, "out")
 
     def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
         given, eps = {key: inputs[key] for key in ("x", "weight")}, {"eps": attrs["eps"]}
@@ -127,8 +127,7 @@ def _op(transposed: bool) -> Op:
             found = call(behind, summed, {**eps, "fused": "always"})
             scaled = {"x": found["residual_out"], "rstd": found["rstd"], "weight": inputs["norm_weight"]}
             return {"out": call(scaled_rows(), scaled, {})["out"], "residual_out": found["residual_out"]}
-        operands = {rows: inputs["x"], "weight": inputs["weight"]}
-        acc = call(multiplies, operands, {"fused": attrs["fused"]})[out]
+        acc = call(multiplies, given, {"fused": attrs["fused"]})[made]
         summands = {"x": acc, "residual": inputs["residual"], "weight": inputs["norm_weight"]}
         found = call(add_rmsnorm, summands, eps)
         return {"out": found["out"], "residual_out": found["residual_out"]}

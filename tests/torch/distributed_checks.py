@@ -46,7 +46,10 @@ from cute_ops.composite import chunks
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
+from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.ops import OPS, PRODUCTS
+from cute_ops.ops.gemm.by_call import op_of_call
+from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.linear import linear, linear_float32
 
 CHECKS: dict[str, Callable[[World], None]] = {}
@@ -728,6 +731,16 @@ PRODUCT_CASES: list[tuple[str, list[Any], Any, list[Any], dict[str, int], dict[s
     ("gated_linear", [ROW, SAME], ROW, [ROW, PART], {}, {}),
     ("gated_linear", [LAST, SEQ], SAME, [LAST, SEQ], {REDUCE: 1}, {}),
     ("gated_linear", [SAME, FIRST], SAME, [PART, SAME], {GATHER: 1}, {}),
+    ("gated_linear_halves", [ROW, SAME], ROW, [ROW, PART], {}, {}),
+    ("gated_linear_halves", [SAME, SEQ], LAST, [PART, SEQ], {}, {}),
+    ("gated_linear_halves", [LAST, LAST], SAME, [LAST, LAST], {REDUCE: 1}, {}),
+    ("linear_biased_halves", [SAME, SEQ, SEQ], LAST, [PART, SEQ, SEQ], {}, {}),
+    ("linear_biased_halves", [LAST, LAST, SAME], SAME, [LAST, LAST, SAME], {REDUCE: 1}, {}),
+    ("rmsnorm_linear", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
+    ("rmsnorm_linear", [SAME, FIRST, SAME], LAST, [SAME, FIRST, SAME], {}, {REDUCE: 1}),
+    ("rmsnorm_linear_bias_gelu", [SAME, FIRST, FIRST, SAME], LAST, [SAME, FIRST, FIRST, SAME], {}, {REDUCE: 1}),
+    ("rmsnorm_linear_biased_halves", [SAME, SEQ, SEQ, SAME], LAST, [SAME, SEQ, SEQ, SAME], {}, {REDUCE: 1}),
+    ("linear_kn_add_rmsnorm", [LAST, FIRST, SAME, SAME], SAME, [LAST, FIRST, SAME, SAME], {REDUCE: 1}, {}),
     ("linear_add_rmsnorm", [ROW, SAME, ROW, SAME], ROW, [ROW, PART, ROW, PART], {}, {}),
     ("linear_add_rmsnorm", [LAST, SEQ, SAME, SAME], SAME, [LAST, SEQ, SAME, SAME], {REDUCE: 1}, {}),
     ("linear_add_rmsnorm", [LAST, SEQ, SEQ, SAME], SEQ, [LAST, SEQ, SEQ, PART], {SCATTER: 1}, {GATHER: 2}),
@@ -739,20 +752,30 @@ PRODUCT_CASES: list[tuple[str, list[Any], Any, list[Any], dict[str, int], dict[s
 ]
 
 
+def gated_with_bias(xp: Any, acc: Any, bias: Any) -> Any:
+    n = acc.shape[-1] // 2
+    return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
+
+
 @check
 def products_of_shards(world: World) -> None:
     """Cut by rows, by columns and along the sum, after which the epilogue comes: nothing is gathered for that."""
     if world.few:
         return
     mlps = gated_mlp("pre", False), gated_mlp("pre", False, halves=True)
-    made = (linear, linear_float32, *PRODUCTS, linear_add_rmsnorm(), *mlps, qkv_rope(64))
+    norms = [linear_add_rmsnorm(transposed) for transposed in (False, True)]
+    before = rmsnorm_linear("bias"), rmsnorm_linear("gelu", ("n",))
+    halves = gated_linear_of(False, halves=True)
+    made = (linear, linear_float32, *PRODUCTS, *norms, *before, *mlps, halves, qkv_rope(64))
     by_name = {op.name: op for op in made}
+    by_name["linear_biased_halves"] = op_of_call(gated_with_bias, ("2n",), False, "2 n k", "pre", ())
+    by_name["rmsnorm_linear_biased_halves"] = rmsnorm_linear(gated_with_bias, ("2n",), "2n k", halves=True)
     sizes = {"n": 64, "k": 64, "p": 16, "m": (4, 8)}
     rng = np.random.default_rng(0)
     for name, places, of_outputs, of_gradients, forward, backward in PRODUCT_CASES:
         op, heads = by_name[name], {"heads": 2} if name == "qkv_rope_64" else {}
         cute_ops_torch.register(op)
-        call, wrt = getattr(torch.ops.cute, name).default, testing.argnums(op)
+        call, wrt = getattr(torch.ops.cute, op.name).default, testing.argnums(op)
         known = {**sizes, "n": 3 * 64} if heads else sizes
         arrays = [rng.standard_normal(t.of({**known, "m": (8,)} if t.broadcast else known)) for t in op.inputs.values()]
         whole = [torch.from_numpy(a / 8).float().requires_grad_(i in wrt) for i, a in enumerate(arrays)]
