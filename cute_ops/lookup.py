@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -33,14 +33,15 @@ def ours() -> dict[str, Op]:
     # Start-up time: a program of one's own op needs none of ours.
     from cute_ops.composite import qkv_rope
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
+    from cute_ops.composite.rmsnorm_linear import row_factors, scaled_weight
     from cute_ops.ops import OPS, PARTS, PRODUCTS
     from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
+    from cute_ops.ops.gemm.linear import linear_acc
 
-    inside = (
-        gated_linear_kn(), *(make(kn) for make in (gated_dgrad, gated_dgrad_again) for kn in (False, True)),
-        linear_add_rstd(), scaled_rows(), *map(qkv_rope.qkv_rope, qkv_rope.SIZES),
-    )  # fmt: skip
+    by_layout = gated_dgrad, gated_dgrad_again, linear_add_rstd, scaled_weight, partial(linear_acc, "T")
+    by_layout += tuple(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
+    inside = gated_linear_kn(), scaled_rows(), row_factors(), *(make(kn) for make in by_layout for kn in (False, True))
     return {op.name: op for forward in (*OPS, *PRODUCTS, *PLAIN_PRODUCTS, *inside, *PARTS) for op in _family(forward)}
 
 

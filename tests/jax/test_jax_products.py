@@ -24,7 +24,7 @@ Close = Callable[[Any, Any], None]
 
 
 def function_of(product: Product) -> Callable[..., Any]:
-    return partial(getattr(cute_ops_jax, product.function), **product.options)
+    return product.of(cute_ops_jax)
 
 
 def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from cute_ops import Op, Tensor
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
+from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.expressions import TraceError
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import by_call
@@ -34,6 +35,7 @@ class Product(NamedTuple):
         options: keyword arguments of the function.
         attrs: of the op.
         reference: of the op, in array-API style; ``reference(xp, *arrays)``.
+        order: in which the function takes the op's inputs, by index; empty where it is the op's.
         inputs: its tensors by name.
     """
 
@@ -43,6 +45,16 @@ class Product(NamedTuple):
     options: Mapping[str, Any]
     attrs: Mapping[str, Any]
     reference: Callable[..., Any]
+    order: tuple[int, ...] = ()
+
+    def of(self, adapter: Any) -> Callable[..., Any]:
+        """The adapter's function, of the op's inputs in their order."""
+
+        def call(*arrays: Any, **options: Any) -> Any:
+            given = [arrays[i] for i in self.order] if self.order else arrays
+            return getattr(adapter, self.function)(*given, **{**self.options, **options})
+
+        return call
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -90,6 +102,7 @@ PRODUCTS = (
     *map(_of, NAMED),
     _of(gated_mlp("pre", False))._replace(reference=_gated_mlp),
     _of(linear_add_rmsnorm()),
+    _of(rmsnorm_linear("bias"))._replace(order=(0, 2, 1)),
     _of(qkv_rope(64), "qkv_rope", heads=2),
 )  # fmt: skip
 
