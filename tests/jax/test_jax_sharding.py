@@ -434,6 +434,53 @@ def test_halves_of_packed_weights_are_shared(transposed: bool, kind: AxisType, c
     assert collectives(compiled.as_text()) == {"all-reduce": 2}  # of the output, and of the gradient of x
 
 
+def gated_with_bias(xp: Any, acc: Any, bias: Any) -> Any:
+    n = acc.shape[-1] // 2
+    return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["gated_linear", "linear", "rmsnorm_linear"])
+def test_halves_of_one_product_are_shared(name: str, transposed: bool, kind: AxisType, close: Close) -> None:
+    """Each device has its columns of gate and of up, and so of the output."""
+    rng, mesh = np.random.default_rng(0), mesh_of(kind)
+    x, weight, bias = (rng.standard_normal(shape, np.float32) / 4 for shape in ((8, 16), (2, 32, 16), (64,)))
+    weight, spec = (weight.transpose(2, 0, 1), COLUMNS) if transposed else (weight, TERMS)
+
+    def summed(halves: bool, x: Any, weight: Any, bias: Any) -> Any:
+        options = {"epilogue": gated_with_bias, "packed": True, "transposed": transposed, "halves": halves}
+        if name == "gated_linear":
+            out = cute_ops_jax.gated_linear(x, weight, transposed=transposed, halves=halves)
+        elif name == "linear":
+            out = cute_ops_jax.linear(x, weight, bias, **options)
+        else:
+            out = cute_ops_jax.rmsnorm_linear(x, None, weight, bias, **options)
+        return jnp.sin(out).sum()
+
+    both = jax.value_and_grad(partial(summed, True), (0, 1))
+    packed = weight.reshape((16, 64) if transposed else (64, 16))
+    np.testing.assert_array_equal(summed(True, x, weight, bias), summed(False, x, packed, bias))
+    with jax.set_mesh(mesh):
+        given = placed(mesh, (x, weight, bias), (jax.P(), spec, jax.P()))
+        compiled = jax.jit(both).lower(*given).compile()
+        close(jax.device_get(compiled(*given)), jax.device_get(both(x, weight, bias)))
+    assert set(collectives(compiled.as_text())) == {"all-reduce"}  # of the loss, and of the gradient of x
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_transposed_product_before_a_norm_is_added_up(kind: AxisType, close: Close) -> None:
+    """The norm comes after the sum over devices."""
+    rng, mesh = np.random.default_rng(0), mesh_of(kind)
+    shapes = ((8, 16), (16, 24), (8, 24), (24,))
+    arrays = [rng.standard_normal(shape, np.float32) / 4 for shape in shapes]
+    run = jax.jit(partial(cute_ops_jax.linear_add_rmsnorm, transposed=True))
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, (jax.P(None, "data"), ROWS, jax.P(), jax.P()))
+        close(jax.device_get(run(*given)), jax.device_get(run(*arrays)))
+        assert collectives(run.lower(*given).compile().as_text()) == {"all-reduce": 1}
+
+
 def test_a_kernel_gives_way_where_devices_share_its_sum(through_ffi: Any, fake_kernels: Any) -> None:
     op, mesh = next(p.op for p in PRODUCTS if p.name == "linear_gelu"), mesh_of(AxisType.Auto)
     arrays = [jnp.ones(shape, "bfloat16") for shape in ((4, 16), (32, 16), (32,))]

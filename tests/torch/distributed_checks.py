@@ -738,6 +738,8 @@ PRODUCT_CASES: list[tuple[str, list[Any], Any, list[Any], dict[str, int], dict[s
     ("linear_biased_halves", [LAST, LAST, SAME], SAME, [LAST, LAST, SAME], {REDUCE: 1}, {}),
     ("rmsnorm_linear", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
     ("rmsnorm_linear", [SAME, FIRST, SAME], LAST, [SAME, FIRST, SAME], {}, {REDUCE: 1}),
+    ("rmsnorm_linear", [SEQ, FIRST, SAME], LAST, [SEQ, FIRST, PART], {GATHER: 1}, {}),
+    ("rmsnorm_linear", [LAST, SEQ, FIRST], SAME, [SAME, SAME, SAME], {GATHER: 3}, {}),
     ("rmsnorm_linear_bias_gelu", [SAME, FIRST, FIRST, SAME], LAST, [SAME, FIRST, FIRST, SAME], {}, {REDUCE: 1}),
     ("rmsnorm_linear_biased_halves", [SAME, SEQ, SEQ, SAME], LAST, [SAME, SEQ, SEQ, SAME], {}, {REDUCE: 1}),
     ("linear_kn_add_rmsnorm", [LAST, FIRST, SAME, SAME], SAME, [LAST, FIRST, SAME, SAME], {REDUCE: 1}, {}),
