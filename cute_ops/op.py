@@ -347,10 +347,31 @@ class Program(NamedTuple):
               (:class:`cute_ops.composite.chunks.Chunks`)
             - ``shared``: whether devices share the dim that the op splits
         ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
+        product: the product that it begins with, and that is all but the first of ``ops``: an adapter may run both
+            without ``run``.
     """
 
     run: Callable[..., Mapping[str, Any]]
     ops: tuple[Op, ...] = ()
+    product: Product | None = None
+
+
+class Product(NamedTuple):
+    """A product of the first two inputs of an op: ``a @ b``, of matrices or of batches of them.
+
+    Args:
+        turned: which of both is transposed, 0 or 1; None for neither.
+        flat: whether the leading dims of both are rows of one matrix.
+        dtype: of the product; None for that of ``a``.
+        read_as: the input of the op that comes next, in which that reads the product.
+        bias: the input whose addition to each row of the product is all that comes next; empty where it is not.
+    """
+
+    turned: int | None
+    flat: bool = False
+    dtype: str | None = None
+    read_as: str = ""
+    bias: str = ""
 
 
 class Instead(NamedTuple):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
+enabled = torch._C._is_any_autocast_enabled
+
 
 def autocast(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """X and weights in autocast's dtype where that is on; as they are where it is off."""
+    if not enabled():  # the device's name takes longer to look up
+        return x, *weights
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for a device without autocast
         return x, *weights

@@ -16,7 +16,7 @@ from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.linear import linear as product
-from cute_ops_torch.composite.autocast import autocast
+from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant, number
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
@@ -34,19 +34,21 @@ def linear(
 
     The op is ``torch.ops.cute.linear_<function>_<digest>``, the same in every process that has made this call.
     """
-    x, weight = autocast(x, weight)
-    layout = by_call.weight_shape(packed, transposed, halves)
+    if enabled():
+        x, weight = autocast(x, weight)
     if epilogue is None:
-        by_call.without_epilogue(operands, attrs, halves)
+        if operands or attrs or halves:
+            by_call.without_epilogue(operands, attrs, halves)
         run = _product if weight.ndim <= 2 else _batched_product()
         return run(x, weight.mT if transposed else weight, fused)
+    layout = by_call.weight_shape(packed, transposed, halves)
     function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
-    return function(x, weight, *given, fused=fused)
+    return function(x, weight, *given, fused)
 
 
 def call_with_epilogue(
     caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], layout: str, save: str, attrs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], list[Tensor]]:
+) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The function of the op of a call, and the operands as it takes them.
 
     Args:
@@ -66,7 +68,10 @@ def call_with_epilogue(
         function = getattr(torch.ops.cute, name).default
     else:
         try:
-            function, fits = _known(caller, epilogue, tuple(t if t is None else t.shape for t in arrays), *options)
+            shapes = tuple([t if t is None else t.shape for t in arrays])
+            function, as_given, fits = _known(caller, epilogue, shapes, *options)
+            if as_given:
+                return function, arrays[2:]
         except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
             function, fits = _choose(caller, epilogue, arrays, *options)
     fitted = zip(arrays[2:], fits, strict=True)
@@ -87,9 +92,13 @@ def _choose(
 
 @lru_cache(1024)
 def _known(caller: str, epilogue: Epilogue, shapes: tuple[torch.Size | None, ...], *options: Any) -> Any:
-    """The same, found again: a call costs little more than that of its op."""
+    """The same, found again: a call costs little more than that of its op. In between, whether all operands are there
+    and passed as they are.
+    """
     given = [s if s is None else torch.empty(s, device="meta") for s in shapes]
-    return _choose(caller, epilogue, given, *options)
+    function, fits = _choose(caller, epilogue, given, *options)
+    as_given = all(fit and fit.sizes == s for s, fit in zip(shapes[2:], fits, strict=True))
+    return function, as_given and by_call.APART not in options[0], fits
 
 
 @constant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,10 @@ import torch
 from cute_ops.binding import Binding
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
-from cute_ops.op import Program
+from cute_ops.op import Op, Program
 from cute_ops_torch.host import codegen
+from cute_ops_torch.library import products
+from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.reference import run_reference
 from cute_ops_torch.library.tensors import DTYPES, absent_dtype
 
@@ -26,10 +28,14 @@ class CompiledCall(NamedTuple):
         run: ``run(*inputs, *scalars)`` takes the inputs that are not None, allocates the outputs and returns them.
         fill: ``fill(wanted)`` makes ``call(*inputs, *outputs, *scalars)``, which takes outputs of these names to write
             to, allocates the others and returns those, None for what is absent.
+        without_autocast: a shorter ``run`` for calls while autocast is off; None where that does not matter.
+        differentiable: whether both are functions of torch, which its autograd differentiates.
     """
 
     run: Run
     fill: Callable[[tuple[str, ...]], Run]
+    without_autocast: Run | None = None
+    differentiable: bool = False
 
 
 def of_kernel(binding: Binding, chosen: Plan, kernel: Run, device: torch.device) -> CompiledCall:
@@ -122,8 +128,7 @@ def _new(
 
 def of_reference(binding: Binding, program: Program | None = None) -> CompiledCall:
     """The same by the reference, or a program. No kernel can be launched on an empty input or output."""
-    inputs = [name for name, array in binding.inputs.items() if array is not None]
-    names = [*inputs, *binding.op.scalars]
+    names = [*(name for name, array in binding.inputs.items() if array is not None), *binding.op.scalars]
 
     def run(*given: Any) -> Any:
         there, call = dict(zip(names, given, strict=True)), binding
@@ -131,18 +136,59 @@ def of_reference(binding: Binding, program: Program | None = None) -> CompiledCa
             call = binding._replace(attrs={**binding.attrs, **numbers})
         return run_reference(call, [there.get(name) for name in binding.inputs], program)
 
+    return CompiledCall(run, partial(_copying, binding, run))
+
+
+def _copying(binding: Binding, run: Run, wanted: tuple[str, ...]) -> Run:
+    """``fill(wanted)`` of a call that makes all outputs: copies them to those that are given."""
+    inputs, scalars = [name for name, array in binding.inputs.items() if array is not None], binding.op.scalars
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        there = dict(zip((*inputs, *wanted, *scalars), args, strict=True))
+        result = run(*(there[name] for name in (*inputs, *scalars)))
+        made = dict(zip(binding.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+        for name in wanted:
+            there[name].copy_(made[name])
+        return tuple(out for name, out in made.items() if name not in wanted)
+
+    return call
+
+
+def of_program(binding: Binding, program: Program) -> CompiledCall:
+    """The call of a program that runs in place of a kernel. Torch's functions, and ours, make a device current."""
+    product = program.product
+    if product is None:
+        return of_reference(binding, program)
+    (a, b, *_), bias = binding.inputs.values(), binding.inputs.get(product.bias)
+    assert a is not None and b is not None  # no input of a product is optional
+    multiply, alone = products.multiplier(product, a, b), not program.ops or products.adds_bias(product, a, bias)
+    if not alone:
+        multiply = _then(multiply, binding, program.ops[0], product.read_as)
+    run = products.without_autocast(multiply)
+    into = products.multiplies_into(product, a, b, bias is not None) if alone else None
+
     def fill(wanted: tuple[str, ...]) -> Run:
-        def call(*args: Any) -> tuple[Any, ...]:
-            there = dict(zip((*inputs, *wanted, *binding.op.scalars), args, strict=True))
-            result = run(*(there[name] for name in names))
-            made = dict(zip(binding.outputs, result if isinstance(result, tuple) else (result,), strict=True))
-            for name in wanted:
-                there[name].copy_(made[name])
-            return tuple(out for name, out in made.items() if name not in wanted)
+        copying = _copying(binding, run, wanted)
+        return products.without_autocast(products.writing(into, copying)) if into and wanted else copying
 
-        return call
+    return CompiledCall(run, cache(fill), multiply, alone)
 
-    return CompiledCall(run, fill)
+
+def _then(multiply: Run, binding: Binding, after: Op, read_as: str) -> Run:
+    """A product, and an op that reads it and the op's other inputs."""
+    (_, weight, *operands), attrs = binding.inputs, tuple(binding.attrs[name] for name in after.keywords)
+    raw, saves = programs.functions[after](False), read_as in binding.outputs
+    reads_weight = weight in after.inputs  # its dtype
+    assert list(after.inputs) == [read_as, *operands, *([weight] if reads_weight else [])]
+
+    def run(x: Any, weight: Any, *others: Any) -> Any:
+        product = multiply(x, weight)
+        made = raw(product, *others, weight, *attrs) if reads_weight else raw(product, *others, *attrs)
+        if not saves:
+            return made
+        return (*made, product) if isinstance(made, tuple) else (made, product)
+
+    return run
 
 
 def on_device(call: CompiledCall, device: torch.device) -> CompiledCall:

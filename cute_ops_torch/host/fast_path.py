@@ -14,11 +14,13 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_ops.op import Op
+from cute_ops_torch.host import framework_gradient
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.guards import Call, GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.mutation import refuse_gradients
 from cute_ops_torch.library.nodes import Nodes
+from cute_ops_torch.library.products import autocast
 from cute_ops_torch.library.schema import filler, parameters
 
 
@@ -49,12 +51,15 @@ class FastPath:
         if differentiated:
             refuse_gradients(self._op, tensors)
         constants = len(self._op.attrs)
-        node = self._nodes.of(tensors, attrs[:constants]) if differentiated else None
+        by_torch = framework_gradient.differentiates(self._op, self.launcher, tensors, attrs)
+        node = self._nodes.of(tensors, attrs[:constants]) if differentiated and not by_torch else None
         more = None if node is None or self._saving is None else node.saving
         launcher = self._saving(more) if more and self._saving else self.launcher()
         call = launcher.find(tensors, attrs)
-        key = call, kinds(tensors)
-        known = self._calls.put(tensors[0].shape, key, lambda: self._guard(call, tensors, attrs, differentiated))
+        key = call, kinds(tensors), by_torch, call.without_autocast and autocast()
+        known = self._calls.put(
+            tensors[0].shape, key, lambda: self._guard(call, tensors, attrs, differentiated, by_torch)
+        )
         out = known(*args)
         if out is not None:
             return out
@@ -63,14 +68,19 @@ class FastPath:
         return run(*given, *attrs[constants:])
 
     def _guard(
-        self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...], differentiated: bool
+        self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...], differentiated: bool, by_torch: bool
     ) -> Link:
         op = self._op
         names = [name for name, t in zip(op.inputs, tensors, strict=True) if t is not None]
         given = ", ".join([*names, *op.scalars])
         values: dict[str, Any] = {"_run": call.run, "_ad": forward_ad}
         conditions, result = ["_ad._current_level < 0"], f"_run({given})"
-        if any(t is not None and t.requires_grad for t in tensors):
+        if call.without_autocast:
+            values["_autocast"] = autocast
+            conditions.append("_autocast()" if autocast() else "not _autocast()")
+            if not autocast():
+                values["_run"] = call.without_autocast
+        if any(t is not None and t.requires_grad for t in tensors) and not by_torch:
             values["_grad_enabled"] = torch.is_grad_enabled
             node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])
             if node is None or (node.saving and not differentiated):

@@ -151,10 +151,9 @@ def prepare(
     with naming(op, binding.inputs, binding.dims, binding.dtypes):
         arch = target.of_device(index)
     program = dispatch.instead(binding, places, arch)
-    if program is None:
-        call = planned_call(binding, dispatch.choose(binding, places, arch, on), device)
-    else:
-        call = compiled_call.of_reference(binding, program)
+    if program is not None:
+        return compiled_call.of_program(binding, program)
+    call = planned_call(binding, dispatch.choose(binding, places, arch, on), device)
     return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
 
 

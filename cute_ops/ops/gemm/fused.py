@@ -37,6 +37,7 @@ from cute_ops.ops.gemm.linear import (
     multiply,
     of_few_rows,
     product,
+    product_of,
     sums_of_few_rows,
     vector,
 )
@@ -182,6 +183,7 @@ def _declare(
     weight = inputs["weight"].shape.removeprefix("*b ")
     may_be_few = made.by_element and not is_batch
     across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
+    multiplied = product_of(kernel, acc.dtype)
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
         return of_acc(xp, product(xp, x, xp.matrix_transpose(weight) if across else weight), x, arrays, attrs)
@@ -224,8 +226,7 @@ def _declare(
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         given, attrs = dict(inputs), without_fused(attrs)
-        dtype = None if acc.dtype == "T" else acc.dtype
-        given[ACC] = multiply(xp, kernel, (given["x"], given["weight"]), dtype)
+        given[ACC] = multiply(xp, multiplied, given["x"], given["weight"])
         if apart is None:
             import array_api_compat  # start-up time
 
@@ -245,7 +246,10 @@ def _declare(
         other = Instead(Program(run), lambda problem: False, WIDE)
     else:
         plain = may_be_few and len(outputs) == 1 and "2n" not in weight
-        other = instead(Program(run, apart.program.ops if apart.program else (apart,)), config, few_rows=plain)
+        biased = plain and not attrs and {t.dtype for t in (acc, *outputs.values())} == {"T"}
+        begins = multiplied._replace(read_as=ACC, bias=made.bias if biased else "")
+        program = Program(run, apart.program.ops) if apart.program else Program(run, (apart,), begins)
+        other = instead(program, config, few_rows=plain)
 
     def batched() -> Op:
         known: dict[str, Any] = {key: value for key, value in more.items() if key != "cases"}
@@ -327,6 +331,8 @@ class _Epilogue:
         columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
         self.groups = columns or any(map(period, operands.values()))
         self.by_element = not (self.groups or self.reduces)
+        # The row vector that is added to the product, if that is all.
+        self.bias = next(iter(operands)) if text_of(found) == "e1(t,r) add 0 1 -> 2" else ""
 
     def with_acc(self) -> _Epilogue:
         """The same epilogue, with the product as one more output."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from cute_ops.errors import message
 from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import SUMS, GemmConfig
-from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
+from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import batch_of, each
@@ -111,9 +111,7 @@ def declare(
         return configure(problem, vectors, sizes, demand(problem))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        ((out, tensor),) = outputs.items()
-        dtype = None if tensor.dtype == "T" else tensor.dtype
-        return {out: multiply(xp, kernel, inputs.values(), dtype)}
+        return {out: multiply(xp, multiplied, *inputs.values())}
 
     def batched() -> Op:
         known: dict[str, Any] = {"sharding": Sharding(("m", "n"), contracted=("k",))} if "sharding" in more else {}
@@ -127,6 +125,8 @@ def declare(
         )  # fmt: skip
 
     is_batch, may_be_few = kernel.startswith("Batched"), kernel in ("Linear", "LinearDx")
+    ((out, tensor),) = outputs.items()
+    multiplied = product_of(kernel, tensor.dtype)
     summed = Accumulation((sizes[2],))
     op = Op(
         name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
@@ -134,19 +134,23 @@ def declare(
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
         tuning=Tuning(config, space_of(sizes, demand, is_batch), sums_of_few_rows(sizes) if may_be_few else None),
-        instead=instead(Program(run), config, sizes),
+        instead=instead(Program(run, product=multiplied), config, sizes),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
     return op
 
 
-def multiply(xp: Any, kernel: str, operands: Iterable[Any], dtype: str | None) -> Any:
-    """The framework's product in place of the kernel of this name."""
-    a, b = operands
-    if kernel == "LinearDweight":
+def product_of(kernel: str, dtype: str) -> Product:
+    """What the kernel of this name multiplies, with this declared dtype of the product."""
+    turned = {"Linear": 1, "LinearDx": None, "LinearDweight": 0}[kernel.removeprefix("Batched")]
+    return Product(turned, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
+
+
+def multiply(xp: Any, product: Product, a: Any, b: Any) -> Any:
+    """The framework's product."""
+    if product.flat:
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
-    first = a.mT if kernel.endswith("LinearDweight") else a
-    return xp.product(first, b.mT if kernel.endswith("Linear") else b, dtype)
+    return xp.product(a.mT if product.turned == 0 else a, b.mT if product.turned == 1 else b, product.dtype)
 
 
 def check_rows(op: Op, problem: Problem) -> None:
