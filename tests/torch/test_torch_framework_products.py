@@ -1,0 +1,245 @@
+"""Torch's own product where it is the faster one: what is remembered of it, and that it is what the program says."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cute_ops_torch
+from cute_ops import Op, dispatch
+from cute_ops.jit.target import parse
+from cute_ops.ops.gemm import by_call, linear
+from cute_ops.ops.gemm.named import linear_add, linear_gelu
+from cute_ops_torch.composite import linear as composite
+from cute_ops_torch.host import compiled_call, framework_gradient, function, launch
+from cute_ops_torch.host.fast_path import FastPath
+from cute_ops_torch.library import products, program
+from cute_ops_torch.library.tensors import bind_tensors
+from cute_ops_torch.registry import define
+
+Tensor = torch.Tensor
+BIASED = by_call.op_of("bias", ("n",), "n k")
+ACROSS = by_call.op_of("bias", ("n",), "k n")
+PRODUCTS = [
+    *linear.PRODUCTS, *(op.batched for op in linear.PRODUCTS), *linear.product_gradients("dout", across=True),
+    BIASED, ACROSS, linear_gelu, linear_gelu.saving, linear_add,
+]  # fmt: skip
+ROWS = {"m": (2, 3), "n": 16, "k": 8, "b": (2,)}
+
+
+def made(op: Op, m: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    batch = "*b" in op.inputs[next(iter(op.inputs))].shape
+    sizes = ROWS | {"m": m[-1] if batch else m}
+    torch.manual_seed(0)
+    return [torch.randn(t.of(sizes)).to(torch.float32 if t.dtype == "float32" else dtype) for t in op.inputs.values()]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.target, "of_device", lambda index: parse("sm_90a"))
+
+
+@pytest.fixture
+def fast(hopper: None) -> Callable[[Op], Callable[..., Any]]:
+    """The public function of an op as on a GPU; its kernels are not there."""
+
+    def make(op: Op) -> Callable[..., Any]:
+        known, launcher = define(op), launch.Launcher(op)
+        path = FastPath(op, lambda: launcher, known.nodes)
+        return function.make_function(op, known.overload, path, devices=("cpu",))
+
+    return make
+
+
+def exact(op: Op, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """By the program, as JAX and devices that share terms run it."""
+    attrs = op.keywords | {"fused": "never"}
+    found = program.run(op.instead.program, bind_tensors(op, tensors, list(attrs.values())), tensors)
+    return tuple(found)
+
+
+def as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.mark.parametrize("m", [(3,), (2, 3), (1,), (5, 1, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
+def test_what_is_remembered_is_the_program(product: Op, dtype: torch.dtype, m: tuple[int, ...]) -> None:
+    """New compact outputs, and given ones: compact, or rows with gaps; also while a gradient could be wanted."""
+    define(product)
+    tensors = made(product, m, dtype)
+    turned = [t.mT.contiguous().mT if t.ndim > 1 else t for t in tensors] if product.name in TURNED else tensors
+    attrs = [*(product.keywords | {"fused": "never"}).values()]
+    for given in (tensors, turned):
+        call = compiled_call.of_program(bind_tensors(product, given, attrs), product.instead.program)
+        assert call.without_autocast is not None
+        outs = as_tuple(call.run(*given))
+        for out, other, wanted in zip(
+            outs, as_tuple(call.without_autocast(*given)), exact(product, given), strict=True
+        ):
+            assert out.is_contiguous() and out.dtype == wanted.dtype and torch.equal(out, other)
+            torch.testing.assert_close(out, wanted, rtol=2**-6, atol=2**-6)
+        fill = call.fill(tuple(product.outputs))
+        gaps = [torch.full((*o.shape[:-1], o.shape[-1] + 8), torch.nan, dtype=o.dtype) for o in outs]
+        for places in ([torch.full_like(o, torch.nan) for o in outs], [g[..., :-8] for g in gaps]):
+            for grad in (False, True):
+                with torch.set_grad_enabled(grad):
+                    assert fill(*given, *places) == ()
+                for place, out in zip(places, outs, strict=True):
+                    torch.testing.assert_close(place, out, rtol=2**-6, atol=2**-6)
+                    place.fill_(torch.nan)
+        assert all(gap[..., -8:].isnan().all() for gap in gaps)
+
+
+TURNED = [op.name for op in PRODUCTS if all(len(t.places) > 1 for t in list(op.inputs.values())[:2])]
+
+
+def test_autocast_changes_no_dtype(hopper: None) -> None:
+    for op in (linear.linear, BIASED, linear_gelu):
+        define(op)
+        tensors = made(op, (3,), torch.float32)
+        call = launch.prepare(op, tensors, [*op.keywords.values()])
+        wanted, given = call.run(*tensors), torch.empty(3, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(call.run(*tensors), wanted)
+            call.fill(("out",))(*tensors, given)
+        assert torch.equal(given, wanted)
+
+
+def frames(call: Callable[[], Any]) -> list[str]:
+    """The Python functions that a call runs."""
+    found: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found[1:]
+
+
+def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public function, its look at the compiler, and the guard; of any epilogue two more functions."""
+    plain, biased = fast(linear.linear), fast(BIASED)
+    monkeypatch.setattr(composite, "_product", plain)
+    monkeypatch.setattr(composite, "_choose", lambda *call: (biased, by_call.fits(*call[1:3], False, False, _spec)))
+    composite._known.cache_clear()
+    x, weight, bias = made(BIASED, (2, 3))
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
+        "linear": (lambda: cute_ops_torch.linear(x, weight), lambda: F.linear(x, weight)),
+        "bias": (
+            lambda: cute_ops_torch.linear(x, weight, bias, epilogue="bias"), lambda: F.linear(x, weight, bias),
+        ),
+    }  # fmt: skip
+    for required in (False, True):
+        for t in (x, weight, bias):
+            t.requires_grad_(required)
+        for name, (call, torchs) in calls.items():
+            for _ in range(2):
+                assert torch.equal(call(), torchs())
+            seen = frames(call)
+            assert len(seen) == (4 if name == "linear" else 7), seen
+            with torch.no_grad():
+                assert len(frames(call)) == len(seen)
+    composite._known.cache_clear()
+
+
+def _spec(tensor: Tensor) -> Any:
+    return tensor
+
+
+NODES = {"linear": "cute_linearBackward", BIASED.name: f"cute_{BIASED.name}Backward"}
+
+
+@pytest.mark.parametrize("product", [linear.linear, BIASED], ids=lambda op: op.name)
+def test_torch_differentiates_its_own_product(
+    product: Op, fast: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it is the faster one for each gradient that is wanted; the log says so once of each."""
+    call = fast(product)
+    for wanted in dict.fromkeys([("x",), ("weight",), ("x", "weight"), tuple(product.inputs)]):
+        leaves = [
+            t.requires_grad_(name in wanted) for name, t in zip(product.inputs, made(product, (2, 3)), strict=True)
+        ]
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "cute_ops"):
+            for _ in range(3):
+                out = call(*leaves)
+        assert not type(out.grad_fn).__name__.startswith("cute")
+        # Inputs of the first call are those of the others, but for who requires a gradient.
+        said = [record.message.partition("{")[0] for record in caplog.records]
+        assert [name for name in said if name != product.name] == [
+            f"linear_d{name}" for name in ("x", "weight") if name in wanted
+        ]
+        some, dout = [t for t in leaves if t.requires_grad], torch.randn_like(out)
+        expected = torch.autograd.grad(torch.ops.cute.linear(*leaves[:2]) + sum(leaves[2:]), some, dout)
+        torch.testing.assert_close(torch.autograd.grad(out, some, dout), expected, rtol=2**-6, atol=2**-6)
+        with torch.no_grad():
+            assert not call(*leaves).requires_grad
+
+
+@pytest.mark.parametrize("product", [linear.linear, BIASED], ids=lambda op: op.name)
+@pytest.mark.parametrize("ours", ["linear_dx", "linear_dweight"])
+def test_a_gradient_that_a_kernel_computes_takes_a_node(
+    product: Op, ours: str, fast: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = dispatch.instead
+    choose = lambda binding, *where: None if binding.op.name == ours else chosen(binding, *where)  # noqa: E731
+    monkeypatch.setattr(framework_gradient.dispatch, "instead", choose)
+    x, weight, *others = made(product, (2, 3))
+    call = fast(product)
+    for _ in range(2):
+        out = call(x.requires_grad_(), weight.requires_grad_(), *others)
+        assert type(out.grad_fn).__name__ == NODES[product.name]
+        one = {"linear_dx": weight, "linear_dweight": x}[ours]  # whose gradient torch's product computes
+        others_frozen = [t.detach() if t is not one else t for t in (x, weight)]
+        assert not type(call(*others_frozen, *others).grad_fn).__name__.startswith("cute")
+
+
+def test_a_gradient_in_autocast_takes_a_node(fast: Any) -> None:
+    """Torch's backward would run in other dtypes there."""
+    call = fast(linear.linear)
+    x, weight = (t.requires_grad_() for t in made(linear.linear, (3,), torch.float32))
+    names = []
+    for on in (False, True, False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out = call(x, weight)
+            assert out.dtype == torch.float32
+            names.append(type(out.grad_fn).__name__)
+    assert names[1::2] == ["cute_linearBackward"] * 2
+    assert not any(name.startswith("cute") for name in names[::2])
+
+
+def test_one_tensor_as_both_operands(fast: Any) -> None:
+    """No guard fits such a call."""
+    call, x = fast(linear.linear), torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        (got,) = torch.autograd.grad(call(x, x).sum(), [x])
+        (wanted,) = torch.autograd.grad(F.linear(x, x).sum(), [x])
+        assert torch.equal(got, wanted)
+
+
+def test_a_bias_of_another_dtype_is_added_by_a_pass(hopper: None) -> None:
+    define(BIASED)
+    x, weight, bias = made(BIASED, (2, 3))
+    for given, alone in ((bias, True), (bias.float(), False)):
+        call = launch.prepare(BIASED, [x, weight, given], ["auto"])
+        assert call.differentiable == alone
+        torch.testing.assert_close(call.run(x, weight, given), F.linear(x, weight, bias), rtol=2**-6, atol=2**-6)
+    assert not products.adds_bias(ACROSS.instead.program.product, *(bind_of(ACROSS, x, weight.T, bias)))
+
+
+def bind_of(op: Op, *tensors: Tensor) -> tuple[Any, Any]:
+    inputs = bind_tensors(op, tensors, ["auto"]).inputs
+    return inputs["x"], inputs["bias"]
