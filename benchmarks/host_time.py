@@ -102,9 +102,10 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
     weight = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)  # as in a model
 
     residual = torch.randn_like(x)
-    # More rows than those that the framework multiplies.
+    # So few that `fused="auto"` takes the framework's product, forward and backward.
     rows = torch.randn(128, SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
     matrix = torch.nn.Parameter(torch.randn(SHAPE[-1], SHAPE[-1], device=device, dtype=torch.bfloat16), grad)
+    bias = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)
 
     def into(name: str, *tensors: torch.Tensor | None) -> Callable[..., None]:
         from cute_ops.ops import OPS
@@ -150,6 +151,16 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
             return lambda: linear(rows, matrix, fused=fused)
 
         return make
+
+    def linear_with_bias() -> Call:
+        from cute_ops_torch import linear
+
+        return lambda: linear(rows, matrix, bias, epilogue="bias")
+
+    def linear_gelu() -> Call:
+        from cute_ops_torch import linear_gelu
+
+        return lambda: linear_gelu(rows, matrix, bias)
 
     def own_module() -> Call:
         norm = torch.nn.RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
@@ -235,6 +246,10 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
         "F.linear": lambda: lambda: F.linear(rows, matrix),
         "cute_ops_torch.linear": linear("auto"),
         'cute_ops_torch.linear, fused="always"': linear("always"),
+        "F.linear, with a bias": lambda: lambda: F.linear(rows, matrix, bias),
+        "cute_ops_torch.linear, with a bias": linear_with_bias,
+        "F.gelu of F.linear": lambda: lambda: F.gelu(F.linear(rows, matrix, bias)),
+        "cute_ops_torch.linear_gelu": linear_gelu,
     }
 
 

@@ -15,6 +15,8 @@ import cute_ops_torch
 from cute_ops import Op, dispatch
 from cute_ops.jit.target import parse
 from cute_ops.ops.gemm import by_call, linear
+from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.gated_dgrad import gated_dgrad_again
 from cute_ops.ops.gemm.named import linear_add, linear_gelu
 from cute_ops_torch.composite import linear as composite
 from cute_ops_torch.host import compiled_call, framework_gradient, function, launch
@@ -26,9 +28,13 @@ from cute_ops_torch.registry import define
 Tensor = torch.Tensor
 BIASED = by_call.op_of("bias", ("n",), "n k")
 ACROSS = by_call.op_of("bias", ("n",), "k n")
+# What comes next reads a float32 product, and the weight says the output's dtype.
+WIDE = fused_linear(
+    lambda xp, acc, bias: xp.gelu(acc + bias), operands={"bias": "n"}, name="wide_gelu", dtypes={"acc": "float32"}
+)
 PRODUCTS = [
     *linear.PRODUCTS, *(op.batched for op in linear.PRODUCTS), *linear.product_gradients("dout", across=True),
-    BIASED, ACROSS, linear_gelu, linear_gelu.saving, linear_add,
+    BIASED, ACROSS, linear_gelu, linear_gelu.saving, linear_add, WIDE, WIDE.saving, gated_dgrad_again(False),
 ]  # fmt: skip
 ROWS = {"m": (2, 3), "n": 16, "k": 8, "b": (2,)}
 
