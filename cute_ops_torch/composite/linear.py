@@ -58,18 +58,17 @@ def call_with_epilogue(
         layout: the weight's, as :func:`cute_ops.ops.gemm.by_call.weight_shape` gives it.
         save, attrs: as :func:`linear` has them.
     """
-    compiling = torch.compiler.is_dynamo_compiling()
-    known = {name: number(value) for name, value in attrs.items()} if compiling else attrs
-    options = layout, save, tuple(known.items())
-    if compiling:
+    if torch.compiler.is_dynamo_compiling():
+        known = tuple((name, number(value)) for name, value in attrs.items())
         fits = by_call.fits(epilogue, arrays, layout, array, caller)
         batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
-        name = _defined(caller, epilogue, tuple(fit and fit.shape for fit in fits), batched, *options)
+        shapes = tuple(fit and fit.shape for fit in fits)
+        name = _defined(caller, epilogue, shapes, batched, layout, save, known)
         function = getattr(torch.ops.cute, name).default
     else:
+        options = layout, save, tuple(attrs.items()) if attrs else ()
         try:
-            shapes = tuple([t if t is None else t.shape for t in arrays])
-            function, as_given, fits = _known(caller, epilogue, shapes, *options)
+            function, as_given, fits = _known(caller, epilogue, options, *[t if t is None else t.shape for t in arrays])
             if as_given:
                 return function, arrays[2:]
         except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
@@ -91,7 +90,7 @@ def _choose(
 
 
 @lru_cache(1024)
-def _known(caller: str, epilogue: Epilogue, shapes: tuple[torch.Size | None, ...], *options: Any) -> Any:
+def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: torch.Size | None) -> Any:
     """The same, found again: a call costs little more than that of its op. In between, whether all operands are there
     and passed as they are.
     """
