@@ -19,7 +19,7 @@ from cute_ops import lists
 from cute_ops.config import DEFAULT, Tuning
 from cute_ops.dims import Dim
 from cute_ops.dims import parse as parse_dim
-from cute_ops.errors import renamed
+from cute_ops.errors import renamed, suggesting
 from cute_ops.op_checks import HOW_FUSED, problems
 from cute_ops.shapes import ITEMSIZE, parse
 
@@ -492,6 +492,7 @@ class Op:
         doc: the public docstring: formula first.
     """
 
+    @suggesting
     def __init__(
         self,
         name: str,

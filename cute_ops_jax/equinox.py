@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
-from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.errors import suggesting
+from cute_ops.ops.gemm.by_call import Epilogue, check_options
 from cute_ops.ops.gemm.named import gelu_epilogue
 
 try:
@@ -43,6 +44,7 @@ class RMSNorm(eqx.Module):
     eps: float = eqx.field(static=True)
     weight_offset: float = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self,
         shape: int,
@@ -83,6 +85,7 @@ class LayerNorm(eqx.Module):
     bias: Array | None
     eps: float = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, shape: int, eps: float = 1e-5, use_weight: bool = True, use_bias: bool = True, dtype: Any = jnp.float32
     ) -> None:
@@ -107,6 +110,7 @@ class QKNormRope(eqx.Module):
     k_weight: Array
     eps: float = eqx.field(static=True)
 
+    @suggesting
     def __init__(self, head_dim: int, eps: float = 1e-6, dtype: Any = jnp.float32) -> None:
         self.q_weight, self.k_weight, self.eps = jnp.ones(head_dim, dtype), jnp.ones(head_dim, dtype), eps
 
@@ -130,10 +134,12 @@ class Linear(eqx.nn.Linear):
     epilogue: Epilogue = eqx.field(static=True)
     options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, use_bias: bool = True, dtype: Any = None, *,
         epilogue: Epilogue = "bias", key: Any, **options: Any,
     ) -> None:  # fmt: skip
+        check_options(epilogue, options, type(self))
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
         self.epilogue, self.options = epilogue, tuple(options.items())
 
@@ -155,6 +161,7 @@ class LinearGELU(Linear):
         approximate: ``"none"`` for the error function, or ``"tanh"``.
     """
 
+    @suggesting
     def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
         super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
@@ -162,6 +169,7 @@ class LinearGELU(Linear):
 class LinearSiLU(Linear):
     """A linear layer and SiLU. Arguments are those of :class:`Linear`."""
 
+    @suggesting
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="silu", **options)
 
@@ -171,6 +179,7 @@ class LinearAdd(Linear):
     :class:`Linear`.
     """
 
+    @suggesting
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="add", **options)
 
@@ -187,6 +196,7 @@ class RMSNormLinear(Linear):
     norm_weight: Array | None
     eps: float = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, use_bias: bool = True, dtype: Any = None, *, eps: float = 1e-5,
         use_weight: bool = True, **options: Any,
@@ -229,6 +239,7 @@ class LinearAddRMSNorm(eqx.nn.Linear):
     eps: float = eqx.field(static=True)
     fused: str = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, dtype: Any = None, *, eps: float = 1e-5, fused: str = "auto",
         key: Any,
@@ -272,6 +283,7 @@ class QKVRope(eqx.nn.Linear):
     heads: int = eqx.field(static=True)
     fused: str = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, in_features: int, query_heads: int, key_heads: int, head_dim: int = 128, dtype: Any = None, *,
         fused: str = "auto", key: Any,
@@ -298,6 +310,7 @@ class GatedLinear(eqx.nn.Linear):
     activation: str = eqx.field(static=True)
     fused: str = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, activation: str = "silu", dtype: Any = None, *, fused: str = "auto",
         key: Any,
@@ -346,6 +359,7 @@ class GatedMLP(eqx.Module):
     fused: str = eqx.field(static=True)
     save: str = eqx.field(static=True)
 
+    @suggesting
     def __init__(
         self, in_features: int, hidden_features: int, activation: str = "silu", dtype: Any = None, *,
         fused: str = "auto", save: str = "pre", key: Any,

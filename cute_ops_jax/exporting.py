@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from cute_ops.aot import build
+from cute_ops.errors import suggesting
 from cute_ops.files import folder_swap, json_schema, ownership
 from cute_ops.jit import target
 from cute_ops.jit.variant import Variant
@@ -36,6 +37,7 @@ class SerializedProgram(NamedTuple):
     kernels: list[str]
 
 
+@suggesting
 def export(
     path: str | Path,
     function: Callable[..., Any],

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from cute_ops.errors import CacheError
+from cute_ops.errors import CacheError, suggesting
 from cute_ops.files import json_schema, ownership
 from cute_ops.jit import bundle
 from cute_ops.jit.variant import Variant
@@ -26,6 +26,7 @@ RECORD = {
 }  # fmt: skip
 
 
+@suggesting
 def load(path: str | Path) -> Callable[..., Any]:
     """The function of an exported program, its kernels loaded on every GPU of this process.
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
-from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.errors import suggesting
+from cute_ops.ops.gemm.by_call import Epilogue, check_options
 from cute_ops.ops.gemm.named import gelu_epilogue
 
 try:
@@ -54,6 +55,7 @@ class RMSNorm(nnx.Module):
         rngs: keys for the initializers.
     """
 
+    @suggesting
     def __init__(
         self,
         num_features: int,
@@ -96,6 +98,7 @@ class LayerNorm(nnx.Module):
         rngs: keys for the initializers.
     """
 
+    @suggesting
     def __init__(
         self,
         num_features: int,
@@ -127,6 +130,7 @@ class QKNormRope(nnx.Module):
         rngs: keys for the initializers.
     """
 
+    @suggesting
     def __init__(
         self,
         head_dim: int,
@@ -157,6 +161,7 @@ class GatedMLP(nnx.Module):
         ValueError: an unknown activation.
     """
 
+    @suggesting
     def __init__(
         self,
         num_features: int,
@@ -196,11 +201,13 @@ class Linear(nnx.Linear):
         options: other options of the function, and attributes of the epilogue.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, *, epilogue: Epilogue = "bias", use_bias: bool = True,
         dtype: Any = None, param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros, rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
+        check_options(epilogue, options, type(self))
         init = {} if kernel_init is None else {"kernel_init": kernel_init}
         super().__init__(
             in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, bias_init=bias_init,
@@ -233,6 +240,7 @@ class LinearGELU(Linear):
         approximate: ``"none"`` for the error function, or ``"tanh"``.
     """
 
+    @suggesting
     def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
         super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
@@ -240,6 +248,7 @@ class LinearGELU(Linear):
 class LinearSiLU(Linear):
     """A linear layer and SiLU. Arguments are those of :class:`Linear`."""
 
+    @suggesting
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="silu", **options)
 
@@ -249,6 +258,7 @@ class LinearAdd(Linear):
     :class:`Linear`.
     """
 
+    @suggesting
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="add", **options)
 
@@ -262,6 +272,7 @@ class RMSNormLinear(Linear):
         use_scale: learn a scale.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, *, epsilon: float = 1e-6, use_scale: bool = True,
         param_dtype: Any = jnp.float32, rngs: nnx.Rngs, **options: Any,
@@ -300,6 +311,7 @@ class LinearAddRMSNorm(nnx.Linear):
         rngs: keys for the initializers.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, *, epsilon: float = 1e-6, dtype: Any = None,
         param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", rngs: nnx.Rngs,
@@ -344,6 +356,7 @@ class QKVRope(nnx.Linear):
         options: of ``nnx.Linear``.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, query_heads: int, key_heads: int, head_dim: int = 128, *, fused: str = "auto",
         **options: Any,
@@ -367,6 +380,7 @@ class GatedLinear(nnx.Linear):
         options: of ``nnx.Linear``.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, *, activation: str = "silu", fused: str = "auto", **options: Any
     ) -> None:
@@ -404,6 +418,7 @@ class PackedGatedMLP(nnx.Module):
         rngs: keys for the initializers.
     """
 
+    @suggesting
     def __init__(
         self, num_features: int, hidden_features: int, *, activation: str = "silu", dtype: Any = None,
         param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", save: str = "pre",

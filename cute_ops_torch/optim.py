@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_ops.errors import suggesting
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -47,6 +48,7 @@ class AdamW(torch.optim.Optimizer):
         RuntimeError: in :meth:`step`, a sparse gradient, or while a CUDA graph is captured.
     """
 
+    @suggesting
     def __init__(
         self,
         params: Any,

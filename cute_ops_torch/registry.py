@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
@@ -30,6 +31,7 @@ _registered: dict[tuple[str, str], Registered] = {}
 _lock, _lowering = threading.RLock(), threading.RLock()
 
 
+@suggesting
 def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of those of its gradient.
 

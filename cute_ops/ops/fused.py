@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
+from cute_ops.errors import suggesting
 from cute_ops.expressions.derivative import Source, differentiate
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.groups import sizes
@@ -32,6 +33,7 @@ PARTS = 64
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
 
 
+@suggesting
 def fused(
     function: Callable[..., Any],
     *,

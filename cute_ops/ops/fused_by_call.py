@@ -82,9 +82,11 @@ def decorate(
         by_call: makes the function of one whose operands' shapes each call gives.
     """
     if operands is None and declaration:
-        raise TypeError(
-            f"cute_ops.fused: `{next(iter(declaration))}` is for a declaration: say the shapes, `operands`, too"
-        )
+        name = next(iter(declaration))
+        declared = list(inspect.signature(fused).parameters)[1:]
+        if name not in declared:
+            raise TypeError(f"cute_ops.fused: {unknown_argument(name, declared)}")
+        raise TypeError(f"cute_ops.fused: `{name}` is for a declaration: say the shapes, `operands`, too")
     if function is None:
         return lambda function: decorate(function, name, operands, declaration, register, by_call)
     if operands is not None:

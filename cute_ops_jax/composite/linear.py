@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
+from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
@@ -22,6 +23,7 @@ from cute_ops_jax.primitive.function import register
 Array = jax.Array
 
 
+@suggesting
 @continued(by_call.DOC)
 def linear(
     x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, fused: str = "auto",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops import lists
-from cute_ops.errors import message, unknown_argument
+from cute_ops.errors import message, suggesting, wrong_arguments
 from cute_ops.op import Op
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
@@ -20,6 +20,7 @@ from cute_ops_jax.primitive.primitive import one_for_each, stage
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
 
 
+@suggesting
 @one_for_each
 def register(op: Op) -> Callable[..., Any]:
     """Turn a declaration into a JAX function.
@@ -131,20 +132,11 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
     def fail(problem: str) -> NoReturn:
         raise TypeError(message(op, problem)) from None
 
-    names = list(header.parameters)
-    for name in kwargs:
-        if name not in names:
-            fail(unknown_argument(name, names))
-        if name in names[: len(args)]:
-            fail(f"argument `{name}` was given twice, by position and by name.")
-    if len(args) > len(names):
-        fail(f"{len(args)} arguments were given; it takes {', '.join(f'`{name}`' for name in names)}.")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    for name, tensor in op.inputs.items():
-        if name not in given and not tensor.optional:
-            fail(f"argument `{name}` is required, but was not given.")
-        value = given.get(name)
-        if isinstance(value, str):
+    if problem := wrong_arguments(header, args, kwargs):
+        fail(problem)
+    given = header.bind(*args, **kwargs).arguments
+    for name in op.inputs:
+        if isinstance(given.get(name), str):
             fail(f"argument `{name}` must be one array, got str.")
     for name, default in {**op.keywords, **op.options}.items():
         value, kind = given.get(name, default), type(default).__name__

@@ -6,6 +6,7 @@ import torch
 
 from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
+from cute_ops.errors import suggesting
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.registry import define
@@ -13,6 +14,7 @@ from cute_ops_torch.registry import define
 Tensor = torch.Tensor
 
 
+@suggesting
 @continued(declared.DOC)
 def gated_mlp(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, fused: str = "auto",

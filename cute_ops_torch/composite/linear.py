@@ -10,6 +10,7 @@ import torch
 
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
+from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
@@ -25,6 +26,7 @@ Tensor = torch.Tensor
 _product = define(product).function
 
 
+@suggesting
 @continued(by_call.DOC)
 def linear(
     x: Tensor, weight: Tensor, *operands: Tensor | None, epilogue: Epilogue | None = None, fused: str = "auto",

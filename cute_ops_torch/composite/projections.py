@@ -14,6 +14,7 @@ from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
+from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
 from cute_ops_torch.composite.autocast import autocast
@@ -36,6 +37,7 @@ MADE_BY: dict[str, Callable[[], Op]] = {
 }
 
 
+@suggesting
 @continued(add_rmsnorm.DOC)
 def linear_add_rmsnorm(
     x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float = 1e-6, *, fused: str = "auto",
@@ -48,6 +50,7 @@ def linear_add_rmsnorm(
     return out
 
 
+@suggesting
 @continued(norm_before.DOC)
 def rmsnorm_linear(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, *operands: Tensor | None, eps: float = 1e-6,
@@ -61,6 +64,7 @@ def rmsnorm_linear(
     return function(x, weight, *given, norm_weight, eps, fused)
 
 
+@suggesting
 @continued(rotation.DOC)
 def qkv_rope(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *, fused: str = "auto", transposed: bool = False

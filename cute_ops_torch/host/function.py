@@ -25,6 +25,8 @@ from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
 
 Call = Callable[..., Any]
+# The default of a required argument. Python would refuse a call without it before it says which name was misspelt.
+_MISSING = ...  # which torch.compile knows, too
 
 
 def make_function(
@@ -52,6 +54,9 @@ def make_function(
         return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg() and not wrapped(tensor)
 
     def specialize(*args: Any) -> Any:
+        for name, value in zip(op.inputs, args, strict=False):
+            if value is _MISSING:
+                raise TypeError(message(op, f"argument `{name}` is required, but was not given."))
         tensors = zip(op.inputs.values(), args, strict=False)
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             if isinstance(fast_path, ListCalls):
@@ -78,7 +83,9 @@ def make_function(
     taken = parameters(op, options=not raw)
     if not raw:
         # Python's own error suggests no name. This takes 30 ns of a call.
-        values["_refuse"] = partial(_refuse, op)
+        values |= {"_refuse": partial(_refuse, op), "_missing": _MISSING}
+        required = [name for name, t in op.inputs.items() if not t.optional]
+        taken = ", ".join([*(f"{name}=_missing" for name in required), *taken.split(", ")[len(required) :]])
         taken, before = f"{taken}, **_others", f"if _others:\n            _refuse(_others)\n        {before}"
     make = codegen.maker(
         codegen.FUNCTION, op.name, values, name=op.name, parameters=taken, before=before, first=next(iter(op.inputs)),
@@ -86,8 +93,9 @@ def make_function(
     )  # fmt: skip
     function = make(**values)
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
-    shown = inspect.signature(function)
-    function.__signature__ = shown.replace(parameters=[p for p in shown.parameters.values() if p.name != "_others"])
+    shown = [p for p in inspect.signature(function).parameters.values() if p.name != "_others"]
+    shown = [p.replace(default=p.empty) if p.default is _MISSING else p for p in shown]
+    function.__signature__ = inspect.Signature(shown)
     return function  # type: ignore[no-any-return]
 
 

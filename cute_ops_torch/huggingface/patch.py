@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from cute_ops.errors import suggesting
 from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.match import Replacement
@@ -36,6 +37,7 @@ class Replaced(NamedTuple):
     op: str
 
 
+@suggesting
 def patch(model: nn.Module) -> list[Replaced]:
     """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
     cute ops, in place.
@@ -75,6 +77,7 @@ def patch(model: nn.Module) -> list[Replaced]:
     return [Replaced(name, each.op) for name, _, each in found]
 
 
+@suggesting
 def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`.
 

@@ -6,9 +6,11 @@ from torch import nn
 
 from cute_ops.aot.build import variants_of
 from cute_ops.aot.hf_config import calls_of_model
+from cute_ops.errors import suggesting
 from cute_ops.jit import cache, target
 
 
+@suggesting
 def warm_up(model: nn.Module) -> int:
     """Load the kernels that a model runs once it is patched, so that its first step waits for no compiler.
 

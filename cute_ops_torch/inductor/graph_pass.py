@@ -27,7 +27,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from cute_ops.errors import meant
+from cute_ops.errors import meant, suggesting
 from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.fx import value_of
@@ -39,6 +39,7 @@ replaced: Counter[str] = Counter()
 """How often each op has replaced something in this process."""
 
 
+@suggesting
 def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda",)) -> None:
     """Let ``torch.compile`` replace patterns from now on. What is compiled already stays.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from cute_ops.errors import meant
+from cute_ops.errors import suggesting, wrong_arguments
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.registry import register
 
@@ -28,6 +28,7 @@ def class_name(op: Op) -> str:
     return "".join(_WORDS.get(word, word.capitalize()) for word in op.name.split("_"))
 
 
+@suggesting
 def module(op: Op, namespace: str = "cute") -> type[nn.Module]:
     """A class of modules from a declaration, which may be your own.
 
@@ -90,9 +91,8 @@ class _OpModule(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        for name in kwargs.keys() - self.__signature__.parameters.keys():
-            near = meant(name, self.__signature__.parameters)
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{near}")
+        if problem := wrong_arguments(self.__signature__, args, kwargs):
+            raise TypeError(f"cute.{type(self).__name__}: {problem}")
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments

@@ -7,7 +7,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.errors import suggesting
+from cute_ops.ops.gemm.by_call import Epilogue, check_options
 from cute_ops.ops.gemm.named import gelu_epilogue
 from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import gated_linear, linear
@@ -30,11 +31,13 @@ class Linear(nn.Linear):
         options: other options of the function, and attributes of the epilogue.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, epilogue: Epilogue = "bias", **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype)
+        check_options(epilogue, options, type(self))
         self.epilogue, self.options = epilogue, options
 
     @classmethod
@@ -60,6 +63,7 @@ class LinearGELU(Linear):
         options: of :func:`cute_ops_torch.linear`.
     """
 
+    @suggesting
     def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
         super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
@@ -67,6 +71,7 @@ class LinearGELU(Linear):
 class LinearSiLU(Linear):
     """A linear layer and SiLU. Arguments are those of :class:`torch.nn.Linear`; options are the function's."""
 
+    @suggesting
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="silu", **options)
 
@@ -76,6 +81,7 @@ class LinearAdd(Linear):
     :class:`torch.nn.Linear`; options are the function's.
     """
 
+    @suggesting
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="add", **options)
 
@@ -89,11 +95,13 @@ class RMSNormLinear(Linear):
         eps: the function's.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, eps: float = 1e-6, epilogue: Epilogue = "bias", **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, device, dtype, epilogue=epilogue, eps=eps, **options)
+        super().__init__(in_features, out_features, bias, device, dtype, epilogue=epilogue, **options)
+        self.options["eps"] = eps
         self.norm_weight: nn.Parameter | None = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
 
     @classmethod
@@ -125,6 +133,7 @@ class LinearAddRMSNorm(nn.Linear):
         eps, fused: the function's.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, device: Device = None, dtype: torch.dtype | None = None, *,
         eps: float = 1e-6, fused: str = "auto",
@@ -168,6 +177,7 @@ class QKVRoPE(nn.Linear):
         fused: the function's.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, query_heads: int, key_heads: int, head_dim: int = 128, device: Device = None,
         dtype: torch.dtype | None = None, *, fused: str = "auto",
@@ -194,6 +204,7 @@ class GatedLinear(nn.Linear):
         fused: the function's.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, out_features: int, activation: str = "silu", device: Device = None,
         dtype: torch.dtype | None = None, *, fused: str = "auto",
@@ -232,6 +243,7 @@ class GatedMLP(nn.Module):
         fused, save: the function's.
     """
 
+    @suggesting
     def __init__(
         self, in_features: int, hidden_features: int, activation: str = "silu", device: Device = None,
         dtype: torch.dtype | None = None, *, fused: str = "auto", save: str = "pre",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_ops.errors import suggesting
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 
 
@@ -24,6 +25,7 @@ class LinearCrossEntropy(nn.Module):
         dtype: of the parameters, and of the hidden states.
     """
 
+    @suggesting
     def __init__(
         self, n: int, classes: int, *, bias: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0,
         z_loss: float = 0.0, reduction: str = "mean", device: torch.device | str | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from cute_ops.errors import suggesting
 from cute_ops_torch import functions
 
 Device = torch.device | str | None
@@ -53,6 +54,7 @@ class RMSNorm(_Norm):
         bias: learn a bias too.
     """
 
+    @suggesting
     def __init__(
         self, n: int, eps: float = 1e-6, elementwise_affine: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, weight_offset: float = 0.0, bias: bool = False,
@@ -82,6 +84,7 @@ class LayerNorm(_Norm):
         dtype: a float dtype; it need not be that of the input.
     """
 
+    @suggesting
     def __init__(
         self, n: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from typing import Any
 
@@ -9,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx as flax_nnx
 
 import cute_ops_jax
 from cute_ops import Op, testing
+from cute_ops_jax import equinox, nnx
 from cute_ops_jax.primitive import ffi
 
 X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
@@ -95,6 +99,63 @@ def test_arguments_that_jit_refuses_are_named(call: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
         call()
     assert str(caught.value) == f"cute.rmsnorm: {text}"
+
+
+PUBLIC = {
+    f"{home.__name__}.{name}": getattr(home, name)
+    for home in (cute_ops_jax, nnx, equinox)
+    for name in (cute_ops_jax.__all__ if home is cute_ops_jax else vars(home))
+    if home is cute_ops_jax or (getattr(getattr(home, name), "__module__", "") == home.__name__ and name[0].isupper())
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_near_misses_are_suggested_everywhere(name: str) -> None:
+    function, short = PUBLIC[name], name.rpartition(".")[2]
+    taken = function.__init__ if inspect.isclass(function) else function
+    parameters = [p for p in inspect.signature(taken).parameters.values() if p.name != "self"]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for wrong in [f"{each}_" for each in names if len(each) > 1 and each != "declaration"]:
+        with pytest.raises(TypeError) as caught:
+            function(**{wrong: None})
+        expected = (
+            rf"^cute(_ops|_ops_jax)?\.{short}: unknown argument `{wrong}` \(did you mean {wrong[:-1]}\?\); it takes "
+        )
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters) and inspect.isclass(function):
+            expected = rf"^cute\.{short}: unknown a"  # it passes what it does not know on
+        assert re.match(expected, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            with_bad("linear_cross_entropy", X[0], X[0], X[0, :, 0], reductions="sum"),
+            "cute.linear_cross_entropy: unknown argument `reductions` (did you mean reduction?); it takes `hidden`, ",
+        ),
+        (with_bad("embedding", X), "cute.embedding: argument `weight` is required, but was not given."),
+        (
+            with_bad("linear", X, X[0], epilogue="silu", bias=jnp.ones(5)),
+            "cute.linear: attribute `bias` is part of the kernel, which an array is not: give operands by position.",
+        ),
+        (
+            lambda: nnx.LinearGELU(8, 8, approximates="tanh", rngs=flax_nnx.Rngs(0)),
+            "cute.LinearGELU: unknown attribute `approximates` (did you mean approximate?); the epilogue bias_gelu has",
+        ),
+        (
+            lambda: equinox.LinearSiLU(8, 8, use_bais=False, key=jax.random.key(0)),
+            "cute.LinearSiLU: unknown attribute `use_bais` (did you mean use_bias?); the epilogue bias_silu has none.",
+        ),
+        (
+            lambda: nnx.RMSNorm(8, eps=1e-5, rngs=flax_nnx.Rngs(0)),
+            "cute.RMSNorm: unknown argument `eps` (did you mean epsilon?); it takes `num_features`, ",
+        ),
+    ],
+)
+def test_wrong_arguments(call: Any, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value).startswith(text)
 
 
 def some(op: Op) -> list[np.ndarray]:

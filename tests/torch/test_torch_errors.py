@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+import cute_ops
 import cute_ops_torch
+import cute_ops_torch.inductor
 from cute_ops.ops import OPS
 from cute_ops_torch.host.launch import Launcher
 
@@ -61,6 +65,96 @@ def test_an_unknown_argument_is_named() -> None:
         cute_ops_torch.rmsnorm(x, epsilon=1.0)
     takes = "it takes `x`, `weight`, `bias`, `eps`, `weight_offset`, `out`."
     assert str(caught.value) == f"cute.rmsnorm: unknown argument `epsilon` (did you mean eps?); {takes}"
+
+
+def misspelt(function: Callable[..., Any]) -> list[str]:
+    """Names close to those that a function has, which are none of them."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [f"{name}_" for name in names if len(name) > 1 and f"{name}_" not in names]
+
+
+PUBLIC = {
+    f"{home.__name__}.{name}": getattr(home, name)
+    for home, names in (
+        (cute_ops, ("Op", "fused", "fused_linear")), (cute_ops_torch, cute_ops_torch.__all__),
+        (cute_ops_torch.nn, cute_ops_torch.nn.__all__), (cute_ops_torch.inductor, ("enable",)),
+        (cute_ops_torch.optim, ("AdamW",)),
+    )
+    for name in names if callable(getattr(home, name))
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_near_misses_are_suggested_everywhere(name: str) -> None:
+    for wrong in misspelt(PUBLIC[name]):
+        with pytest.raises(TypeError) as caught:
+            PUBLIC[name](**{wrong: None})
+        short = name.rpartition(".")[2]
+        expected = rf"^cute(_ops|_ops_torch)?\.{short}: unknown argument `{wrong}` \(did you mean {wrong[:-1]}\?\); it "
+        if name == "cute_ops_torch.nn.LinearGELU" or wrong == "namespace_":  # passes what it does not know on
+            expected = rf"^cute(_ops|_ops_torch)?\.{short}: unknown argument `{wrong}`.*; it takes "
+        assert re.match(expected, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: cute_ops_torch.nn.RMSNorm(8, epsilon=1e-5), "cute.RMSNorm: unknown argument `epsilon` (did you mean"),
+        (
+            lambda: cute_ops_torch.nn.AddRMSNorm(8, epsilon=1e-5),
+            "cute.AddRMSNorm: unknown argument `epsilon` (did you mean eps?); it takes `n`, `eps`, ",
+        ),
+        (
+            lambda: cute_ops_torch.linear_cross_entropy(x[0], x[0], x[0], label_smooth=0.1),
+            "cute.linear_cross_entropy: unknown argument `label_smooth` (did you mean label_smoothing?); it takes",
+        ),
+        (lambda: cute_ops_torch.rmsnorm(input=x), "cute.rmsnorm: unknown argument `input`; it takes `x`, "),
+        (lambda: cute_ops_torch.rope(x, sin=x), "cute.rope: argument `cos` is required, but was not given."),
+        (lambda: cute_ops_torch.add_rmsnorm(x), "cute.add_rmsnorm: argument `residual` is required, but was not given"),
+        (lambda: cute_ops_torch.embedding(x), "cute.embedding: argument `weight` is required, but was not given."),
+        (lambda: cute_ops_torch.embedding(x, index=x), "cute.embedding: argument `index` was given twice, by position"),
+        (
+            lambda: cute_ops_torch.embedding(x, x, 1, 2),
+            "cute.embedding: 4 arguments were given; it takes `index`, `weight`, `padding_idx`.",
+        ),
+        (
+            lambda: cute_ops_torch.linear(x, x[0], None, epilogue="silu", fusd="never"),
+            "cute.linear: unknown attribute `fusd` (did you mean fused?); the epilogue bias_silu has none.",
+        ),
+        (
+            lambda: cute_ops_torch.linear(x, x[0], fusd="never"),
+            "cute.linear: `fusd` (did you mean fused?) was given, but no epilogue that reads it.",
+        ),
+        (
+            lambda: cute_ops_torch.linear(x, x[0], epilogue="silu", bias=x),
+            "cute.linear: attribute `bias` is part of the kernel, which an array is not: give operands by position.",
+        ),
+        (
+            lambda: cute_ops_torch.linear(x, x[0], epilogue="e1(t) exp 0 -> 1", limit=1.0),
+            "cute.linear: unknown attribute `limit`; the epilogue 'e1(t) exp 0 -> 1' has none.",
+        ),
+        (
+            lambda: cute_ops_torch.nn.LinearGELU(8, 8, approximates="tanh"),
+            "cute.LinearGELU: unknown attribute `approximates` (did you mean approximate?); the epilogue bias_gelu has",
+        ),
+        (
+            lambda: cute_ops_torch.nn.RMSNormLinear(8, 8, epsilon=1e-5),
+            "cute.RMSNormLinear: unknown attribute `epsilon` (did you mean eps?); the epilogue bias has none.",
+        ),
+    ],
+)
+def test_wrong_arguments(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value).startswith(text)
+
+
+def test_an_error_inside_of_a_function_stays_as_it_is() -> None:
+    with pytest.raises(TypeError, match="'>=' not supported between instances of 'str' and 'int'"):
+        cute_ops_torch.optim.AdamW([x], lr="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^cute\.linear_cross_entropy: argument `hidden` has dtype int64"):
+        cute_ops_torch.linear_cross_entropy(x[0].long(), x[0].long(), torch.zeros(5, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -55,9 +55,11 @@ def test_a_module_of_ones_own_op() -> None:
     assert made.weight.dtype == torch.bfloat16
     x = torch.randn(2, 8).bfloat16()
     torch.testing.assert_close(made(x), x**2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+    with pytest.raises(
+        TypeError, match=r"^cute\.ScaleAndShift: unknown argument `bias`; it takes `n`, `power`, `shift`"
+    ):
         module(own, "cute_test")(8, bias=True)
-    with pytest.raises(TypeError, match=r"ScaleAndShift\(\) got .* argument 'powr' \(did you mean power\?\)"):
+    with pytest.raises(TypeError, match=r"^cute\.ScaleAndShift: unknown argument `powr` \(did you mean power\?\);"):
         module(own, "cute_test")(8, powr=2)
 
 
@@ -228,7 +230,7 @@ def test_arguments_by_position_mean_what_they_mean_to_torch(name: str, by_positi
     ],
 )  # fmt: skip
 def test_arguments_beyond_torchs_go_by_name(name: str, by_position: tuple[Any, ...]) -> None:
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match="arguments were given by position; it takes"):
         getattr(cute_ops_torch.nn, name)(*by_position)
 
 

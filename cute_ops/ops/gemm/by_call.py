@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
@@ -29,6 +29,8 @@ Epilogue = Callable[..., Any] | str
 # Of each operand, as :func:`fused_linear` takes it; None where it is left out.
 Shapes = tuple[str | None, ...]
 Attrs = tuple[tuple[str, Any], ...]
+# What functions that take epilogues have as keywords, besides the epilogue's attributes.
+OPTIONS = ("epilogue", "fused", "packed", "transposed", "save")
 # Names of operands that an op has for something else, and those that it may not have.
 _TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
 # Expressions by epilogue, then by the shapes of operands and weight, and by attributes.
@@ -186,8 +188,47 @@ def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any], halves: 
     if halves:
         raise TypeError("cute.linear: `halves` was given, but no epilogue that reads them.")
     if operands or attrs:
-        given = ", ".join(f"`{name}`" for name in attrs) or f"operand {len(operands)}"
+        given = ", ".join(f"`{name}`{meant(name, OPTIONS)}" for name in attrs) or f"operand {len(operands)}"
         raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.")
+
+
+def check_options(epilogue: Epilogue | None, options: Mapping[str, Any], layer: type) -> None:
+    """Raise TypeError for what a layer passes on, but is neither an option of the function nor an attribute of its
+    epilogue.
+    """
+    attrs, caller = {name: value for name, value in options.items() if name not in OPTIONS}, layer.__name__
+    if epilogue is None or not attrs:
+        without_epilogue((), attrs)
+        return
+    function = _meant(epilogue, caller)
+    own: list[str] = []
+    if not isinstance(function, str):
+        every = [*inspect.signature(function).parameters.values()][2:]
+        if any(p.kind is p.VAR_KEYWORD for p in every):
+            return
+        own = [p.name for p in every if p.kind is p.KEYWORD_ONLY]
+    makers = [vars(base)["__init__"] for base in layer.__mro__[:-1] if "__init__" in vars(base)]
+    more = [name for maker in makers for name in inspect.signature(maker).parameters]
+    _refuse_attributes([name for name in attrs if name not in own], own, function, caller, more)
+
+
+def _refuse_attributes(
+    unknown: Iterable[str], own: Sequence[str], epilogue: Epilogue, caller: str, more: Sequence[str] = ()
+) -> None:
+    """Raise TypeError for attributes that an epilogue does not have.
+
+    Args:
+        unknown: their names.
+        own: the names of those that it has.
+        epilogue: a function, or an expression's text.
+        caller: the function that was called.
+        more: what else may have been meant.
+    """
+    for name in unknown:
+        has = f"has {', '.join(f'`{each}`' for each in own)}" if own else "has none"
+        of = repr(epilogue) if isinstance(epilogue, str) else _name(epilogue)
+        near = meant(name, (*own, *OPTIONS, *more))
+        raise TypeError(f"cute.{caller}: unknown attribute `{name}`{near}; the epilogue {of} {has}.")
 
 
 def operand_names(epilogue: Epilogue, count: int, caller: str = "linear") -> tuple[str, ...]:
@@ -254,7 +295,12 @@ def check_save(save: str, caller: str = "linear") -> None:
 def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), caller: str = "linear") -> Traced:
     """An epilogue's expression: the same one every time for the same arguments, which are those of :func:`op_of`."""
     epilogue = _meant(epilogue, caller)
+    for name, value in attrs:
+        if hasattr(value, "shape"):
+            problem = f"attribute `{name}` is part of the kernel, which an array is not: give operands by position."
+            raise TypeError(f"cute.{caller}: {problem}")
     if isinstance(epilogue, str):
+        _refuse_attributes(dict(attrs), (), epilogue, caller)
         return Traced("", epilogue, _there(operand_names(epilogue, len(shapes), caller), shapes))
     try:
         known = _known.setdefault(epilogue, {})
@@ -292,10 +338,7 @@ def _check_attributes(epilogue: Callable[..., Any], operands: int, attrs: Mappin
     every = list(inspect.signature(epilogue).parameters.values())[2 + operands :]
     own = {p.name: p for p in every if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     unknown = [name for name in attrs if name not in own and not any(p.kind is p.VAR_KEYWORD for p in every)]
-    if unknown:
-        has = f"has {', '.join(f'`{name}`' for name in own)}" if own else "has none"
-        problem = f"unknown attribute `{unknown[0]}`{meant(unknown[0], own)}; the epilogue {_name(epilogue)} {has}."
-        raise TypeError(f"cute.{caller}: {problem}")
+    _refuse_attributes(unknown, list(own), epilogue, caller)
     lacking = [p.name for p in own.values() if p.default is p.empty and p.name not in attrs]
     if lacking:
         raise TypeError(f"cute.{caller}: the epilogue {_name(epilogue)} needs `{lacking[0]}`, which was not given.")

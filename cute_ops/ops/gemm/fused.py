@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 from cute_ops.array_api import cast
 from cute_ops.binding import Binding
 from cute_ops.config import Config, Problem, Tuning
+from cute_ops.errors import suggesting
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, copied
 from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes
 from cute_ops.expressions.reference import evaluate
@@ -60,6 +61,7 @@ CASES = (
 )
 
 
+@suggesting
 def fused_linear(
     epilogue: Callable[..., Any] | str,
     *,
