@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops import FLOATS, Array, Op, Tensor, fused
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.expressions import differentiate, evaluate, text_of, trace
@@ -84,6 +84,17 @@ def test_short_device_functions_are_right_to_17_bits(word: str, emitter: Any) ->
     np.testing.assert_allclose(found, exact, rtol=2**-17, atol=1e-37)
     if word == "tanh":
         np.testing.assert_allclose(found, exact, rtol=0, atol=2**-22)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "table"), [("bfloat16", "SHORT_DEVICE"), ("float16", "SHORT_DEVICE"), ("float32", "DEVICE")]
+)
+def test_outputs_of_16_bits_take_short_device_functions(dtype: str, table: str, emitter: Any) -> None:
+    op = fused(lambda xp, x: xp.tanh(x), operands={"x": "*m n"}, name="tanh_of_x")
+    variant = choose(bind(op, {"x": Array((64, 4096), dtype)}), {}, parse("sm_90a")).variant
+    words = importlib.import_module("cute_ops.kernels.epilogue.words")
+    kernel = importlib.import_module("cute_ops.kernels.epilogue.pointwise").FusedPointwise(variant)
+    assert kernel.emit.device is getattr(words, table)
 
 
 @pytest.mark.parametrize("dtype", ROUNDS_TO)

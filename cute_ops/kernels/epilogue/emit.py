@@ -15,10 +15,11 @@ class Emitter:
 
     Args:
         text: the expression's text.
+        device: the device functions of its words.
     """
 
-    def __init__(self, text):
-        self.expression = parse(text)
+    def __init__(self, text, device=DEVICE):
+        self.expression, self.device = parse(text), device
 
     def __call__(self, *operands, length=None, reduce=None):
         """The outputs, fp32 or Boolean.
@@ -34,8 +35,8 @@ class Emitter:
             if node.word == "operand":
                 given = operands[node.operand]
                 values.append(given[node.half == "[n:]"] if node.half else given)
-            elif node.word in DEVICE or node.word in LEAVES:
-                values.append(computed(node, args, length))
+            elif node.word in self.device or node.word in LEAVES:
+                values.append(computed(node, args, length, self.device))
             else:
                 values.append(reduce(node.word, *args))
         return tuple(values[i] for i in self.expression.outputs)

@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int64, const_expr
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.row_emit import RowEmitter
 from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL
-from cute_ops.kernels.epilogue.words import DEVICE, SHORT_DEVICE
+from cute_ops.kernels.epilogue.words import device_for
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
@@ -38,9 +38,7 @@ class RowParts:
     def __init__(self, variant):
         config = FusedRowConfig.of(variant.config)
         self.variant, self.n = variant, variant.dims["n"]
-        written = {word.partition("[")[0] for word in config.writes.split()}
-        short = all(ITEMSIZE[variant.tensors[name].dtype] <= 2 for name in written)
-        self.emit = RowEmitter(config.expression, SHORT_DEVICE if short else DEVICE)
+        self.emit = RowEmitter(config.expression, device_for(variant, config.writes))
         operands, nodes = self.emit.expression.operands, self.emit.expression.nodes
         names, read = config.reads.split(), []
         for i in self.emit.read:

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32
 
 from cute_ops.kernels.lib.activation import LOG2_E, gelu_tanh, ndtr, sigmoid, silu
+from cute_ops.kernels.lib.row_layout import ITEMSIZE
 
 ROUNDS_TO = {"float16": Float16, "bfloat16": BFloat16, "float8_e4m3fn": Float8E4M3FN}
 
@@ -132,3 +133,10 @@ SHORT_DEVICE = DEVICE | {
     "tanh": short_tanh,
     "softplus": lambda x: softplus(x, short_exp, SHORT_LOG1P),
 }
+
+
+def device_for(variant, writes):
+    """The device functions of an expression whose outputs are stored in these tensors or halves, ``dx[:n] dx[n:]``."""
+    stored = {word.partition("[")[0] for word in writes.split()}
+    short = all(ITEMSIZE[variant.tensors[name].dtype] <= 2 for name in stored)
+    return SHORT_DEVICE if short else DEVICE
