@@ -24,6 +24,8 @@ from cute_ops.expressions.tracing import Namespace
 from cute_ops.expressions.vanishing import Polynomials
 from cute_ops.expressions.words import WORDS
 
+MOST_ADDENDS = 32  # larger sums are not taken apart further
+
 
 class Source(NamedTuple):
     """What an operand of a derivative is: the ``operand``, ``cotangent`` or ``output`` at this position."""
@@ -209,8 +211,10 @@ class _Backward:
 
     def _summed(self, cotangent: Symbol) -> Symbol:
         """The sum over the columns. Factors without columns are multiplied afterwards, so that no sum waits for
-        another: ``sum(dout * e / s) = sum(dout * e) / s``.
+        another: ``sum(dout * e / s) = sum(dout * e) / s``. Addends whose sum is 0 whatever the operands hold are
+        dropped, as that of ``x - mean(x)``.
         """
+        cotangent = self._without_vanishing(cotangent)
         if not self._columns(cotangent._id):
             return cotangent * Symbol(self.graph, self.graph.length())
         inner, factors = self._apart(cotangent._id)
@@ -218,6 +222,33 @@ class _Backward:
         for word, *factor in factors:
             total = self.graph.add(word, total, *factor)
         return Symbol(self.graph, total)
+
+    def _without_vanishing(self, cotangent: Symbol) -> Symbol:
+        """Those addends whose sum over the columns is not known to be 0; all, if none is left."""
+        kept = dropped = None
+        for negative, i in self._addends(cotangent._id):
+            addend = Symbol(self.graph, i)
+            if self.polynomials.sum_vanishes(i):
+                dropped = addend
+            elif kept is None:
+                kept = -addend if negative else addend
+            else:
+                kept = kept - addend if negative else kept + addend
+        return cotangent if dropped is None or kept is None else kept
+
+    def _addends(self, i: int) -> list[tuple[bool, int]]:
+        """What a value is the sum of, each with whether it is subtracted."""
+        found: list[tuple[bool, int]] = []
+        waiting = [(False, i)]
+        while waiting:
+            negative, j = waiting.pop()
+            node = self.graph.nodes[j]
+            if node.word not in ("add", "subtract", "negative") or len(found) + len(waiting) >= MOST_ADDENDS:
+                found.append((negative, j))
+                continue
+            waiting.append((negative ^ (node.word != "add"), node.args[-1]))
+            waiting += [(negative, arg) for arg in node.args[:-1]]
+        return found
 
     def _apart(self, i: int) -> tuple[int, list[tuple[Any, ...]]]:
         """A value with columns, taken apart: the product of its factors with columns, and what its sum is multiplied

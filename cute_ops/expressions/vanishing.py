@@ -34,6 +34,10 @@ class Polynomials:
         """Whether a node is 0 where all values are finite."""
         return not self.of(i)
 
+    def sum_vanishes(self, i: int) -> bool:
+        """Whether a node has columns, and the sum over them is 0 where all values are finite."""
+        return self._columns(i) and not self._summed(self.of(i))
+
     def of(self, i: int) -> Polynomial:
         """A node as a sum of products, an empty one if it is 0."""
         if i not in self._found:

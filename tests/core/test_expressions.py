@@ -467,6 +467,11 @@ def test_bools_have_no_gradient() -> None:
         differentiate(expression, [1])
 
 
+def layer_norm(xp: Any, x: Any) -> Any:
+    x = x - xp.mean(x, **ROW)
+    return x * xp.rsqrt(xp.mean(x * x, **ROW) + 1e-6)
+
+
 def softmax(xp: Any, x: Any) -> Any:
     e = xp.exp(x - xp.max(x, **ROW))
     return e / xp.sum(e, **ROW)
@@ -479,6 +484,8 @@ def softmax(xp: Any, x: Any) -> Any:
         (lambda xp, x: x * xp.rsqrt(xp.mean(x * x, **ROW) + 1e-6), [["mean"]], [["mean", "sum"]]),
         (lambda xp, x: x - xp.mean(x, **ROW) + xp.max(x, **ROW), [["max", "mean"]], [["max", "sum"], ["sum"]]),
         (softmax, [["max"], ["sum"]], [["max"], ["sum", "sum"]]),
+        # What reaches the mean waits for no third stage: the sum of what is multiplied with x - mean(x) is 0.
+        (layer_norm, [["mean"], ["mean"]], [["mean", "sum"], ["mean", "sum"]]),
     ],
 )
 def test_reductions_that_do_not_wait_are_taken_together(function: Any, forward: Any, backward: Any) -> None:
@@ -511,7 +518,7 @@ def test_a_maximum_whose_gradient_cancels_has_none(function: Any, cancels: bool)
 
 
 def test_what_is_too_large_is_not_taken_apart() -> None:
-    """Else factors of 2**50 bits would be multiplied."""
+    """Else factors of 2**50 bits would be multiplied, and 2**60 addends listed."""
 
     def function(xp: Any, x: Any) -> Any:
         large = x * 3
@@ -519,7 +526,14 @@ def test_what_is_too_large_is_not_taken_apart() -> None:
             large = large * large
         return large * xp.mean(x, **ROW)
 
-    differentiate(trace(function, {"x": "*m n"}), sum_columns=True)
+    def doubled(xp: Any, x: Any) -> Any:
+        y = x + xp.mean(x, **ROW)
+        for _ in range(60):
+            y = y + y
+        return y
+
+    for each in (function, doubled):
+        differentiate(trace(each, {"x": "*m n"}), sum_columns=True)
 
 
 def test_what_follows_from_reductions_is_split_from_what_is_computed_of_each_element() -> None:
