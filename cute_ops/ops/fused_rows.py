@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from cute_ops.config import Config, Needs, Problem
@@ -48,8 +49,11 @@ MOST_KEPT = 32
 PAIR_THREADS = 512
 # Persistent clusters, by the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the
 # sums of one row vector. They are those of the norms' backward. A thread adds up at most MOST_SUMMED vectors.
-MOST_SUMMED = 8
+MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
+# Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
+# whichever number gives the busiest of an SM's SCHEDULERS the fewest. Fewer warps take part in each reduction.
+SUMS_THREADS, SUMS_VECTORS, SCHEDULERS = 256, (4, 5), 4
 # Expressions with SLOW special instructions or more take many registers: a thread then has at most SLOW_VECTORS vectors
 # in registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
 SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
@@ -132,6 +136,11 @@ class RowExpression(NamedTuple):
         return bool({*self.texts.kinds} & {"r", "s"})
 
     @property
+    def depth(self) -> int:
+        """Stages of its reductions."""
+        return len(stages(self.expression))
+
+    @property
     def slow(self) -> bool:
         """Whether it takes many special instructions."""
         return self.expression.cost[0] >= SLOW
@@ -170,7 +179,7 @@ class RowExpression(NamedTuple):
         room = max(256 if short else 128, share)
         threads = room // share * share
         held = -(-part // share) * row.vector_elements
-        few = len(stages(self.expression)) <= 2 and 0 < self.special < SLOW
+        few = self.depth <= 2 and 0 < self.special < SLOW
         keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few else 1)
         resident = 1
         if few and keep and not short and (dear or self.read > 1):
@@ -184,7 +193,7 @@ class RowExpression(NamedTuple):
 
     def _unaligned(self, row: RowProblem) -> FusedRowConfig:
         if self.read > 1:
-            per_thread, most = UNALIGNED_PAIR if len(stages(self.expression)) <= 2 else UNALIGNED_LONG_PAIR
+            per_thread, most = UNALIGNED_PAIR if self.depth <= 2 else UNALIGNED_LONG_PAIR
         else:
             per_thread, most = UNALIGNED_DEAR if self.special >= DEAR else UNALIGNED
         share = threads_for(row.touched, per_thread)
@@ -224,7 +233,9 @@ class RowExpression(NamedTuple):
         elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         per_thread = max(per_thread // max(self.sums, 1), 1)
-        if alone:
+        if self.sums == 2 and row.aligned and self.depth and part > SUMS_THREADS:
+            per_thread, sm_threads = min(SUMS_VECTORS, key=partial(_busiest, part)), SUMS_THREADS
+        elif alone:
             per_thread, sm_threads = -(-part // ALONE_THREADS), ALONE_THREADS
         share = threads_for(part, per_thread, 1024)
         per_thread = -(-part // share)
@@ -267,6 +278,12 @@ class RowExpression(NamedTuple):
             if problem.n is None or not self.row(problem).aligned:
                 clusters = min(-(-groups // PERIOD) * PERIOD, config.clusters)
         return clusters, clusters * rows
+
+
+
+def _busiest(part: int, per_thread: int) -> int:
+    """Vectors of the busiest of an SM's schedulers, where threads of one CTA have so many of a row's part."""
+    return -(-threads_for(part, per_thread) // (SCHEDULERS * WARP)) * per_thread
 
 
 # Rows of any length start at the same place of a cache line again after PERIOD rows.
