@@ -47,6 +47,9 @@ MOST_KEPT = 32
 # Rows of several tiles in registers: threads of a CTA where a thread has one vector of each. Two CTAs of 64 registers a
 # thread fit an SM, so that one loads while the other one computes.
 PAIR_THREADS = 512
+# With MANY_REDUCTIONS it has two: every warp exchanges what it has reduced by shuffles, of which an SM does one in a
+# cycle. An SM then has MANY_REDUCED_THREADS.
+MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
 # Persistent clusters, by the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the
 # sums of one row vector. They are those of the norms' backward. A thread adds up at most MOST_SUMMED vectors.
 MOST_SUMMED = 10
@@ -166,10 +169,12 @@ class RowExpression(NamedTuple):
         if not (row.aligned or short or cluster > 1 or self.special >= SLOW or self.read > 2):
             return self._unaligned(row)
         wide = cluster > 1 and self.read == 2 and not dear
+        many = self.read > 1 and sum(map(len, stages(self.expression))) >= MANY_REDUCTIONS
         if short:
             share = threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
         elif self.read > 1 and not wide:
-            share = threads_for(part, 1 if part <= PAIR_THREADS and not self.special else 2)
+            single = part <= PAIR_THREADS and not self.special and not many
+            share = threads_for(part, 1 if single else 2)
         elif self.special >= SLOW:
             share = threads_for(part, SLOW_VECTORS)
         elif cluster > 1 or (dear and row.aligned):
@@ -187,6 +192,8 @@ class RowExpression(NamedTuple):
             if cluster > 1 and self.read == 1:
                 most = DEAR_CLUSTER_THREADS
             resident = max(most // room, 1)
+        elif many and not (self.special or short) and cluster == 1 and part <= PAIR_THREADS:
+            resident = max(MANY_REDUCED_THREADS // threads, 1)
         elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
             resident = 2
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)

@@ -251,6 +251,17 @@ def test_threads_slots_and_clusters(name: str, n: int, threads: int, resident: i
     assert (config.threads, config.resident, config.stages, config.cluster) == (threads, resident, slots, ctas)
 
 
+def test_warps_with_many_reductions_have_more_vectors() -> None:
+    def cosine(xp: Any, x: Any, y: Any) -> Any:
+        products = (xp.sum(a * b, **ROW) for a, b in ((x, y), (x, x), (y, y)))
+        total, *squares = products
+        return total * xp.rsqrt(squares[0] * squares[1] + 1e-6)
+
+    found = fused(cosine, operands={"x": TILE, "y": TILE})
+    threads = [(c.threads, c.resident) for c in (configured(op, 4096, 4096) for op in (found, BY_NAME["unit_bwd"]))]
+    assert threads == [(256, 3), (512, 2)]
+
+
 def test_more_threads_where_copies_are_not_asynchronous() -> None:
     threads = {}
     for n in (4097, 4098):
