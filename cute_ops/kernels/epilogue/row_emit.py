@@ -17,6 +17,7 @@ class RowEmitter:
         stages: the nodes of the reductions of each stage.
         words: their words.
         read: the nodes of the operands that are read.
+        reduced: those with columns that reductions are computed from.
     """
 
     def __init__(self, text, device=DEVICE):
@@ -25,6 +26,13 @@ class RowEmitter:
         nodes = self.expression.nodes
         self.words = [[nodes[i].word for i in stage] for stage in self.stages]
         self.read = [i for i, node in enumerate(nodes) if node.word == "operand"]
+        waiting, seen = [nodes[i].args[0] for stage in self.stages for i in stage], set()
+        while waiting:
+            i = waiting.pop()
+            if i not in seen and self.expression.kinds[i].columns:
+                seen.add(i)
+                waiting += nodes[i].args
+        self.reduced = [i for i in self.read if i in seen]
 
     def begin(self, numbers, length):
         """A row before its first stage; ``numbers``: the operands of which a row has one number, by node."""

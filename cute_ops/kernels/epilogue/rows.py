@@ -58,11 +58,11 @@ class HeldRows(RowParts):
         if self.exchanges:
             self.exchanges[0].ready()
 
-    def _columns(self, tensors, first):
-        """Row vectors at this thread's columns."""
+    def _columns(self, tensors, first, vectors):
+        """Row vectors at this thread's columns, with their nodes and parts."""
         return [
-            column_vectors(self.column(tensors, part, self.n), self.keys[part], self.tile, first)
-            for _, part in self.vectors
+            (each, column_vectors(self.column(tensors, each[1], self.n), self.keys[each[1]], self.tile, first))
+            for each in vectors
         ]
 
     def _reduced(self, values, totals, step, sSum, mbar):
@@ -87,7 +87,7 @@ class HeldRows(RowParts):
 
     def _elements(self, read, columns, k):
         """From j to the operands' j-th elements of the k-th vectors, by node."""
-        held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in zip(self.vectors, columns))]
+        held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in columns)]
         return lambda j: {i: vector[j] for (i, _), vector in held}
 
     def _emit(self, values, elements, targets, place, k, valid=None):
@@ -101,9 +101,15 @@ class RowsInRegisters(HeldRows):
     """One pass: rows stay in registers, in their own dtype.
 
     All loads of a thread are in flight together. Halves of packed rows that start off a vector of the other tiles are
-    read as pairs of vectors, see :mod:`cute_ops.kernels.lib.realign`. Shared memory: 4 bytes per reduction, warp and
-    CTA of the cluster, twice; none where a row fits a warp.
+    read as pairs of vectors, see :mod:`cute_ops.kernels.lib.realign`. Two row vectors or more that reductions do not
+    need are loaded after these: they would take as many registers as the row. Shared memory: 4 bytes per reduction,
+    warp and CTA of the cluster, twice; none where a row fits a warp.
     """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        late = [each for each in self.vectors if each[0] not in self.emit.reduced]
+        self.late = late if self.emit.stages and len(late) > 1 else []
 
     def _vectors(self, shown):
         """The vectors of all tiles or, if these are wider, of those that are not packed; then halves lie apart."""
@@ -152,7 +158,7 @@ class RowsInRegisters(HeldRows):
                 self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
         held = self._load(tensors, place)
-        columns = self._columns(tensors, first)
+        columns = self._columns(tensors, first, [each for each in self.vectors if each not in self.late])
         values = self.emit.begin(self.row_numbers(tensors, row, valid), self.n)
         let_next_start(self.pdl)
         self._ready()
@@ -160,6 +166,7 @@ class RowsInRegisters(HeldRows):
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), sSum, mbar)
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
+        columns += self._columns(tensors, first, self.late)
         targets = self.rows(tensors, self.outputs["t"], row, self.n)
         if const_expr(len(targets) > 0):
             for k in cutlass.range_constexpr(self.tile.per_thread):
@@ -271,7 +278,7 @@ class RowsInRing(HeldRows):
         first = place.first
         for stage in cutlass.range_constexpr(self.config.stages - 1):
             self._fetch(tensors, slots, first, row_of(Int32(stage)), count, Int32(stage))
-        columns = self._columns(tensors, first) if const_expr(len(self.outputs["r"]) > 0) else []
+        columns = self._columns(tensors, first, self.vectors) if const_expr(len(self.outputs["r"]) > 0) else []
         sums = self._nothing()
         for step in cutlass.range(steps, unroll=1):
             ahead = step + (self.config.stages - 1)
