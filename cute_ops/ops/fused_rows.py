@@ -70,6 +70,8 @@ WIDE_THREADS = 768
 # Unaligned rows, one to a CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles reduced more than
 # twice, for a dear one and for all others. What a thread does at a row's ends counts less if it has more vectors.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
+# The longest of them: a CTA of 384 threads, two or three of which share an SM.
+UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
 DEAR_CLUSTER_THREADS = 1280
 # Persistent CTAs of ALONE_THREADS that have an SM of their own, and three slots: for three tiles of at least
@@ -104,16 +106,16 @@ class RowExpression(NamedTuple):
     texts: Texts
 
     def config(self, problem: Problem) -> FusedRowConfig:
-        """Rows in registers up to :data:`CTA_VECTORS`; longer ones in the registers of a cluster if they are of several
-        tiles or dear, else in its shared memory; the longest, and those of unknown length, are read again for each
-        stage. Sums over rows are those of persistent clusters.
+        """Rows in registers up to :data:`CTA_VECTORS`, unaligned ones a little further; longer ones in the registers
+        of a cluster if they are of several tiles or dear, else in its shared memory; the longest, and those of unknown
+        length, are read again for each stage. Sums over rows are those of persistent clusters.
         """
         if problem.n is None:
             return self._in_passes(problem, TWO_PASS_THREADS, 1)
         row = self.row(problem)
         if self.summed:
             return self._persistent(problem, row)
-        if row.vectors <= CTA_VECTORS:
+        if row.vectors <= (UNALIGNED_VECTORS if self._uneven(row) else CTA_VECTORS):
             return self._in_registers(row)
         cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
         costs = self.special >= DEAR or (self.special and self.read > 1)
@@ -166,7 +168,7 @@ class RowExpression(NamedTuple):
 
     def _in_registers(self, row: RowProblem, cluster: int = 1) -> FusedRowConfig:
         part, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
-        if not (row.aligned or short or cluster > 1 or self.special >= SLOW or self.read > 2):
+        if self._uneven(row) and not short and cluster == 1:
             return self._unaligned(row)
         wide = cluster > 1 and self.read == 2 and not dear
         many = self.read > 1 and sum(map(len, stages(self.expression))) >= MANY_REDUCTIONS
@@ -197,6 +199,10 @@ class RowExpression(NamedTuple):
         elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
             resident = 2
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
+
+    def _uneven(self, row: RowProblem) -> bool:
+        """Whether :meth:`_unaligned` serves such rows."""
+        return not row.aligned and self.special < SLOW and self.read <= 2
 
     def _unaligned(self, row: RowProblem) -> FusedRowConfig:
         if self.read > 1:

@@ -251,6 +251,15 @@ def test_threads_slots_and_clusters(name: str, n: int, threads: int, resident: i
     assert (config.threads, config.resident, config.stages, config.cluster) == (threads, resident, slots, ctas)
 
 
+def test_rows_a_little_longer_than_a_cta_s_need_no_cluster_where_unaligned() -> None:
+    """4097 numbers of 4 bytes, beside those of 4096 and of 5000."""
+    for name, threads in (("rms", (352, 3)), ("unit_bwd", (352, 2)), ("capped_log_probabilities", (192, 4))):
+        config = configured(BY_NAME[name], 4096, 4097, "float32")
+        assert (config.form, config.cluster, config.threads, config.resident) == ("one_pass", 1, *threads)
+        longer = configured(BY_NAME[name], 4096, 5001, "float32")
+        assert longer.form == "ring" or longer.cluster > 1
+
+
 def test_warps_with_many_reductions_have_more_vectors() -> None:
     def cosine(xp: Any, x: Any, y: Any) -> Any:
         products = (xp.sum(a * b, **ROW) for a, b in ((x, y), (x, x), (y, y)))
