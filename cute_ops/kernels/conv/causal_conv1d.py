@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.conv.walk import Walk, before
-from cute_ops.kernels.lib.activation import silu
+from cute_ops.kernels.lib.activation import silu, times_silu_derivative
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, load_if, narrow, store, store_if, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
@@ -111,11 +111,12 @@ class CausalConv1d(Walk):
     def _step(self, given, first, stage, end):
         """Take a step's rows, and let as many come in their place: all of them, or those before row ``end``."""
         ring, rows, window, rWeight, rBias = given
+        self.wait()
         held = self.take(ring, stage)
         self.fetch(ring, rows, first, self.ahead, end, stage)
         for u, (rX,) in enumerate(held):
             inputs = [rOld.load() for rOld in self.older(window, u)] + [widen(rX)]
-            window[u % self.taps].store(inputs[-1])
+            self.newest(window, u).store(inputs[-1])
             rOut = fragment(Float32, self.vec)
             rOut.store(self.convolved(inputs, rWeight, rBias))
             if self.silu:
@@ -150,7 +151,7 @@ class CausalConv1dBackward(Walk):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"), 2)
+        super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"), 2, spare=1)
         self.column_sum = ColumnSum(None if self.n is None else self.n * self.width, variant.arch)
 
     @cute.jit
@@ -248,26 +249,28 @@ class CausalConv1dBackward(Walk):
         for rG in gs:
             rG.fill(0.0)
         given = ring, rows, xs, gs, rWeight, rBias, rDweight, rDbias
-        stage, inner = Int32(0), self.inner(start, last)
+        stage, free, inner = Int32(0), Int32(self.stages), self.inner(start, last)
         for t in cutlass.range(start, inner, self.unit, unroll=1):
-            self._step(given, t, stage, start, end, last, seqlen, False)
-            stage = self.next(stage)
+            stage, free = self._step(given, t, stage, free, start, end, last, seqlen, False)
         for t in cutlass.range(inner, end + self.taps, self.unit, unroll=1):
-            self._step(given, t, stage, start, end, last, seqlen, True)
-            stage = self.next(stage)
+            stage, free = self._step(given, t, stage, free, start, end, last, seqlen, True)
 
     @cute.jit
     def _step(
-        self, given: cutlass.Constexpr, first: Int32, stage: Int32, start: Int32, end: Int32, last: Int32,
+        self, given: cutlass.Constexpr, first: Int32, stage: Int32, free: Int32, start: Int32, end: Int32, last: Int32,
         seqlen: Int32, edge: cutlass.Constexpr,
     ):  # fmt: skip
         """Take a step's rows: all of the span, or with ``edge`` those that may be past its end or the sequence's."""
         ring, rows, xs, gs, rWeight, rBias, rDweight, rDbias = given
-        held = self.take(ring, stage)
-        self.fetch(ring, rows, first, self.ahead, last if const_expr(edge) else None, stage)
         for u in cutlass.range_constexpr(self.unit):
+            if const_expr(u % self.batch == 0):
+                self.wait()
+                # To a stage that is not read now, or the copies would wait for its rows to be needed.
+                self.fetch(ring, rows, first, u + self.ahead, last if const_expr(edge) else None, free)
+                held = self.take(ring, stage)
+                free, stage = stage, self.next(stage)
             t = first + u
-            rX, rDout = held[u]
+            rX, rDout = held[u % self.batch]
             dtype = rX.element_type
             inputs = [rOld.load() for rOld in self.older(xs, u)] + [widen(rX)]
             rG = fragment(Float32, self.vec)
@@ -276,7 +279,7 @@ class CausalConv1dBackward(Walk):
                 rOut = fragment(Float32, self.vec)
                 rOut.store(self.convolved(inputs, rWeight, rBias))
                 for c in cutlass.range_constexpr(self.vec):
-                    rG[c] = rG[c] * silu(rOut[c])[1]
+                    rG[c] = times_silu_derivative(rG[c], rOut[c])
             if const_expr(edge):
                 if t >= seqlen:
                     rG.fill(0.0)
@@ -287,8 +290,8 @@ class CausalConv1dBackward(Walk):
             cotangents = [rOld.load() for rOld in self.older(gs, u)] + [rG.load()]
             rDx = fragment(Float32, self.vec)
             rDx.store(self.convolved(cotangents, rWeight[::-1], None))
-            xs[u % self.taps].store(inputs[-1])
-            gs[u % self.taps].store(cotangents[-1])
+            self.newest(xs, u).store(inputs[-1])
+            self.newest(gs, u).store(cotangents[-1])
             if const_expr(edge and rows["dfinal_state"] is not None):
                 self._add_final(rDx, rows, dtype, t - seqlen)
             rOut = narrow(rDx.load(), dtype, self.vec)
@@ -299,6 +302,7 @@ class CausalConv1dBackward(Walk):
             store_if(inside, rOut, rows["dx"].address(first, u - self.taps), True)
             if const_expr(u < self.taps and rows["dinitial_state"] is not None):
                 store_if(first == 0, rOut, rows["dinitial_state"].address(first, u), True)
+        return stage, free
 
     def _add(self, rG, inputs, rDweight, rDbias):
         g = rG.load()

@@ -43,22 +43,28 @@ class Walk:
 
     Tile: a CTA is ``lanes`` vectors of channels, side by side, times ``depth`` spans. Row tensors have one dtype; the
     alignment of all of them, compact outputs among them, makes a vector so long that it divides ``n``: none has a mask.
-    A step of the walk takes ``unit`` rows, which are a stage of the ring.
+    A step of the walk takes ``unit`` rows, those of one or two stages of the ring.
 
     Args:
         variant: the kernel's variant.
         names: the row tensors, those that a ring holds first.
         streams: how many these are.
+        spare: places of a window, and stages of the ring, beyond those that hold rows: 1 where the next row comes while
+            the oldest one is still needed, and the next stage while the oldest one is read.
     """
 
-    def __init__(self, variant, names, streams):
+    def __init__(self, variant, names, streams, spare=0):
         self.config = ConvConfig.of(variant.config)
         self.keys, self.n, self.width = variant.tensors, variant.dims["n"], variant.dims["w"]
         self.taps = self.width - 1
-        # Of a step. A multiple of the taps: then each row of the window is in the same registers at every step.
-        self.unit = -(-LEAST_ROWS // self.taps) * self.taps
-        self.stages = -(-self.config.ahead // self.unit)
-        self.ahead = self.stages * self.unit
+        # Of a step. A multiple of the places: then each row of the window is in the same registers at every step.
+        self.places = self.taps + spare
+        self.unit = -(-LEAST_ROWS // self.places) * self.places
+        # Of a stage. Where it is half a step, the same rows are on their way more evenly.
+        self.batch = self.unit // 2 if spare and self.unit % 2 == 0 else self.unit
+        # No fewer rows than the taps: whole steps end before a span does, whatever is on its way then.
+        self.stages = -(-max(self.config.ahead, self.taps) // self.batch)
+        self.ahead, self.slots = self.stages * self.batch, self.stages + spare
         self.silu = variant.attrs["activation"] == "silu"
         starts = [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in present(variant, names)]
         self.vec = min(self.config.channels, *starts)
@@ -68,7 +74,7 @@ class Walk:
         self.pdl = can_use_pdl(variant.arch)
         self.names, self.threads = names[:streams], self.lanes * self.depth
         sums = self.width + 1 if "dout" in names else 0
-        each = self.vec * (self.ahead * streams * ITEMSIZE[self.keys["x"].dtype] + 4 * sums)
+        each = self.vec * (self.slots * self.batch * streams * ITEMSIZE[self.keys["x"].dtype] + 4 * sums)
         # For CTAs with the kilobyte that the system takes of each; the rest is L1, which finds rows loaded twice.
         shared = self.ctas * (self.threads * each + 1024)
         self.carveout = min(-(-100 * shared // SMEM_BYTES) + 1, 100)
@@ -101,7 +107,7 @@ class Walk:
         """The rows of each stream that are on their way: (element, thread, row). A thread copies what it reads itself,
         so that no barrier is needed: the thread's own wait does.
         """
-        layout = cute.make_layout((self.vec, self.threads, self.ahead))
+        layout = cute.make_layout((self.vec, self.threads, self.slots * self.batch))
         return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=VECTOR_BYTES) for _ in self.names]
 
     def thread(self):
@@ -109,31 +115,34 @@ class Walk:
         return lane if self.depth == 1 else level * self.lanes + lane
 
     def fetch(self, ring, rows, t, more, end, stage):
-        """Start copying a step's rows to a stage of the ring: from ``more``, a static number, after row t on, those
-        before row ``end``.
+        """Start copying rows to a stage of the ring: from ``more``, a static number, after row t on, those before row
+        ``end``.
         """
-        for u in range(self.unit):
+        for u in range(self.batch):
             for sX, name in zip(ring, self.names):
                 valid, address = before(t + (more + u), end), rows[name].address(t, more + u)
-                copy_if(valid, address, sX[None, self.thread(), stage * self.unit + u])
+                copy_if(valid, address, sX[None, self.thread(), stage * self.batch + u])
         cute.arch.cp_async_commit_group()
 
     def start(self, ring, rows, start, end):
         """Start copying as many rows as the ring holds, from row ``start`` on."""
         for stage in range(self.stages):
-            self.fetch(ring, rows, start, stage * self.unit, end, stage)
+            self.fetch(ring, rows, start, stage * self.batch, end, stage)
+
+    def wait(self):
+        """Until the stage that was fetched first is there."""
+        cute.arch.cp_async_wait_group(self.stages - 1)
 
     def take(self, ring, stage):
-        """The rows of the stage that was fetched first: of each row, a vector of each stream."""
-        cute.arch.cp_async_wait_group(self.stages - 1)
-        held = [[fragment(sX.element_type, self.vec) for sX in ring] for _ in range(self.unit)]
+        """The rows of a stage: of each row, a vector of each stream."""
+        held = [[fragment(sX.element_type, self.vec) for sX in ring] for _ in range(self.batch)]
         for u, vectors in enumerate(held):
             for sX, rX in zip(ring, vectors):
-                cute.autovec_copy(sX[None, self.thread(), stage * self.unit + u], rX)
+                cute.autovec_copy(sX[None, self.thread(), stage * self.batch + u], rX)
         return held
 
     def next(self, stage):
-        return cutlass.select_(stage + 1 == self.stages, Int32(0), stage + 1)
+        return cutlass.select_(stage + 1 == self.slots, Int32(0), stage + 1)
 
     def rows(self, tensors, sequence, channel):
         """A thread's :class:`SequenceRows` of a sequence by name, None of an absent tensor."""
@@ -179,20 +188,22 @@ class Walk:
             load(rX, cutlass.select_(t + i >= self.taps, x.address(t, i - self.taps), state.address(t, i)))
 
     def window(self, dtype, start, rows):
-        """The ``taps`` rows before a span, in fp32. The row at ``start + i`` takes the place of the oldest one, the
-        ``i % taps``-th.
-        """
+        """The ``taps`` rows before a span, in fp32. The row at ``start + i`` takes the :meth:`newest` place of step i."""
         held = [fragment(dtype, self.vec) for _ in range(self.taps)]
         for i, rX in enumerate(held):
             self.load_padded(rX, start, i, rows)
-        window = [fragment(Float32, self.vec) for _ in held]
+        window = [fragment(Float32, self.vec) for _ in range(self.places)]
         for rWide, rX in zip(window, held):
             rWide.store(widen(rX))
         return window
 
     def older(self, window, u):
-        """The rows before the u-th of a step, the oldest first; the oldest's place is the next one's."""
-        return [window[(u + i) % self.taps] for i in range(self.taps)]
+        """The rows before the u-th of a step, the oldest first."""
+        return [window[(u + i) % self.places] for i in range(self.taps)]
+
+    def newest(self, window, u):
+        """The place of the u-th row of a step: a spare one, or the oldest row's."""
+        return window[(u + self.taps) % self.places]
 
     def convolved(self, rows, rWeight, rBias):
         """``bias + sum_j weight_j * row_j``."""

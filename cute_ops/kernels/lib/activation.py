@@ -33,6 +33,13 @@ def silu(x):
     return y, s + y * (1.0 - s)
 
 
+def times_silu_derivative(g, x):
+    """``g`` times the derivative of ``silu(x)``, by one instruction fewer than with :func:`silu`."""
+    s = sigmoid(x)
+    gs = g * s
+    return gs + gs * (x - x * s)
+
+
 def gelu_tanh(x):
     return x * sigmoid(x * (x * x * (SLOPE * CUBE) + SLOPE))
 
