@@ -9,9 +9,18 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cute_ops.kernels.conv.walk import Walk, before
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
 from cute_ops.kernels.lib.column_reduce import ColumnSum
-from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, load_if, narrow, store, store_if, widen
+from cute_ops.kernels.lib.copy import (
+    compiler_barrier_value,
+    fetch_ahead,
+    fragment,
+    load_if,
+    narrow,
+    store,
+    store_if,
+    widen,
+)
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.lib.row_layout import row_address, row_count
 
 PART = 2**30  # spans
 
@@ -161,10 +170,13 @@ class CausalConv1dBackward(Walk):
     ):  # fmt: skip
         groups = Int32(mWeightParts.shape[0])
         walkers = Int64(groups) * self.depth
-        share = (row_count(mX) + (walkers - 1)) // walkers
-        pieces = Int32((share - 1) // self.seqlen(mX)) + 2
+        # To start a sequence takes a thread as long as so many rows more.
+        rows = Int64(self.seqlen(mX)) + self.ahead
+        total = row_count(mX) // self.seqlen(mX) * rows
+        share = (total + (walkers - 1)) // walkers
+        pieces = Int32((share - 1) // rows) + 2
         self.kernel(
-            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, Int32(share), pieces
+            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, total, Int32(share), pieces
         ).launch(
             grid=[groups * Int32(self.blocks(mX)), 1, 1],
             block=[self.lanes, self.depth, 1],
@@ -178,35 +190,38 @@ class CausalConv1dBackward(Walk):
 
     @cute.kernel
     def kernel(
-        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, share, pieces
-    ):
+        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, total, share,
+        pieces,
+    ):  # fmt: skip
         smem = cutlass.utils.SmemAllocator()
         ring = self.ring(smem, mX)
         row = self.lanes * self.vec
         sWeight = smem.allocate_tensor(Float32, cute.make_layout((row * self.width, self.depth)), byte_alignment=16)
         sBias = smem.allocate_tensor(Float32, cute.make_layout((row, self.depth)), byte_alignment=16)
         group, channel, level, inside = self.place(mX)
+        seqlen = self.seqlen(mX)
+        rows = Int64(seqlen) + self.ahead
+        first = (Int64(group) * self.depth + level) * share
+        sequence = first // rows
+        start = Int32(first - sequence * rows) - self.ahead
+        left = cutlass.min(Int64(share), total - first)
+        if const_expr(self.pdl):
+            self._fetch_ahead(mX, mWeight, mDout, mBias, inside & (left > 0), channel, sequence, start)
         wait_for_previous(self.pdl)
         rDweight, rDbias = [fragment(Float32, self.vec) for _ in range(self.width)], fragment(Float32, self.vec)
         for rSum in (*rDweight, rDbias):
             rSum.fill(0.0)
-        seqlen, rows = self.seqlen(mX), row_count(mX)
-        first = (Int64(group) * self.depth + level) * share
-        sequence = first // seqlen
-        start, left = Int32(first - sequence * seqlen), cutlass.min(Int64(share), rows - first)
         if inside:
-            rWeight = self.weights(mWeight, channel)
-            rBias = None if const_expr(mBias is None) else self.column(mBias, channel)
             # The sequences that a share can meet; where it meets fewer, what is left of it is nothing.
             for _ in cutlass.range(pieces, unroll=1):
                 end = Int32(cutlass.min(start + left, seqlen))
-                if start < end:
+                if cutlass.max(start, 0) < end:
                     self._walk(
-                        ring, mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight, rBias, rDweight, rDbias, channel,
-                        sequence, start, end,
+                        ring, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, rDweight, rDbias, channel,
+                        sequence, cutlass.max(start, 0), end,
                     )  # fmt: skip
                 left = left - (end - start)
-                sequence, start = sequence + 1, Int32(0)
+                sequence, start = sequence + 1, Int32(-self.ahead)
         let_next_start(self.pdl)
         # A thread past the last channel has sums of zero, which are not read.
         # Its place, from its channel: otherwise its index is in a register all the time.
@@ -222,6 +237,17 @@ class CausalConv1dBackward(Walk):
         if const_expr(mBiasParts is not None):
             self._store_parts(mBiasParts, sBias, group, start, thread)
 
+    def _fetch_ahead(self, mX, mWeight, mDout, mBias, there, channel, sequence, start):
+        """Have L2 fetch what a thread needs at first, before the kernel before this one ends."""
+        rows = self.rows({"x": mX, "dout": mDout}, sequence, channel)
+        for name, before in (("x", self.taps), ("dout", 0)):
+            for u in range(-before, self.ahead):
+                t = cutlass.max(start, 0) + u
+                fetch_ahead(rows[name].address(t), there & (t >= 0) & (t < self.seqlen(mX)))
+        for name, mParameter, width in (("weight", mWeight, self.width), ("bias", mBias, 1)):
+            if mParameter is not None:
+                fetch_ahead(row_address(mParameter, self.keys[name], Int64(channel), width), there)
+
     @cute.jit
     def _store_parts(self, mParts, sSum, group: Int32, start: Int32, thread: Int32):
         """Write the CTA's sums to its row of the workspace, neighbouring threads neighbouring numbers."""
@@ -234,9 +260,8 @@ class CausalConv1dBackward(Walk):
 
     @cute.jit
     def _walk(
-        self, ring: cutlass.Constexpr, mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight: cutlass.Constexpr,
-        rBias: cutlass.Constexpr, rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, sequence: Int64,
-        start: Int32, end: Int32,
+        self, ring: cutlass.Constexpr, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial,
+        rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, sequence: Int64, start: Int32, end: Int32,
     ):  # fmt: skip
         dtype, seqlen = mX.element_type, self.seqlen(mX)
         tensors = {"x": mX, "dout": mDout, "dx": mDx, "initial_state": mInitial, "dfinal_state": mDfinal,
@@ -245,6 +270,9 @@ class CausalConv1dBackward(Walk):
         last = cutlass.min(end + self.taps, seqlen)
         self.start(ring, rows, start, last)
         xs = self.window(dtype, start, rows)
+        # For every sequence again: before them all, the first rows would be fetched once the weights are there.
+        rWeight = self.weights(mWeight, channel)
+        rBias = None if const_expr(mBias is None) else self.column(mBias, channel)
         gs = [fragment(Float32, self.vec) for _ in xs]
         for rG in gs:
             rG.fill(0.0)
