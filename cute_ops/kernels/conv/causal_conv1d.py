@@ -1,5 +1,6 @@
 """Causal depthwise convolution along a sequence, forward and backward."""
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -195,9 +196,6 @@ class CausalConv1dBackward(Walk):
     ):  # fmt: skip
         smem = cutlass.utils.SmemAllocator()
         ring = self.ring(smem, mX)
-        row = self.lanes * self.vec
-        sWeight = smem.allocate_tensor(Float32, cute.make_layout((row * self.width, self.depth)), byte_alignment=16)
-        sBias = smem.allocate_tensor(Float32, cute.make_layout((row, self.depth)), byte_alignment=16)
         group, channel, level, inside = self.place(mX)
         seqlen = self.seqlen(mX)
         rows = Int64(seqlen) + self.ahead
@@ -223,19 +221,14 @@ class CausalConv1dBackward(Walk):
                 left = left - (end - start)
                 sequence, start = sequence + 1, Int32(-self.ahead)
         let_next_start(self.pdl)
-        # A thread past the last channel has sums of zero, which are not read.
-        # Its place, from its channel: otherwise its index is in a register all the time.
-        start = (cute.arch.block_idx()[0] - group * self.blocks(mX)) * row
-        place = compiler_barrier_value(channel) - start
-        for c in cutlass.range_constexpr(self.vec):
-            for j in cutlass.range_constexpr(self.width):
-                sWeight[(place + c) * self.width + j, level] = rDweight[j][c]
-            sBias[place + c, level] = rDbias[c]
-        cute.arch.barrier()
-        thread = level * self.lanes + place // self.vec
-        self._store_parts(mWeightParts, sWeight, group, start * self.width, thread)
-        if const_expr(mBiasParts is not None):
-            self._store_parts(mBiasParts, sBias, group, start, thread)
+        # A thread's place in its CTA, from its channel: otherwise its index is in a register all the time.
+        start, channel = self.ctas_place(mX)[1], compiler_barrier_value(channel)
+        for mParts, rSums in ((mWeightParts, rDweight), (mBiasParts, [rDbias])):
+            if const_expr(mParts is not None):
+                if const_expr(self.depth == 1):
+                    self._store_sums(mParts, rSums, group, channel)
+                else:
+                    self._add_levels(smem, mParts, rSums, group, start, channel - start, level)
 
     def _fetch_ahead(self, mX, mWeight, mDout, mBias, there, channel, sequence, start):
         """Have L2 fetch what a thread needs at first, before the kernel before this one ends."""
@@ -249,14 +242,36 @@ class CausalConv1dBackward(Walk):
                 fetch_ahead(row_address(mParameter, self.keys[name], Int64(channel), width), there)
 
     @cute.jit
-    def _store_parts(self, mParts, sSum, group: Int32, start: Int32, thread: Int32):
-        """Write the CTA's sums to its row of the workspace, neighbouring threads neighbouring numbers."""
-        count = cutlass.min(Int32(sSum.shape[0]), Int32(mParts.shape[1]) - start)
-        for column in cutlass.range(thread, count, self.lanes * self.depth, unroll=1):
+    def _store_sums(self, mParts, rSums: cutlass.Constexpr, group: Int32, channel: Int32):
+        """Write a thread's sums, ``len(rSums)`` for each of its channels, to its CTA's row of the workspace."""
+        each, count = len(rSums), self.vec * len(rSums)
+        rRow, vec = fragment(Float32, count), math.gcd(count, 4)
+        for i in cutlass.range_constexpr(count):
+            rRow[i] = rSums[i % each][i // each]
+        if channel * each < mParts.shape[1]:
+            start = mParts.iterator.toint() + (Int64(group) * mParts.shape[1] + channel * each) * 4
+            for i in cutlass.range_constexpr(0, count, vec):
+                store(cute.make_tensor(rRow.iterator + i, cute.make_layout(vec)), start + 4 * i)
+
+    @cute.jit
+    def _add_levels(
+        self, smem: cutlass.Constexpr, mParts, rSums: cutlass.Constexpr, group: Int32, start: Int32, place: Int32,
+        level: Int32,
+    ):  # fmt: skip
+        """As :meth:`_store_sums`, for CTAs in which several threads have the same channels."""
+        each, row = len(rSums), self.lanes * self.vec
+        sSum = smem.allocate_tensor(Float32, cute.make_layout((row * each, self.depth)), byte_alignment=16)
+        # A thread past the last channel has sums of zero, which are not read.
+        for c in cutlass.range_constexpr(self.vec):
+            for j in cutlass.range_constexpr(each):
+                sSum[(place + c) * each + j, level] = rSums[j][c]
+        cute.arch.barrier()
+        count = cutlass.min(row * each, Int32(mParts.shape[1]) - start * each)
+        for column in cutlass.range(level * self.lanes + place // self.vec, count, self.threads, unroll=1):
             total = Float32(0.0)
             for d in cutlass.range_constexpr(self.depth):
                 total = total + sSum[column, d]
-            mParts[group, start + column] = total
+            mParts[group, start * each + column] = total
 
     @cute.jit
     def _walk(

@@ -73,7 +73,7 @@ class Walk:
         self.ctas = self.config.ctas(vectors)
         self.pdl = can_use_pdl(variant.arch)
         self.names, self.threads = names[:streams], self.lanes * self.depth
-        sums = self.width + 1 if "dout" in names else 0
+        sums = self.width + 1 if "dout" in names and self.depth > 1 else 0
         each = self.vec * (self.slots * self.batch * streams * ITEMSIZE[self.keys["x"].dtype] + 4 * sums)
         # For CTAs with the kilobyte that the system takes of each; the rest is L1, which finds rows loaded twice.
         shared = self.ctas * (self.threads * each + 1024)
@@ -93,11 +93,15 @@ class Walk:
         """(row of CTAs, first channel, depth in the CTA, whether the channel exists) of this thread."""
         lane, level, _ = cute.arch.thread_idx()
         level = 0 if self.depth == 1 else level
-        bidx, _, _ = cute.arch.block_idx()
-        blocks = self.blocks(mX)
-        group = bidx // blocks
-        channel = ((bidx - group * blocks) * self.lanes + lane) * self.vec
+        group, first = self.ctas_place(mX)
+        channel = first + lane * self.vec
         return group, channel, level, channel < self.channels(mX)
+
+    def ctas_place(self, mX):
+        """(row of CTAs, first channel) of this thread's CTA."""
+        bidx, _, _ = cute.arch.block_idx()
+        group = bidx // self.blocks(mX)
+        return group, (bidx - group * self.blocks(mX)) * (self.lanes * self.vec)
 
     def inner(self, start, last):
         """Where whole steps from ``start`` on end whose rows, and those that they fetch, are before row ``last``."""
