@@ -162,7 +162,7 @@ class CausalConv1dBackward(Walk):
 
     def __init__(self, variant):
         super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"), 2, spare=1)
-        self.column_sum = ColumnSum(None if self.n is None else self.n * self.width, variant.arch)
+        self.column_sum = ColumnSum(None if self.n is None else self.n * (self.width + 1), variant.arch)
 
     @cute.jit
     def __call__(

@@ -15,9 +15,13 @@ BATCH = 8
 class ColumnSum:
     """``out[c] = sum_p parts[p, c]`` in fp32, rounded once to out's dtype.
 
-    Tile: a CTA of 512 threads takes ``columns`` columns, ``512 / columns`` threads share one and add every so many
-    rows; a warp per column adds what they found. Few columns per CTA where there are few altogether.
-    Shared memory: 2 KB. Bytes moved: the workspace once, mostly from L2.
+    Tile: a CTA of 512 threads takes ``columns`` columns of one workspace, ``512 / columns`` threads share one and add
+    every so many rows; a warp per column adds what they found. Few columns per CTA where there are few altogether, so
+    many that all CTAs run at once where they can.
+    Shared memory: 2 KB. Bytes moved: the workspaces once, mostly from L2.
+
+    Args:
+        n: columns of the workspaces together, None where not known; of one of them where they are as wide.
     """
 
     def __init__(self, n, arch):
@@ -27,9 +31,12 @@ class ColumnSum:
 
     @cute.jit
     def __call__(self, parts, outputs, stream):
-        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        blocks = Int32(0)
+        for mParts in parts:
+            if const_expr(mParts is not None):
+                blocks = blocks + self._blocks(mParts)
         self.kernel(parts, outputs).launch(
-            grid=[cute.ceil_div(Int32(mParts.shape[1]), self.columns), 1, 1],
+            grid=[blocks, 1, 1],
             block=[self.columns, self.depth, 1],
             stream=stream,
             use_pdl=self.pdl,
@@ -41,14 +48,20 @@ class ColumnSum:
         sSum = smem.allocate_tensor(Float32, cute.make_layout((self.columns + 1, self.depth)), byte_alignment=16)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
+        block = cute.arch.block_idx()[0]
         for mParts, mOut in zip(parts, outputs):
             if const_expr(mParts is not None):
-                self._sum(mParts, mOut, sSum)
+                if block >= 0 and block < self._blocks(mParts):
+                    self._sum(mParts, mOut, sSum, block * self.columns)
+                block = block - self._blocks(mParts)
+
+    def _blocks(self, mParts):
+        """CTAs for the columns of a workspace."""
+        return cute.ceil_div(Int32(mParts.shape[1]), self.columns)
 
     @cute.jit
-    def _sum(self, mParts, mOut, sSum):
+    def _sum(self, mParts, mOut, sSum, start: Int32):
         x, level, _ = cute.arch.thread_idx()
-        start = cute.arch.block_idx()[0] * self.columns
         n = Int32(mParts.shape[1])
         total = Float32(0.0)
         if start + x < n:
@@ -74,7 +87,6 @@ class ColumnSum:
             total = cute.arch.warp_reduction(total, operator.add)
             if lane == 0 and start + c < n:
                 mOut[start + c] = total.to(mOut.element_type)
-        cute.arch.barrier()
 
 
 class CTAColumnSum:
