@@ -9,8 +9,8 @@ from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, strided_offset
-from cute_ops.kernels.rotary.layout import Rotary
+from cute_ops.kernels.lib.row_layout import extent, ITEMSIZE, strided_offset, VECTOR_BYTES
+from cute_ops.kernels.rotary.layout import Rotary, wide
 
 
 class Heads:
@@ -140,19 +140,22 @@ class AppendKV:
         lane, _, _ = cute.arch.thread_idx()
         rotary, dtype, count = self.rotary, mK.element_type, self._chunks(mK)
         d, r = rotary.sizes(mK, mCos)
-        source, row, held = Heads(mK, self.keys["k"], token, d), rotary.row(mCos, token), []
+        source, held = Heads(mK, self.keys["k"], token, d), []
         for u in range(self.pairs):
             index = (segment * self.pairs + u) * self.lanes + lane
             head = index // rotary.chunks(d, r)
             chunk = index - head * rotary.chunks(d, r)
             rotated, *place = rotary.place(chunk, d, r)
-            rX = rotary.load(dtype, source.address(head, 0), index < count, *place, d)
-            turned = (index < count) & rotated
-            rCos, rSin = (rotary.table(m, i, row, chunk, turned) for i, m in enumerate((mCos, mSin)))
-            held.append((rX, rCos, rSin, rotated, index < count, head, place))
+            rX = rotary.load_as_is(dtype, source.address(head, 0), index < count, *place, d)
+            held.append((rX, rotated, index < count, head, chunk, place))
+        # As they are: to widen one would wait for it before the next one is asked for.
+        row, tables = rotary.row(mCos, token), []
+        for _, rotated, there, _, chunk, _ in held:
+            tables.append([rotary.table_as_is(m, i, row, chunk, there & rotated) for i, m in enumerate((mCos, mSin))])
         target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._is_place(slot, mCache)
-        for rX, rCos, rSin, rotated, there, head, place in held:
-            rotary.rotate(rX, rCos, rSin, rotated)
+        for (rX, rotated, there, head, _, place), rTables in zip(held, tables):
+            rX = wide(rX)
+            rotary.rotate(rX, *map(wide, rTables), rotated)
             rotary.store(rX, dtype, target.address(head, 0), there & wanted, *place, d, streaming=False)
 
     def _is_place(self, slot, mCache):

@@ -74,6 +74,10 @@ class Rotary:
 
         Not anything: what a token that is not there adds to a sum is multiplied by them.
         """
+        return wide(self.table_as_is(mTable, which, row, chunk, rotated))
+
+    def table_as_is(self, mTable, which, row, chunk, rotated):
+        """As :meth:`table`, in the table's dtype."""
         key = self.tables[which]
         n = mTable.shape[len(mTable.shape) - 1]
         address = row_address(mTable, key, row, n)
@@ -84,21 +88,21 @@ class Rotary:
             load_if(rotated, rTable, address)
         else:
             _elements_if(rotated, rTable, address)
-        rWide = fragment(Float32, self.vec)
-        rWide.store(rTable.load().to(Float32))
-        return rWide
+        return rTable
 
     def load(self, dtype, address, valid, first, second, d):
         """A chunk's two vectors as one fp32 fragment in memory order; zeros where not valid or past the head."""
+        return wide(self.load_as_is(dtype, address, valid, first, second, d))
+
+    def load_as_is(self, dtype, address, valid, first, second, d):
+        """As :meth:`load`, in the tensor's dtype."""
         rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
         rX.fill(0)
         halves = self._halves(rX)
         itemsize = dtype.width // 8
         load_if(valid, halves[0], address + Int64(first) * itemsize)
         load_if(valid & (second < d), halves[1], address + Int64(second) * itemsize)
-        rWide = fragment(Float32, 2 * self.vec)
-        rWide.store(rX.load().to(Float32))
-        return rWide
+        return rX
 
     def column(self, mWeight, key, valid, first, second, d):
         """Weights of a chunk's elements, in fp32; zeros past the head."""
@@ -112,9 +116,7 @@ class Rotary:
                 load_if(valid & (start < d), rHalf, address)
             else:
                 _elements_if(valid & (start < d), rHalf, address)
-        rWide = fragment(Float32, 2 * self.vec)
-        rWide.store(rWeight.load().to(Float32))
-        return rWide
+        return wide(rWeight)
 
     def store(self, rWide, dtype, address, valid, first, second, d, streaming=True):
         rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
@@ -138,6 +140,13 @@ class Rotary:
             x, y, c, s = rX[a], rX[b], rCos[j], rSin[j] * sign
             rX[a] = cutlass.select_(rotated, x * c - y * s, x)
             rX[b] = cutlass.select_(rotated, y * c + x * s, y)
+
+
+def wide(rX):
+    """A fragment in fp32."""
+    rWide = fragment(Float32, cute.size(rX))
+    rWide.store(rX.load().to(Float32))
+    return rWide
 
 
 @cute.jit
