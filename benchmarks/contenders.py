@@ -142,10 +142,14 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         return F.silu(out) if attrs.get("activation") == "silu" else out, last
 
     def append_kv(
-        k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            cache.flatten(0, 1).index_copy_(0, slots, new)
+        k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor,
+        *tables: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        for cache, new in ((k_cache, rope(k, *tables) if tables else k), (v_cache, v)):
+            if slots.dim() == 2:  # contiguous: the first slots of each sequence
+                cache[:, : slots.shape[1]] = new
+            else:
+                cache.flatten(0, 1).index_copy_(0, slots, new)
         return k_cache, v_cache
 
     return {

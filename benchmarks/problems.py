@@ -86,8 +86,8 @@ class Problem:
         return f"{self.rows}x{self.n} {self.dtype}{extra}" + ("" if self.layout == "flat" else f" {self.layout}")
 
     def arrays(self) -> dict[str, Array]:
-        """The inputs: all that are declared but an initial state, the tables of cached keys, and biases of norms
-        without a mean.
+        """The inputs: all that are declared but an initial state, the tables of cached keys where no ``r`` is said, and
+        biases of norms without a mean.
         """
         by_variable = {
             "T": self.dtype,
@@ -105,7 +105,7 @@ class Problem:
         made = {}
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
-            beside = name == "initial_state" or (self.op == "append_kv" and t.optional)
+            beside = name == "initial_state" or (self.op == "append_kv" and t.optional and "r" not in dict(self.sizes))
             if not beside and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
                 # The vectors of an expression are weights.
                 kind = by_variable.get("W" if t.dtype.startswith("T_") else t.dtype, t.dtype)
@@ -135,7 +135,9 @@ class Problem:
         return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in arrays)
 
     def tensors(self, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-        """Random inputs; weights around one, and another slot of a cache for each token."""
+        """Random inputs; weights around one, and another slot of a cache for each token: any, or of a contiguous one a
+        sequence's first ones.
+        """
         generator = torch.Generator(device).manual_seed(seed)
         sizes = {**self.declaration.example(self.lead or (self.rows,), self.n), **dict(self.sizes)}
         made = {}
@@ -146,7 +148,9 @@ class Problem:
             full = tuple(size * stretch if i == sliced else size for i, size in enumerate(shape))
             if name == "slots":
                 order = torch.randperm(tensor.bound(sizes), generator=generator, device=device)
-                made[name] = order[: self.rows].reshape(shape).to(getattr(torch, dtype))
+                if len(shape) == 2:
+                    order = torch.arange(tensor.bound(sizes), device=device).reshape(shape[0], -1)[:, : shape[1]]
+                made[name] = order.flatten()[: self.rows].reshape(shape).to(getattr(torch, dtype))
                 continue
             values = random_input(self.declaration, name, Array(full, dtype), sizes, generator)
             made[name] = values if stretch == 1 else values.narrow(sliced, 0, shape[sliced])
@@ -206,6 +210,8 @@ def smoke(ops: Sequence[str]) -> list[Problem]:
     for op in ops:
         heads = tuple((dim, 4) for dim in BY_NAME[op].static if dim.startswith("h"))
         lead, sizes = ((2, 3), (*heads, ("d", 16), ("r", 8))) if heads else ((), ())
+        if op == "append_kv":
+            found += [_append((6,), 2, 16, 8, pairs=6), _append((2, 3), 2, 16, pairs=8, strided=True)]
         attrs = (("eps", 0.1),) if op == "adamw" else ()
         found += [
             Problem(op, 6, 64, lead=lead, sizes=sizes, attrs=attrs),
@@ -242,11 +248,16 @@ def _conv(batch: int, seqlen: int, channels: int, width: int = 4, activation: st
     return Problem("causal_conv1d", batch * seqlen, channels, lead=(batch,), sizes=sizes, attrs=attrs, **more)
 
 
-def _append(tokens: int, heads: int, headdim: int, of_values: int | None = None, **more: Any) -> Problem:
-    """Into a cache with pages of 16 slots, twice as many slots as tokens."""
-    e = of_values or headdim
-    sizes = (("p", max(tokens // 8, 1)), ("s", 16), ("h", heads), ("d", headdim), ("e", e))
-    return Problem("append_kv", tokens, heads * (headdim + e), sizes=sizes, **more)
+def _append(
+    lead: tuple[int, ...], heads: int, headdim: int, of_values: int | None = None, pairs: int = 0, **more: Any
+) -> Problem:
+    """Into a cache with twice as many slots as tokens: with pages of 16 slots, or where ``lead`` is (batch, seqlen) a
+    contiguous one. ``pairs``: those of a key that are rotated.
+    """
+    e, tokens = of_values or headdim, math.prod(lead)
+    pages, size = (lead[0], 2 * lead[1]) if len(lead) > 1 else (max(tokens // 8, 1), 16)
+    sizes = (("p", pages), ("s", size), ("h", heads), ("d", headdim), ("e", e), *([("r", pairs)] if pairs else []))
+    return Problem("append_kv", tokens, heads * (headdim + e), lead=lead, sizes=sizes, **more)
 
 
 _ROWS = ((16384, 8192), (32768, 4096), (65536, 1024), (262144, 128), (4096, 32768), (16384, 4097), (64, 4096))
@@ -312,8 +323,11 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     **{name: tuple(Problem(name, *s) for s in _ROWS) for name in formulas.FUNCTIONS},
     # Prefills and steps of decoding: Llama 3 8B, also from a fused projection, DeepSeek-V3, Qwen 2.5 0.5B.
     "append_kv": (
-        _append(32768, 8, 128), _append(32768, 8, 128, strided=True), _append(4096, 128, 192, 128),
-        _append(131072, 2, 64), _append(256, 8, 128), _append(64, 8, 128, dtype="float32"), _append(64, 2, 64),
+        _append((32768,), 8, 128), _append((32768,), 8, 128, strided=True), _append((4096,), 128, 192, 128),
+        _append((131072,), 2, 64), _append((256,), 8, 128), _append((64,), 8, 128, dtype="float32"),
+        _append((64,), 2, 64), _append((32768,), 8, 128, pairs=64), _append((4, 8192), 8, 128),
+        _append((4, 8192), 8, 128, pairs=64), _append((4, 8192), 8, 128, pairs=64, strided=True),
+        _append((256,), 8, 128, pairs=64), _append((64, 1), 8, 128, pairs=64),
     ),
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip

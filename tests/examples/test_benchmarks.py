@@ -59,6 +59,8 @@ def test_least_bytes() -> None:
     assert blocks.bytes("fwd") == (2 + 1) * 3 * whole + 4 * 2 * rows
     sizes = (("p", 300), ("s", 16), ("h", 2), ("d", 24), ("e", 8))
     assert Problem("append_kv", rows, n, sizes=sizes).bytes("fwd") == 2 * 2 * whole + 8 * rows
+    rotated = Problem("append_kv", rows, n, sizes=(*sizes, ("r", 6)))
+    assert rotated.bytes("fwd") == 2 * 2 * whole + 8 * rows + 2 * 4 * 6 * rows
 
 
 def test_grid_has_no_problem_twice_and_all_bind() -> None:
@@ -120,7 +122,8 @@ def test_who_writes_no_cache_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     device_time.main(["--cpu-smoke", "--ops", "append_kv", "--contenders", *names, "--out", str(tmp_path)])
     rows = [row for row in common.read(tmp_path / "device_time.csv") if row["op"] == "append_kv"]
     statuses = [row["status"].partition(":")[0] for row in rows]
-    assert statuses == ["ok", "ok", "wrong", "not available"] * 2
+    assert statuses == ["ok", "ok", "wrong", "not available"] * 4
+    assert sum("r=" in row["layout"] for row in rows) == 2 * len(names)
 
 
 def test_wrong_and_failing_contenders_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
