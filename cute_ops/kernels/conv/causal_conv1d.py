@@ -47,6 +47,21 @@ class Cuts(NamedTuple):
     parts: Int32
 
 
+class Shares(NamedTuple):
+    """How all sequences' rows are shared out to the gradient's threads. Starting a sequence takes a thread as long as
+    some rows do, which count as rows before its first one.
+
+    Attributes:
+        total: rows of all sequences, those before the first ones included.
+        share: of these, a thread's.
+        pieces: sequences that a share can meet.
+    """
+
+    total: Int64
+    share: Int32
+    pieces: Int32
+
+
 class CausalConv1d(Walk):
     """``out_t = activation(bias + sum_j weight_j * x_(t - taps + j))`` in fp32, and the last ``taps`` inputs.
 
@@ -152,12 +167,13 @@ class CausalConv1dBackward(Walk):
     ``dx_t = sum_j weight_j * g_(t + taps - j)``, ``dweight_j = sum_t g_t * x_(t - taps + j)``, ``dbias = sum_t g_t``.
 
     Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; persistent, a thread takes its share of the consecutive rows of
-    all sequences, a span of each that it meets. It keeps the last ``taps`` rows of x and of g and walks ``taps`` rows
-    past its span: the gradient of a row is there once g has come so far. Sums of the parameters' gradients stay in
-    registers to the end; those of a CTA make a row of the workspace, and a second kernel adds these rows in a fixed
-    order.
-    Shared memory: ``ahead`` rows of x and of dout per thread, and 4 bytes per sum and thread. Bytes moved per element:
-    x, dout and dx once; of every span, ``2 * taps`` rows of x and ``taps`` of dout again, mostly from L2.
+    all sequences, a span of each that it meets (:class:`Shares`). It keeps the last ``taps`` rows of x and of g and
+    walks ``taps`` rows past its span: the gradient of a row is there once g has come so far. Sums of the parameters'
+    gradients stay in registers to the end; those of a CTA make a row of the workspace, and a second kernel adds these
+    rows in a fixed order.
+    Shared memory: ``ahead`` rows of x and of dout per thread, those of one more stage, and where threads of a CTA share
+    channels 4 bytes per sum and thread. Bytes moved per element: x, dout and dx once; of every span, ``2 * taps`` rows
+    of x and ``taps`` of dout again.
     """
 
     def __init__(self, variant):
@@ -171,13 +187,12 @@ class CausalConv1dBackward(Walk):
     ):  # fmt: skip
         groups = Int32(mWeightParts.shape[0])
         walkers = Int64(groups) * self.depth
-        # To start a sequence takes a thread as long as so many rows more.
         rows = Int64(self.seqlen(mX)) + self.ahead
         total = row_count(mX) // self.seqlen(mX) * rows
         share = (total + (walkers - 1)) // walkers
-        pieces = Int32((share - 1) // rows) + 2
+        shares = Shares(total, Int32(share), Int32((share - 1) // rows) + 2)
         self.kernel(
-            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, total, Int32(share), pieces
+            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, shares
         ).launch(
             grid=[groups * Int32(self.blocks(mX)), 1, 1],
             block=[self.lanes, self.depth, 1],
@@ -190,19 +205,16 @@ class CausalConv1dBackward(Walk):
         self.column_sum((mWeightParts, mBiasParts), (columns, mDbias), stream)
 
     @cute.kernel
-    def kernel(
-        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, total, share,
-        pieces,
-    ):  # fmt: skip
+    def kernel(self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, shares):
         smem = cutlass.utils.SmemAllocator()
         ring = self.ring(smem, mX)
         group, channel, level, inside = self.place(mX)
         seqlen = self.seqlen(mX)
         rows = Int64(seqlen) + self.ahead
-        first = (Int64(group) * self.depth + level) * share
+        first = (Int64(group) * self.depth + level) * shares.share
         sequence = first // rows
         start = Int32(first - sequence * rows) - self.ahead
-        left = cutlass.min(Int64(share), total - first)
+        left = cutlass.min(Int64(shares.share), shares.total - first)
         if const_expr(self.pdl):
             self._fetch_ahead(mX, mWeight, mDout, mBias, inside & (left > 0), channel, sequence, start)
         wait_for_previous(self.pdl)
@@ -210,8 +222,8 @@ class CausalConv1dBackward(Walk):
         for rSum in (*rDweight, rDbias):
             rSum.fill(0.0)
         if inside:
-            # The sequences that a share can meet; where it meets fewer, what is left of it is nothing.
-            for _ in cutlass.range(pieces, unroll=1):
+            # Where a share meets fewer sequences, what is left of it is nothing.
+            for _ in cutlass.range(shares.pieces, unroll=1):
                 end = Int32(cutlass.min(start + left, seqlen))
                 if cutlass.max(start, 0) < end:
                     self._walk(
@@ -233,8 +245,8 @@ class CausalConv1dBackward(Walk):
     def _fetch_ahead(self, mX, mWeight, mDout, mBias, there, channel, sequence, start):
         """Have L2 fetch what a thread needs at first, before the kernel before this one ends."""
         rows = self.rows({"x": mX, "dout": mDout}, sequence, channel)
-        for name, before in (("x", self.taps), ("dout", 0)):
-            for u in range(-before, self.ahead):
+        for name, older in (("x", self.taps), ("dout", 0)):
+            for u in range(-older, self.ahead):
                 t = cutlass.max(start, 0) + u
                 fetch_ahead(rows[name].address(t), there & (t >= 0) & (t < self.seqlen(mX)))
         for name, mParameter, width in (("weight", mWeight, self.width), ("bias", mBias, 1)):

@@ -192,7 +192,7 @@ class Walk:
             load(rX, cutlass.select_(t + i >= self.taps, x.address(t, i - self.taps), state.address(t, i)))
 
     def window(self, dtype, start, rows):
-        """The ``taps`` rows before a span, in fp32. The row at ``start + i`` takes the :meth:`newest` place of step i."""
+        """The ``taps`` rows before a span, in fp32. The row at ``start + i`` takes the i-th :meth:`newest` place."""
         held = [fragment(dtype, self.vec) for _ in range(self.taps)]
         for i, rX in enumerate(held):
             self.load_padded(rX, start, i, rows)

@@ -55,4 +55,4 @@ def needs(problem: Problem, flat: Config) -> Needs:
 
 SPACE = vary(needs=needs, ahead=(6, 9, 12), span=(24, 48, 96), resident=(4, 6))
 # Depends on the number of rows, as the grouping of the parameters' gradients does.
-BACKWARD = vary(needs=needs, buckets={"m": POWERS, "s": POWERS}, ahead=(6, 9, 12), resident=(2, 3, 4))
+BACKWARD = vary(needs=needs, buckets={"m": POWERS, "s": POWERS}, ahead=(4, 6, 8), resident=(2, 3, 4))
