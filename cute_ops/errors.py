@@ -67,7 +67,9 @@ def wrong_arguments(signature: Signature, args: Sequence[Any], kwargs: Mapping[s
                 return f"argument `{p.name}` is required, but was not given."
         if len(args) > len(by_position):
             how = "" if len(by_position) == len(names) else " by position"
-            return f"{len(args)} arguments were given{how}; it takes {', '.join(f'`{n}`' for n in by_position) or 'none'}."
+            return (
+                f"{len(args)} arguments were given{how}; it takes {', '.join(f'`{n}`' for n in by_position) or 'none'}."
+            )
         return f"{error}."
     return ""
 

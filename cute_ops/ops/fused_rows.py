@@ -293,7 +293,6 @@ class RowExpression(NamedTuple):
         return clusters, clusters * rows
 
 
-
 def _busiest(part: int, per_thread: int) -> int:
     """Vectors of the busiest of an SM's schedulers, where threads of one CTA have so many of a row's part."""
     return -(-threads_for(part, per_thread) // (SCHEDULERS * WARP)) * per_thread

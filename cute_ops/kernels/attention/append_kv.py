@@ -9,7 +9,7 @@ from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import extent, ITEMSIZE, strided_offset, VECTOR_BYTES
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, strided_offset
 from cute_ops.kernels.rotary.layout import Rotary, wide
 
 

@@ -63,7 +63,7 @@ class EpilogueTensor(NamedTuple):
         return column % self.period if self.period else column
 
     def place(self, chunk):
-        """Which elements a chunk reads of those that are read for its tile. What it shares with other columns is one."""
+        """Which of the elements that its tile reads a chunk reads: the same for chunks that read the same."""
         if not self.columns:
             return chunk.below if self.rows else 0
         at = [c + partner(c, self.turned) for c in chunk.at]

@@ -167,8 +167,9 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
 def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = PLAIN) -> int:
     """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
 
-    An instruction reads its 64 rows and all of the tile's columns from shared memory. Two warpgroups that share a tile do not multiply while they compute its epilogue. Of two with a tile each, one
-    computes its epilogue while the other multiplies, except for the last tile.
+    An instruction reads its 64 rows and all of the tile's columns from shared memory. Two warpgroups that share a tile
+    do not multiply while they compute its epilogue. Of two with a tile each, one computes its epilogue while the other
+    multiplies, except for the last tile.
     """
     rows, columns, steps = config.tile_m, config.tile_n, -(-size.k // config.tile_k)
     row_bytes = config.tile_k * itemsize
