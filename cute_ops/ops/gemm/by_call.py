@@ -198,7 +198,7 @@ def check_options(epilogue: Epilogue | None, options: Mapping[str, Any], layer: 
     """
     attrs, caller = {name: value for name, value in options.items() if name not in OPTIONS}, layer.__name__
     if epilogue is None or not attrs:
-        without_epilogue((), attrs)
+        without_epilogue((), attrs, False)
         return
     function = _meant(epilogue, caller)
     own: list[str] = []
