@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -39,8 +40,8 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
     from cute_ops.ops.gemm.linear import linear_acc
 
-    by_layout = gated_dgrad, gated_dgrad_again, linear_add_rstd, scaled_weight, partial(linear_acc, "T")
-    by_layout += tuple(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
+    by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd, scaled_weight
+    by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), row_factors(), *(make(kn) for make in by_layout for kn in (False, True))
     return {op.name: op for forward in (*OPS, *PRODUCTS, *PLAIN_PRODUCTS, *inside, *PARTS) for op in _family(forward)}
 

@@ -22,7 +22,7 @@ from cute_ops_torch.distributed.import_hook import when_imported
 from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
-    from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
+    from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.patch import patch, unpatch
     from cute_ops_torch.huggingface.warm_up import warm_up
 

@@ -284,7 +284,7 @@ def smaller(binding: Binding) -> Case:
     dims = {n: few if n == binding.leading else v for n, v in binding.dims.items() if n not in op.derived}
     given = {n: (t, a) for n, t in op.inputs.items() if (a := binding.inputs[n]) is not None}
     any_size = (op.space.buckets.keys() if op.space else set()) - {*op.static, binding.leading}
-    short = {n: SIDE + v % SIDE for n, v in dims.items() if n in any_size and v > 2 * SIDE}
+    short = {n: SIDE + v % SIDE for n, v in dims.items() if n in any_size and isinstance(v, int) and v > 2 * SIDE}
     try:
         bind(op, {n: Array(t.of(dims | short), a.dtype) for n, (t, a) in given.items()}, dict(binding.attrs))
         dims |= short

@@ -16,6 +16,7 @@ from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
+from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_jax.primitive.arrays import spec
 from cute_ops_jax.primitive.function import register
@@ -56,7 +57,7 @@ def call_with_epilogue(
     fits = by_call.fits(epilogue, given, layout, spec, caller)
     batched = given[1] is not None and by_call.is_batch(layout, given[1].ndim)
     op = _OPS[caller](epilogue, tuple(fit and fit.shape for fit in fits), batched, layout, save, tuple(attrs.items()))
-    fitted, halves = zip(given[2:], fits, strict=True), by_call.APART in layout
+    fitted, halves = zip(given[2:], fits, strict=True), APART in layout
     return register(op), [_fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
 
 
@@ -78,6 +79,6 @@ _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_lin
 
 def _fitted(array: Array, fit: Fit, halves: bool) -> Array:
     whole = jnp.broadcast_to(array.reshape(fit.own), fit.sizes)
-    if not halves or by_call.PACKED not in fit.shape:
+    if not halves or PACKED not in fit.shape:
         return whole
     return whole.reshape((*whole.shape[:-1], 2, whole.shape[-1] // 2))

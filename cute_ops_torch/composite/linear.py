@@ -16,6 +16,7 @@ from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
+from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant, number
@@ -76,7 +77,7 @@ def call_with_epilogue(
         except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
             function, fits = _choose(caller, epilogue, arrays, *options)
     fitted = zip(arrays[2:], fits, strict=True)
-    halves = by_call.APART in layout
+    halves = APART in layout
     return function, [_fitted(t, fit, halves) for t, fit in fitted if t is not None and fit is not None]
 
 
@@ -113,18 +114,18 @@ def _defined(caller: str, *options: Any) -> str:
 @continued(by_call.GATED_DOC)
 def gated_linear(
     x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
-    halves: bool = False,
+    halves: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
     x, weight = autocast(x, weight)
     layout = by_call.weight_shape(True, transposed, halves)
     options = transposed, by_call.is_batch(layout, weight.ndim), halves
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and out is None:
         run = getattr(torch.ops.cute, _defined_gated(*options)).default
     else:
         run = define(gated_linear_of(*options)).function
-    out: Tensor = run(x, weight, activation, fused)
-    return out
+    found: Tensor = run(x, weight, activation, fused, **({} if out is None else {"out": out}))
+    return found
 
 
 @constant
@@ -159,4 +160,4 @@ def _fitted(tensor: Tensor, fit: Fit, halves: bool) -> Tensor:
     if tensor.shape != fit.sizes:
         # Tiles that some rows share are copied: kernels step from row to row by one stride.
         tensor = tensor.reshape(fit.own).expand(fit.sizes).contiguous()
-    return tensor.unflatten(-1, (2, tensor.shape[-1] // 2)) if halves and by_call.PACKED in fit.shape else tensor
+    return tensor.unflatten(-1, (2, tensor.shape[-1] // 2)) if halves and PACKED in fit.shape else tensor

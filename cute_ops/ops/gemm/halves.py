@@ -6,7 +6,7 @@ A slice of ``2n`` rows is of one half, so devices cannot share them without movi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from cute_ops.op import OneOf, Op, Program, Sharding
@@ -66,7 +66,7 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
         attrs={key: OneOf(*op.choices[key]) if key in op.choices else value for key, value in op.attrs.items()},
         sharding=Sharding(op.parallel, contracted=tuple(dict.fromkeys((*shared, *op.contracted))), inner=op.inner),
         grad=tuple(map(apart, op.steps)) or None, saving=op.saving and apart(op.saving), handed_on=op.handed_on,
-        no_gradient=op.no_gradient, batched=lambda: op.batched and apart(op.batched),
+        no_gradient=op.no_gradient, batched=partial(apart, op.batched) if op.batched else None,
         narrow=lambda name, outputs: apart(op.only(*outputs), name), called=op.called,
         doc=f"{op.doc}\n\n    ``2n`` is two dims.",
     )  # fmt: skip

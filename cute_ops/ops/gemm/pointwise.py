@@ -88,8 +88,10 @@ def pointwise(
             like = dtypes.get(tensor.dtype)
             results.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype))
         made = dict(zip(outputs, results, strict=True))
-        return tuple(None if (twin := made.get(t.same_as)) is not None and twin.dtype == made[key].dtype else made[key]
-                     for key, t in outputs.items())  # fmt: skip
+        for key, tensor in outputs.items():
+            if tensor.same_as and results[list(outputs).index(tensor.same_as)].dtype == made[key].dtype:
+                made[key] = None
+        return tuple(made.values())
 
     def of_call(problem: Problem) -> Formula:
         found = formula(problem.attrs)
