@@ -100,7 +100,7 @@ def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: t
     given = [s if s is None else torch.empty(s, device="meta") for s in shapes]
     function, fits = _choose(caller, epilogue, given, *options)
     as_given = all(fit and fit.sizes == s for s, fit in zip(shapes[2:], fits, strict=True))
-    return function, as_given and by_call.APART not in options[0], fits
+    return function, as_given and APART not in options[0], fits
 
 
 @constant
