@@ -24,6 +24,17 @@ def stages(expression: Expression) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(i for i in reductions if of[i] == stage) for stage in range(1, max(of, default=0) + 1))
 
 
+def awaited(expression: Expression, kinds: str) -> int:
+    """How many stages a kernel waits for before it stores outputs with columns.
+
+    Args:
+        expression: the expression.
+        kinds: a letter for each output, ``t``, ``r``, ``c`` or ``s``: what it becomes, after sums over rows.
+    """
+    of = levels(expression)
+    return max((of[i] for i, kind in zip(expression.outputs, kinds, strict=True) if kind in "tr"), default=0)
+
+
 class SplitExpression(NamedTuple):
     """An expression in two: what is computed for each element, and then for each row.
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from cute_ops.config import Config, Needs, Problem
 from cute_ops.expressions.graph import Expression
-from cute_ops.expressions.stages import stages
+from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.words import WORDS
 from cute_ops.hardware import WARP
 from cute_ops.kernels.epilogue.config import FusedRowConfig, Texts
@@ -142,8 +142,13 @@ class RowExpression(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Stages of its reductions."""
-        return len(stages(self.expression))
+        """Stages of reductions that outputs with columns wait for."""
+        return awaited(self.expression, self.texts.kinds)
+
+    @property
+    def late(self) -> bool:
+        """Whether it reduces more once outputs with columns are stored, from operands that are needed until then."""
+        return bool({*self.texts.kinds} & {"t", "r"}) and self.depth < len(stages(self.expression))
 
     @property
     def slow(self) -> bool:
@@ -187,9 +192,9 @@ class RowExpression(NamedTuple):
         threads = room // share * share
         held = -(-part // share) * row.vector_elements
         few = self.depth <= 2 and 0 < self.special < SLOW
-        keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few else 1)
+        keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few and not self.late else 1)
         resident = 1
-        if few and keep and not short and (dear or self.read > 1):
+        if few and (keep or self.late) and not short and (dear or self.read > 1):
             most = WIDE_THREADS if wide else REGISTER_THREADS
             if cluster > 1 and self.read == 1:
                 most = DEAR_CLUSTER_THREADS
@@ -212,7 +217,7 @@ class RowExpression(NamedTuple):
         share = threads_for(row.touched, per_thread)
         threads = max(128 // share, 1) * share
         resident = max(most // threads, 1)
-        return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=True)
+        return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=not self.late)
 
     def _in_ring(self, row: RowProblem) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
@@ -234,7 +239,7 @@ class RowExpression(NamedTuple):
         vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
         pair = self.read == 2 and self.sums == 1 and row.aligned and not self.slow
-        halved = pair and cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
+        halved = pair and self.depth and cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
         cluster += halved
         part = -(-row.touched // cluster)
         per_thread, sm_threads = step(PERSISTENT, part)

@@ -15,6 +15,8 @@ from cute_ops import FLOATS, Array, Op, fused
 from cute_ops.autotune.space import objection
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
+from cute_ops.expressions.stages import awaited, stages
+from cute_ops.expressions.text import parse as parse_text
 from cute_ops.expressions.words import WORDS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import Plan, signature
@@ -249,6 +251,23 @@ def test_threads_slots_and_clusters(name: str, n: int, threads: int, resident: i
     """Those that were the fastest on an H200."""
     config = configured(BY_NAME[name], 4096, n)
     assert (config.threads, config.resident, config.stages, config.cluster) == (threads, resident, slots, ctas)
+
+
+def test_columns_do_not_wait_for_reductions_of_numbers_alone() -> None:
+    """The gradient of a temperature is a third stage, which that of the tile does not need."""
+
+    def tempered(xp: Any, x: Any, scale: Any) -> Any:
+        e = xp.exp(x * scale - xp.max(x * scale, **ROW))
+        return e / xp.sum(e, **ROW)
+
+    made = fused(tempered, operands={"x": TILE, "scale": "*m 1"})
+    assert made.grad
+    config = configured(made.grad, 4096, 4096)
+    expression = parse_text(config.expression)
+    assert (config.kinds, len(stages(expression)), awaited(expression, config.kinds)) == ("tc", 3, 2)
+    assert (config.keep, config.resident) == (True, 4)
+    for n, layout in ((97, "off"), (2048, "compact")):
+        kernel_calls.check(kernel_calls.made(made.grad, 5, n, "bfloat16", layout, np.random.default_rng(n)))
 
 
 def test_rows_a_little_longer_than_a_cta_s_need_no_cluster_where_unaligned() -> None:

@@ -2,7 +2,7 @@
 
 from cutlass import Float32
 
-from cute_ops.expressions.stages import levels, stages
+from cute_ops.expressions.stages import awaited, levels, stages
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.epilogue.words import DEVICE
@@ -33,6 +33,10 @@ class RowEmitter:
                 seen.add(i)
                 waiting += nodes[i].args
         self.reduced = [i for i in self.read if i in seen]
+
+    def awaited(self, kinds):
+        """How many stages outputs with columns wait for; ``kinds``: the outputs' letters."""
+        return awaited(self.expression, kinds)
 
     def begin(self, numbers, length):
         """A row before its first stage; ``numbers``: the operands of which a row has one number, by node."""

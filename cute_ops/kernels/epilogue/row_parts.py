@@ -31,6 +31,7 @@ class RowParts:
         tiles, vectors, numbers: operands that are read, as (node, part): with rows and columns, with columns only, and
             without columns.
         outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, part).
+        awaited: how many stages of reductions outputs with columns wait for. Others come last: numbers alone need them.
         keys: descriptions of the parts of tiles and of vectors, by part.
         tile_part: one of the tiles.
     """
@@ -52,6 +53,7 @@ class RowParts:
         words = [word.partition("[") for word in config.writes.split()]
         parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
         self.outputs = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+        self.awaited = self.emit.awaited(config.kinds)
         rows = [part for _, part in (*self.tiles, *self.outputs["t"])]
         if not rows:  # outputs without columns, computed from row vectors: a tile gives the number of rows
             tile = next(i for i, operand in enumerate(operands) if all(operand.kind[:2]))

@@ -65,25 +65,32 @@ class HeldRows(RowParts):
             for each in vectors
         ]
 
-    def _reduced(self, values, totals, step, sSum, mbar):
-        """Compute all stages of a row; ``totals(s)`` is this thread's part of stage ``s``."""
-        for s in range(len(self.emit.words)):
+    def _reduced(self, values, totals, step, sSum, mbar, *, last=False):
+        """Compute the stages of a row that its columns wait for or, ``last``, the others; ``totals(s)`` is this
+        thread's part of stage ``s``.
+        """
+        for s in range(self.awaited, len(self.emit.words)) if last else range(self.awaited):
             values.reduced(s, self.exchanges[s](totals(s), sSum, mbar, step * len(self.emit.words) + s))
 
     def _totals(self, values, stage, read, columns, first):
         """A thread's part of a stage's reductions; ``read(k)`` gives the k-th vectors."""
         totals = self.nothing(stage)
         for k in range(self.tile.per_thread):
-            vectors, found = self.terms(values, stage, self._elements(read, columns, k), self.tile.vec), []
-            for word, total, rTerm in zip(self.emit.words[stage], totals, vectors):
-                if self.tile.predicated(k):
-                    trim(rTerm, first[k], Int32(self.n), NEUTRAL[word])
-                x = combined(COMBINE[word], rTerm)
-                if self.tile.ends_outside(k) and not self.tile.predicated(k):
-                    x = cutlass.select_(first[k] < self.n, x, Float32(NEUTRAL[word]))
-                found.append(COMBINE[word](total, x))
-            totals = tuple(found)
+            totals = self._more(totals, values, stage, self._elements(read, columns, k), first[k], k)
         return totals
+
+    def _more(self, totals, values, stage, elements, first, k):
+        """A stage's reductions with the k-th vectors."""
+        found = []
+        terms = self.terms(values, stage, elements, self.tile.vec)
+        for word, total, rTerm in zip(self.emit.words[stage], totals, terms):
+            if self.tile.predicated(k):
+                trim(rTerm, first, Int32(self.n), NEUTRAL[word])
+            x = combined(COMBINE[word], rTerm)
+            if self.tile.ends_outside(k) and not self.tile.predicated(k):
+                x = cutlass.select_(first < self.n, x, Float32(NEUTRAL[word]))
+            found.append(COMBINE[word](total, x))
+        return tuple(found)
 
     def _elements(self, read, columns, k):
         """From j to the operands' j-th elements of the k-th vectors, by node."""
@@ -165,12 +172,24 @@ class RowsInRegisters(HeldRows):
         read = lambda k: self._read(held, k)  # noqa: E731
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), sSum, mbar)
-        self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
         columns += self._columns(tensors, first, self.late)
-        targets = self.rows(tensors, self.outputs["t"], row, self.n)
-        if const_expr(len(targets) > 0):
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                self._emit(values, self._elements(read, columns, k), targets, place, k)
+        found = self._store(tensors, values, read, columns, place)
+        totals = lambda s: found if s == self.awaited else self._totals(values, s, read, columns, first)  # noqa: E731
+        self._reduced(values, totals, Int32(0), sSum, mbar, last=True)
+        self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
+
+    def _store(self, tensors, values, read, columns, place):
+        """Store a row's columns. Returns this thread's part of the next stage, which the same registers serve."""
+        targets = self.rows(tensors, self.outputs["t"], place.row, self.n)
+        last = self.awaited < len(self.emit.words)
+        totals = self.nothing(self.awaited) if last else ()
+        for k in range(self.tile.per_thread if targets or last else 0):
+            elements = self._elements(read, columns, k)
+            if targets:
+                self._emit(values, elements, targets, place, k)
+            if last:
+                totals = self._more(totals, values, self.awaited, elements, place.first[k], k)
+        return totals
 
     def _load(self, tensors, place):
         """This thread's vectors of each tile, all on their way together."""
@@ -292,7 +311,10 @@ class RowsInRing(HeldRows):
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
             self._reduced(values, totals, step, sSum, mbar)
             if row < count:
-                self._postprocess(held, values, columns, sums, place._replace(row=row), (t == 0) & (rank == 0))
+                self._postprocess(held, values, columns, sums, place._replace(row=row))
+            self._reduced(values, totals, step, sSum, mbar, last=True)
+            if row < count:
+                self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
         cute.arch.cp_async_wait_group(0)
         for (_, part), rSums in zip(self.outputs["r"], sums):
             self._store_columns(tensors[self.parts_of(part)], part, rSums, base, group, rank, first)
@@ -321,9 +343,8 @@ class RowsInRing(HeldRows):
     def _with(self, totals, held, values, stage, k):
         return self.added(totals, values, stage, held.elements(k), self.tile.v, held.first(k), Int32(self.n))
 
-    def _postprocess(self, held, values, columns, sums, place, alone):
-        """Store a row and add to the sums over rows."""
-        self.store_numbers(held.tensors, values, place.row, alone)
+    def _postprocess(self, held, values, columns, sums, place):
+        """Store a row's columns and add to their sums over rows."""
         vectors = self.outputs["r"]
         if vectors:
             targets = self.rows(held.tensors, self.outputs["t"], place.row, self.n)
@@ -334,7 +355,11 @@ class RowsInRing(HeldRows):
                     rSums[k].store(rSums[k].load() + rX.load())
         elif self.outputs["t"]:
             self._emit_walked(held, values, self.rows(held.tensors, self.outputs["t"], place.row, self.n))
-        for rSum, (place, _) in zip(sums[len(vectors) :], self.outputs["s"]):
+
+    def _finish(self, tensors, values, sums, row, alone):
+        """Store a row's numbers and add to their sums over rows."""
+        self.store_numbers(tensors, values, row, alone)
+        for rSum, (place, _) in zip(sums, self.outputs["s"]):
             rSum[0] = rSum[0] + values.number(place)
 
     @cute.jit
