@@ -57,6 +57,9 @@ PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
 # whichever number gives the busiest of an SM's SCHEDULERS the fewest. Fewer warps take part in each reduction.
 SUMS_THREADS, SUMS_VECTORS, SCHEDULERS = 256, (4, 5), 4
+# Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
+# CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
+STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
 # Expressions with SLOW special instructions or more take many registers: a thread then has at most SLOW_VECTORS vectors
 # in registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
 SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
@@ -255,6 +258,8 @@ class RowExpression(NamedTuple):
             per_thread, sm_threads = min(SUMS_VECTORS, key=partial(_busiest, part)), SUMS_THREADS
         elif alone:
             per_thread, sm_threads = -(-part // ALONE_THREADS), ALONE_THREADS
+        elif self._streams(part, cluster):
+            per_thread, sm_threads = 1, STREAMED_THREADS
         share = threads_for(part, per_thread, 1024)
         per_thread = -(-part // share)
         threads = share if cluster > 1 else max(256 // share, 1) * share
@@ -268,6 +273,11 @@ class RowExpression(NamedTuple):
             "ring", threads, share, cluster, resident, row.align_vectors, stages=stages,
             clusters=in_step(clusters, row, row.align_vectors),
         )  # fmt: skip
+
+    def _streams(self, part: int, cluster: int) -> bool:
+        """Whether sums over rows of so many vectors wait for nothing, and two CTAs fit an SM."""
+        fits = STREAMED_VECTORS < part <= STREAMED_THREADS // 2
+        return fits and not (self.depth or self.slow) and self.sums == cluster == 1
 
     def _in_passes(self, problem: Problem, threads: int, align_vectors: int) -> FusedRowConfig:
         clusters = 0

@@ -270,6 +270,15 @@ def test_columns_do_not_wait_for_reductions_of_numbers_alone() -> None:
         kernel_calls.check(kernel_calls.made(made.grad, 5, n, "bfloat16", layout, np.random.default_rng(n)))
 
 
+def test_sums_that_nothing_waits_for_take_many_threads() -> None:
+    made = fused(lambda xp, x, shift: xp.softplus(x + shift), operands={"x": TILE, "shift": "n"}, name="shifted")
+    assert made.grad
+    found = [
+        (c.threads, c.resident, c.cluster) for c in (configured(made.grad, 4096, n) for n in (3072, 4096, 4097, 8192))
+    ]
+    assert found == [(384, 2, 1), (512, 2, 1), (544, 2, 1), (512, 1, 1)]
+
+
 def test_rows_a_little_longer_than_a_cta_s_need_no_cluster_where_unaligned() -> None:
     """4097 numbers of 4 bytes, beside those of 4096 and of 5000."""
     for name, threads in (("rms", (352, 3)), ("unit_bwd", (352, 2)), ("capped_log_probabilities", (192, 4))):
