@@ -12,6 +12,7 @@ from cute_ops.kernels.lib.copy import (
     AHEAD,
     compiler_barrier,
     fragment,
+    gmem_elements,
     narrow,
     store,
     store_elements,
@@ -298,12 +299,14 @@ class RowsInRing(HeldRows):
         for stage in cutlass.range_constexpr(self.config.stages - 1):
             self._fetch(tensors, slots, first, row_of(Int32(stage)), count, Int32(stage))
         columns = self._columns(tensors, first, self.vectors) if const_expr(len(self.outputs["r"]) > 0) else []
-        sums = self._nothing()
+        sums, numbers = self._nothing(), self._numbers(tensors, row_of(Int32(0)), count)
         for step in cutlass.range(steps, unroll=1):
             ahead = step + (self.config.stages - 1)
             self._fetch(tensors, slots, first, row_of(ahead), count, ahead % self.config.stages)
             row = row_of(step)
-            values = self.emit.begin(self.row_numbers(tensors, row, row < count), self.n)
+            values = self.emit.begin({i: rX[0].to(Float32) for (i, _), rX in zip(self.numbers, numbers)}, self.n)
+            # Those of the next row, so that nobody waits for them.
+            self._load_numbers(tensors, numbers, row_of(step + 1), count)
             cute.arch.cp_async_wait_group(self.config.stages - 1)
             if const_expr(self.config.clusters == 0):
                 let_next_start(self.pdl)
@@ -319,6 +322,20 @@ class RowsInRing(HeldRows):
         for (_, part), rSums in zip(self.outputs["r"], sums):
             self._store_columns(tensors[self.parts_of(part)], part, rSums, base, group, rank, first)
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], start, (t == 0) & (rank == 0))
+
+    def _numbers(self, tensors, row, count):
+        """What the operands have one number of, for a row."""
+        numbers = [cute.make_rmem_tensor((1,), tensors[part.name].element_type) for _, part in self.numbers]
+        self._load_numbers(tensors, numbers, row, count, scalars=True)
+        return numbers
+
+    def _load_numbers(self, tensors, numbers, row, count, scalars=False):
+        """Without a condition, behind which loads would be waited for: past the last row that one's."""
+        row = cutlass.min(row, count - 1)
+        for (_, part), rX in zip(self.numbers, numbers):
+            if part.rows or scalars:
+                mX = tensors[part.name]
+                rX[0] = gmem_elements(mX.element_type, self.number_address(tensors, part, row), 1)[0]
 
     def _fetch(self, tensors, slots, first, row, count, stage):
         """Start loading a row into a slot."""
