@@ -31,7 +31,7 @@ def differentiates(op: Op, launcher: Callable[[], Launcher], tensors: Tensors, a
     """
     wanted = [name for name, t in zip(op.inputs, tensors, strict=True) if t is not None and t.requires_grad]
     product = op.instead.program.product if op.instead else None
-    if not wanted or product is None or (product.read_as and not product.bias) or autocast():
+    if not (wanted and op.steps and product) or (product.read_as and not product.bias) or autocast():
         return False
     return launcher().find(tensors, attrs).differentiable and _products_are_faster(op, product, tensors, attrs, wanted)
 

@@ -191,6 +191,8 @@ def test_torch_differentiates_its_own_product(
         some, dout = [t for t in leaves if t.requires_grad], torch.randn_like(out)
         expected = torch.autograd.grad(torch.ops.cute.linear(*leaves[:2]) + sum(leaves[2:]), some, dout)
         torch.testing.assert_close(torch.autograd.grad(out, some, dout), expected, rtol=2**-6, atol=2**-6)
+        (first, *_) = torch.autograd.grad(call(*leaves).square().sum(), some, create_graph=True)
+        first.sum().backward()  # a second derivative, too
         with torch.no_grad():
             assert not call(*leaves).requires_grad
 
