@@ -210,8 +210,9 @@ def _dims(op: Op) -> Iterator[str]:
         if wrong := t.wrong:
             yield f"{name}: {wrong}"
     required = [t for t in op.inputs.values() if not t.optional]
+    always = _bound(required)
     for name, t in op.inputs.items():
-        known = _bound([*required, t])
+        known = _bound([*required, t]) if t.optional else always
         if lost := [(d, free) for d in t.dims for free in d.names if free not in known]:
             yield f"{name}: nothing says how large {lost[0][1]} is in {str(lost[0][0])!r}; {_bind_it(t.optional)}"
     bound = _bound(op.inputs.values())

@@ -9,41 +9,33 @@ from typing import Any
 
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
-from cute_ops_jax.composite.fused import fused
-from cute_ops_jax.composite.gated_mlp import gated_mlp
-from cute_ops_jax.composite.linear import gated_linear as gated_linear
-from cute_ops_jax.composite.linear import linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from cute_ops_jax.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
 _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS)}
-# Imported when they are first asked for: most programs use neither, and start faster without their imports.
-_LAZY = {"export": "cute_ops_jax.exporting", "load": "cute_ops_jax.loading"}
+# Imported when they are first asked for: most programs use few of them, and start faster without their imports.
+_LAZY = {
+    "export": "exporting", "fused": "composite.fused", "gated_mlp": "composite.gated_mlp",
+    "gated_linear": "composite.linear", "linear": "composite.linear",
+    "linear_add_rmsnorm": "composite.projections", "load": "loading", "qkv_rope": "composite.projections", "rmsnorm_linear": "composite.projections",
+}  # fmt: skip
 __all__ = [
     "embedding",
-    "fused",
-    "gated_mlp",
-    "linear",
-    "linear_add_rmsnorm",
     "linear_cross_entropy",
     "probe",
-    "qkv_rope",
     "register",
-    "rmsnorm_linear",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
-    *_LAZY,
-    *_DECLARED,
+    *dict.fromkeys((*_LAZY, *_DECLARED)),
 ]
 
 
 def __getattr__(name: str) -> Any:
     """The function of an op, made when it is first asked for."""
     if name in _LAZY:
-        function = getattr(import_module(_LAZY[name]), name)
+        function = getattr(import_module(f"cute_ops_jax.{_LAZY[name]}"), name)
     elif name in _DECLARED:
         function = register(_DECLARED[name])
     else:

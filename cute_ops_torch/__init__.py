@@ -10,18 +10,19 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cute_ops_torch import functions, nn
+from cute_ops_torch import functions
 from cute_ops_torch.composite.embedding import embedding
-from cute_ops_torch.composite.fused import fused
-from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import gated_linear as gated_linear
 from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
-from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 from cute_ops_torch.distributed.import_hook import when_imported
 from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
+    from cute_ops_torch import nn
+    from cute_ops_torch.composite.fused import fused
+    from cute_ops_torch.composite.gated_mlp import gated_mlp
+    from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.patch import patch, unpatch
     from cute_ops_torch.huggingface.warm_up import warm_up
@@ -43,8 +44,12 @@ __all__ = [
     *functions.__all__,
 ]
 
-# Where a function on Hugging Face's models is.
-_HUGGING_FACE = {"patch": "patch", "unpatch": "patch", "warm_up": "warm_up"}
+# Where functions are that no op of torch's needs, and that take time to import.
+_LAZY = {
+    "fused": "composite.fused", "gated_mlp": "composite.gated_mlp", "linear_add_rmsnorm": "composite.projections",
+    "qkv_rope": "composite.projections", "rmsnorm_linear": "composite.projections", "patch": "huggingface.patch",
+    "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
+}  # fmt: skip
 
 # Teach all ops to take DTensors, once a program imports those.
 when_imported("torch.distributed.tensor", "cute_ops_torch.distributed.dtensor")
@@ -53,13 +58,12 @@ when_imported("torch.export.pt2_archive", "cute_ops_torch.composite.loaded")
 
 
 def __getattr__(name: str) -> Any:
-    """Functions are made, and these modules and patching are imported, when they are first used: that takes time."""
-    if name in ("inductor", "optim"):
+    """Functions are made, and what few programs need is imported, when it is first used: that takes time."""
+    if name in ("inductor", "nn", "optim"):
         return import_module(f"cute_ops_torch.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    room = _HUGGING_FACE.get(name)
-    module = import_module(f"cute_ops_torch.huggingface.{room}") if room else functions
+    module = import_module(f"cute_ops_torch.{_LAZY[name]}") if name in _LAZY else functions
     value = globals()[name] = getattr(module, name)
     return value
 

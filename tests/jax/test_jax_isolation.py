@@ -49,6 +49,26 @@ def test_the_check_can_fail(name: str) -> None:
     assert f"blocked: {name}" in result.stderr
 
 
+def test_what_the_import_loads() -> None:
+    """Rooms of ours, and nothing of others: what is added here is paid at every start."""
+    program = """
+import sys, jax
+before = set(sys.modules)
+import cute_ops_jax
+loaded = set(sys.modules) - before
+rooms = {".".join(n.split(".")[:2]) for n in loaded if n.startswith("cute_ops")}
+print(sorted({n for n in loaded if not n.startswith("cute_ops")} | {r for r in rooms if "." in r}), len(loaded) < 165)
+"""
+    core = (
+        "array_api autotune binding composite config dims dispatch env errors expressions files hardware jit kernels "
+        "lists op op_checks ops processes shapes sharding"
+    )
+    names = [f"cute_ops.{name}" for name in core.split()]
+    names += [f"cute_ops_jax.{name}" for name in ("_compat", "composite", "distributed", "primitive")]
+    found = run_blocked(program)
+    assert found.stdout.strip() == f"{sorted(['fractions', 'jax.ad_checkpoint', *names])} True", found.stderr
+
+
 MISMATCHES = {
     "bridge": (
         "found = toolchain.version\ntoolchain.version = lambda name: None if name == 'jax-tvm-ffi' else found(name)",

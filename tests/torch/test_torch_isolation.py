@@ -116,8 +116,27 @@ def test_import_does_not_search_all_modules(run: Run) -> None:
     assert run("import torch; del torch.library.register_fake; import cute_ops_torch; print('short')") == "short"
 
 
+def test_what_the_import_loads(run: Run) -> None:
+    """Rooms of ours, and nothing of others: what is added here is paid at every start."""
+    program = """
+import sys, torch
+before = set(sys.modules)
+import cute_ops_torch
+loaded = set(sys.modules) - before
+rooms = {".".join(n.split(".")[:2]) for n in loaded if n.startswith("cute_ops")}
+print(sorted({n for n in loaded if not n.startswith("cute_ops")} | {r for r in rooms if "." in r}), len(loaded) < 175)
+"""
+    core = (
+        "array_api autotune binding composite config dims dispatch env errors expressions files hardware jit kernels "
+        "lists op op_checks ops processes shapes"
+    )
+    ours = "composite distributed functions host library registry"
+    names = [f"cute_ops.{name}" for name in core.split()] + [f"cute_ops_torch.{name}" for name in ours.split()]
+    assert run(program) == f"{sorted(['fractions', *names])} True"
+
+
 def test_modules_that_are_imported_when_they_are_used(run: Run) -> None:
-    mine = ("cute_ops_torch.optim", "cute_ops_torch.inductor")
+    mine = ("cute_ops_torch.optim", "cute_ops_torch.inductor", "cute_ops_torch.nn", "cute_ops_torch.huggingface")
     assert loaded(run, "", mine) == "[]"
     assert loaded(run, "cute_ops_torch.optim.AdamW", mine) == "['cute_ops_torch.optim']"
     assert "cute_ops_torch.inductor" in loaded(run, "cute_ops_torch.inductor.enable", mine)
