@@ -15,7 +15,7 @@ import operator
 import sys
 import textwrap
 from contextlib import contextmanager
-from functools import cache, partial, reduce, wraps
+from functools import cache, lru_cache, partial, reduce, wraps
 from types import SimpleNamespace as Names
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ from races import Order
 
 WARP, GAP = 32, 64
 MOST_WATCHED = 1 << 21  # threads of a launch that is watched, times those of a cluster
-# The threads that run; on the host it is one.
-now = Names(mask=np.ones(1, bool), count=1, memory=None, order=None, watched=False, last=None)
+# The threads that run, and how many of them are active; on the host it is one.
+now = Names(mask=np.ones(1, bool), active=1, count=1, memory=None, order=None, watched=False, last=None)
 
 
 class Lanes(np.ndarray):
@@ -55,9 +55,12 @@ class Kind:
         self.size, self.width = self.dtype.itemsize, 8 * self.dtype.itemsize
         self.word, self.shift = np.dtype(f"u{self.size}"), self.size.bit_length() - 1  # sizes are powers of two
         self.each = np.frombuffer(b"\1" * self.size, self.word)[0]  # one in each byte
+        self.constant = lru_cache(1024)(lambda x: np.array([x]).astype(self.dtype).view(Lanes))
 
     def __call__(self, x):
-        return np.atleast_1d(np.asarray(x)).astype(self.dtype).view(Lanes)
+        if type(x) is not int:
+            return np.atleast_1d(np.asarray(x)).astype(self.dtype).view(Lanes)
+        return self.constant(x).copy()
 
 
 KINDS = {
@@ -82,28 +85,57 @@ class Memory:
             setattr(self, name, np.concatenate([getattr(self, name), array]))
         return start, step
 
-    def _places(self, address, offsets, kind):
-        active = np.broadcast_to(now.mask, (len(offsets), now.count))
-        places = np.broadcast_to(np.asarray(address).view(np.ndarray) + offsets[:, None], active.shape)
-        there = active & (places >= 0) & (places < self.bytes.size)
+    def _index(self, address, offsets, kind):
+        """Where active threads' elements are, (elements, threads); one column where all have one address."""
+        address = np.asarray(address).view(np.ndarray)
+        if now.active < now.count:
+            address = np.broadcast_to(address, now.count)[now.mask]
+        index = (address >> kind.shift) + (offsets >> kind.shift)[:, None]
+        if not index.size:
+            return index
+        first, last = address.min() + offsets.min(), address.max() + offsets.max() + kind.size
+        if not (fine := first >= 0 and last <= self.bytes.size and not (address & kind.size - 1).any()):
+            pass
+        elif last - first <= 8 * index.size * kind.size and self.inside[first:last].all():
+            pass  # a few neighbours: all are elements
+        else:
+            fine = (self.inside.view(kind.word)[index] == kind.each).all()
+        if not fine:
+            self._refuse(address + offsets[:, None], kind)
+        return index
+
+    def _refuse(self, places, kind):
+        there = (places >= 0) & (places < self.bytes.size)
         index = np.where(there, places, 0) >> kind.shift
-        fine = (self.inside.view(kind.word)[index] == kind.each) & (index << kind.shift == places)
-        if np.count_nonzero(wrong := active & ~fine):
-            raise IndexError(f"{kind.dtype} at {places[wrong][0]}, off its alignment or outside of all tensors")
-        return index, active
+        fine = there & (self.inside.view(kind.word)[index] == kind.each) & (index << kind.shift == places)
+        raise IndexError(f"{kind.dtype} at {places[~fine][0]}, off its alignment or outside of all tensors")
+
+    def _note(self, index, kind, store):
+        """Tell who watches the launch of an access."""
+        places, active = np.zeros((len(index), now.count), int), np.broadcast_to(now.mask, (len(index), now.count))
+        places[:, now.mask] = index * kind.size
+        now.order.access(self, self is now.shared, places, active, kind.size, store)
 
     def read(self, address, offsets, kind):
-        index, active = self._places(address, offsets, kind)
+        index = self._index(address, offsets, kind)
         if now.order:
-            now.order.access(self, self is now.shared, index * kind.size, active, kind.size, False)
-        return self.bytes.view(kind.dtype)[index].view(Lanes)
+            self._note(index, kind, False)
+        values = self.bytes.view(kind.dtype)[index]
+        if values.shape[1] == now.count:
+            return values.view(Lanes)
+        found = np.full((len(index), now.count * kind.size), 255, "u1").view(kind.dtype)
+        found[:, now.mask] = values
+        return found.view(Lanes)
 
     def write(self, address, offsets, kind, values):
-        index, active = self._places(address, offsets, kind)
+        index = self._index(address, offsets, kind)
         if now.order:
-            now.order.access(self, self is now.shared, index * kind.size, active, kind.size, True)
-        index = index[active]
-        self.bytes.view(kind.dtype)[index] = np.broadcast_to(values, active.shape)[active]
+            self._note(index, kind, True)
+        if index.shape[1] < now.active:
+            index = np.broadcast_to(index, (len(index), now.active))
+        if now.active < now.count:
+            values = np.broadcast_to(values, (len(index), now.count))[:, now.mask]
+        self.bytes.view(kind.dtype)[index] = values
         np.add.at(self.stores.view(kind.word), index, kind.each)
 
 
@@ -113,12 +145,22 @@ class Registers:
     def __init__(self, size):
         self.bytes = np.full((now.count, size), 255, "u1")
 
+    def _part(self, address, offsets, kind):
+        """All elements of a dtype, and which of them these are: a slice where they are neighbours."""
+        view, places = self.bytes.view(kind.dtype), (address + offsets) // kind.size
+        first, count = int(places[0]), len(places)
+        neighbours = count == 1 or (places[-1] - first == count - 1 and (np.diff(places) == 1).all())
+        return view, slice(first, first + count) if neighbours else places
+
     def read(self, address, offsets, kind):
-        return self.bytes.view(kind.dtype)[:, (address + offsets) // kind.size].T.view(Lanes)
+        view, part = self._part(address, offsets, kind)
+        return np.array(view[:, part]).T.view(Lanes)
 
     def write(self, address, offsets, kind, values):
-        view, places = self.bytes.view(kind.dtype), (address + offsets) // kind.size
-        view[:, places] = np.where(now.mask, values, view[:, places].T).T
+        view, part = self._part(address, offsets, kind)
+        if now.active < now.count:
+            values = np.where(now.mask, values, view[:, part].T)
+        view[:, part] = np.atleast_2d(np.asarray(values)).T
 
 
 class Pointer(NamedTuple):
@@ -128,7 +170,7 @@ class Pointer(NamedTuple):
     step: int = 0  # to the same place of the next CTA's shared memory
 
     def __add__(self, elements):
-        return self._replace(address=self.address + elements * self.kind.size)
+        return Pointer(self.memory, self.address + elements * self.kind.size, self.kind, self.step)
 
     def toint(self):
         return Int64(self.address)
@@ -159,10 +201,9 @@ class Tensor(Layout):
 
     def _access(self):
         """Address, bytes from there to each element, the first dim fastest, and dtype."""
-        offsets = np.zeros(1, int)
-        for size, stride in self.dims():
-            offsets = (np.arange(size)[:, None] * stride + offsets).ravel()
-        return self.iterator.address, offsets * self.element_type.size, self.element_type
+        sizes = self.shape, self.stride, self.element_type.size
+        known = all(type(n) is int for n in (*self.shape, *self.stride))
+        return self.iterator.address, (offsets_known if known else offsets)(*sizes), self.element_type
 
     def load(self):
         return self.iterator.memory.read(*self._access())
@@ -178,6 +219,17 @@ class Tensor(Layout):
         self._at(index).store(value)
 
     fill = store
+
+
+def offsets(shape, stride, each):
+    """Bytes from the first element to every one."""
+    found = np.zeros(1, int)
+    for size, step in zip(shape, stride, strict=True):
+        found = (np.arange(size)[:, None] * step + found).ravel()
+    return found * each
+
+
+offsets_known = lru_cache(4096)(offsets)
 
 
 class Identity(Layout):
@@ -283,7 +335,7 @@ def count(shape):
 
 
 def make_ptr(kind, address, space="gmem", assumed_align=1):
-    if (now.mask & (address % assumed_align != 0)).any():
+    if assumed_align > 1 and (now.mask & (address % assumed_align != 0)).any():
         raise IndexError(f"addresses of {kind.dtype} off their alignment of {assumed_align} bytes")
     return Pointer(now.memory if space == "gmem" else now.shared, address, kind)
 
@@ -295,17 +347,29 @@ def allocate(count, _=16, kind=Uint8):
 
 def shuffle(value, lane):
     """What another lane of the warp holds; a lane's own where there is no such lane."""
-    first = np.arange(now.count) - now.tidx % WARP
-    if (now.mask != now.mask[first]).any():
+    there = now.tidx - now.lane + lane < now.threads
+    return shuffled(value, now.every - now.lane + np.where(there, lane, now.lane))
+
+
+def shuffled(value, source):
+    """What other threads of the warp hold."""
+    if now.active < now.count and (now.mask != now.mask[now.every - now.lane]).any():
         raise RuntimeError("a warp exchanges numbers while some of its threads are elsewhere")
     told("shuffle")
-    there = now.tidx - now.tidx % WARP + lane < now.threads
-    return np.broadcast_to(value, (now.count,))[first + np.where(there, lane, now.tidx % WARP)].view(Lanes)
+    return np.broadcast_to(value, (now.count,))[source].view(Lanes)
+
+
+def across(offset):
+    """Of each thread the one whose lane differs from its own in these bits; its own where there is none."""
+    if offset not in now.across:
+        lane = now.lane ^ offset
+        now.across[offset] = now.every + np.where(now.tidx - now.lane + lane < now.threads, lane - now.lane, 0)
+    return now.across[offset]
 
 
 def warp_reduction(value, combine, threads_in_group=WARP):
     for i in reversed(range(threads_in_group.bit_length() - 1)):
-        value = combine(value, shuffle(value, now.tidx % WARP ^ 1 << i))
+        value = combine(value, shuffled(value, across(1 << i)))
     return value
 
 
@@ -325,12 +389,14 @@ def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
 @contextmanager
 def masked(condition):
     """Whether any thread is left."""
-    grid, before = now, now.mask
-    grid.mask = before & np.asarray(condition)
+    grid, before = now, (now.mask, now.active)
+    if condition is not True:
+        grid.mask = before[0] & np.asarray(condition)
+        grid.active = np.count_nonzero(grid.mask)
     try:
-        yield np.count_nonzero(grid.mask) > 0
+        yield grid.active > 0
     finally:
-        grid.mask = before
+        grid.mask, grid.active = before
 
 
 def branches(condition):
@@ -416,7 +482,8 @@ def launch(run, grid, block, cluster=None, use_pdl=False, **_):
     cta, tidx = np.divmod(np.arange(columns * rows * planes * threads), threads)
     across, rank = np.divmod(cta, rows)
     now = Names(
-        mask=np.ones(cta.size, bool), count=cta.size, threads=threads, cta=cta, tidx=tidx, rank=rank, grid=grid,
+        mask=np.ones(cta.size, bool), active=cta.size, count=cta.size, threads=threads, cta=cta, tidx=tidx, rank=rank,
+        grid=grid, every=np.arange(cta.size), lane=tidx % WARP, across={},
         memory=host.memory, shared=Memory(), block=(across % columns, rank, across // columns),
         thread=(tidx % block[0], tidx // block[0] % block[1], tidx // (block[0] * block[1])),
         groups=np.zeros(cta.size, int), copies=[], order=None,  # asynchronous copies: committed groups, and each copy
@@ -445,7 +512,7 @@ def told(what, pointer=None, *numbers):
         getattr(now.order, what)(now.mask, *address, *numbers)
 
 
-lane = lambda: now.tidx % WARP  # noqa: E731
+lane = lambda: now.lane  # noqa: E731
 ARCH = Names(
     fmax=lambda x, y, nan=False: (np.maximum if nan else np.fmax)(x, y),
     fmin=lambda x, y, nan=False: (np.minimum if nan else np.fmin)(x, y),
@@ -453,7 +520,7 @@ ARCH = Names(
     grid_dim=lambda: [*map(Int32, now.grid)], thread_idx=lambda: [*map(Int32, now.thread)],
     block_idx=lambda: [*map(Int32, now.block)], block_idx_in_cluster=lambda: Int32(now.rank),
     map_dsmem_ptr=lambda p, peer: p._replace(address=p.address + (peer - now.rank) * p.step),
-    shuffle_sync_bfly=lambda x, offset: shuffle(x, lane() ^ offset),
+    shuffle_sync_bfly=lambda x, offset: shuffled(x, across(int(offset))),
     shuffle_sync=lambda x, offset, mask_and_clamp=31: shuffle(  # the upper byte tells a warp's parts from each other
         x, lane() & mask_and_clamp >> 8 | offset & ~(mask_and_clamp >> 8)
     ),

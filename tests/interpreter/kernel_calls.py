@@ -45,7 +45,7 @@ def interpreted() -> Iterator[None]:
     """The kernels' modules with the interpreter's objects in the place of the DSL's."""
 
     def take() -> dict[str, ModuleType]:
-        names = [name for name in sys.modules if name.startswith(("cutlass", "cute_ops.kernels"))]
+        names = [name for name in sys.modules if name[:1] == "c" and name.startswith(("cutlass", "cute_ops.kernels"))]
         return {name: sys.modules.pop(name) for name in names}
 
     before = take()
