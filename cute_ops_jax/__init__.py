@@ -17,9 +17,9 @@ from cute_ops_jax.primitive.function import register
 _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.
 _LAZY = {
-    "export": "exporting", "fused": "composite.fused", "gated_mlp": "composite.gated_mlp",
-    "gated_linear": "composite.linear", "linear": "composite.linear",
-    "linear_add_rmsnorm": "composite.projections", "load": "loading", "qkv_rope": "composite.projections", "rmsnorm_linear": "composite.projections",
+    "export": "exporting", "fused": "composite.fused", "gated_linear": "composite.linear",
+    "gated_mlp": "composite.gated_mlp", "linear": "composite.linear", "linear_add_rmsnorm": "composite.projections",
+    "load": "loading", "qkv_rope": "composite.projections", "rmsnorm_linear": "composite.projections",
 }  # fmt: skip
 __all__ = [
     "embedding",
