@@ -58,9 +58,9 @@ class _Watched(interpreter.Memory):
 
     def write(self, address: Any, offsets: Any, kind: Any, values: Any) -> None:
         super().write(address, offsets, kind, values)
-        index, active = self._places(address, offsets, kind)
-        threads = np.broadcast_to(np.arange(interpreter.now.count), active.shape)
-        self.stored = [*getattr(self, "stored", []), (index[active] * kind.size, threads[active])]
+        active = np.flatnonzero(np.broadcast_to(interpreter.now.mask, interpreter.now.count))
+        index, threads = np.broadcast_arrays(self._index(address, offsets, kind), active)
+        self.stored = [*getattr(self, "stored", []), (index.ravel() * kind.size, threads.ravel())]
 
 
 def writers(op: Op, rows: int, n: int) -> np.ndarray:

@@ -8,6 +8,7 @@ new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -226,7 +227,7 @@ def through_ffi(
     for op in (*STAGES.values(), *PLAIN_PRODUCTS):
         function.register(op)
     monkeypatch.setattr(vjp, "stage", ffi_stage)
-    return function.register.__wrapped__
+    return inspect.unwrap(function.register)
 
 
 def fed_back(function: Callable[..., Any]) -> Callable[..., Any]:
