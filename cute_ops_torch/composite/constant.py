@@ -1,9 +1,14 @@
-"""What torch.compile knows while it traces: functions that it calls once, and numbers."""
+"""What torch.compile knows while it traces: functions that it calls once, numbers, and ops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
+
+from cute_ops.op import Op
+from cute_ops_torch.registry import define
 
 Function = TypeVar("Function", bound=Callable[..., str])
 
@@ -11,6 +16,23 @@ Function = TypeVar("Function", bound=Callable[..., str])
 def constant(function: Function) -> Function:
     """As ``torch.compiler.assume_constant_result``, which imports Dynamo: arguments and result are constants."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def traced(make: Callable[..., Op], namespace: str = "cute") -> Callable[..., Any]:
+    """From arguments of ``make``, which are constants, to what is called in place of its op's function while
+    torch.compile traces; the op is registered.
+    """
+
+    @constant
+    def name(*options: Any) -> str:
+        op = make(*options)
+        define(op, namespace)
+        return op.name
+
+    def function(*options: Any) -> Any:
+        return getattr(getattr(torch.ops, namespace), name(*options)).default
+
     return function
 
 

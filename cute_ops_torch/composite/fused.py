@@ -11,7 +11,7 @@ from cute_ops.composite.docstrings import continued
 from cute_ops.ops import fused_by_call
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.fused_by_call import Attrs, ByCall, kinds, there
-from cute_ops_torch.composite.constant import constant, number
+from cute_ops_torch.composite.constant import constant, number, traced
 from cute_ops_torch.registry import define, register
 
 Function = Callable[..., Any]
@@ -50,15 +50,11 @@ def fused(
 def _by_call(by_call: ByCall, namespace: str) -> Function:
     """The function that callers get."""
     known: dict[tuple[Any, ...], Chosen] = {}
+    while_traced = traced(by_call.op, namespace)
 
     @constant
     def halves(there: str, attrs: Attrs) -> str:
         return by_call.halves(there, attrs)
-
-    @constant
-    def defined(kinds: str, attrs: Attrs) -> str:
-        """The name of an op, which is registered."""
-        return str(define(by_call.op(kinds, attrs), namespace).overload.name()).partition("::")[2]
 
     def choose(operands: Sequence[Operand], attrs: Attrs) -> Chosen:
         op, fits = by_call.choose(operands, attrs, torch.Tensor)
@@ -71,7 +67,7 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
             attrs = tuple((name, number(value) if isinstance(value, int | float) else value) for name, value in attrs)
             shapes = by_call.shapes(operands, torch.Tensor)
             fits = by_call.fits(shapes, halves(there(shapes), attrs))
-            run = getattr(getattr(torch.ops, namespace), defined(kinds(fits), attrs)).default
+            run = while_traced(kinds(fits), attrs)
         else:
             key = *(t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands), attrs, *map(_typed, attrs)
             try:

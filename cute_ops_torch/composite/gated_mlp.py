@@ -8,10 +8,11 @@ from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
 from cute_ops.errors import suggesting
 from cute_ops_torch.composite.autocast import autocast
-from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.composite.constant import traced
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
+_traced = traced(declared.gated_mlp)
 
 
 @suggesting
@@ -24,16 +25,8 @@ def gated_mlp(
     x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
     options = save, transposed, w_gate_up.ndim > 2 and not halves, halves
     if torch.compiler.is_dynamo_compiling():
-        run = getattr(torch.ops.cute, _defined(*options)).default
+        run = _traced(*options)
     else:
         run = define(declared.gated_mlp(*options)).function
     out: Tensor = run(x, w_gate_up, w_down, activation, fused)
     return out
-
-
-@constant
-def _defined(save: str, *options: bool) -> str:
-    """The name of the op, which is registered."""
-    op = declared.gated_mlp(save, *options)
-    define(op)
-    return op.name

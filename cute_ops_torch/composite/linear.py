@@ -19,7 +19,7 @@ from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
-from cute_ops_torch.composite.constant import constant, number
+from cute_ops_torch.composite.constant import number, traced
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
@@ -66,8 +66,7 @@ def call_with_epilogue(
         fits = by_call.fits(epilogue, arrays, layout, array, caller)
         batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
         shapes = tuple(fit and fit.shape for fit in fits)
-        name = _defined(caller, epilogue, shapes, batched, layout, save, known)
-        function = getattr(torch.ops.cute, name).default
+        function = _traced(caller, epilogue, shapes, batched, layout, save, known)
     else:
         options = layout, save, tuple(attrs.items()) if attrs else ()
         try:
@@ -103,14 +102,6 @@ def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: t
     return function, as_given and APART not in options[0], fits
 
 
-@constant
-def _defined(caller: str, *options: Any) -> str:
-    """The name of the op, which is registered."""
-    op = _OPS[caller](*options)
-    define(op)
-    return op.name
-
-
 @continued(by_call.GATED_DOC)
 def gated_linear(
     x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
@@ -121,30 +112,17 @@ def gated_linear(
     layout = by_call.weight_shape(True, transposed, halves)
     options = transposed, by_call.is_batch(layout, weight.ndim), halves
     if torch.compiler.is_dynamo_compiling() and out is None:
-        run = getattr(torch.ops.cute, _defined_gated(*options)).default
+        run = _traced_gated(*options)
     else:
         run = define(gated_linear_of(*options)).function
     found: Tensor = run(x, weight, activation, fused, **({} if out is None else {"out": out}))
     return found
 
 
-@constant
-def _defined_gated(*options: bool) -> str:
-    op = gated_linear_of(*options)
-    define(op)
-    return op.name
-
-
 def _batched_product() -> Callable[..., Any]:
     if torch.compiler.is_dynamo_compiling():
-        return getattr(torch.ops.cute, _defined_batched()).default  # type: ignore[no-any-return]
+        return _traced_batch()  # type: ignore[no-any-return]
     return define(_batched()).function
-
-
-@constant
-def _defined_batched() -> str:
-    define(_batched())
-    return _batched().name
 
 
 def _batched() -> Op:
@@ -154,6 +132,8 @@ def _batched() -> Op:
 
 # By the function that is called, what makes its op.
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
+_traced = traced(lambda caller, *options: _OPS[caller](*options))
+_traced_gated, _traced_batch = traced(gated_linear_of), traced(_batched)
 
 
 def _fitted(tensor: Tensor, fit: Fit, halves: bool) -> Tensor:

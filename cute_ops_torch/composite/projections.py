@@ -18,7 +18,7 @@ from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
 from cute_ops_torch.composite.autocast import autocast
-from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.composite.constant import traced
 from cute_ops_torch.composite.linear import call_with_epilogue
 from cute_ops_torch.registry import define
 
@@ -79,12 +79,8 @@ def qkv_rope(
 def _function(name: str) -> Any:
     """The function of the op of this name, which is registered if it was not."""
     if torch.compiler.is_dynamo_compiling():
-        return getattr(torch.ops.cute, _defined(name)).default
+        return _traced(name)
     return define(MADE_BY[name]()).function
 
 
-@constant
-def _defined(name: str) -> str:
-    """The name of the op, which is registered."""
-    define(MADE_BY[name]())
-    return name
+_traced = traced(lambda name: MADE_BY[name]())
