@@ -61,14 +61,14 @@ def call_with_epilogue(
     return register(op), [_fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
 
 
+@suggesting
 @continued(by_call.GATED_DOC)
 def gated_linear(
     x: Array, weight: Array, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
     halves: bool = False,
 ) -> Array:  # fmt: skip
     """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
-    layout = by_call.weight_shape(True, transposed, halves)
-    op = gated_linear_of(transposed, by_call.is_batch(layout, jnp.ndim(weight)), halves)
+    op = gated_linear_of(transposed, jnp.ndim(weight) > 2 + halves, halves)
     out: Array = register(op)(x, weight, activation, fused)
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -102,21 +102,27 @@ def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: t
     return function, as_given and APART not in options[0], fits
 
 
+@suggesting
 @continued(by_call.GATED_DOC)
 def gated_linear(
     x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
     halves: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
-    x, weight = autocast(x, weight)
-    layout = by_call.weight_shape(True, transposed, halves)
-    options = transposed, by_call.is_batch(layout, weight.ndim), halves
+    if enabled():
+        x, weight = autocast(x, weight)
+    options = transposed, weight.ndim > 2 + halves, halves
     if torch.compiler.is_dynamo_compiling() and out is None:
         run = _traced_gated(*options)
     else:
-        run = define(gated_linear_of(*options)).function
-    found: Tensor = run(x, weight, activation, fused, **({} if out is None else {"out": out}))
+        run = _gated(*options)
+    found: Tensor = run(x, weight, activation, fused) if out is None else run(x, weight, activation, fused, out=out)
     return found
+
+
+@cache
+def _gated(*options: bool) -> Callable[..., Any]:
+    return define(gated_linear_of(*options)).function
 
 
 def _batched_product() -> Callable[..., Any]:
