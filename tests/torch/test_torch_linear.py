@@ -589,6 +589,93 @@ def test_gated_mlp(activation: str, transposed: bool, save: str, halves: bool) -
     check_mlp(mlp_gradients(run, mlp_inputs()), mlp_inputs(), activation)
 
 
+def gated_with_bias(xp: Any, acc: Any, bias: Any, residual: Any) -> Any:
+    n = acc.shape[-1] // 2
+    return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:]) + residual
+
+
+@pytest.mark.parametrize("save", ["pre", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["gated_linear", "linear", "rmsnorm_linear"])
+def test_halves_of_packed_weights(name: str, transposed: bool, save: str) -> None:
+    """The same memory as another shape: results and gradients are the same, also of a batch and of a compiled call."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=generator) for shape in ((2, 3, 16), (2, 10, 16), (20,), (2, 3, 10))
+    )
+    weight = weight.permute(2, 0, 1).contiguous() if transposed else weight
+
+    def run(halves: bool, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        given = weight if halves else weight.flatten(-2) if transposed else weight.flatten(-3, -2)
+        options = {"epilogue": gated_with_bias, "packed": True, "transposed": transposed, "save": save}
+        if name == "gated_linear":
+            return cute_ops_torch.gated_linear(x, given, "gelu", transposed=transposed, halves=halves)
+        if name == "linear":
+            return cute_ops_torch.linear(x, given, *others, halves=halves, **options)
+        return cute_ops_torch.rmsnorm_linear(x, None, given, *others, halves=halves, **options)
+
+    def gradients(halves: bool) -> list[torch.Tensor]:
+        tensors = [
+            t.clone().requires_grad_() for t in (x, weight, bias, residual)[: 2 if name == "gated_linear" else 4]
+        ]
+        out = run(halves, *tensors)
+        return [out, *torch.autograd.grad(out.sin().sum(), tensors)]
+
+    for got, wanted in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    batch = [torch.stack([t, t / 2]) for t in (x, weight)]
+    found = torch.vmap(lambda *given: run(True, *given, bias, residual))(*batch)
+    for i, one in enumerate(found):
+        torch.testing.assert_close(one, run(True, *(t[i] for t in batch), bias, residual))
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(True, x, weight, bias, residual), run(True, x, weight, bias, residual))
+
+
+def test_what_halves_refuse() -> None:
+    x, weight = torch.randn(3, 16), torch.randn(2, 10, 16)
+    with pytest.raises(ValueError, match=r"cute\.linear: option `halves` is for packed weights, expected `packed` too"):
+        cute_ops_torch.linear(x, weight, torch.ones(20), epilogue="bias", halves=True)
+    with pytest.raises(TypeError, match=r"cute\.linear: `halves` was given, but no epilogue that reads them"):
+        cute_ops_torch.linear(x, weight, packed=True, halves=True)
+    options: dict[str, Any] = {"epilogue": swiglu, "packed": True, "halves": True}
+    with pytest.raises(ValueError, match=r"argument `weight` has 2 dims, expected 3 or more\.[^$]*declared T\[2 n k\]"):
+        cute_ops_torch.linear(x, weight.flatten(0, 1), torch.ones(20), **options)
+    with pytest.raises(ValueError, match="argument `weight` has 3 in place of 2, its halves"):
+        cute_ops_torch.linear(x, torch.randn(3, 10, 16), torch.ones(20), **options)
+
+
+def test_gradients_of_summands_are_one() -> None:
+    """Written once where dtypes allow; only those that are wanted."""
+
+    def summands(xp: Any, acc: Any, bias: Any, residual: Any, other: Any) -> Any:
+        return xp.gelu(acc + bias + residual + other)
+
+    def run(given: Sequence[torch.Tensor], wanted: Sequence[int], function: Any) -> list[torch.Tensor]:
+        tensors = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(given)]
+        out = function(*tensors)
+        return [out, *torch.autograd.grad(out, [tensors[i] for i in wanted], torch.full_like(out, 0.5))]
+
+    def plain(x: Any, weight: Any, bias: Any, residual: Any, other: Any) -> torch.Tensor:
+        return torch.nn.functional.gelu(x @ weight.T + bias + residual + other)
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 5, 8), (6, 8), (6,), (3, 5, 6), (3, 5, 6)
+    given = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def ours(*tensors: torch.Tensor) -> Any:
+        return cute_ops_torch.linear(*tensors, epilogue=summands)
+
+    for wanted in ((0, 1, 2, 3, 4), (0,), (3,), (4,), (2, 4), (1, 3)):
+        torch.testing.assert_close(run(given, wanted, ours), run(given, wanted, plain), rtol=1e-4, atol=1e-4)
+    with Ran() as ran:
+        run(given, (3, 4), ours)
+    assert not [name for name in ran.names if name.endswith(("_dx", "_dweight", "_bias"))]
+    mixed = [t if i in (2, 4) else t.bfloat16() for i, t in enumerate(given)]
+    for got, wide in zip(run(mixed, (0, 2, 3, 4), ours), run(given, (0, 2, 3, 4), plain), strict=True):
+        torch.testing.assert_close(got.float(), wide, rtol=0.04, atol=0.04)
+
+
 @pytest.mark.parametrize(
     ("wanted", "save", "forward", "backward"),
     [
