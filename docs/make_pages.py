@@ -196,11 +196,13 @@ def _shown(module: str, names: Iterable[str], level: int = 2) -> list[str]:
 
 
 def _own(package: ModuleType, *others: str) -> list[str]:
-    return [name for name in package.__all__ if name not in _OPS and name not in others]
+    return [name for name in package.__all__ if name not in {*_declared(package), *others}]
 
 
 def _declared(package: ModuleType) -> list[str]:
-    return [name for name in package.__all__ if name in _OPS]
+    """Functions of ops, but for those that stand for several."""
+    names = [name for name in package.__all__ if name in _OPS]
+    return [name for name in names if ".composite." not in getattr(package, name).__module__]
 
 
 def _classes(path: str) -> list[str]:
