@@ -1,7 +1,7 @@
 """Which kernel computes an expression."""
 
 import cutlass.cute as cute
-from cutlass import Int64, const_expr
+from cutlass import Int64
 
 from cute_ops.kernels.epilogue.pointwise import FusedPointwise, RowSums, Terms
 from cute_ops.kernels.epilogue.row_passes import RowsInPasses
@@ -21,22 +21,25 @@ class FusedRows:
     """Computes the expression that its config names, rows by one of :data:`FORMS`.
 
     Row vectors and scalars among the outputs are sums over rows in fp32, in a fixed order. Their parts are in the
-    workspaces, ``dweight_parts``: :class:`ColumnSum` adds up those of row vectors, :class:`RowSums` those of scalars.
+    workspaces, ``dweight_parts``: :class:`ColumnSum` adds up those of row vectors, equally long ones in one launch, and
+    :class:`RowSums` those of scalars.
     """
 
     def __init__(self, variant):
         self.variant = variant
         self.rows = FORMS[variant.config["form"]](variant)
+        whole = [part for _, part in self.rows.outputs["r"] if part.index + 1 == part.count]
+        self.sums = [[part for part in whole if part.count == count] for count in sorted({p.count for p in whole})]
 
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
         self.rows(arguments[:-1], stream)
         tensors = self.rows.named(arguments[:-1])
-        for _, part in self.rows.outputs["r"]:
-            if const_expr(part.index + 1 == part.count):
-                parts = (tensors[self.rows.parts_of(part)],)
-                ColumnSum(self.rows.n, self.variant.arch)(parts, (tensors[part.name],), stream)
+        for alike in self.sums:
+            parts = tuple([tensors[self.rows.parts_of(part)] for part in alike])
+            outputs = tuple([tensors[part.name] for part in alike])
+            ColumnSum(self.rows.n, self.variant.arch)(parts, outputs, stream)
         for _, part in self.rows.outputs["s"]:
             name = self.rows.parts_of(part)
             terms, mParts = Terms(self.variant, (Part(name, rows=False),), lambda x: (x,)), tensors[name]
