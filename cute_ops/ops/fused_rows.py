@@ -80,6 +80,9 @@ DEAR_CLUSTER_THREADS = 1280
 # Persistent CTAs of ALONE_THREADS that have an SM of their own, and three slots: for three tiles of at least
 # ALONE_VECTORS, and for two where a CTA of a cluster has more than HALVED_VECTORS. Two CTAs share longer rows.
 ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
+# Rows of one tile in shared memory and one row vector: CTAs of an SM where they fit, which bounds the registers of the
+# row vectors on their way. Without row vectors as many run without a bound.
+WEIGHTED_CTAS = 3
 # Halves that do not all start on ASYNC_BYTES go to shared memory through registers, which threads wait for: an SM then
 # has SYNC_PERSISTENT_THREADS in persistent clusters.
 ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
@@ -168,6 +171,12 @@ class RowExpression(NamedTuple):
             if kind.columns and node.word in WORDS and not (node.word == "divide" and not kinds[node.args[1]].columns)
         )
 
+    @property
+    def _weights(self) -> int:
+        """Row vectors that are read."""
+        nodes, kinds = self.expression.nodes, self.expression.kinds
+        return sum(node.word == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
+
     def row(self, problem: Problem) -> RowProblem:
         """Halves of packed rows start on a vector only if they are of whole ones."""
         row = row_of(problem, self.tiles)
@@ -235,6 +244,8 @@ class RowExpression(NamedTuple):
             return None
         most = SLOW_SM_THREADS if self.slow else SMEM_SM_THREADS
         resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
+        if self.read == 1 and self._weights == 1 and WEIGHTED_CTAS * slot <= room:
+            resident = max(resident, min(WEIGHTED_CTAS, most // threads))
         return self._made("ring", threads, threads, cluster, max(resident, 1), row.align_vectors)
 
     def _persistent(self, problem: Problem, row: RowProblem) -> FusedRowConfig:

@@ -26,6 +26,9 @@ from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors
 from cute_ops.kernels.lib.smem_ring import RowRing
 
+# Vectors of a row in shared memory for which row vectors are loaded together.
+BATCH = 4
+
 
 class HeldRows(RowParts):
     """What the two forms have in common: a thread's vectors of a row, from stage to stage.
@@ -358,7 +361,9 @@ class RowsInRing(HeldRows):
         return totals
 
     def _with(self, totals, held, values, stage, k):
-        return self.added(totals, values, stage, held.elements(k), self.tile.v, held.first(k), Int32(self.n))
+        return self.added(
+            totals, values, stage, held.elements(k, held.columns(k)), self.tile.v, held.first(k), Int32(self.n)
+        )
 
     def _postprocess(self, held, values, columns, sums, place):
         """Store a row's columns and add to their sums over rows."""
@@ -381,11 +386,30 @@ class RowsInRing(HeldRows):
 
     @cute.jit
     def _emit_walked(self, held: cutlass.Constexpr, values: cutlass.Constexpr, targets: cutlass.Constexpr):
-        for k in cutlass.range(held.vectors, unroll=2):
-            self._emit_vector(held, values, targets, k)
+        if const_expr(len(self.vectors) > 0 and not self.tile.v.masked):
+            for batch in cutlass.range((held.vectors + (BATCH - 1)) // BATCH, unroll=1):
+                self._emit_batch(held, values, targets, batch * BATCH)
+        else:
+            for k in cutlass.range(held.vectors, unroll=2):
+                self._emit_vector(held, values, targets, k, held.columns(k))
 
-    def _emit_vector(self, held, values, targets, k):
-        vectors = self.computed(values, self.outputs["t"], held.elements(k), self.tile.vec)
+    def _emit_batch(self, held, values, targets, start):
+        """Some vectors, whose row vectors are on their way together: no load may overtake a store."""
+        places = [start + b for b in range(BATCH)]
+        columns = [held.columns(cutlass.min(k, held.vectors - 1)) for k in places]
+        for k, each in zip(places, columns):
+            self._emit_if(k < held.vectors, held, values, targets, k, each)
+
+    @cute.jit
+    def _emit_if(
+        self, valid: Boolean, held: cutlass.Constexpr, values: cutlass.Constexpr, targets: cutlass.Constexpr, k: Int32,
+        columns: cutlass.Constexpr,
+    ):  # fmt: skip
+        if valid:
+            self._emit_vector(held, values, targets, k, columns)
+
+    def _emit_vector(self, held, values, targets, k, columns):
+        vectors = self.computed(values, self.outputs["t"], held.elements(k, columns), self.tile.vec)
         self.store_inside(vectors, targets, self.tile.v, held.first(k), Int32(self.n))
 
     def _nothing(self):
@@ -457,11 +481,14 @@ class Slot:
     def read(self, k):
         return [widen(self.rows.ring.read(sX, k, self.stage)) for sX in self.slots]
 
-    def elements(self, k):
-        """From j to the operands' j-th elements of the k-th vectors, by node."""
+    def columns(self, k):
+        """The row vectors at the k-th vectors, with their nodes."""
         rows, first = self.rows, self.first(k)
-        held = [*zip(rows.tiles, self.read(k))]
-        for each in rows.vectors:
-            mW = rows.column(self.tensors, each[1], rows.n)
-            held.append((each, widen(column_elements(mW, rows.keys[each[1]], rows.tile.v, first, Int32(rows.n)))))
-        return lambda j: {i: vector[j] for (i, _), vector in held}
+        parts = [(i, part, rows.column(self.tensors, part, rows.n)) for i, part in rows.vectors]
+        return [(i, column_elements(mW, rows.keys[part], rows.tile.v, first, Int32(rows.n))) for i, part, mW in parts]
+
+    def elements(self, k, columns):
+        """From j to the operands' j-th elements of the k-th vectors, by node."""
+        held = [*((i, vector) for (i, _), vector in zip(self.rows.tiles, self.read(k)))]
+        held += [(i, widen(rW)) for i, rW in columns]
+        return lambda j: {i: vector[j] for i, vector in held}
