@@ -25,6 +25,7 @@ from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
 _product = define(product).function
+_PLAIN = by_call.weight_shape(False, False)
 
 
 @suggesting
@@ -44,7 +45,7 @@ def linear(
             by_call.without_epilogue(operands, attrs, halves)
         run = _product if weight.ndim <= 2 else _batched_product()
         return run(x, weight.mT if transposed else weight, fused)
-    layout = by_call.weight_shape(packed, transposed, halves)
+    layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN
     function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
     return function(x, weight, *given, fused)
 

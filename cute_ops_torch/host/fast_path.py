@@ -91,7 +91,7 @@ class FastPath:
                     conditions.append("_grad_enabled()")
                 result = f"_node(_run, {given}) if _grad_enabled() else {result}"
         return guarded(
-            op, tensors, attrs, conditions, values, parameters=parameters(op),
+            op, tensors, attrs, conditions, values, bool(call.without_autocast), parameters=parameters(op),
             arguments=", ".join((*op.inputs, *op.keywords)), result=result,
         )  # fmt: skip
 

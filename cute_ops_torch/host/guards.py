@@ -29,7 +29,7 @@ _TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 def guarded(
     op: Op, tensors: Sequence[torch.Tensor | None], attrs: Sequence[Any], conditions: Sequence[str],
-    values: Mapping[str, Any], **texts: str,
+    values: Mapping[str, Any], by_torch: bool = False, **texts: str,
 ) -> Link:  # fmt: skip
     """A function of calls like this one.
 
@@ -39,6 +39,7 @@ def guarded(
         attrs: its attributes and scalars.
         conditions: source of what else must hold.
         values: what the texts use.
+        by_torch: whether torch's function runs the call: then it also runs those whose tensors are aligned to less.
         texts: ``parameters``, ``arguments`` and ``result`` of the template.
     """
     given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
@@ -49,7 +50,10 @@ def guarded(
     named = dict(zip(op.keywords, attrs, strict=True))
     same += [f"{name} == _given_{name}" for name in op.attrs]
     same += [f"type({name}) is _type_{name}" for name in op.scalars]
-    same += [f"_same({', '.join(given)})", aligned({name: t.data_ptr() for name, t in given.items()}), *conditions]
+    addresses = {name: t.data_ptr() for name, t in given.items()}
+    same += [f"_same({', '.join(given)})", *conditions]
+    if not by_torch or any(address & 15 for address in addresses.values()):
+        same.append(aligned(addresses))
     distances, numbers = apart(op, tensors)
     same += distances
     values = {"_same": guard.check, **numbers, **values}
