@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class AdamW(torch.optim.Optimizer):
     PyTorch's, are ignored.
 
     Raises:
+        TypeError: a rate, eps or decay that is no number, betas that are not two.
         ValueError: a negative rate, eps or decay, betas outside of [0, 1), or ``amsgrad``, ``capturable`` or
             ``differentiable`` in a group or a loaded state dict.
         RuntimeError: in :meth:`step`, a sparse gradient, or while a CUDA graph is captured.
@@ -147,8 +149,13 @@ class AdamW(torch.optim.Optimizer):
 def _check(group: Mapping[str, Any]) -> None:
     """Raise ValueError for options of a group that a step does not support."""
     for name in ("lr", "eps", "weight_decay"):
+        if not isinstance(group[name], Real | Tensor):
+            came = type(group[name]).__name__
+            raise TypeError(f"{WHAT}: argument `{name}` must be a number or a tensor of one, got {came}.")
         if not group[name] >= 0:
             raise ValueError(f"{WHAT}: argument `{name}` is {group[name]}, expected at least 0.")
+    if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
+        raise TypeError(f"{WHAT}: argument `betas` is {group['betas']!r}, expected two numbers.")
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"{WHAT}: argument `betas` is {group['betas']}, expected both in [0, 1).")
     for name, reason in REFUSED.items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cute_ops.errors import suggesting
-from cute_ops.op import Op
+from cute_ops.op import Op, check_declaration
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher
@@ -45,8 +45,10 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
         The op as a Python function, with the declaration's signature and docstring.
 
     Raises:
+        TypeError: not a declaration.
         ValueError: another declaration has that name, or another library's op.
     """
+    check_declaration(op, "cute_ops_torch.register")
     with _lock:
         return define(op, namespace).function
 

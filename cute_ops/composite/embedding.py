@@ -44,6 +44,8 @@ def padding(padding_idx: int | None, shape: tuple[int, ...]) -> int:
     if padding_idx is None:
         return -1
     try:
+        if isinstance(padding_idx, bool):
+            raise TypeError
         padding_idx = index(padding_idx)
     except TypeError:
         problem = f"option `padding_idx` is {padding_idx!r}, expected an int or None."

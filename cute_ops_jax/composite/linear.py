@@ -34,7 +34,7 @@ def linear(
     x, weight = jnp.asarray(x), jnp.asarray(weight)
     layout = by_call.weight_shape(packed, transposed, halves)
     if epilogue is None:
-        by_call.without_epilogue(operands, attrs, halves)
+        by_call.without_epilogue(operands, attrs, halves, packed, save)
         op = product.batched if weight.ndim > 2 else None
         return register(op or product)(x, weight.mT if transposed else weight, fused)
     function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)

@@ -9,15 +9,19 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cute_ops import lists
 from cute_ops.errors import message, suggesting, wrong_arguments
-from cute_ops.op import Op
+from cute_ops.op import Op, check_declaration
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order
 from cute_ops_jax.primitive.primitive import one_for_each, stage
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
+
+# What JAX makes arrays of, and what has errors of its own.
+_KNOWN = (jax.Array, np.generic, int, float, complex, list, tuple, jax.ShapeDtypeStruct)
 
 
 @suggesting
@@ -37,6 +41,7 @@ def register(op: Op) -> Callable[..., Any]:
         The function, the same one for the same declaration. It returns the output, or a tuple where several are
         declared, with None for an absent one.
     """
+    check_declaration(op, "cute_ops_jax.register")
     header = signature(op)
     if op.numbers:
         return _of_lists(op, header)
@@ -136,8 +141,8 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
         fail(problem)
     given = header.bind(*args, **kwargs).arguments
     for name in op.inputs:
-        if isinstance(given.get(name), str):
-            fail(f"argument `{name}` must be one array, got str.")
+        if came := _no_array(given.get(name)):
+            fail(f"argument `{name}` must be one array, got {came}.")
     for name, default in {**op.keywords, **op.options}.items():
         value, kind = given.get(name, default), type(default).__name__
         if isinstance(value, jax.Array):  # or a tracer
@@ -148,6 +153,16 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
             fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}.")
         if not isinstance(value, Hashable):
             fail(f"attribute `{name}` must be {kind}, got {value!r}.")
+
+
+def _no_array(value: Any) -> str:
+    """What a value is that JAX makes no array of, or another one than it seems; empty for others."""
+    if isinstance(value, np.ndarray):
+        plain = value.dtype.isnative and value.dtype.fields is None and value.dtype.kind not in "OSU"
+        return "" if plain else f"a NumPy array of dtype {value.dtype}"
+    if value is None or isinstance(value, _KNOWN):
+        return ""
+    return "" if hasattr(value, "__jax_array__") else type(value).__name__
 
 
 def signature(op: Op) -> inspect.Signature:

@@ -41,8 +41,8 @@ def linear(
     if enabled():
         x, weight = autocast(x, weight)
     if epilogue is None:
-        if operands or attrs or halves:
-            by_call.without_epilogue(operands, attrs, halves)
+        if operands or attrs or halves or packed or save != "pre":
+            by_call.without_epilogue(operands, attrs, halves, packed, save)
         run = _product if weight.ndim <= 2 else _batched_product()
         return run(x, weight.mT if transposed else weight, fused)
     layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN

@@ -54,9 +54,13 @@ def make_function(
         return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg() and not wrapped(tensor)
 
     def specialize(*args: Any) -> Any:
-        for name, value in zip(op.inputs, args, strict=False):
+        for (name, declared), value in zip(op.inputs.items(), args, strict=False):
+            if value is None and not declared.optional:
+                raise TypeError(message(op, f"argument `{name}` is required, but None was given."))
             if value is _MISSING:
                 raise TypeError(message(op, f"argument `{name}` is required, but was not given."))
+            if came := _no_dense_tensor(value):
+                raise TypeError(message(op, f"argument `{name}` must be one dense tensor, got {came}."))
         tensors = zip(op.inputs.values(), args, strict=False)
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             if isinstance(fast_path, ListCalls):
@@ -97,6 +101,16 @@ def make_function(
     shown = [p.replace(default=p.empty) if p.default is _MISSING else p for p in shown]
     function.__signature__ = inspect.Signature(shown)
     return function  # type: ignore[no-any-return]
+
+
+def _no_dense_tensor(value: Any) -> str:
+    """What a value is whose elements no kernel finds by strides; empty for dense tensors, their lists and None."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return f"a tensor of layout {value.layout}"
+        return "a quantized tensor" if value.is_quantized else ""
+    known = value is None or isinstance(value, list | tuple) or hasattr(value, "__torch_function__")  # fx's proxies
+    return "" if known else type(value).__name__
 
 
 def _refuse(op: Op, others: Iterable[str]) -> NoReturn:

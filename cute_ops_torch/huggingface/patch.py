@@ -56,8 +56,10 @@ def patch(model: nn.Module) -> list[Replaced]:
         What was replaced, in the model's order.
 
     Raises:
+        TypeError: not a module.
         ValueError: nothing in the model is known, or all of it is patched already.
     """
+    _check_model("patch", model)
     found = [(name, module, each) for name, module in model.named_modules() for each in _matching(module, model)]
     if not found:
         patched = any(hasattr(module, "_cute_original") for module in model.modules())
@@ -82,13 +84,21 @@ def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`.
 
     Raises:
+        TypeError: not a module.
         ValueError: the model is not patched.
     """
+    _check_model("unpatch", model)
     patched = [module for module in model.modules() if hasattr(module, "_cute_original")]
     if not patched:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
         module.__class__ = type(module)._cute_original  # type: ignore[attr-defined]
+
+
+def _check_model(caller: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        came = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"cute_ops_torch.{caller}: argument `model` must be a torch.nn.Module, got {came}.")
 
 
 def _matching(module: nn.Module, model: nn.Module) -> list[Replacement]:

@@ -48,8 +48,13 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
         devices: device types whose graphs are changed. On a CPU ops run their references, slower than Inductor's code.
 
     Raises:
+        TypeError: a text instead of a list.
         ValueError: an op that replaces nothing; a device type without cute ops.
     """
+    for name, given in (("ops", ops), ("devices", devices)):
+        if isinstance(given, str):
+            problem = f"argument `{name}` is the text {given!r}, expected a list of names: [{given!r}]."
+            raise TypeError(f"cute_ops_torch.inductor.enable: {problem}")
     if wrong := sorted(set(devices) - set(DEVICES)):
         raise ValueError(f"cute_ops_torch.inductor.enable: no cute op runs on devices {wrong}; there are {DEVICES}")
     unknown = set(ops or ()) - set(PATTERNS)

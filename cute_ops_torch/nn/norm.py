@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from cute_ops.errors import suggesting
 from cute_ops_torch import functions
 
 Device = torch.device | str | None
+Size = int | Sequence[int]
 
 
 class _Norm(nn.Module):
@@ -18,10 +21,14 @@ class _Norm(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self, n: int, eps: float, weight_offset: float, weight: bool, bias: bool, device: Device,
+        self, n: Size, eps: float, weight_offset: float, weight: bool, bias: bool, device: Device,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if isinstance(n, tuple | list):  # as torch.nn's norms take it
+            if len(n) != 1:
+                raise ValueError(f"cute.{type(self).__name__}: n is {n}, expected one size: that of the last dim.")
+            (n,) = n
         self.n, self.eps, self.weight_offset = n, eps, weight_offset
         for name, learned in (("weight", weight), ("bias", bias)):
             start = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if learned else None
@@ -45,7 +52,7 @@ class RMSNorm(_Norm):
     """:func:`cute_ops_torch.rmsnorm` with a learned weight.
 
     Args:
-        n: size of the last dim.
+        n: size of the last dim; as in torch.nn also in a list or a tuple.
         eps: added to the mean square.
         elementwise_affine: learn a weight.
         device: where the parameters are.
@@ -56,7 +63,7 @@ class RMSNorm(_Norm):
 
     @suggesting
     def __init__(
-        self, n: int, eps: float = 1e-6, elementwise_affine: bool = True, device: Device = None,
+        self, n: Size, eps: float = 1e-6, elementwise_affine: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, weight_offset: float = 0.0, bias: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(n, eps, weight_offset, elementwise_affine, bias, device, dtype)
@@ -86,7 +93,7 @@ class LayerNorm(_Norm):
 
     @suggesting
     def __init__(
-        self, n: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, device: Device = None,
+        self, n: Size, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(n, eps, 0.0, elementwise_affine, elementwise_affine and bias, device, dtype)

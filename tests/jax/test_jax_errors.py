@@ -133,6 +133,27 @@ def test_near_misses_are_suggested_everywhere(name: str) -> None:
             with_bad("linear_cross_entropy", X[0], X[0], X[0, :, 0], reductions="sum"),
             "cute.linear_cross_entropy: unknown argument `reductions` (did you mean reduction?); it takes `hidden`, ",
         ),
+        (
+            with_bad("rmsnorm", X.astype(object)),
+            "cute.rmsnorm: argument `x` must be one array, got a NumPy array of dtype object.",
+        ),
+        (
+            with_bad("rmsnorm", X.astype(">f4")[:2]),
+            "cute.rmsnorm: argument `x` must be one array, got a NumPy array of dtype >f4.",
+        ),
+        (
+            with_bad("rmsnorm", X, memoryview(b"x")),
+            "cute.rmsnorm: argument `weight` must be one array, got memoryview.",
+        ),
+        (
+            lambda: cute_ops_jax.register(lambda x: x),
+            "cute_ops_jax.register: argument `op` must be a cute_ops.Op, got function; cute_ops.fused makes a ",
+        ),
+        (lambda: cute_ops_jax.register(3), "cute_ops_jax.register: argument `op` must be a cute_ops.Op, got int."),
+        (
+            with_bad("embedding", np.zeros(2, np.int32), W[:, None], padding_idx=True),
+            "cute.embedding: option `padding_idx` is True, expected an int or None.",
+        ),
         (with_bad("embedding", X), "cute.embedding: argument `weight` is required, but was not given."),
         (
             with_bad("linear", X, X[0], epilogue="silu", bias=jnp.ones(5)),
@@ -156,6 +177,13 @@ def test_wrong_arguments(call: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
         call()
     assert str(caught.value).startswith(text)
+
+
+def test_options_that_no_epilogue_reads() -> None:
+    with pytest.raises(TypeError, match="`packed` was given, but no epilogue that reads halves"):
+        cute_ops_jax.linear(X, X[0], packed=True)
+    with pytest.raises(ValueError, match="option `save` is 'all', expected 'pre' or 'none'"):
+        cute_ops_jax.linear(X, X[0], save="all")
 
 
 def some(op: Op) -> list[np.ndarray]:

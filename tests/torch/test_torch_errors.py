@@ -150,9 +150,102 @@ def test_wrong_arguments(call: Callable[[], Any], text: str) -> None:
     assert str(caught.value).startswith(text)
 
 
+TARGET = torch.zeros(5, dtype=torch.long)
+ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "sparse": (
+        lambda: cute_ops_torch.rmsnorm(x[0].to_sparse()), TypeError,
+        "cute.rmsnorm: argument `x` must be one dense tensor, got a tensor of layout torch.sparse_coo.",
+    ),
+    "sparse weight": (
+        lambda: cute_ops_torch.rmsnorm(x, torch.ones(64).to_sparse()), TypeError,
+        "cute.rmsnorm: argument `weight` must be one dense tensor, got a tensor of layout torch.sparse_coo.",
+    ),
+    "mkldnn": (
+        lambda: cute_ops_torch.silu_mul(x[0], x[0].to_mkldnn()), TypeError,
+        "cute.silu_mul: argument `up` must be one dense tensor, got a tensor of layout torch._mkldnn.",
+    ),
+    "quantized": (
+        lambda: cute_ops_torch.rmsnorm(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), TypeError,
+        "cute.rmsnorm: argument `x` must be one dense tensor, got a quantized tensor.",
+    ),
+    "nested": (
+        lambda: cute_ops_torch.rmsnorm(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)), TypeError,
+        "cute.rmsnorm: argument `x` must be one dense tensor, got a tensor of layout torch.jagged.",
+    ),
+    "numpy": (
+        lambda: cute_ops_torch.linear_cross_entropy(x[0].numpy(), x[0], TARGET), TypeError,
+        "cute.linear_cross_entropy: argument `hidden` must be one dense tensor, got ndarray.",
+    ),
+    "none": (
+        lambda: cute_ops_torch.linear(None, x[0]), TypeError,
+        "cute.linear: argument `x` is required, but None was given.",
+    ),
+    "packed": (
+        lambda: cute_ops_torch.linear(x, x[0], packed=True), TypeError,
+        "cute.linear: `packed` was given, but no epilogue that reads halves.",
+    ),
+    "save": (
+        lambda: cute_ops_torch.linear(x, x[0], save="all"), ValueError,
+        "cute.linear: option `save` is 'all', expected 'pre' or 'none'.",
+    ),
+    "padding": (
+        lambda: cute_ops_torch.embedding(TARGET, x[0], padding_idx=True), TypeError,
+        "cute.embedding: option `padding_idx` is True, expected an int or None.",
+    ),
+    "size": (
+        lambda: cute_ops_torch.nn.RMSNorm([5, 64]), ValueError,
+        "cute.RMSNorm: n is [5, 64], expected one size: that of the last dim.",
+    ),
+    "patch": (
+        lambda: cute_ops_torch.patch(torch.nn.Linear), TypeError,
+        "cute_ops_torch.patch: argument `model` must be a torch.nn.Module, got the class Linear.",
+    ),
+    "unpatch": (
+        lambda: cute_ops_torch.unpatch(None), TypeError,
+        "cute_ops_torch.unpatch: argument `model` must be a torch.nn.Module, got NoneType.",
+    ),
+    "register": (
+        lambda: cute_ops_torch.register(lambda x: x), TypeError,
+        "cute_ops_torch.register: argument `op` must be a cute_ops.Op, got function; cute_ops.fused makes a ",
+    ),
+    "enable": (
+        lambda: cute_ops_torch.inductor.enable(ops="rmsnorm"), TypeError,
+        "cute_ops_torch.inductor.enable: argument `ops` is the text 'rmsnorm', expected a list of names: ['rmsnorm'].",
+    ),
+    "devices": (
+        lambda: cute_ops_torch.inductor.enable(devices="cpu"), TypeError,
+        "cute_ops_torch.inductor.enable: argument `devices` is the text 'cpu', expected a list of names: ['cpu'].",
+    ),
+    "betas": (
+        lambda: cute_ops_torch.optim.AdamW([x], betas=0.9), TypeError,
+        "cute_ops_torch.optim.AdamW: argument `betas` is 0.9, expected two numbers.",
+    ),
+    "three betas": (
+        lambda: cute_ops_torch.optim.AdamW([x], betas=(0.9, 0.9, 0.9)), TypeError,
+        "cute_ops_torch.optim.AdamW: argument `betas` is (0.9, 0.9, 0.9), expected two numbers.",
+    ),
+    "lr": (
+        lambda: cute_ops_torch.optim.AdamW([x], lr="1e-3"), TypeError,
+        "cute_ops_torch.optim.AdamW: argument `lr` must be a number or a tensor of one, got str.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_are_named(name: str) -> None:
+    call, kind, text = ODD[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value).startswith(text)
+
+
+def test_a_size_as_torchs_norms_take_it() -> None:
+    assert repr(cute_ops_torch.nn.RMSNorm((64,))) == repr(cute_ops_torch.nn.RMSNorm(64))
+
+
 def test_an_error_inside_of_a_function_stays_as_it_is() -> None:
-    with pytest.raises(TypeError, match="'>=' not supported between instances of 'str' and 'int'"):
-        cute_ops_torch.optim.AdamW([x], lr="1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
+        cute_ops_torch.inductor.enable(ops=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^cute\.linear_cross_entropy: argument `hidden` has dtype int64"):
         cute_ops_torch.linear_cross_entropy(x[0].long(), x[0].long(), torch.zeros(5, dtype=torch.long))
 

@@ -183,10 +183,14 @@ class _Product(NamedTuple):
     aliases: Mapping[str, str] = {}
 
 
-def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any], halves: bool) -> None:
-    """Raise TypeError for what an epilogue would read."""
-    if halves:
-        raise TypeError("cute.linear: `halves` was given, but no epilogue that reads them.")
+def without_epilogue(
+    operands: Sequence[Any], attrs: Mapping[str, Any], halves: bool, packed: bool = False, save: str = "pre"
+) -> None:
+    """Raise TypeError for what an epilogue would read, and ValueError for another value of ``save``."""
+    check_save(save)
+    for name, given in (("halves", halves), ("packed", packed)):
+        if given:
+            raise TypeError(f"cute.linear: `{name}` was given, but no epilogue that reads halves.")
     if operands or attrs:
         given = ", ".join(f"`{name}`{meant(name, OPTIONS)}" for name in attrs) or f"operand {len(operands)}"
         raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.")
