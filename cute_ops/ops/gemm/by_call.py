@@ -188,8 +188,8 @@ def without_epilogue(
 ) -> None:
     """Raise TypeError for what an epilogue would read, and ValueError for another value of ``save``."""
     check_save(save)
-    for name, given in (("halves", halves), ("packed", packed)):
-        if given:
+    for name, has_halves in (("halves", halves), ("packed", packed)):
+        if has_halves:
             raise TypeError(f"cute.linear: `{name}` was given, but no epilogue that reads halves.")
     if operands or attrs:
         given = ", ".join(f"`{name}`{meant(name, OPTIONS)}" for name in attrs) or f"operand {len(operands)}"
