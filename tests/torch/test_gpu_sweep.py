@@ -22,7 +22,10 @@ from sanitized_calls import every_op
 pytestmark = pytest.mark.gpu
 CALLS = Path(__file__).with_name("sanitized_calls.py")
 LENGTHS = {"memcheck": ["17", "129", "4097", "50257"], "racecheck": ["17", "129"], "initcheck": ["17", "129", "4097"]}
-AT_ONCE = min(len(os.sched_getaffinity(0)), 14)
+# It does not see what TMA stores: a copy of a product's output is an uninitialized read to it, and so are the sums that
+# the second kernel of a split k adds up.
+UNSEEN = {"initcheck": ["--kernel-name-exclude", "kns=ReduceSplitK"]}
+AT_ONCE = min(len(os.sched_getaffinity(0)), 16)
 
 
 def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -58,12 +61,17 @@ def test_nothing_is_found_by_the_sanitizer(tool: str, lengths: list[str]) -> Non
         pytest.skip("no compute-sanitizer")
     assert run([sys.executable, str(CALLS), *lengths, "--build"]).returncode == 0
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--destroy-on-device-error", "kernel"]
+    command += [*UNSEEN.get(tool, []), sys.executable, str(CALLS), *lengths]
 
-    def calls(op: str) -> str:
+    def calls(ops: Sequence[str]) -> str:
         # Every tensor an allocation of its own: a byte past its end is nobody's.
-        result = run([*command, sys.executable, str(CALLS), *lengths, "--op", op], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        return "" if result.returncode == 0 else f"{op}: {result.returncode}\n{result.stdout[-3000:]}"
+        named = [word for op in ops for word in ("--op", op)]
+        result = run([*command, *named], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return "" if result.returncode == 0 else f"{ops}: {result.returncode}\n{result.stdout[-3000:]}"
 
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        found = [problem for problem in threads.map(calls, [*every_op(), "sorted_embedding_bwd"]) if problem]
+    every = [*every_op(), "sorted_embedding_bwd"]
+    with ThreadPoolExecutor(AT_ONCE) as threads:  # to start a process takes longer than the calls of an op
+        found = [
+            problem for problem in threads.map(calls, [every[i :: 2 * AT_ONCE] for i in range(2 * AT_ONCE)]) if problem
+        ]
     assert not found, "\n".join(found)
