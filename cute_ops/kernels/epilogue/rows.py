@@ -391,7 +391,7 @@ class RowsInRing(HeldRows):
                 self._emit_batch(held, values, targets, batch * BATCH)
         else:
             for k in cutlass.range(held.vectors, unroll=2):
-                self._emit_vector(held, values, targets, k, held.columns(k))
+                self._emit_walking(held, values, targets, k)
 
     def _emit_batch(self, held, values, targets, start):
         """Some vectors, whose row vectors are on their way together: no load may overtake a store."""
@@ -407,6 +407,9 @@ class RowsInRing(HeldRows):
     ):  # fmt: skip
         if valid:
             self._emit_vector(held, values, targets, k, columns)
+
+    def _emit_walking(self, held, values, targets, k):
+        self._emit_vector(held, values, targets, k, held.columns(k))
 
     def _emit_vector(self, held, values, targets, k, columns):
         vectors = self.computed(values, self.outputs["t"], held.elements(k, columns), self.tile.vec)
