@@ -79,6 +79,18 @@ class Nodes:
 
         return node.apply(run_given, *[t for t in tensors if t is not None], *numbers)
 
+    def _runs(self, step: Op) -> Call:
+        """The function of a step. A program takes tensors however they lie, and saves them so."""
+        run, declared = self._function(step), tuple(step.inputs.values())
+        if not self._op.program or step.program:
+            return run
+
+        def read(*args: Any) -> Any:
+            tensors = (t if t is None else readable(d, t) for d, t in zip(declared, args, strict=False))
+            return run(*tensors, *args[len(declared) :])
+
+        return read
+
     def _make(
         self, given: tuple[str, ...], wanted: tuple[str, ...], kept: tuple[str, ...], attrs: Sequence[Any]
     ) -> Any:
@@ -87,7 +99,7 @@ class Nodes:
             named = dict(zip(op.attrs, attrs, strict=True))
             absent = {f"d{name}" for name in op.inputs if name not in given}
             chosen = op.backward(wanted, given)
-            steps = [_Step.of(step, self._function(step), named, absent, given) for step in chosen]
+            steps = [_Step.of(step, self._runs(step), named, absent, given) for step in chosen]
             steps += [_scaled(op, scaled)] if (scaled := [name for name in op.scaled if name in wanted]) else []
             saving = op.saved_by(kept, given)
             forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given, saving)

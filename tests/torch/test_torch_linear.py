@@ -645,6 +645,27 @@ def test_what_halves_refuse() -> None:
         cute_ops_torch.linear(x, torch.randn(3, 10, 16), torch.ones(20), **options)
 
 
+def test_a_product_and_a_norm_of_matrices_that_lie_apart() -> None:
+    """A program copies them, and so does its gradient."""
+    x, weight, residual = torch.randn(5, 16)[:, ::2], torch.randn(6, 16)[:, ::2], torch.randn(5, 6)
+    tensors = [t.requires_grad_() for t in (x, weight, residual, torch.ones(6))]
+    compact = [t.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for t in tensors]
+    results = []
+    for given in (tensors, compact):
+        out, total = cute_ops_torch.linear_add_rmsnorm(*given)
+        results.append([out, total, *torch.autograd.grad((out * total).sum(), given)])
+    torch.testing.assert_close(*results)
+
+
+def test_a_product_of_nothing_is_refused() -> None:
+    x = torch.ones(3, 4)
+    for function, name in ((cute_ops_torch.linear, "linear"), (cute_ops_torch.gated_linear, "gated_linear")):
+        with pytest.raises(TypeError, match=rf"cute\.{name}: argument `weight` is required, but None was given\."):
+            function(x, None)
+    with pytest.raises(TypeError, match=r"cute\.linear: argument `x` is required, but None was given\."):
+        cute_ops_torch.linear(None, x, epilogue="gelu")
+
+
 def test_gradients_of_summands_are_one() -> None:
     """Written once where dtypes allow; only those that are wanted."""
 

@@ -113,9 +113,10 @@ def fits(
         caller: the function that was called.
 
     Raises:
-        TypeError: the epilogue takes more operands, or fewer.
+        TypeError: the epilogue takes more operands, or fewer; x or the weight is None.
         ValueError: an operand does not broadcast.
     """
+    check_there(*arrays[:2], caller=caller)
     (x, weight, *operands), dims = arrays, layout.split()
     packed, halves = "2" in layout, "2" in dims
     if not x.shape or len(weight.shape) < len(dims):
@@ -146,6 +147,13 @@ def fits(
             )
             _refuse(problem, arrays, names, layout, spec, caller)
     return found
+
+
+def check_there(x: Any, weight: Any, caller: str) -> None:
+    """Raise TypeError for an operand of the product that is None."""
+    for name, given in (("x", x), ("weight", weight)):
+        if given is None:
+            raise TypeError(f"cute.{caller}: argument `{name}` is required, but None was given.")
 
 
 def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: str = "linear") -> str:
