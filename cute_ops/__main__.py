@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cute_ops import dispatch
 from cute_ops.autotune import winners as tuned_calls
-from cute_ops.cli import Arches, author, bundles, calls, console, fail, targets, tuning
+from cute_ops.cli import Arches, author, bundles, calls, console, fail, prose, targets, tuning
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache
@@ -25,23 +25,19 @@ cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kerne
 app.add_typer(cache_app, name="cache")
 bundle_app = typer.Typer(no_args_is_help=True, help="Folders of compiled kernels that are shipped; see build.")
 app.add_typer(bundle_app, name="bundle")
-app.command("verify")(author.verify)
-app.command("bench")(author.bench)
-app.command("inspect")(author.inspect)
-app.command("tune")(tuning.tune)
-app.command("record")(bundles.record)
-app.command("manifest")(bundles.model)
-app.command("build")(bundles.build)
-app.command("warm-up")(bundles.warm_up)
-bundle_app.command("check")(bundles.show)
+for name, command in {
+    "verify": author.verify, "bench": author.bench, "inspect": author.inspect, "tune": tuning.tune,
+    "record": bundles.record, "manifest": bundles.model, "build": bundles.build, "warm-up": bundles.warm_up,
+}.items():  # fmt: skip
+    app.command(name, help=prose(command))(command)
+bundle_app.command("check", help=prose(bundles.show))(bundles.show)
 
 
 @app.command("doctor")
 def doctor_command() -> None:
     """Check this machine: versions, driver, GPU, cache folder, compiler, and one kernel in each framework.
 
-    Exit code 0 when everything an installed framework needs works, 1 otherwise; every line that is wrong
-    says what to do.
+    Exit code 0 when everything an installed framework needs works, 1 otherwise; each wrong line says what to do.
     """
     marks = {"ok": "[green]ok  [/]", "note": "[yellow]note[/]", "bad": "[red]BAD [/]"}
     failed = False

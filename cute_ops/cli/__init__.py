@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -25,6 +26,12 @@ Arches = Annotated[list[str] | None, typer.Option("--arch", help=f"{ARCHES} Defa
 AllowFiles = Annotated[
     bool, typer.Option("--allow-files", help="Execute Python files that a manifest's lines name: file.py:op.")
 ]
+
+
+def prose(command: Callable[..., object]) -> str:
+    """A command's docstring without the ends of its lines, so that help wraps at the terminal's width."""
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def fail(problem: object) -> NoReturn:

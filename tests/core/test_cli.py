@@ -184,3 +184,13 @@ def test_unknown_arch_of_target() -> None:
         target.parse("sm_70")
     with pytest.raises(ValueError, match=r"unknown architecture 'sm_90' \(did you mean sm_90a\?\); known: sm_80"):
         target.parse("sm_90")
+
+
+def test_help_wraps_at_the_terminals_width() -> None:
+    """The docstrings' own line breaks would leave short lines between full ones."""
+    text = "fastest for calls of an op and its gradient, and remember it"
+    result = CliRunner().invoke(app, ["tune", "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    lines = [line.strip() for line in result.output.split("Arguments")[0].splitlines()]
+    start = next(k for k, line in enumerate(lines) if line.startswith("Without this"))
+    paragraph = lines[start : lines.index("", start)]
+    assert text in " ".join(lines) and all(len(line) > 60 for line in paragraph[:-1])
