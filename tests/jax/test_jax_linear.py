@@ -49,16 +49,21 @@ def gradients(function: Callable[..., Any], arrays: list[jax.Array]) -> Any:
     return jax.grad(loss_of(function), tuple(range(len(arrays))))(*arrays)
 
 
+def wide(arrays: list[jax.Array]) -> list[Any]:
+    """In float32, by NumPy: each shape of a cast would be a program that XLA compiles."""
+    return [np.asarray(a, "float32") for a in arrays]
+
+
 def exact(op: Op, arrays: list[jax.Array]) -> Any:
     """The gradients of the reference by JAX, in float32."""
-    return gradients(lambda *a: op.reference(jnp, *a, **op.attrs), [a.astype("float32") for a in arrays])
+    return gradients(lambda *a: op.reference(jnp, *a, **op.attrs), wide(arrays))
 
 
 def check(found: Any, wanted: Any) -> None:
     """Within what rounding to float16 loses, of sums of like size."""
-    for got, gradient in zip(found, wanted, strict=True):
-        limit = 2.0**-8 * max(1, float(jnp.abs(gradient).max()))
-        np.testing.assert_allclose(np.float32(got), np.float32(gradient), rtol=2.0**-8, atol=limit)
+    for got, gradient in zip(found, wide(wanted), strict=True):
+        limit = 2.0**-8 * np.abs(gradient).max(initial=1)
+        np.testing.assert_allclose(np.float32(got), gradient, rtol=2.0**-8, atol=limit)
 
 
 @every_gradient
@@ -83,11 +88,11 @@ def test_gradients_of_nothing(product: Op) -> None:
 @every_gradient
 def test_gradients_under_vmap(product: Op) -> None:
     function, arrays = register(product), arrays_of(product)
-    stacked = [jnp.stack([a, a / 2]) for a in arrays]
+    stacked = [np.stack([a, np.asarray(a) / 2]) for a in arrays]
     each = jax.vmap(lambda *a: gradients(function, a))
     found = jax.jit(each)(*stacked)
     for i in range(2):
-        check([g[i] for g in found], exact(product, [a[i] for a in stacked]))
+        check([np.asarray(g)[i] for g in found], exact(product, [a[i] for a in stacked]))
     # No op runs for each example, but what reduces rows or groups.
     assert (" scan[" in str(jax.make_jaxpr(each)(*stacked))) == (product.batched is None)
 
@@ -136,13 +141,15 @@ def test_both_choices_give_the_same(product: Op) -> None:
     function, arrays = register(product), arrays_of(product)
     found = jax.jit(lambda *a: [function(*a, fused=choice) for choice in ("auto", "never")])(*arrays)
     check(*map(jax.tree.leaves, found[::-1]))
-    check(gradients(partial(function, fused="never"), arrays), exact(product, arrays))
-    wide = [a.astype("float32") for a in arrays]
+    wanted = exact(product, arrays)
+    check(gradients(partial(function, fused="never"), arrays), wanted)
+    given = [jnp.asarray(a) for a in wide(arrays)]
     # A cotangent has the dtype of its output.
     close = 2.0**-8 if any(t.dtype == "bfloat16" for t in product.outputs.values()) else 1e-5
     for choice in ("auto", "never"):
-        for got, wanted in zip(gradients(partial(function, fused=choice), wide), exact(product, wide), strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=close, atol=close)
+        found = gradients(partial(function, fused=choice), given)
+        for got, gradient in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, gradient, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize(

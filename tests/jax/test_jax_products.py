@@ -40,9 +40,9 @@ def gradient(product: Product, function: Callable[..., Any]) -> Callable[..., An
 @every_product
 def test_values_and_gradients(product: Product, fused: str, close: Close) -> None:
     function, arrays = partial(function_of(product), fused=fused), product.arrays()
-    exact = partial(product.exact, jnp)
+    exact = jax.jit(partial(product.exact, jnp))  # eagerly, each of its primitives would be a program
     close(jax.tree.leaves(function(*arrays)), list(exact(*arrays)))
-    expected = gradient(product, exact)(*arrays)
+    expected = jax.jit(gradient(product, exact))(*arrays)
     for run in (gradient(product, function), jax.jit(gradient(product, function))):
         close(run(*arrays), expected)
 
@@ -52,11 +52,12 @@ def test_values_and_gradients(product: Product, fused: str, close: Close) -> Non
 def test_of_nothing(product: Product, close: Close) -> None:
     for rows, k in (((0,), 16), ((3, 4), 0)):
         arrays = product.arrays(rows, k)
-        close(jax.tree.leaves(function_of(product)(*arrays)), list(product.exact(jnp, *arrays)))
+        exact = jax.jit(partial(product.exact, jnp))(*arrays)
+        close(jax.tree.leaves(function_of(product)(*arrays)), list(exact))
         for place, found in zip(
             product.differentiable, gradient(product, function_of(product))(*arrays)[1], strict=True
         ):
-            assert found.shape == arrays[place].shape and jnp.isfinite(found).all()
+            assert found.shape == arrays[place].shape and np.isfinite(found).all()
 
 
 @pytest.mark.feature("eval_shape")
