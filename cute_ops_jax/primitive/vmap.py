@@ -69,10 +69,10 @@ def batch(
     elif stage.batched is not None:
         lead = one.dims[next(t.rows for t in op.inputs.values() if t.rows)]
         matrices = {n: _example_rows(*a, size, op.inputs[n], lead) for n, a in given.items()}
-        found = present(stage.batched(matrices, dict(attrs), inplace))
-        results = [
-            found[n].reshape(size, *lead, *found[n].shape[2:]) if op.results[n].rows else found[n] for n in found
-        ]
+        found = stage.batched(matrices, dict(attrs), inplace)
+        # A program makes outputs of its own also of those that another one serves for.
+        every = {n: a for n, a in present(found).items() if one.results[n] is not None}
+        results = [a.reshape(size, *lead, *a.shape[2:]) if op.results[n].rows else a for n, a in every.items()]
     else:
         results = jax.lax.map(run, batched)
     return results, [0] * len(results)

@@ -38,8 +38,7 @@ def linear(
 
     The op is ``torch.ops.cute.linear_<function>_<digest>``, the same in every process that has made this call.
     """
-    if x is None or weight is None:
-        by_call.check_there(x, weight, "linear")
+    by_call.check_there(x, weight, "linear")
     if enabled():
         x, weight = autocast(x, weight)
     if epilogue is None:
@@ -112,8 +111,7 @@ def gated_linear(
     halves: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
-    if weight is None:
-        by_call.check_there(x, weight, "gated_linear")
+    by_call.check_there(x, weight, "gated_linear")
     if enabled():
         x, weight = autocast(x, weight)
     options = transposed, weight.ndim > 2 + halves, halves

@@ -636,7 +636,7 @@ def test_what_halves_refuse() -> None:
     x, weight = torch.randn(3, 16), torch.randn(2, 10, 16)
     with pytest.raises(ValueError, match=r"cute\.linear: option `halves` is for packed weights, expected `packed` too"):
         cute_ops_torch.linear(x, weight, torch.ones(20), epilogue="bias", halves=True)
-    with pytest.raises(TypeError, match=r"cute\.linear: `halves` was given, but no epilogue that reads them"):
+    with pytest.raises(TypeError, match=r"cute\.linear: `halves` was given, but no epilogue that reads halves"):
         cute_ops_torch.linear(x, weight, packed=True, halves=True)
     options: dict[str, Any] = {"epilogue": swiglu, "packed": True, "halves": True}
     with pytest.raises(ValueError, match=r"argument `weight` has 2 dims, expected 3 or more\.[^$]*declared T\[2 n k\]"):

@@ -116,8 +116,8 @@ def fits(
         TypeError: the epilogue takes more operands, or fewer; x or the weight is None.
         ValueError: an operand does not broadcast.
     """
-    check_there(*arrays[:2], caller=caller)
     (x, weight, *operands), dims = arrays, layout.split()
+    check_there(x, weight, caller)
     packed, halves = "2" in layout, "2" in dims
     if not x.shape or len(weight.shape) < len(dims):
         name, wanted = ("weight", f"{len(dims)} or more") if x.shape else ("x", "1 or more")
@@ -151,9 +151,8 @@ def fits(
 
 def check_there(x: Any, weight: Any, caller: str) -> None:
     """Raise TypeError for an operand of the product that is None."""
-    for name, given in (("x", x), ("weight", weight)):
-        if given is None:
-            raise TypeError(f"cute.{caller}: argument `{name}` is required, but None was given.")
+    if x is None or weight is None:
+        raise TypeError(f"cute.{caller}: argument `{'x' if x is None else 'weight'}` is required, but None was given.")
 
 
 def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: str = "linear") -> str:
