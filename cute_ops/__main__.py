@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
+
+from cute_ops import env
+
+# Modules below read variables when they are imported: say what is wrong in a line, not in a traceback.
+if __name__ == "__main__" and (problems := env.wrong()):
+    sys.exit("\n".join(f"cute_ops: {problem}" for problem in problems))
 
 from cute_ops import dispatch
 from cute_ops.autotune import winners as tuned_calls
@@ -25,10 +32,11 @@ cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kerne
 app.add_typer(cache_app, name="cache")
 bundle_app = typer.Typer(no_args_is_help=True, help="Folders of compiled kernels that are shipped; see build.")
 app.add_typer(bundle_app, name="bundle")
-for name, command in {
+COMMANDS: dict[str, Callable[..., None]] = {
     "verify": author.verify, "bench": author.bench, "inspect": author.inspect, "tune": tuning.tune,
     "record": bundles.record, "manifest": bundles.model, "build": bundles.build, "warm-up": bundles.warm_up,
-}.items():  # fmt: skip
+}  # fmt: skip
+for name, command in COMMANDS.items():
     app.command(name, help=prose(command))(command)
 bundle_app.command("check", help=prose(bundles.show))(bundles.show)
 

@@ -81,3 +81,14 @@ TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls that no winner is known for; 
 VARIABLES: tuple[Variable[object], ...] = (
     ARCH, BUNDLE, CACHE_DIR, CACHE_MAX_BYTES, COMPILE_TIMEOUT, COMPILE_WORKERS, RECORD, TUNE,
 )  # fmt: skip
+
+
+def wrong() -> list[str]:
+    """What is wrong with the values of variables in this process's environment."""
+    found = []
+    for variable in VARIABLES:
+        try:
+            variable.read()
+        except ValueError as error:
+            found.append(str(error))
+    return found

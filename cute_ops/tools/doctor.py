@@ -53,11 +53,8 @@ def _variables() -> Iterator[Finding]:
     for name in sorted(os.environ):
         if name.startswith("CUTE_OPS_") and name not in known:
             yield Finding("note", f"{name} is no variable of cute_ops{meant(name, known)}")
-    for variable in env.VARIABLES:
-        try:
-            variable.read()
-        except ValueError as error:
-            yield Finding("bad", str(error))
+    for problem in env.wrong():
+        yield Finding("bad", problem)
 
 
 def _versions() -> Iterator[Finding]:

@@ -194,3 +194,16 @@ def test_help_wraps_at_the_terminals_width() -> None:
     start = next(k for k, line in enumerate(lines) if line.startswith("Without this"))
     paragraph = lines[start : lines.index("", start)]
     assert text in " ".join(lines) and all(len(line) > 60 for line in paragraph[:-1])
+
+
+@pytest.mark.parametrize("command", ["doctor", "cache"])
+def test_a_bad_value_of_a_variable_is_one_line(command: str) -> None:
+    """Some are read while modules are imported, others in the midst of a command."""
+    bad = {"CUTE_OPS_TUNE": "2", "CUTE_OPS_CACHE_MAX_BYTES": "1GiB"}
+    run = [sys.executable, "-m", "cute_ops", command]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env={**os.environ, **bad})
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "cute_ops: the environment variable CUTE_OPS_CACHE_MAX_BYTES is '1GiB', it must be a number above 0",
+        "cute_ops: the environment variable CUTE_OPS_TUNE is '2', it must be 0 or 1",
+    ]
