@@ -480,12 +480,11 @@ def check_epilogue(op: Op, given: Mapping[str, torch.Tensor]) -> tuple[torch.Ten
     tensors = list(given.values())
     binding = bind_tensors(op, tensors, [*op.attrs.values()])
     chosen = plan(binding, memory(op, tensors), target.of_device())
-    fill = planned_call(binding, chosen, torch.device(DEVICE)).fill(tuple(op.outputs))
-    outs = tuple(
-        torch.full(out.shape, torch.nan, dtype=DTYPES[out.dtype], device=DEVICE)
-        for out in binding.outputs.values() if out is not None
-    )  # fmt: skip
-    fill(*tensors, *outs)
+    made = {name: out for name, out in binding.outputs.items() if out is not None}
+    fill = planned_call(binding, chosen, torch.device(DEVICE)).fill(tuple(made))
+    filled = {n: torch.full(o.shape, torch.nan, dtype=DTYPES[o.dtype], device=DEVICE) for n, o in made.items()}
+    fill(*tensors, *filled.values())
+    outs = tuple(filled[name if name in filled else str(t.same_as)] for name, t in op.outputs.items())
     finish(f"{op.name} {dict(chosen.variant.config)}: {dict(binding.dims)}")
     testing.check(op, given, op.attrs, outs)
     return outs

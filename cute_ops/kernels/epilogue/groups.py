@@ -29,7 +29,7 @@ class FusedGroups(FusedRows):
     """
 
     def __init__(self, variant):
-        self.variant, self.rows = variant, RowsOfGroups(variant)
+        super().__init__(variant, RowsOfGroups(variant))
 
 
 class RowsOfGroups(RowsInPasses):

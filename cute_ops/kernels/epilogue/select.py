@@ -14,7 +14,9 @@ FORMS = {"one_pass": RowsInRegisters, "ring": RowsInRing, "passes": RowsInPasses
 
 def fused(variant):
     """An expression's kernel: one of rows, where it has reductions of rows, or of elements."""
-    return FusedRows(variant) if "form" in variant.config else FusedPointwise(variant)
+    if "form" not in variant.config:
+        return FusedPointwise(variant)
+    return FusedRows(variant, FORMS[variant.config["form"]](variant))
 
 
 class FusedRows:
@@ -25,9 +27,8 @@ class FusedRows:
     :class:`RowSums` those of scalars.
     """
 
-    def __init__(self, variant):
-        self.variant = variant
-        self.rows = FORMS[variant.config["form"]](variant)
+    def __init__(self, variant, rows):
+        self.variant, self.rows = variant, rows
         whole = [part for _, part in self.rows.outputs["r"] if part.index + 1 == part.count]
         self.sums = [[part for part in whole if part.count == count] for count in sorted({p.count for p in whole})]
 
