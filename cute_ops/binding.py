@@ -1,7 +1,7 @@
-"""Binding: checks the arguments of a call against the declaration and gives dims, dtypes and output shapes.
+"""Binding: checks the arguments of a call against the declaration and finds dims, dtypes and output shapes.
 
-It works on shapes and dtype names alone, so fake kernels, abstract evaluation and real calls share it. Dims may be
-symbolic (torch ``SymInt``, JAX symbolic dims): they are only compared and passed on.
+It needs shapes and dtype names only, so fake kernels, abstract evaluation and real calls share it. Dims may be symbolic
+(torch ``SymInt``, JAX symbolic dims): they are compared, computed with and passed on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cute_ops.shapes import Array
 INT64 = 2**63
 # An argument, one of its dims, and the size that it came with.
 Declared = tuple[str, Dim, Any]
-# Makes the error of a kind for a problem: what :func:`bind` raises.
+# Makes the error that :func:`bind` raises, from its type and the problem.
 Fail = Callable[[type[Exception], str], Exception]
 
 
@@ -27,7 +27,7 @@ class Binding(NamedTuple):
 
     Attributes:
         dims: sizes by dim name; leading dims as a tuple.
-        dtypes: dtype names by variable, and by attribute that names an output's.
+        dtypes: dtype names by variable, and by attribute that names an output's dtype.
         attrs: all attributes and scalars by name.
         inputs: the arrays as given, None where absent.
         outputs: the arrays to produce, None where absent.
@@ -49,8 +49,8 @@ class Binding(NamedTuple):
 
     @property
     def leading(self) -> str:
-        """The name of the leading dims that count as rows: those of the outputs, where there are several groups; empty
-        where there are none.
+        """The name of the leading dims that count as rows, the outputs' if there are several names; empty if there are
+        no leading dims.
         """
         tensors = (*self.op.results.values(), *self.op.inputs.values())
         return next((t.rows for t in tensors if t.rows and t.rows in self.dims), "")
@@ -75,7 +75,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         ValueError: shapes that do not fit together, a failed check of the op.
     """
     if op.numbers:
-        raise TypeError(f"cute.{op.name}: it has lists of tensors, so a call of it is one of `unrolled`")
+        raise TypeError(f"cute.{op.name}: it has lists of tensors, so its `unrolled` op is called")
     given = {name: inputs.get(name) for name in op.inputs}
     dims: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
@@ -130,7 +130,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
 
 
 def _bind_dims(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
-    """Check an argument's dims and bind names; returns the dims that say nothing before other arguments are bound."""
+    """Check an argument's dims and bind names; returns the dims that cannot be checked before other arguments."""
     names, shape = tensor.dims, tuple(array.shape)
     if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
         least = "at least " if tensor.rows else ""
@@ -155,7 +155,7 @@ def _bind_dims(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[s
 
 
 def _bind_expressions(fail: Fail, sizes: list[Declared], dims: dict[str, Any]) -> list[Declared]:
-    """Check dims that are expressions and bind what follows from them; returns those that say nothing yet."""
+    """Check dims that are expressions and bind what follows from them; returns those that cannot be checked yet."""
     while later := [each for each in sizes if not _bind_expression(fail, each, dims)]:
         if len(later) == len(sizes):
             break
@@ -164,7 +164,7 @@ def _bind_expressions(fail: Fail, sizes: list[Declared], dims: dict[str, Any]) -
 
 
 def _bind_expression(fail: Fail, declared: Declared, dims: dict[str, Any]) -> bool:
-    """Whether all names of a dim have sizes, one of which may follow from the dim's."""
+    """Check a dim whose names all have sizes, or bind the one that has none; False if neither is possible yet."""
     name, dim, size = declared
     expected = dim.of(dims)
     if expected is not None:
@@ -185,18 +185,18 @@ def _bind_expression(fail: Fail, declared: Declared, dims: dict[str, Any]) -> bo
 
 
 def _check_together(fail: Fail, op: Op, given: Mapping[str, Array | None], dims: dict[str, Any]) -> None:
-    """Check inputs that come in pairs, and those that broadcast. This needs all inputs to be bound."""
+    """Check inputs that come in pairs, and those that broadcast; all inputs must be bound."""
     for name, tensor in op.inputs.items():
         array = given[name]
         if tensor.given and (array is None) != (given[tensor.given] is None):
-            there, missing = (tensor.given, name) if array is None else (name, tensor.given)
-            raise fail(ValueError, f"argument `{there}` is given without `{missing}`.")
+            given_one, missing = (tensor.given, name) if array is None else (name, tensor.given)
+            raise fail(ValueError, f"argument `{given_one}` is given without `{missing}`.")
         if tensor.broadcast and array is not None:
             _check_broadcast(fail, name, tensor, array, dims)
 
 
 def _check_broadcast(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
-    """Check that leading dims are the last ones of the op, or 1. This needs all other inputs to be bound."""
+    """Check that leading dims are the last ones of the op, or 1; all other inputs must be bound."""
     whole = dims[tensor.rows or ""]
     lead = own_lead(tensor, array)
     if len(lead) > len(whole) or any(
@@ -208,15 +208,15 @@ def _check_broadcast(fail: Fail, name: str, tensor: Tensor, array: Array, dims: 
 
 
 def expanded_shape(tensor: Tensor, array: Array, dims: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The shape with ones among the leading dims broadcast, of an input whose rows are not the last rows of the op as
-    they are; else None.
+    """The shape of an input that broadcasts, with leading dims of size 1 expanded to the op's; None if there are none
+    to expand.
     """
     lead = own_lead(tensor, array)
     whole = dims[tensor.rows or ""] if tensor.broadcast else ()
-    reached = tuple(whole[len(whole) - len(lead) :])
-    if not tensor.broadcast or all(a == b for a, b in zip(lead, reached, strict=True)):
+    expanded = tuple(whole[len(whole) - len(lead) :])
+    if not tensor.broadcast or all(a == b for a, b in zip(lead, expanded, strict=True)):
         return None
-    return (*reached, *array.shape[len(array.shape) - len(tensor.dims) :])
+    return (*expanded, *array.shape[len(array.shape) - len(tensor.dims) :])
 
 
 def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
@@ -253,13 +253,13 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
         if name in op.scalars:
             full[name] = kind(value)
             continue
-        # -0.0 equals 0.0, so both would find the same kernel: only 0.0 is used.
+        # -0.0 equals 0.0, so both find the same kernel, which is compiled with 0.0.
         full[name] = value + 0.0 if kind is float else kind(value)
     return full
 
 
 def as_outputs(op: Op, returned: Any) -> tuple[Any, ...]:
-    """What the op's reference returned, one for each output.
+    """What the op's reference returned, as a tuple with one entry for each output.
 
     Raises:
         TypeError: more or fewer than are declared.

@@ -20,12 +20,12 @@ class Dim:
     """``factor * names / divisor + offset``: ``n``, ``2n``, ``g*r``, ``n/2``, ``b+1``, ``ceil(k/128)``, ``3``.
 
     Attributes:
-        factor: a number; all of the dim where there are no names.
+        factor: a number; the whole dim if there are no names.
         names: the sizes that are multiplied.
         divisor: a number, which must divide the product unless the quotient is rounded up.
         ceil: whether the quotient is rounded up.
         offset: a number to add.
-        name: the one name that is all of the dim, else empty. The dim is an expression then.
+        name: the name, if the dim is nothing but a name; empty if it is an expression.
     """
 
     factor: int = 1
@@ -33,7 +33,7 @@ class Dim:
     divisor: int = 1
     ceil: bool = False
     offset: int = 0
-    # A field, since binding asks for it several times a call.
+    # A field, because binding reads it several times a call.
     name: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Dim:
 
     @property
     def outer(self) -> str:
-        """The name of which a slice is a slice of the dim: ``g`` of ``g*r``, a name of itself; empty where none is."""
+        """The name whose slices are slices of the dim: ``g`` of ``g*r``, ``n`` of ``n``; empty if there is none."""
         alone = (self.factor, self.divisor, self.offset) == (1, 1, 0) and self.names
         return self.names[0] if alone and self.names.count(self.names[0]) == 1 else ""
 
@@ -62,7 +62,7 @@ class Dim:
         return size + self.offset if self.offset else size
 
     def wrong(self, dims: Mapping[str, Any]) -> str:
-        """What the product, or the size, was expected to be where there is no such size; empty where there is one."""
+        """What was expected of the product or the size, if the sizes of the names do not allow the dim; else empty."""
         if not self.ceil and self.divisor != 1 and self._product(dims) % self.divisor != 0:
             return f"a multiple of {self.divisor // math.gcd(self.factor, self.divisor)}"
         return "at least 0" if self.offset < 0 and self.of(dims) < 0 else ""
@@ -72,16 +72,16 @@ class Dim:
         return ", ".join(f"{name}={dims[name]}" for name in dict.fromkeys(self.names))
 
     def binds(self, known: Collection[str]) -> str:
-        """The name whose size follows from this dim's and those of the known names; empty where there is none."""
+        """The name whose size follows from the dim's size and the known names; empty if none does."""
         free = [name for name in self.names if name not in known]
         return free[0] if len(free) == 1 and not self.ceil else ""
 
     def solve(self, size: Any, dims: Mapping[str, Any]) -> Any:
-        """The size of the name that :meth:`binds` gives where the dim has this size; None where any would do, since
-        another one is 0.
+        """The size of the name that :meth:`binds` gives, if the dim has this size; None if any would do because another
+        name's size is 0.
 
         Raises:
-            ValueError: none would do; says what is expected of the dim.
+            ValueError: none would do; the message says what is expected of the dim.
         """
         known = {name: dims[name] for name in self.names if name in dims}
         times = math.prod(known.values(), start=self.factor)
@@ -106,7 +106,7 @@ class Dim:
 
 
 def parse(word: str) -> Dim | None:
-    """The dim of a word; None where it is none."""
+    """The dim that a word declares; None if it is not a dim."""
     found = _DIM.fullmatch(word)
     if found is None or (found["ceil"] and not found["divisor"]):
         return None

@@ -1,8 +1,8 @@
-"""Ops with lists of tensors: what such an op is for a given number of them.
+"""Ops with lists of tensors, and the op without lists that each becomes for a given number of tensors.
 
-An op whose inputs or outputs are lists is *unrolled* before anything else happens: for three tensors ``add_n`` becomes
-``add_n_of_3``, an op like any other with the arguments ``xs_0``, ``xs_1`` and ``xs_2``. So the number is part of a
-kernel's key, and binding, gradients, vmap and sharding know nothing of lists. Messages call the arguments ``xs[2]``.
+An op whose inputs or outputs are lists is *unrolled* first: for three tensors ``add_n`` becomes ``add_n_of_3``, an op
+like any other with the arguments ``xs_0``, ``xs_1`` and ``xs_2``. So the number belongs to a kernel's key, and binding,
+gradients, vmap and sharding know nothing of lists. Messages call the arguments ``xs[2]``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NAME = re.compile(r"\w+_of_(\d+(?:_\d+)*)")
 
 
 def counts(op: Op, given: Mapping[str, Any]) -> dict[str, int]:
-    """How many tensors the lists of a call have, by the name of the number.
+    """The lengths of a call's lists, by the name of the number.
 
     Raises:
-        TypeError: an argument is no list.
-        ValueError: a list is empty, or not as long as another one that should be.
+        TypeError: an argument is not a list.
+        ValueError: a list is empty, or its length differs from that of another one with the same name.
     """
     found: dict[str, int] = {}
     first: dict[str, str] = {}
@@ -55,7 +55,7 @@ def counts(op: Op, given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def spread(tensors: Tensors, values: Sequence[Any]) -> list[Any]:
-    """One value of each tensor, lists taken apart; what follows stays."""
+    """The values with lists taken apart; values after those of the tensors are kept."""
     found: list[Any] = []
     for tensor, value in zip(tensors.values(), values, strict=False):
         if tensor.many is None:
@@ -74,7 +74,7 @@ def gathered(tensors: Tensors, number: Mapping[str, int], values: Sequence[Any])
 
 
 def named(op: Op, name: str) -> Op | None:
-    """The unrolled op of this name; None where it is not one."""
+    """The unrolled op of this name; None if the name is not one's."""
     found = _NAME.fullmatch(name)
     sizes = [int(size) for size in found[1].split("_")] if found else []
     if len(sizes) != len(op.numbers) or 0 in sizes:
@@ -84,7 +84,7 @@ def named(op: Op, name: str) -> Op | None:
 
 
 def unroll(op: Op, number: Mapping[str, int]) -> Op:
-    """The op for so many tensors.
+    """The op without lists for these numbers of tensors.
 
     Raises:
         ValueError: the declaration is wrong for them.
@@ -114,12 +114,12 @@ def unroll(op: Op, number: Mapping[str, int]) -> Op:
 
 
 def _like(original: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that stands for another one, declared where that is."""
+    """A function in place of another one, with that one's module."""
     return update_wrapper(made, original, ("__module__",), ())
 
 
 class _Lists:
-    """The names of an op that stand for several: of its lists, and of dims that their tensors have for themselves."""
+    """The names of an op that become several: its lists, and dims whose sizes differ from tensor to tensor."""
 
     def __init__(self, op: Op, number: Mapping[str, int]) -> None:
         self.number = number
@@ -138,7 +138,7 @@ class _Lists:
         return _each(names, self.long)
 
     def handed_on(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Which outputs' cotangents are gradients: those of one for all of a list, or of a list one by one."""
+        """``handed_on`` of the unrolled op: one output's cotangent for all of a list, or those of a list one by one."""
         found: dict[str, str] = {}
         for name, output in given.items():
             inputs, outputs = self.arguments((name,)), self.arguments((output,))
@@ -149,12 +149,12 @@ class _Lists:
         return _each(names, self.dims)
 
     def with_lists(self, dims: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes as a declaration's functions see them: ``{"k": 2, "n": (5, 7)}``."""
+        """Sizes as the functions of a declaration get them: ``{"k": 2, "n": (5, 7)}``."""
         own = {dim: tuple(dims.get(f"{dim}_{i}") for i in range(count)) for dim, count in self.dims.items()}
         return {**dims, **self.number, **own}
 
     def seen_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of a problem, which sees its sizes as lists."""
+        """A function of a problem, called with the sizes of :meth:`with_lists`."""
 
         def call(problem: Any, *rest: Any) -> Any:
             return function(problem._replace(dims=self.with_lists(problem.dims)), *rest)
@@ -173,7 +173,7 @@ class _Lists:
         return {f"{name}_{i}": f"{name}[{i}]" for name, count in counted.items() for i in range(count)}
 
     def _tensor(self, tensor: Tensor, place: int | None) -> Tensor:
-        """A tensor of a list, or one that is in none."""
+        """The tensor at a place of a list, or a tensor that is in no list."""
         own = {} if place is None else {name: f"{name}_{place}" for name in tensor.own}
 
         def word(text: str) -> str:
@@ -194,7 +194,7 @@ class _Lists:
         )  # fmt: skip
 
     def _dim(self, dim: Dim, own: Mapping[str, str]) -> Dim:
-        """A dim where numbers of tensors are what they are, and own dims have their names."""
+        """A dim in which numbers of tensors are constants and own dims have a tensor's names."""
         left = tuple(own.get(name, name) for name in dim.names if name not in self.number)
         factor = dim.factor * prod(self.number.get(name, 1) for name in dim.names)
         return Dim(factor, left, dim.divisor, dim.ceil, dim.offset)
@@ -247,7 +247,7 @@ def problems(op: Op) -> Iterator[str]:
         if unknown := [name for name in step.numbers if name not in op.numbers]:
             yield f"gradient {step.name} has lists of {unknown[0]!r}, but {op.name} has lists of {[*op.numbers]}"
     if called := [other.name for other in op.program.ops if other.numbers] if op.program else []:
-        yield f"its program calls {called[0]}, which has lists: let it call that op for so many, `unrolled`"
+        yield f"its program calls {called[0]}, which has lists: let it call the `unrolled` op"
     if not op.numbers:
         yield from (f"output {n!r} is a list of {t.many}, but no input is" for n, t in op.outputs.items() if t.many)
         return
@@ -258,7 +258,7 @@ def problems(op: Op) -> Iterator[str]:
     long = [*(name for name, t in every.items() if t.many), *owned]
     for name in (*every, *op.keywords, *dims):
         if taken := [one for one in long if re.fullmatch(rf"{one}_\d+", name)]:
-            yield f"{name!r} is what one of {taken[0]!r} is called: take another name"
+            yield f"{name!r} is the name of one of {taken[0]!r}: take another name"
     for what, used in (
         ("finish", op.finish), ("a split", op.split), ("a program", op.program or op.instead), ("narrow", op.narrow),
         ("gradients that are scaled", op.scaled), ("inputs that gradients overwrite", "inplace_backward" in op.options),
@@ -267,7 +267,7 @@ def problems(op: Op) -> Iterator[str]:
             yield f"it has lists of tensors, so it cannot have {what}"
     buckets = tuple(op.space.buckets) if op.space else ()
     if shared := [dim for dim in (*op.parallel, *op.contracted, *op.inner, *op.whole, *buckets) if dim in owned]:
-        yield f"{shared[0]!r} is a dim that each tensor has for itself: devices cannot share it, and buckets neither"
+        yield f"{shared[0]!r} has a size of its own in each tensor: devices cannot share it, nor can buckets be of it"
     for name, output in op.handed_on.items():
         gives, takes = (every[each].many if each in every else None for each in (output, name))
         if gives and gives != takes:
@@ -279,7 +279,7 @@ def _case_problems(op: Op, owned: Mapping[str, str | None]) -> Iterator[str]:
     for case in op.cases:
         for name in op.numbers:
             if type(case.dims.get(name)) is not int or case.dims[name] < 1:
-                yield f"case {case.name!r} must say how many {name!r} is"
+                yield f"case {case.name!r} must give the number {name!r}"
         for dim, number in owned.items():
             sizes, count = case.dims.get(dim), case.dims[number or ""]
             if not isinstance(sizes, tuple) or len(sizes) != count:
@@ -288,7 +288,7 @@ def _case_problems(op: Op, owned: Mapping[str, str | None]) -> Iterator[str]:
 
 def _field_problems(name: str, many: Any, own: Any) -> Iterator[str]:
     if own and not many:
-        yield f"{name} has dims of its own, {own}, but is no list: say how many there are, many='k'"
+        yield f"{name} has own={own}, but is not a list: name the number of tensors, many='k'"
     if many is not None and not (isinstance(many, str) and many.isidentifier()):
         yield f"{name}: many is the name of how many tensors there are, 'k', got {many!r}"
     if not isinstance(own, tuple):
@@ -302,11 +302,11 @@ def _names(tensor: Tensor) -> list[str]:
 def _tensor_problems(op: Op, name: str, tensor: Tensor, owned: Mapping[str, str | None]) -> Iterator[str]:
     has = _names(tensor)
     if lost := [dim for dim in tensor.own if dim not in has]:
-        yield f"{name} has {lost[0]!r} as its own, which is no dim of {tensor.shape!r}"
+        yield f"{name} has own={tensor.own}, but {lost[0]!r} is no dim of {tensor.shape!r}"
     if others := [dim for dim in has if dim in owned and (dim not in tensor.own or owned[dim] != tensor.many)]:
-        yield f"{name} has dim {others[0]!r}, of which each tensor of a list has a size of its own"
+        yield f"{name} has dim {others[0]!r}, whose size differs from tensor to tensor of a list"
     if any(n in op.numbers and (d.divisor, d.offset) != (1, 0) for d in tensor.dims for n in d.names):
-        yield f"{name}: the number of tensors is a dim, or a factor of one, in {tensor.shape!r}"
+        yield f"{name}: the number of tensors may only be a dim or a factor of one, in {tensor.shape!r}"
     if tensor.many and tensor.many not in op.numbers:
         yield f"output {name!r} is a list of {tensor.many}, but no input is; there are {[*op.numbers]}"
     if tensor.many and tensor.many in has:

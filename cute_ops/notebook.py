@@ -1,8 +1,7 @@
-"""Kernels that a notebook's cells define: written to a module, which the compiler's process can import.
+"""Kernels that a notebook's cells define: written to a module that the compiler's process can import.
 
-The module holds the definition of the kernel's class and of what that refers to: functions and classes of other cells,
-imports, numbers and text. It is named by its content, so a kernel that was compiled is found again when the notebook is
-run anew.
+The module holds the kernel's class and all that it refers to: functions and classes of other cells, imports, numbers
+and text. Its name is a hash of its content, so a compiled kernel is found again when the notebook runs anew.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from types import ModuleType
 from typing import Any
 
 PREFIX = "cute_ops_cell_"
-# Values that a line of source can say. A float's text may be inf or nan.
+# Types whose values can be written as source by repr. A float's repr may be inf or nan.
 _LITERALS = (bool, int, str, bytes, type(None))
 
 
 def module_of(name: str, namespace: Mapping[str, Any]) -> str | None:
-    """The name of an importable module with one of a notebook's definitions; None where its source is not known, as of
-    a program that is read from standard input.
+    """The name of an importable module with one of a notebook's definitions; None if its source is not known, as in a
+    program that is read from standard input.
 
     Raises:
         ValueError: it is not defined yet, or refers to an object that cannot be written as source.
@@ -39,10 +38,10 @@ def module_of(name: str, namespace: Mapping[str, Any]) -> str | None:
         raise ValueError(f"the kernel's class {name!r} is not defined: define it before the op that names it")
     if _source(name, namespace[name]) is None:
         return None
-    parts: dict[str, str] = {}
-    _collect(name, name, namespace, parts)
+    sources: dict[str, str] = {}
+    _collect(name, name, namespace, sources)
     future = ["from __future__ import annotations"] if namespace.get("annotations") is __future__.annotations else []
-    text = "\n\n".join([*future, *filter(None, parts.values())]) + "\n"
+    text = "\n\n".join([*future, *filter(None, sources.values())]) + "\n"
     module = PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
     path = os.path.join(_folder(), f"{module}.py")  # noqa: PTH118 (start-up time)
     if not os.path.exists(path):  # noqa: PTH110
@@ -51,11 +50,11 @@ def module_of(name: str, namespace: Mapping[str, Any]) -> str | None:
     return module
 
 
-def _collect(name: str, user: str, namespace: Mapping[str, Any], parts: dict[str, str]) -> None:
+def _collect(name: str, user: str, namespace: Mapping[str, Any], sources: dict[str, str]) -> None:
     """Add the source of a name of the notebook, after that of all names that it refers to."""
-    if name in parts or name not in namespace:
+    if name in sources or name not in namespace:
         return
-    value, parts[name] = namespace[name], ""
+    value, sources[name] = namespace[name], ""
     text = _imported(name, value) or _literal(name, value)
     if text is None:
         if (text := _source(name, value)) is None:
@@ -64,13 +63,13 @@ def _collect(name: str, user: str, namespace: Mapping[str, Any], parts: dict[str
                 "module its kernel is compiled from: define that inside the class, or move both to a file"
             )
         for each in _globals(text):
-            _collect(each, name, namespace, parts)
-    del parts[name]  # the order is that of insertion
-    parts[name] = text
+            _collect(each, name, namespace, sources)
+    del sources[name]  # to insert it last: definitions stand after what they refer to
+    sources[name] = text
 
 
 def _imported(name: str, value: Any) -> str | None:
-    """An import of a module, or of what a module other than the notebook defines."""
+    """An import statement for a module, or for what a module other than the notebook defines; else None."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     home, known = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -89,13 +88,13 @@ def _literal(name: str, value: Any) -> str | None:
 
 
 def _source(name: str, value: Any) -> str | None:
-    """The source of a class or function that a cell defines by this name, with its decorators."""
+    """The source, with decorators, of a class or function that a cell defines under this name; None if none does."""
     if getattr(value, "__name__", None) != name:
         return None
     functions = vars(value).values() if isinstance(value, type) else (value,)
     codes = [getattr(inspect.unwrap(each), "__code__", None) for each in functions if callable(each)]
     files = [code.co_filename for code in codes if code is not None]
-    # A class may have no function of its own: the last cell that defines the name counts.
+    # A class may have no functions, which name their cell: the last cell that defines the name counts.
     cells = [file for file, entry in reversed(linecache.cache.items()) if len(entry) == 4 and entry[1] is None]
     for file in dict.fromkeys([*files, *cells]):
         lines = linecache.getlines(file)

@@ -34,13 +34,13 @@ class OneOf:
 
 
 def defaults_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that declared attributes have where a call does not give them."""
+    """The values of declared attributes that a call does not give."""
     return {name: value.values[0] if isinstance(value, OneOf) else value for name, value in attrs.items()}
 
 
 class WhileFew:
     """Dims that are compile-time constants until a program has called the op with 64 of their sizes:
-    ``static=("d", WhileFew("n"))``. For further sizes there is one kernel, in which these dims are dynamic.
+    ``static=("d", WhileFew("n"))``. One kernel, in which these dims are dynamic, serves all further sizes.
     """
 
     def __init__(self, *dims: str) -> None:
@@ -48,7 +48,7 @@ class WhileFew:
 
 
 class Accumulation(NamedTuple):
-    """How an output is summed up, as the tolerance of tests needs to know: one term after another.
+    """An output that is summed one term after another, which loses more than other sums: the tolerance allows for it.
 
     Args:
         over: the dims whose terms are added, ``("k",)`` of a product.
@@ -77,56 +77,54 @@ class _TensorFields(NamedTuple):
     otherwise: str = "refuse"
     many: str | None = None
     own: tuple[str, ...] = ()
-    lies_as: str | None = None
+    strided_like: str | None = None
 
 
 class Tensor(_TensorFields):
     """One input or output of an op, or with ``many`` a list of them.
 
     Args:
-        shape: dims separated by blanks, ``"*m n"``. A name binds a dim; ``2n``, ``n/2`` (which must divide), ``g*r``,
-            ``b+1``, ``k-1``, ``ceil(k/128)`` and ``3`` are sizes that follow, and all but ``ceil`` bind a name that no
-            other dim does. One leading ``*name`` binds any number of leading dims, the rows: a row of an output depends
-            on the rows of the same name at its index, and on all of any other tensor. The empty string is a scalar. An
-            input with ``*#name`` has only the last few of these leading dims, or all, any of them 1, and is shared by
-            (broadcasts over) the others.
+        shape: dims separated by blanks, ``"*m n"``. A name binds a dim. ``2n``, ``n/2`` (2 must divide n), ``g*r``,
+            ``b+1``, ``k-1``, ``ceil(k/128)`` and ``3`` are checked against the sizes of their names; all but ``ceil``
+            also bind a name that no other dim binds. One leading ``*name`` binds any number of leading dims, the rows:
+            a row of an output depends on the rows at its index of tensors with the same name, and on all of any other
+            tensor. The empty string is a scalar. An input with ``*#name`` has the last few of these leading dims, or
+            all of them, any of size 1, and is broadcast over the others.
         dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``); of outputs also an attribute whose
             value is the dtype's name, ``attrs={"out_dtype": OneOf("bfloat16", "float32")}``.
         optional: the input may be ``None``.
-        given: for outputs: it exists only when this input was passed. For optional inputs: another one, which is passed
-            when this one is, and only then.
-        same_as: for outputs: when the named output has the same dtype, that one serves for this one too
-            and nothing is written twice.
+        given: for outputs: the optional input with which the output exists. For optional inputs: another optional
+            input; a call passes both or neither.
+        same_as: for outputs: another output of equal values. If both have the same dtype, only that one is written.
         upper_bound: for integer inputs: the dim that bounds its values, ``[0, dim)``, or an expression such as
             ``"p*s"``. Kernels still check.
-        at_most: for floating inputs: what no valid value exceeds. Samples keep to it; kernels need not check.
+        at_most: for floating inputs: the largest valid value. Random inputs stay below it; kernels need not check.
         unread: for inputs: only its shape is used.
         hidden: for outputs: kept for the gradient. The raw op returns it, the Python function does not; it has
             no cotangent.
-        donates: for outputs: the input of this shape and dtype whose memory this output may take, since nothing
-            is read after it was written. It happens where the caller asks for it.
-        accumulates: for outputs: that it is a long sum, as tensor cores make it, ``Accumulation(("k",))``. By default
-            the tolerance is that of sums in float32 by the framework, which add up pairs or blocks.
-        skippable: for outputs of a backward op: its kernel gets None for this one, and spares its work, where nobody
-            wants this gradient. The reference always returns it.
-        contiguous: the dim whose elements are neighbours in memory, ``"k"``; or several, ``("k", "n")``, of which one
-            is, the first where several are: each is a kernel of its own, which knows which. The name of leading dims
-            means the last of them. The other dims have any strides. ``()`` leaves all strides free. By default the last
-            of its own dims is contiguous. An output is made compact; one that the caller gives may lie so where this is
-            declared.
+        donates: for outputs: the input of this shape and dtype whose memory the output may take if the caller asks for
+            it. The kernel reads each element before it writes there.
+        accumulates: for outputs: that one term is added after another, as tensor cores do it, ``Accumulation(("k",))``.
+            By default the tolerance is that of sums in float32 by the framework, which adds up pairs or blocks.
+        skippable: for outputs of a backward op: if this gradient is not wanted, the kernel gets None for it and skips
+            its work. The reference always returns it.
+        contiguous: the dim whose elements are neighbours in memory, ``"k"``; or several, ``("k", "n")``, of which at
+            least one must be: each has a kernel of its own, the first if several are contiguous. The name of leading
+            dims means the last of them. The other dims have any strides. ``()`` leaves all strides free. By default the
+            last dim is contiguous. An output is made compact; one that the caller gives may have these strides.
         align: for inputs: bytes, at most 16, that divide the address and the strides of all dims but the contiguous
-            one: 16 where TMA loads it. By default any alignment is a kernel of its own.
-        otherwise: what happens with an input that does not lie so: it is refused, or with ``"copy"`` copied.
-        many: that it is a list of one such tensor or more, and the name of how many: ``"k"``. Lists of one name have
+            one: 16 where TMA loads it. By default each alignment has a kernel of its own.
+        otherwise: what happens to an input with other strides or another alignment: ``"refuse"`` or ``"copy"``.
+        many: for a list of one or more such tensors: the name of their number, ``"k"``. Lists with the same name have
             the same length, which is also the size of a dim of this name, ``"k n"``. The kernel gets the tensors one
             after another and is compiled for their number; references, ``check`` and ``arrange`` get lists.
-        own: of a list: the dims, or the name of the leading ones, that each tensor has a size of its own of; the others
-            are the same for all. Lists of one length share these sizes, place by place. Functions of sizes see
-            a tuple of them, and cases give one.
-        lies_as: for outputs of programs, in PyTorch: the input whose strides it has. By default it is compact.
+        own: for a list: the dims, or the name of the leading dims, whose sizes differ from tensor to tensor. Lists of
+            the same length share these sizes, index by index. Functions of sizes get a tuple of them, and cases give
+            a tuple.
+        strided_like: for outputs of programs, in PyTorch: the input whose strides it gets. By default it is compact.
     """
 
-    # Cached: binding and planning ask for the parts of a shape some forty times per call.
+    # Cached: binding and planning ask for these some forty times per call.
     @cached_property
     def dims(self) -> tuple[Dim, ...]:
         """The dims after the leading ones."""
@@ -158,21 +156,21 @@ class Tensor(_TensorFields):
         return tuple(names.index(name) - len(names) for name in self.may_be_contiguous)
 
     def contiguous_place(self, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
-        """Which of :attr:`places` is contiguous in memory with these strides; None where none is. A dim of one element
-        is, and of leading dims such ones do not count.
+        """Which of :attr:`places` is contiguous in memory with these strides; None if none is. A dim of one element
+        always is; leading dims of one element do not count.
         """
         return next((p for p in self.places if self._is_contiguous(p, shape, strides)), None)
 
     def _is_contiguous(self, place: int, shape: Sequence[Any], strides: Sequence[Any]) -> bool:
         if place >= -len(self.dims):
-            # Strides first, so that the usual case asks nothing of a symbolic size.
+            # Strides come first, so that the usual case does not compare a symbolic size.
             return bool(strides[place] == 1 or shape[place] <= 1)
         lead = len(shape) - len(self.dims)
         stepped = [stride for size, stride in zip(shape[:lead], strides[:lead], strict=True) if size != 1]
         return not stepped or bool(stepped[-1] == 1)
 
     def memory_order(self, rank: int, place: int) -> tuple[int, ...]:
-        """All dims from the outermost in memory to the one at this place, which is contiguous. Leading dims stay
+        """The dims from the outermost in memory to the contiguous one, which is at this place. Leading dims stay
         together, so that they can be merged.
         """
         lead = rank - len(self.dims)
@@ -189,7 +187,7 @@ class Tensor(_TensorFields):
         return dim == self.rows or any(dim in d.names for d in self.dims)
 
     def bound(self, dims: Mapping[str, Any]) -> Any:
-        """What ``upper_bound`` is for these sizes."""
+        """The value of ``upper_bound`` for these sizes."""
         dim = parse_dim(self.upper_bound or "")
         return dim.of(dims) if dim else None
 
@@ -212,7 +210,7 @@ class Case(NamedTuple):
         dtypes: dtype variables that the case fixes; the others follow the first one.
         absent: optional inputs left out.
         attrs: attributes that differ from the default.
-        leading: number of leading dims of inputs that broadcast, all of them where not said.
+        leading: number of leading dims of inputs that broadcast; all of them by default.
     """
 
     name: str
@@ -249,27 +247,27 @@ class Finish(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How devices with a slice each of one dim run an op together: each runs it on its slice, as a call of its own, and
-    what they get is combined. In array-API style.
+    """How devices that each have a slice of one dim run an op together: each calls it on its slice, and the results are
+    combined. In array-API style.
 
     Args:
         dim: the name of the dim.
-        part: ``part(xp, inputs, attrs, start, size, whole) -> (inputs, attrs)``: the call for the slice ``[start,
-            start + size)`` of ``whole``; inputs with that dim are slices already. ``start`` may be an array.
-        merge: ``merge(xp, parts, inputs, attrs, sizes, whole) -> outputs``: the outputs without that dim, by name, from
-            the slices' ones, stacked in front, the inputs and attributes of the call, and the slices' sizes. Outputs
-            with it are slices. None where the former, if there are any, add up.
-        merged: of a program, which has neither function, because each device runs it on its slice, and the ops that it
-            calls with such a slice are run together: the outputs without that dim that are made of merged ones.
+        of_slice: ``of_slice(xp, inputs, attrs, start, size, whole) -> (inputs, attrs)``: the call for the slice
+            ``[start, start + size)`` of ``whole``; inputs with that dim are slices already. ``start`` may be an array.
+        merge: ``merge(xp, stacked, inputs, attrs, sizes, whole) -> outputs``: the outputs without that dim, by name.
+            ``stacked`` has the slices' outputs, stacked along a new first dim, and ``sizes`` the slices' sizes. Outputs
+            with that dim are slices. None if outputs without it are sums of the slices' ones, or if there are none.
+        merged: for a program, which has neither function, since each device runs it on its slice, and the devices run
+            the ops in it that split the dim together: the outputs without that dim that are made of merged ones.
     """
 
     dim: str
-    part: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
+    of_slice: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
     merge: Callable[..., Mapping[str, Any]] | None = None
     merged: tuple[str, ...] = ()
 
     def adds_up(self, output: str) -> bool:
-        """Whether what devices get of an output without the dim are parts of a sum."""
+        """Whether the devices' values of an output without the dim are partial sums."""
         return self.merge is None and output not in self.merged
 
 
@@ -277,17 +275,17 @@ class Sharding(NamedTuple):
     """Which dims several devices may share, besides the leading ones.
 
     Args:
-        parallel: dims shared like rows: on a slice of them the op gives that slice of its outputs, all of which have
-            the dim, but for gradients of inputs without it, which add up. ``g`` may be the first name of a tied dim,
-            ``g*r`` heads: each device has as many whole groups, of all tensors.
+        parallel: dims shared like rows: from slices of its inputs the op computes the same slices of its outputs. All
+            outputs have the dim, except gradients of inputs without it, which are partial sums. ``g`` may be the first
+            name of a tied dim, ``g*r`` heads: each device has the same number of whole groups, of all tensors.
         split: how devices share a dim that is neither parallel nor contracted.
-        contracted: dims that outputs are sums over, ``k`` of a product, or the name of leading dims: on slices of them
-            the op gives slices of the outputs that have the dim, and parts of a sum of those that have not.
-        whole: dims that no device of a DTensor may have a slice of, with what to do instead, where gathering them would
-            cost more than the op.
-        inner: dims that sums within the op are over, ``k`` of a product with an epilogue: on slices of them devices run
-            its program, the one that runs in place of its kernel, in which they add up what they get of each
-            ``xp.product`` and of each op that has a dim of this name as contracted.
+        contracted: dims that outputs are sums over, ``k`` of a product, or the name of leading dims: from slices of
+            its inputs the op computes slices of the outputs that have the dim, and partial sums of the others.
+        whole: dims along which no DTensor may be sharded, because gathering them would cost more than the op; each with
+            what to do instead.
+        inner: dims that are summed over within the op, ``k`` of a product with an epilogue. On slices of them devices
+            run the program that replaces the kernel, and add up the results of each ``xp.product`` in it and of each
+            op that has a contracted dim of this name.
     """
 
     parallel: tuple[str, ...] = ()
@@ -301,16 +299,17 @@ class Kernel(NamedTuple):
     """What an op is compiled from.
 
     Args:
-        name: ``"module:Class"``, imported only where it is compiled. Its compiled form is kept under the digest of its
-            sources: of its module, of the packages that this is in and of what they import, also in functions, in the
-            same package, in this one and beside it. Of other installed packages the modules count that are named in
-            imports, of frameworks and the compiler none. A script may name its own class, ``f"{__name__}:Class"``: it
-            is imported too where that is compiled, so what it runs stands under ``if __name__ == "__main__"``. So may a
-            notebook: the class is compiled with the functions, imports and constants of other cells that it uses.
-        sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
-            folder of the kernel's module, that are read while it is compiled, and modules that are imported by
-            ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
-            whole if it is named here. When one of them changes, the kernel is compiled anew.
+        name: ``"module:Class"``, imported by the compiler's process only. The compiled kernel is kept under the digest
+            of its sources: its module, the packages that contain it, and all that these import, also in functions, from
+            the same package, from this one and from modules that are not installed. Of other installed packages the
+            modules that import statements name count; frameworks and the compiler do not. A script may name its own
+            class, ``f"{__name__}:Class"``: the compiler's process imports the script, so what the script runs stands
+            under ``if __name__ == "__main__"``. So may a notebook: the class is compiled with the functions, imports
+            and constants of other cells that it uses.
+        sources: sources that no import statement names: files and folders that are read while the kernel is compiled,
+            relative to the folder of its module, and modules that ``importlib`` or ``exec`` imports,
+            ``("data/table.bin", "mypackage.generated")``; an installed package that is named here counts as a whole.
+            When one of them changes, the kernel is compiled anew.
         least_sm: the oldest SM that the kernel runs on, ``89`` for 8.9.
     """
 
@@ -320,25 +319,25 @@ class Kernel(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a composite runs in place of a kernel: a Python function made of other ops and of the framework's own
-    functions. From its declaration follows what follows for any op; its gradient is ops, which may be composites.
+    """What a composite runs in place of a kernel: a Python function that calls other ops and the framework's own
+    functions. A composite is declared like any op; the ops of its gradient may be composites, too.
 
     Args:
         run: ``run(xp, call, inputs, attrs) -> outputs``: arrays by name, None where absent; outputs are new arrays.
             ``call(op, inputs, attrs, inplace=False)`` runs another op, all by name; in place, outputs take the memory
-            of inputs that are donated to them. Beside methods that the frameworks' arrays share, such as ``reshape``,
-            ``xp`` has
+            of inputs that they donate. Arrays have the methods that both frameworks share, such as ``reshape``. ``xp``
+            has
 
             - ``where(condition, x, y)``
-            - ``rows_of(table, index)``: ``table[index]``; the framework says what an index out of range is
-            - ``classes_of(index, count)``: such indices as int32, ``count`` in place of those out of range
+            - ``rows_of(table, index)``: ``table[index]``; the framework decides what an index out of range gives
+            - ``classes_of(index, count)``: indices as int32, ``count`` in place of those out of range
             - ``sort(keys) -> (keys, order)``: stable
-            - ``ends(keys, count)``: int32, how many of sorted keys are up to each of ``range(count)``
+            - ``ends(keys, count)``: int32, for each of ``range(count)`` how many of the sorted keys do not exceed it
             - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, or of batches of matrices, with sums in
               float32, rounded once to this or their own dtype
             - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, or of batches of matrices, rounded to the
               dtype of ``total``
-            - ``leads(op, inputs, attrs)``: whether our kernel of such a call, a product with an epilogue, is at least
+            - ``leads(op, inputs, attrs)``: whether our kernel of a product with an epilogue was measured to be at least
               as fast on this GPU as ``product`` and a pass; False without a GPU
             - ``broadcast_to(x, shape)``
             - ``sums(x, axes, like)``: sums in float32 over these axes, counted from the end, in the dtype of ``like``
@@ -375,14 +374,14 @@ class Product(NamedTuple):
 
 
 class Instead(NamedTuple):
-    """A program that runs in place of a kernel where that is faster, or where the kernel does not take the dtypes. It
-    gives the same but for rounding.
+    """A program that runs in place of a kernel if it is faster, or if the kernel does not take the dtypes. Its results
+    differ from the kernel's by rounding only.
 
     Args:
         program: the program; it returns the new values of inputs that the op mutates, too.
-        when: ``when(problem)``: whether it runs where the attribute ``fused`` is ``"auto"``, or as a text why, for the
-            log. With ``"always"`` the kernel runs, with ``"never"`` the program, also on a CPU. No kernel depends on
-            this attribute, which must be declared as ``FUSED``.
+        when: ``when(problem)``: whether it runs if the attribute ``fused`` is ``"auto"``; a text means yes and says why
+            in the log. With ``"always"`` the kernel runs, with ``"never"`` the program, also on a CPU. No kernel
+            depends on this attribute, which must be declared as ``FUSED``.
         dtypes: dtypes that variables of the op may have beside those that the kernel takes.
     """
 
@@ -396,7 +395,7 @@ FUSED = OneOf(*HOW_FUSED)
 
 def importable(name: str) -> str:
     """``__main__:Class`` as another process can import it: by the name of the program's module or file, or of a module
-    made from a notebook's cells. Other names stay, and those of a program whose source is not known.
+    made from a notebook's cells. Other names are returned unchanged, as are those of a program without a known source.
 
     Raises:
         ValueError: a notebook's class that refers to what no module can hold.
@@ -440,7 +439,7 @@ def check_declaration(op: object, caller: str) -> None:
 
 
 def _as_tuple(names: Any) -> Any:
-    """A tuple of names; what was given as one name stays, to be refused."""
+    """A tuple of names. A single string stays one, so that validation refuses it."""
     return names if isinstance(names, str) else tuple(names)
 
 
@@ -455,16 +454,16 @@ class Op:
             arrays before the outputs. Such an op may have no outputs, and has no gradient.
         dtypes: the dtype names that each dtype variable may take.
         attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
-            may take, ``OneOf("tanh", "none")``. A default is finite, as torch's schemas have it.
-        scalars: default by name of numbers that one kernel takes any value of: a ``float``, float32 in the kernel, or
-            an ``int``, of 64 bits. They follow the attributes; references get both by name.
-        static: dims that are compile-time constants: always, each size a kernel of its own, or ``WhileFew``; the others
-            never are. ``WhileFew("n")`` where not said and there is an ``n``. Attributes always are. Kernels have a
-            dim of an optional input where that is given.
+            may take, ``OneOf("tanh", "none")``. A default is finite, because torch's schemas cannot say others.
+        scalars: default by name of numbers that a kernel takes at run time, so that one serves all values: a ``float``,
+            float32 in the kernel, or an ``int`` of 64 bits. They follow the attributes; references get both by name.
+        static: dims that are compile-time constants, always (each size has a kernel of its own) or ``WhileFew``; all
+            others are dynamic. By default ``WhileFew("n")`` if there is an ``n``. Attributes are always constants. A
+            kernel knows a dim of an optional input if the call gives that input.
         sharding: which dims several devices may share.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
-            jax.numpy; it returns one array or a tuple, ``None`` where an output is absent. It writes no input: the new
-            values of those that the op mutates come before the outputs. A composite needs none, because its program
+            jax.numpy; it returns one array or a tuple, ``None`` for an absent output. It writes no input: the new
+            values of inputs that the op mutates come before the outputs. A composite needs none, because its program
             runs on every device.
         kernel: ``"module:Class"``, a :class:`Kernel` that says more, or the :class:`Program` of a composite.
         instead: a program that may run in place of the kernel.
@@ -472,30 +471,30 @@ class Op:
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
             ``d<input>`` are the gradients; attributes pass by name. Or several such ops, run in this order, each of
-            which may read outputs of earlier ones by name: ``grad=(linear_dgrad, linear_wgrad)``. Those run whose
-            gradients are wanted, and those that they read from.
-        handed_on: inputs whose gradient is the cotangent of an output as it is, ``{"residual": "out"}``, in the input's
-            dtype: no step gives it.
-        scaled: inputs whose gradient the forward computes, for a cotangent of one: ``{"x": "x_gradient"}``, an output
+            which may read outputs of earlier ones by name: ``grad=(linear_dx, linear_dweight)``. Only those run whose
+            gradients are wanted or whose outputs such an op reads.
+        handed_on: inputs whose gradient is an output's cotangent, unchanged but for the input's dtype, so that no step
+            computes it: ``{"residual": "out"}``.
+        scaled: inputs whose gradient the forward computes for a cotangent of one: ``{"x": "x_gradient"}``, an output
             of ``saving`` or of this op. The backward multiplies it by the cotangent of the first output, a scalar.
-        saving: the op that runs instead where a gradient is computed that reads more than this op's inputs and outputs:
-            it has the same inputs and attributes, and after the same outputs more, of which the skippable ones are
-            made that are read.
-        narrow: ``narrow(name, outputs)`` makes this op without its other, skippable outputs, where it then reads fewer
-            inputs, too. By default its kernel gets None for them.
-        batched: makes the op of a batch of examples, in which other inputs than rows are batched, too: with the same
-            names, ``*b n k`` in place of ``n k``, and of each example's rows one dim, ``*b m n`` in place of ``*m n``.
-            ``vmap`` runs it once; without it, this op for each example.
-        no_gradient: floating inputs that ``grad`` gives no gradient, and attributes that it does not depend on.
+        saving: the op that runs in place of this one if its gradient is wanted and reads more than inputs and outputs.
+            It has the same inputs and attributes, and the same outputs followed by others. Of its skippable outputs
+            those are computed that the gradient reads.
+        narrow: ``narrow(name, outputs)`` makes the op with these outputs alone, for an op that then reads fewer inputs,
+            too. By default the same kernel runs and gets None for the other outputs.
+        batched: makes the op for a batch of examples in which other inputs than rows are batched, too. It has the same
+            names, ``*b n k`` in place of ``n k``, and one dim for each example's rows, ``*b m n`` in place of ``*m n``.
+            ``vmap`` calls it once; without it, ``vmap`` calls this op for each example.
+        no_gradient: floating inputs without a gradient, and attributes on which ``grad`` does not depend.
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
         inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
-        called: the function that messages name, where that is not this op: ``linear`` of ``linear_batched``.
+        called: the function that messages name if it is not this op: ``linear`` for ``linear_batched``.
         finish: what the Python functions do after the op; it adds keyword arguments to them.
-        check: ``check(binding) -> str | None``: a problem the declaration cannot express.
+        check: ``check(binding)``: what is wrong with a call that the declaration cannot express; None if nothing is.
         cases: named problems.
-        arrange: makes random inputs fit together where they must, for tests and ``verify``: sorted indices, the
-            statistics of a row. ``arrange(xp, arrays)`` changes NumPy's arrays in place.
+        arrange: ``arrange(xp, arrays)`` changes random inputs of tests and ``verify`` in place, NumPy arrays, so that
+            they fit together: sorted indices, the statistics of a row.
         doc: the public docstring: formula first.
     """
 
@@ -535,7 +534,7 @@ class Op:
         self.name = name
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
-        # Those that the kernel takes, also of an op that is narrowed.
+        # The outputs that the kernel takes, also when the op is narrowed.
         self.kernel_outputs = tuple(self.outputs)
         for argument, tensor in [*self.inputs.items(), *self.outputs.items()]:
             if not isinstance(tensor, Tensor) or not isinstance(tensor.shape, str):
@@ -599,7 +598,7 @@ class Op:
 
     @property
     def called(self) -> str:
-        """What messages call it: the function that was called."""
+        """The name of the called function, for messages."""
         return self.aliases.get(self.name, self.name)
 
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
@@ -608,16 +607,16 @@ class Op:
         return choices
 
     def dtype_near(self, tensor: Tensor, dtype: str) -> str:
-        """This dtype where the tensor may have it, else the first that it may."""
+        """This dtype if the tensor may have it, else the first that it may have."""
         choices = self.dtype_choices(tensor)
         return dtype if dtype in choices else choices[0]
 
     def backward(self, wanted: Collection[str], present: Collection[str]) -> tuple[Op, ...]:
-        """The ops that compute gradients, in order: no step, and of no step a skippable output, that nobody reads.
+        """The ops that compute gradients, in order, without steps and skippable outputs that nobody reads.
 
         Args:
             wanted: the inputs that need a gradient.
-            present: the inputs that are not None. An output that is absent because its input is does not narrow an op.
+            present: the inputs that are not None. An output that is absent because an input is does not narrow an op.
         """
         read = {f"d{name}" for name in wanted if name in present}
         chosen: list[Op] = []
@@ -631,12 +630,12 @@ class Op:
 
     @property
     def without_kernel(self) -> Program | None:
-        """The program that runs in place of a kernel, always or at times."""
+        """The program that runs in place of a kernel: of a composite always, of ``instead`` at times."""
         return self.program or (self.instead.program if self.instead else None)
 
     def saved_by(self, wanted: Collection[str], present: Collection[str]) -> Op | None:
-        """:attr:`saving` with the outputs that the gradients of these inputs read, or None where they read none that
-        only it gives; the arguments as in :meth:`backward`.
+        """:attr:`saving` with the outputs that the gradients of these inputs read; None if they read only what this op
+        has, too. Arguments as in :meth:`backward`.
         """
         if self.saving is None:
             return None
@@ -652,11 +651,11 @@ class Op:
         return {name: found[twins.get(name, name)] for name in found}
 
     def _absent(self, stage: Op, present: Collection[str]) -> set[str]:
-        """The outputs of an op of the gradient that are absent because an input is."""
+        """The outputs of a step that are absent because an input of this op is."""
         return {name for name, t in stage.outputs.items() if t.given in self.inputs and t.given not in present}
 
     def only(self, *outputs: str) -> Op:
-        """The op without those skippable outputs that are not named here; the same one every time."""
+        """The op without the skippable outputs that are not named here; the same object every time."""
         left = tuple(name for name, t in self.outputs.items() if name in outputs or not t.skippable)
         if left == tuple(self.outputs):
             return self
@@ -679,13 +678,13 @@ class Op:
 
     @property
     def batched(self) -> Op | None:
-        """The op of a batch of examples, the same one every time; None where there is none."""
+        """The op of a batch of examples, the same object every time; None if it has none."""
         if self._make_batched and self not in _batched:
             _batched.setdefault(self, self._make_batched())  # one of several threads is the first
         return _batched.get(self)
 
     def unrolled(self, counts: Mapping[str, int]) -> Op:
-        """The op for so many tensors in its lists, as one without lists; the same one every time.
+        """The op without lists for these numbers of tensors; the same object every time.
 
         Raises:
             ValueError: the declaration is wrong for them.
@@ -700,7 +699,7 @@ class Op:
 
     @property
     def instances(self) -> tuple[Op, ...]:
-        """The ops that cases call: with lists one for each number of tensors, or for two where there is no case."""
+        """The ops that the cases call: of an op with lists one for each number of tensors, for two without a case."""
         asked = [{name: case.dims[name] for name in self.numbers} for case in self.cases]
         found = [self.unrolled(counts) for counts in asked or [dict.fromkeys(self.numbers, 2)]]
         return tuple(dict.fromkeys(found))
@@ -711,7 +710,7 @@ class Op:
 
     @property
     def narrowings(self) -> list[tuple[str, ...]]:
-        """The outputs that are left without some skippable ones, in every way."""
+        """Every set of outputs that is left when some skippable ones are left out."""
         skippable = [name for name, t in self.outputs.items() if t.skippable]
         kept = [names for k in range(len(skippable)) for names in combinations(skippable, k)]
         left = [tuple(n for n, t in self.outputs.items() if n in names or not t.skippable) for names in kept]
@@ -719,16 +718,16 @@ class Op:
 
     @property
     def narrowed(self) -> tuple[Op, ...]:
-        """The op without some of its skippable outputs, in every way."""
+        """The op without some of its skippable outputs: one for each of :attr:`narrowings`."""
         return tuple(self.only(*left) for left in self.narrowings)
 
     def sums(self, output: str, dim: str) -> bool:
-        """Whether an output without this dim, or without the leading dims of this name, is a sum over it, of which
-        slices of the dim give parts.
+        """Whether an output without this dim, or without leading dims of this name, is a sum over it, so that slices of
+        the dim give partial sums.
 
-        That is so for a contracted dim, and within the op for an inner one. It is so for the gradient of an input
-        without the dim where every cotangent has it: then every slice of the outputs depends on that input, and the
-        slices' gradients add up.
+        It is for a contracted dim, and within the op for an inner one. So is the gradient of an input without the dim
+        if every cotangent has it: then every slice of the outputs depends on that input, and the slices' gradients add
+        up.
         """
         if dim in self.contracted or dim in self.inner:
             return True
@@ -737,8 +736,8 @@ class Op:
         return source is not None and not source.has(dim) and all(t.has(dim) for t in cotangents)
 
     def example(self, lead: tuple[int, ...], n: int, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as ``sizes`` or else the first
-        case says; derived ones with the default attributes.
+        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, other dims from ``sizes`` or else the
+        first case; derived dims follow with the default attributes.
         """
         tensors = [*self.inputs.values(), *self.outputs.values()]
         asked = sizes or {}
@@ -751,13 +750,13 @@ class Op:
         """Set what follows from the rest of the declaration.
 
         Attributes:
-            accepts: the dtypes that inputs of a dtype variable may have, with those that no kernel takes.
-            steps: the backward ops in the order in which they run; none where no gradient is declared.
+            accepts: the dtypes of each dtype variable, including those that only the program of ``instead`` takes.
+            steps: the backward ops in the order in which they run; none if no gradient is declared.
             differentiable: the inputs that have a gradient.
             results: what the reference returns: the inputs that the op mutates, then the outputs.
             shown: the outputs that a Python function returns.
             options: keyword arguments of the Python functions beyond inputs and attributes, with their defaults.
-            numbers: the names of how many tensors its lists have; none where it has no lists.
+            numbers: the names of its lists' lengths; none if it has no lists.
             template: the op with lists that this one is unrolled from, for ``counts`` tensors, or None.
             aliases: what messages call the arguments of an unrolled op, ``xs[2]`` for ``xs_2``.
         """

@@ -1,4 +1,4 @@
-"""What is wrong with a declaration: all that the adapters could only refuse later, in the words of a framework."""
+"""What is wrong with a declaration, found where it is made: a framework would refuse it later, in other words."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 HOW_FUSED = ("auto", "always", "never")
 _KINDS = (bool, int, float, str)
 _LEAST_NORMAL, _INT64 = 2.0**-1022, 2**63
-# Names that references have, that code which adapters write out uses, and that torch's schemas do not take.
+# Names that references or generated code use, and names that torch's schemas refuse.
 _TAKEN = frozenset({"Ellipsis", "TypeError", "ctx", "type", "xp"})
 
 
 def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
-    """What is wrong, the first of it first.
+    """What is wrong with a declaration, basic mistakes first.
 
     Args:
         op: the declaration.
-        itemsize: the dtypes that there are.
+        itemsize: the names of all dtypes.
     """
     yield from _strings(op)
     yield from _names(op)
@@ -41,9 +41,9 @@ def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
 
 
 def _strings(op: Op) -> Iterator[str]:
-    """Texts, and tuples that might be given as one text."""
+    """Texts, and tuples for which one text might be given."""
     module, found, name = op.kernel.partition(":")
-    if not op.program and not (found and all(part.isidentifier() for part in [*module.split("."), name])):
+    if not op.program and not (found and all(word.isidentifier() for word in [*module.split("."), name])):
         yield f"kernel must be 'module:Class', got {op.kernel!r}"
     for what in ("static", "parallel", "contracted", "inner", "sources", "no_gradient", "mutates"):
         given = getattr(op, what)
@@ -58,7 +58,7 @@ def _strings(op: Op) -> Iterator[str]:
 
 def _names(op: Op) -> Iterator[str]:
     if not _is_name(op.name):
-        yield f"its name {op.name!r} is no name of a function; {_NAMES}"
+        yield f"its name {op.name!r} cannot name a function; {_NAMES}"
     options = op.finish.defaults if op.finish else {}
     for what, names in (
         ("input", op.inputs), ("attribute", op.attrs), ("scalar", op.scalars), ("output", op.outputs),
@@ -66,7 +66,7 @@ def _names(op: Op) -> Iterator[str]:
     ):  # fmt: skip
         for name in names:
             if not _is_name(name):
-                yield f"{what} {name!r} has no name of an argument; {_NAMES}"
+                yield f"{what} {name!r} cannot be an argument's name; {_NAMES}"
             if name in _TAKEN:
                 yield f"{what} {name!r} must have another name: this one has a meaning in references or schemas"
     every = [*op.inputs, *op.outputs, *op.attrs, *op.scalars, *options, *(op.dtypes.keys() & op.attrs.keys())]
@@ -74,7 +74,7 @@ def _names(op: Op) -> Iterator[str]:
         yield f"names used twice: {sorted({name for name in every if every.count(name) > 1})}"
 
 
-_NAMES = "names are letters, digits and underscores, begin with a letter and are no keywords"
+_NAMES = "names are letters, digits and underscores, begin with a letter and are not keywords"
 
 
 @cache
@@ -96,7 +96,7 @@ def _defaults(what: str, defaults: Mapping[str, Any], kinds: tuple[type, ...]) -
             expected = ", ".join(kind.__name__ for kind in kinds)
             yield f"{what} {name!r} has the default {default!r}, expected one of {expected}"
         if isinstance(default, float) and (not math.isfinite(default) or 0 < abs(default) < _LEAST_NORMAL):
-            yield f"{what} {name!r} has the default {default!r}, which torch's schemas cannot say: take a finite one"
+            yield f"{what} {name!r} has the default {default!r}, which torch's schemas cannot hold: take a normal one"
         if type(default) is int and not -_INT64 <= default < _INT64:
             yield f"{what} {name!r} has the default {default!r}, which is no 64-bit number"
 
@@ -112,8 +112,8 @@ def _dtypes(op: Op, known: frozenset[str]) -> Iterator[str]:
         elif t.dtype not in op.dtypes and t.dtype not in known:
             yield f"{name} has dtype {t.dtype!r}, neither a variable nor a dtype"
     for name, t in op.outputs.items():
-        if t.dtype in op.dtypes and all(i.dtype != t.dtype for i in _there(op, t)):
-            yield f"output {name!r} has dtype {t.dtype}, which no input binds that is there whenever it is"
+        if t.dtype in op.dtypes and all(i.dtype != t.dtype for i in _present(op, t)):
+            yield f"output {name!r} has dtype {t.dtype}, which no input has that is present whenever it is"
 
 
 def _dtype_of_attribute(op: Op, name: str, tensor: Tensor, known: frozenset[str]) -> Iterator[str]:
@@ -121,15 +121,15 @@ def _dtype_of_attribute(op: Op, name: str, tensor: Tensor, known: frozenset[str]
     if name in op.inputs:
         yield f"{what}, as only outputs may"
     if tensor.same_as or tensor.donates:
-        yield f"{what}, so it cannot be another's array by {'same_as' if tensor.same_as else 'donates'!r}"
+        yield f"{what}, so it cannot share an array by {'same_as' if tensor.same_as else 'donates'!r}"
     if other := [value for value in op.choices.get(tensor.dtype, (op.attrs[tensor.dtype],)) if value not in known]:
         yield f"{what}, which may be {other[0]!r}, none of {', '.join(sorted(known))}"
     elif tensor.dtype not in op.choices:
         yield f"{what}, which must say what it may be: OneOf({op.attrs[tensor.dtype]!r}, ...)"
 
 
-def _there(op: Op, output: Tensor) -> list[Tensor]:
-    """The inputs that are there whenever an output is."""
+def _present(op: Op, output: Tensor) -> list[Tensor]:
+    """The inputs that are present whenever an output is."""
     return [t for name, t in op.inputs.items() if not t.optional or name == output.given]
 
 
@@ -143,7 +143,7 @@ def _inputs(op: Op) -> Iterator[str]:
         if t.given and not (t.optional and other and other is not t and other.optional and not other.given):
             pair = "both must be optional inputs, and only one of them names the other"
             yield f"input {name!r} is given with {t.given!r}: {pair}"
-        only_outputs = "same_as", "donates", "hidden", "accumulates", "skippable", "lies_as"
+        only_outputs = "same_as", "donates", "hidden", "accumulates", "skippable", "strided_like"
         if words := [word for word in only_outputs if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
     if all(t.optional for t in op.inputs.values()):
@@ -168,8 +168,8 @@ def _mutated(op: Op) -> Iterator[str]:
         yield "it mutates inputs, so it cannot be split: a device's slice is a call of its own"
     if op.mutates and op.program:
         yield "it mutates inputs, which a program cannot: it returns new arrays"
-    if op.split and bool(op.split.part or op.split.merge) == bool(op.program):
-        yield "what each device does with a slice is said by `part` and `merge`, or by a program, and not by both"
+    if op.split and bool(op.split.of_slice or op.split.merge) == bool(op.program):
+        yield "what each device does with a slice must be given by `of_slice` and `merge` or by a program, not by both"
     if op.mutates and op.space is not None:
         yield "it mutates inputs, so its config cannot be measured: every run would change the next one's inputs"
 
@@ -177,7 +177,7 @@ def _mutated(op: Op) -> Iterator[str]:
 def _outputs(op: Op) -> Iterator[str]:
     if not op.shown and not op.mutates:
         yield "it has no output that is not hidden"
-    narrowed = sorted(op.name_of(left) for left in op.narrowings)  # they are made when they are first used
+    narrowed = sorted(op.name_of(left) for left in op.narrowings)  # the ops themselves are made on first use
     if len(set(narrowed)) < len(narrowed):
         yield f"narrowed to some outputs it has one name twice: {narrowed}"
     for name, t in op.outputs.items():
@@ -188,13 +188,14 @@ def _outputs(op: Op) -> Iterator[str]:
             yield f"output {name!r} is given with {t.given!r}, which is no optional input; there are {optional}"
         other = op.outputs.get(t.same_as) if t.same_as is not None else None
         if t.same_as is not None and (other is None or other is t or other.same_as or other.shape != t.shape):
-            yield f"output {name!r} is the same as {t.same_as!r}, which is no other output of its shape that is written"
+            yield f"output {name!r} has same_as={t.same_as!r}: that must be another output of its shape"
         if t.accumulates and t.accumulates.dtype not in ACCUMULATORS:
             yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
         if other is not None and other.skippable:
-            yield f"output {name!r} is the same as {t.same_as!r}, which is skippable: one that serves for two is not"
-        if t.lies_as and (not op.program or t.lies_as not in op.inputs or op.inputs[t.lies_as].shape != t.shape):
-            yield f"output {name!r} lies as {t.lies_as!r}, which is no input of its shape, or no program makes it"
+            yield f"output {name!r} has same_as={t.same_as!r}: an output that stands for two cannot be skippable"
+        like = op.inputs.get(t.strided_like) if t.strided_like else None
+        if t.strided_like and not (op.program and like and like.shape == t.shape):
+            yield f"output {name!r} has strided_like={t.strided_like!r}: it takes an input of its shape, and a program"
         unsaid = ("donates", "same_as", *(() if op.narrow else ("skippable",)))
         if op.program and (words := [word for word in unsaid if getattr(t, word)]):
             yield f"output {name!r} has {words[0]!r}, but a program returns all outputs, each in memory of its own"
@@ -227,7 +228,7 @@ def _dims(op: Op) -> Iterator[str]:
             yield f"{name} cannot broadcast: no input has all of *{t.rows}"
     for name, t in op.inputs.items():
         if t.upper_bound is not None and t.bound(dict.fromkeys(bound, 1)) is None:
-            yield f"input {name!r} is below {t.upper_bound!r}, which is no dim of an input; there are {sorted(bound)}"
+            yield f"input {name!r} has upper_bound={t.upper_bound!r}, no dim of an input; there are {sorted(bound)}"
     yield from _output_dims(op)
     yield from _named_dims(op, bound)
     shared = {*op.parallel, *op.contracted, *op.inner}
@@ -239,19 +240,19 @@ def _dims(op: Op) -> Iterator[str]:
 
 def _output_dims(op: Op) -> Iterator[str]:
     for name, t in op.outputs.items():
-        there = _there(op, t)
-        known = _bound(there) | op.derived.keys()
+        present = _present(op, t)
+        known = _bound(present) | op.derived.keys()
         if free := [n for d in t.dims for n in d.names if n not in known]:
             yield f"{name} has dim {free[0]}, neither an input's nor in `derived`"
-        known |= {i.rows for i in there if i.rows}
+        known |= {i.rows for i in present if i.rows}
         if t.accumulates and (free := [n for n in t.accumulates.over if n not in known]):
             yield f"output {name!r} accumulates over {free[0]!r}, no dim of an input; there are {sorted(known)}"
-        if t.rows and t.rows not in {i.rows for i in there}:
+        if t.rows and t.rows not in {i.rows for i in present}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
 
 
 def _memory(op: Op) -> Iterator[str]:
-    """Where tensors lie."""
+    """Strides and alignments."""
     for name, t in [*op.inputs.items(), *op.outputs.items()]:
         if t.contiguous is not None:
             yield from _contiguous(name, t, name in op.outputs)
@@ -260,7 +261,7 @@ def _memory(op: Op) -> Iterator[str]:
         if t.align and name in op.outputs:
             yield f"output {name!r} has 'align', which inputs have: a heuristic sees how an output is aligned"
         if t.align and not t.may_be_contiguous:
-            yield f"{name}: align is of strides beside a contiguous dim, and it has none"
+            yield f"{name}: align needs a contiguous dim, and it has none"
         if t.otherwise not in ("refuse", "copy"):
             yield f"{name}: otherwise must be 'refuse' or 'copy', got {t.otherwise!r}"
         if t.otherwise == "copy" and (name in op.outputs or name in op.mutates):
@@ -279,7 +280,7 @@ def _contiguous(name: str, tensor: Tensor, is_output: bool) -> Iterator[str]:
 
 
 def _bound(tensors: Iterable[Tensor]) -> set[str]:
-    """The names that the dims of some inputs bind together."""
+    """The names that the dims of these inputs bind together."""
     dims, known, count = [d for t in tensors for d in t.dims], set[str](), -1
     while len(known) > count:
         count = len(known)
@@ -293,7 +294,7 @@ def _bind_it(optional: bool) -> str:
 
 
 def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
-    """Dims that the declaration calls by name."""
+    """Dims that the declaration refers to by name."""
     always = _bound(t for t in op.inputs.values() if not t.optional) | op.derived.keys()
     rows = {t.rows for t in op.inputs.values() if t.rows}
     for what, names, known, kind in (
@@ -318,7 +319,7 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
                 f"a dim that {name!r} is a sum over is contracted"
             )
     if op.inner and not (op.program or op.instead):
-        yield f"inner has {op.inner[0]!r}, over which a program adds up, and the op has none"
+        yield f"inner has {op.inner[0]!r}, over which only a program can add up, and the op has none"
     if op.split is not None and op.split.dim not in bound | op.derived.keys():
         yield f"it splits {op.split.dim!r}, which is no dim of an input"
 
@@ -334,12 +335,12 @@ def _instead(op: Op) -> Iterator[str]:
 
 
 def _gradient(op: Op) -> Iterator[str]:
-    """What a gradient that is declared leaves out."""
+    """What a declared gradient leaves out."""
     if not op.steps and not op.scaled:
         if op.no_gradient:
-            yield f"it says which have no gradient, {op.no_gradient}, but declares none"
+            yield f"it has no_gradient={op.no_gradient}, but declares no gradient"
         if op.handed_on or op.saving:
-            yield "it says how its gradient is computed, but declares none"
+            yield "it has handed_on or saving, but declares no gradient"
         return
     if op.inference_only:
         yield "it is for inference only, yet declares a gradient"
@@ -359,17 +360,17 @@ def _gradient(op: Op) -> Iterator[str]:
             yield f"input {name!r} has no gradient by `no_gradient`, but {step.name} gives 'd{name}'"
         elif step is None and name not in {*op.no_gradient, *op.differentiable} and _floating(op, op.inputs[name]):
             yield f"input {name!r} has no gradient: {names} {gives} no 'd{name}'; {_meant(name)}"
-        # A step that gives nothing else runs only where the input is there.
+        # A step with this output alone runs only if the input is present.
         elif op.inputs[name].optional and step and len(step.outputs) > 1 and step.outputs[f"d{name}"].given != name:
             yield f"{step.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
     yield from _reaching_attributes(op, names)
 
 
 def _reaching_attributes(op: Op, names: str) -> Iterator[str]:
-    """Whether each attribute and scalar is one of the gradient's steps too, whose ``names`` these are."""
+    """Whether a step of the gradient has each attribute and scalar; ``names`` is the steps' names as one text."""
     have = "has" if len(op.steps) == 1 else "have"
-    cotangents = {t.dtype for t in op.outputs.values()}  # which tell an attribute that is their dtype
-    for what in () if op.scaled else ("attrs", "scalars"):  # the forward has them all
+    cotangents = {t.dtype for t in op.outputs.values()}  # their dtypes tell an attribute that names one
+    for what in () if op.scaled else ("attrs", "scalars"):  # of scaled gradients the forward has them all
         kind = {"attrs": "attribute", "scalars": "scalar"}[what]
         for name, default in getattr(op, what).items():
             reached = {step.name: getattr(step, what) for step in op.steps if name in getattr(step, what)}
@@ -382,8 +383,8 @@ def _reaching_attributes(op: Op, names: str) -> Iterator[str]:
 
 
 def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
-    """Whether each step of the gradient gets what it asks for, and is asked for what it gives; ``given`` is the step by
-    output.
+    """Whether each step of the gradient gets the inputs that it reads, and each of its outputs is read or a gradient;
+    ``given`` is the step by output.
     """
     cotangents, before = {f"d{name}" for name in op.outputs}, set[str]()
     for name, output in op.handed_on.items():
@@ -403,11 +404,11 @@ def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
     for k, step in enumerate(op.steps):
         unknown = sorted(step.inputs.keys() - known - before)
         if late := [name for name in unknown if name in given]:
-            yield f"gradient {step.name} asks for {late[0]!r}, which {given[late[0]].name} gives, but not before it"
+            yield f"gradient {step.name} reads {late[0]!r}, which {given[late[0]].name} gives, but not before it"
         if unknown:
-            yield f"gradient {step.name} asks for {unknown}"
+            yield f"gradient {step.name} reads {unknown}, which nothing gives it"
         if both := [name for name in step.inputs if name in ambiguous]:
-            yield f"gradient {step.name} asks for {both[0]!r}: that argument, or the cotangent of {both[0][1:]!r}?"
+            yield f"gradient {step.name} reads {both[0]!r}: that argument, or the cotangent of {both[0][1:]!r}?"
         for what, own, wanted in (("attribute", op.attrs, step.attrs), ("scalar", op.scalars, step.scalars)):
             if lost := [name for name in wanted if name not in own]:
                 yield f"gradient {step.name} has the {what} {lost[0]!r}, which nothing gives it: {op.name} has none"
@@ -443,4 +444,4 @@ def _floating(op: Op, tensor: Tensor) -> bool:
 
 
 def _meant(name: str) -> str:
-    return f"where that is meant, declare no_gradient=({name!r},)"
+    return f"if that is intended, declare no_gradient=({name!r},)"

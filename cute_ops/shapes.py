@@ -13,7 +13,7 @@ ITEMSIZE = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "bool": 1,
 }  # fmt: skip
-# What sums are kept in, and the distance from 1 to the next number: Hopper's tensor cores keep 13 bits of sums of fp8.
+# Dtypes of sums, with the distance from 1 to the next number. Hopper's tensor cores keep 13 bits of sums of fp8.
 ACCUMULATORS = {"float32": 2.0**-23, "float22": 2.0**-13, "float16": 2.0**-10}
 
 
@@ -25,8 +25,8 @@ class Array(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A declared shape taken apart: the name of the leading dims or None, whether some of them may be missing, the
-    other dims, and what is wrong with it.
+    """A parsed shape: the name of the leading dims or None, whether they broadcast, the other dims, and what is wrong
+    with the shape.
     """
 
     rows: str | None

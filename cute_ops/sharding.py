@@ -1,10 +1,9 @@
 """Which dims of a call may be split over devices; this follows from the declaration.
 
 A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel``, ``contracted`` or
-``inner``.
-Of a tied dim such as ``g*r`` heads that is its first name: a device has whole groups.
-Every device gets all of any other dim. An input without a factor is replicated. An output without it is the sum of what
-the devices get, if it is contracted or the output is such an input's gradient; else the dim is not split.
+``inner``. Of a tied dim such as ``g*r`` heads it is the first name: each device has whole groups. Every device has all
+of any other dim. An input without a factor is replicated. An output without it is the sum of the devices' outputs if
+the factor is contracted or inner or if the output is the gradient of such an input; else the dim is not split.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def factors(binding: Binding, split: bool = False) -> Factors:
 
     Args:
         binding: the call.
-        split: whether to name the dim of the declaration's ``split``, too.
+        split: whether to include the dim of the declaration's ``split``.
     """
     op = binding.op
     arrays = {**binding.inputs, **binding.outputs}
@@ -42,7 +41,7 @@ def factors(binding: Binding, split: bool = False) -> Factors:
 
 
 def sizes(binding: Binding, named: Factors) -> dict[str, Any]:
-    """How long each factor is: ``g`` where a dim is ``g*r``."""
+    """The size of each factor: that of ``g`` for a dim ``g*r``."""
     arrays = {**binding.inputs, **binding.outputs}
     found: dict[str, Any] = {}
     for name, names in named.items():
@@ -52,14 +51,14 @@ def sizes(binding: Binding, named: Factors) -> dict[str, Any]:
 
 
 def tied(binding: Binding) -> set[str]:
-    """The dims that are factors of others: slices of these fit together where all slices are of one length."""
+    """The factors of tied dims: their slices fit together only if all slices have the same length."""
     tensors = {**binding.op.inputs, **binding.op.outputs}.values()
     return {d.outer for t in tensors for d in t.dims if d.outer and not d.name}
 
 
 def _names(tensor: Tensor, array: Array, cut: set[str]) -> tuple[str | None, ...]:
     lead = len(array.shape) - len(tensor.dims)
-    # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
+    # Counted from the last one, because what broadcasts has the last few. A dim of one element is not split.
     rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
     return (*rows, *(d.outer if d.outer in cut else None for d in tensor.dims))
 

@@ -2,12 +2,12 @@
 
 Inputs are NumPy arrays. All other functions take NumPy arrays or those of a framework, on any device.
 
-The rule: an element may differ from the float64 reference by at most twice what the reference itself loses
-when it runs in the inputs' dtypes with float32 arithmetic. That loss is one unit in the last place of the
-element, plus the most by which any element of that run misses by more (at least one float32 unit of the
-largest element, inputs included: a sum that cancels keeps the error of its terms). Of an output that is
-declared to add ``k`` terms one after another, that is at least ``sqrt(k)`` units, of the dtype in which it
-adds: each step loses about one of the sum so far, in either direction. Nothing else is tuned per op.
+The rule: an element may differ from the float64 reference by at most twice what the reference itself loses when it
+runs in the inputs' dtypes with float32 arithmetic. That loss is one unit in the last place of the element, plus the
+largest further error of any element of that run. The latter counts as at least one float32 unit of the largest element,
+inputs included, since a sum that cancels keeps the error of its terms. For an output that is declared to add ``k``
+terms one after another it is at least ``sqrt(k)`` units of the dtype of the sum, since each step loses about one unit
+of the sum so far, in either direction. Nothing else is tuned per op.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EPS = {
     "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3,
     "float8_e5m2": 2.0**-2, "float8_e8m0fnu": 1.0,
 }  # fmt: skip
-FEW = 4  # elements of a dim that is small already
+FEW = 4  # dims of so few elements, such as taps, are not made smaller
 Arrays = Mapping[str, np.ndarray | None]
 
 
@@ -54,7 +54,7 @@ def specs(op: Op, case: Case, dtype: str) -> dict[str, Array | None]:
         shape = tensor.of(case.dims)
         if name in case.leading:
             shape = shape[len(shape) - len(tensor.dims) - case.leading[name] :]
-        # Every dtype variable of integers takes its first choice where the case fixes none.
+        # A dtype variable of integers that the case does not fix has its first choice.
         free = op.dtype_choices(tensor)[0] if tensor.upper_bound else dtype
         variable = tensor.upper_bound or tensor.dtype in op.dtypes
         found[name] = Array(shape, case.dtypes.get(tensor.dtype, free) if variable else tensor.dtype)
@@ -83,7 +83,7 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
 def sample(
     op: Op, lead: tuple[int, ...], n: int, rng: np.random.Generator, dtype: str = "float32", count: int | None = None
 ) -> list[np.ndarray]:
-    """Random values for every input of :meth:`Op.example`, optional ones too; ``count`` of each, stacked."""
+    """Random values for every input of :meth:`Op.example`, optional ones too; ``count`` of each, stacked, if given."""
     made = []
     for tensor in op.inputs.values():
         shape = (*(() if count is None else (count,)), *tensor.of(op.example(lead, n)))
@@ -96,13 +96,13 @@ def sample(
 
 
 def left_out(op: Op, rng: np.random.Generator, share: float) -> tuple[str, ...]:
-    """Optional inputs, each with this probability; those that come together stay together."""
+    """A random choice of optional inputs, each with this probability; inputs that are given together stay together."""
     alone = [name for name, t in op.inputs.items() if t.optional and not t.given and rng.random() < share]
     return tuple(name for name, t in op.inputs.items() if name in alone or t.given in alone)
 
 
 def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers around zero as a dtype has them: ``float8_e8m0fnu`` has powers of two alone, ``uint32`` is bits."""
+    """Numbers around zero in a dtype: powers of two in ``float8_e8m0fnu``, large numbers in ``uint32``."""
     if dtype == "float8_e8m0fnu":
         values = np.exp2(np.rint(values))
     elif dtype == "uint32":
@@ -115,12 +115,12 @@ def _valid(tensor: Tensor, normal: np.ndarray) -> np.ndarray:
 
 
 def argnums(op: Op) -> tuple[int, ...]:
-    """Where the inputs are that have a gradient."""
+    """The positions of the inputs that have a gradient."""
     return tuple(i for i, name in enumerate(op.inputs) if name in op.differentiable)
 
 
 def plain(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An adapter's function of an op, without what follows the op itself."""
+    """An adapter's function of an op, without what ``finish`` adds to the op."""
     return partial(function, **op.finish.plain) if op.finish else function
 
 
@@ -131,8 +131,8 @@ def shown(op: Op, raw: Any) -> tuple[Any, ...]:
 
 
 def differentiated(op: Op, inputs: Mapping[str, Any], raw: Any, attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What :func:`shown` gives, as a backward op differentiates it: the loss of a slice of the classes is relative to
-    the slice's maximum as far as the target lies in other slices, and the backward op is that of the loss itself.
+    """The outputs of :func:`shown` that a backward op differentiates. A loss of a slice of the classes is relative to
+    the slice's maximum for targets in other slices; its backward op is that of the loss itself.
     """
     if not attrs.get("classes"):
         return shown(op, raw)
@@ -193,11 +193,11 @@ def tolerances(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> t
 def limits(
     op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], others: Iterable[Mapping[str, Any]] = ()
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What :func:`expected` and :func:`tolerances` give.
+    """The results of :func:`expected` and :func:`tolerances`.
 
     Args:
-        others: more inputs of the same shapes and distribution, on which the reference's loss is measured, too: a dozen
-            numbers alone say little of the most that it loses.
+        others: more inputs of the same shapes and distribution on which the reference's loss is measured, too, since a
+            dozen numbers say little about its largest loss.
     """
     lows = run_reference(op, arrays, attrs)
     exacts = _expected(op, arrays, attrs, lows)
@@ -216,7 +216,7 @@ def limits(
 
 
 def _units(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> list[float]:
-    """What each output loses at least, as a part of the largest element."""
+    """The least loss that each output is allowed, relative to its largest element."""
     if not any(t.accumulates for t in op.results.values()):
         return [EPS["float32"]] * len(op.results)
     given = {n: None if a is None else Array(tuple(a.shape), dtype_name(a)) for n, a in arrays.items()}
@@ -232,8 +232,8 @@ def _units(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> list[
 def _losses(
     xp: Any, arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: tuple[Any, ...], units: Iterable[float]
 ) -> list[float]:
-    """The most by which an element of each output misses by more than its own last place, at least its unit of the
-    largest element.
+    """The largest error of each output beyond one unit in an element's last place, at least its unit of the largest
+    element.
     """
     wide = [xp.astype(a, xp.float64) for a in arrays.values() if a is not None and not _is_integer(a)]
     largest, losses = max((_largest(xp, xp.abs(a), xp.isfinite(a)) for a in wide), default=0.0), []
@@ -251,19 +251,19 @@ def _losses(
 
 def _allowed(xp: Any, low: Any, exact: Any, loss: float) -> Any:
     tolerance = 2 * (EPS.get(dtype_name(low), 0.0) * xp.abs(exact) + loss)
-    # Only of an element that the reference's dtype has no room for nothing is asked.
+    # Nothing is asked of an element that is too large for the reference's dtype.
     overflows = xp.isfinite(exact) & xp.isinf(xp.astype(low, xp.float64))
     return xp.where(overflows, xp.full_like(tolerance, math.inf), tolerance)
 
 
 def _largest(xp: Any, values: Any, where: Any) -> float:
-    """The largest of the chosen values, zero where there is none above."""
+    """The largest of the chosen values, at least zero."""
     return float(xp.max(xp.where(where, values, xp.zeros_like(values)))) if math.prod(values.shape) else 0.0
 
 
 def draws(arrays: Arrays) -> int:
-    """How many more inputs like these tell well enough what a reference loses at most: 32768 numbers of them, and a
-    dozen draws in any case, because all of a row or a column may share one sum's loss.
+    """How many more inputs like these show a reference's largest loss well enough: 32768 numbers in all, and at least
+    a dozen inputs, because all elements of a row or a column may share one sum's loss.
     """
     count = max(a.size for a in arrays.values() if a is not None) or 1
     return min(256, max(2**15 // count, 12), 2**28 // count)
@@ -279,7 +279,7 @@ def check(
     """Raise AssertionError unless every output is within tolerance of the float64 reference.
 
     Args:
-        others: as :func:`limits` takes them, made and looked at only where the inputs alone ask for more.
+        others: makes ``others`` of :func:`limits`; called only if the outputs fail without them.
     """
     try:
         compare(op, outputs, *limits(op, arrays, attrs))
@@ -290,7 +290,7 @@ def check(
 
 
 def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowed: tuple[Any, ...]) -> None:
-    """As :func:`check`, with what is expected and allowed known."""
+    """As :func:`check`, for known expected values and tolerances."""
     for name, got, exact, tolerance in zip(op.results, outputs, expecteds, allowed, strict=True):
         if exact is None or tolerance is None:
             if got is not None:
@@ -305,8 +305,8 @@ def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowe
             raise AssertionError(f"{op.name}: output {name} has NaN where the reference has none, or the reverse")
         if bool(xp.any(xp.isinf(exact) & (wide != exact))):
             raise AssertionError(f"{op.name}: output {name} differs from the reference's infinities")
-        # Where the reference is finite and the output is not, the difference fails the comparison too. Where the dtype
-        # has no room for the exact value, the reference overflows too and nothing is asked.
+        # An infinite output where the reference is finite fails the comparison by its difference. Where the exact value
+        # is too large for the dtype, the reference overflows too and nothing is asked.
         with np.errstate(invalid="ignore"):
             excess = xp.abs(wide - exact) - tolerance
         excess = xp.where(xp.isfinite(exact) & ~xp.isinf(tolerance), excess, xp.zeros_like(excess))
@@ -322,7 +322,7 @@ def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowe
 
 def small(case: Case, most: int = 65, op: Op | None = None) -> Case:
     """The case at a size for a CPU: its last dims shrink in proportion, so that they still fit together, to multiples
-    of what they must be multiples of in ``op``. Those of a few elements, such as taps, stay.
+    of the divisors that ``op`` declares. Dims of a few elements, such as taps, stay.
     """
     largest = max((v for v in case.dims.values() if not isinstance(v, tuple)), default=1)
     tensors = [*op.inputs.values(), *op.outputs.values()] if op else []

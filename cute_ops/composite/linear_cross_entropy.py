@@ -182,7 +182,7 @@ _HIDDEN, _WEIGHT, _BIAS = Tensor("*m h", "T"), Tensor("n h", "T"), Tensor("n", "
 _LAYER = {"hidden": _HIDDEN, "weight": _WEIGHT, "target": Tensor("*m", "I", upper_bound="n")}
 _GRADIENTS = {
     "dhidden": _HIDDEN,
-    "dweight": _WEIGHT._replace(lies_as="weight"),
+    "dweight": _WEIGHT._replace(strided_like="weight"),
     "dbias": Tensor("n", "T", given="bias"),
 }
 _COUNT = {"count": Tensor("", "C", optional=True)}

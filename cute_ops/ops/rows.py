@@ -1,6 +1,7 @@
 """How the vectors of a row spread over threads, CTAs and clusters: what the heuristics of all families share.
 
-Lengths are in 16-byte vectors unless a name says otherwise. Rows are unaligned where they do not all start on a vector.
+Lengths are in 16-byte vectors unless a name says otherwise. A *span* is what one CTA holds of a row. Rows are unaligned
+if they do not all start on a vector.
 Forward configs do not depend on the number of rows, so that a row's bits do not either.
 """
 
@@ -204,15 +205,15 @@ def spread_in_smem(
         row_bytes: bytes per element, summed over the inputs.
         per_cta: vectors of a CTA at most, unless the largest cluster needs more.
         full: as many CTAs on an SM as find room, instead of SMEM_BYTES_IN_FLIGHT.
-        shallow: four vectors per thread instead of eight, if 800 threads then hold a CTA's part.
+        shallow: four vectors per thread instead of eight, if 800 threads then hold a CTA's span.
     """
     cluster = cluster_for(vectors, per_cta, row.max_cluster)
-    part = -(-vectors // cluster)
-    shallow = shallow and part <= 4 * 800
+    span = -(-vectors // cluster)
+    shallow = shallow and span <= 4 * 800
     per_thread = 4 if shallow else SMEM_PER_THREAD
-    threads = threads_for(part, per_thread, 1024 if shallow else SMEM_THREADS)
+    threads = threads_for(span, per_thread, 1024 if shallow else SMEM_THREADS)
     slot = threads * per_thread * row.vector_elements * row_bytes
-    if part > per_thread * threads or slot > row.ring_bytes - RESERVED_BYTES:
+    if span > per_thread * threads or slot > row.ring_bytes - RESERVED_BYTES:
         return None
     room = row.ring_bytes if full else min(SMEM_BYTES_IN_FLIGHT, row.ring_bytes)
     resident = min(room // slot, (SMEM_SM_THREADS_FULL if full else SMEM_SM_THREADS) // threads)

@@ -37,7 +37,7 @@ PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
 VECTOR = 16
 DRAWS = 100  # random cases that are tried until an op accepts one
 # Fields of a config that grow with the length: a change of these alone is no other form.
-GRADUAL = ("threads", "threads_per_row", "clusters", "parts_per_cta", "resident", "replicas", "segments")
+GRADUAL = ("threads", "threads_per_row", "clusters", "segments_per_cta", "resident", "replicas", "segments")
 
 
 class SweepCall(NamedTuple):

@@ -140,11 +140,11 @@ def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Cal
         axis: one mesh axis or several.
         call: ``call(inputs, attrs) -> outputs``: the op on one device.
     """
-    if op.split is None or op.split.part is None:
+    if op.split is None or op.split.of_slice is None:
         raise TypeError(f"op {op.name} declares no split")
     size = next(inputs[n].shape[_place(t, op.split.dim)] for n, t in op.inputs.items() if _place(t, op.split.dim))
     whole = size * jax.lax.axis_size(axis)
-    found = dict(call(*op.split.part(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
+    found = dict(call(*op.split.of_slice(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
     parts = {n: a for n, a in present(found).items() if not _place(op.outputs[n], op.split.dim)}
     if parts and op.split.merge is not None:
         sizes = [size] * jax.lax.axis_size(axis)

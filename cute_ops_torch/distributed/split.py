@@ -87,9 +87,9 @@ def run_on_slice(
     from array_api_compat import torch as xp
 
     split = op.split
-    assert split is not None and split.part is not None
+    assert split is not None and split.of_slice is not None
     sliced = {n for n, t in {**op.inputs, **op.outputs}.items() if any(d.name == split.dim for d in t.dims)}
-    given, chosen = split.part(xp, inputs, attrs, own.start, own.size, own.whole)
+    given, chosen = split.of_slice(xp, inputs, attrs, own.start, own.size, own.whole)
     if own.size == 0:  # ops refuse an empty dim: run on one zero, and drop the result
         given = {
             n: t if t is None or n not in sliced else _one_zero(op.inputs[n], split.dim, t) for n, t in given.items()

@@ -64,7 +64,7 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
             out = binding.outputs[name]
             shape = (0,) if out is None else out.shape
             dtype = absent_dtype(binding, declared) if out is None else getattr(torch, out.dtype)
-            model = tensors[list(op.inputs).index(declared.lies_as)] if declared.lies_as else None
+            model = tensors[list(op.inputs).index(declared.strided_like)] if declared.strided_like else None
             made = like.new_empty(shape, dtype=dtype) if model is None else torch.empty_like(model)
             outputs.append(made)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -100,7 +100,7 @@ def run_reference(binding: Binding, tensors: Tensors, program: Program | None = 
         if binding.results[name] is None:
             like = next(t for t in tensors if t is not None)
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
-        result = result if declared.lies_as else result.contiguous()
+        result = result if declared.strided_like else result.contiguous()
         place = result.untyped_storage().data_ptr()
         if place in taken:
             result = result.clone()  # torch forbids outputs that share memory with an input or each other

@@ -63,26 +63,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "align": ({"inputs": {"x": ROWS._replace(align=32)}}, "x: align must be 2, 4, 8 or 16 bytes, got 32"),
     "align of an output": ({"outputs": {"out": ROWS._replace(align=16)}}, "output 'out' has 'align', which in"),
-    "align without a contiguous dim": ({"inputs": {"x": ROWS._replace(align=16, contiguous=())}}, "x: align is of"),
+    "align without a contiguous dim": ({"inputs": {"x": ROWS._replace(align=16, contiguous=())}}, "x: align needs"),
     "otherwise": ({"inputs": {"x": ROWS._replace(otherwise="pad")}}, "x: otherwise must be 'refuse' or 'copy', got 'p"),
     "a copy that is written": (
         {"inputs": {"x": ROWS._replace(otherwise="copy")}, "mutates": ("x",)}, "x is written, so a copy cannot stand",
     ),
     "a copy of an output": ({"outputs": {"out": ROWS._replace(otherwise="copy")}}, "out is written, so a copy cannot"),
-    "inf": ({"attrs": {"a": math.inf}}, "attribute 'a' has the default inf, which torch's schemas cannot say"),
+    "inf": ({"attrs": {"a": math.inf}}, "attribute 'a' has the default inf, which torch's schemas cannot hold"),
     "nan": ({"attrs": {"a": math.nan}}, "attribute 'a' has the default nan"),
     "too small": ({"attrs": {"a": 5e-324}}, "attribute 'a' has the default 5e-324"),
     "None": ({"attrs": {"a": None}}, "attribute 'a' has the default None, expected one of bool, int, float, str"),
     "list": ({"attrs": {"a": [1]}}, r"attribute 'a' has the default \[1\]"),
     "65 bits": ({"attrs": {"a": 2**63}}, "attribute 'a' has the default 9223372036854775808, which is no"),
     "nan as a choice": ({"attrs": {"a": OneOf(1.0, math.nan)}}, "attribute 'a' may be nan"),
-    "op is a keyword": ({"name": "lambda"}, "its name 'lambda' is no name of a function"),
+    "op is a keyword": ({"name": "lambda"}, "its name 'lambda' cannot name a function"),
     "op is not ASCII": ({"name": "größe"}, "its name 'größe'"),
     "op is private": ({"name": "_call"}, "its name '_call'"),
-    "input is a keyword": ({"inputs": {"from": ROWS}}, "input 'from' has no name of an argument"),
-    "attribute is a keyword": ({"attrs": {"lambda": 1.0}}, "attribute 'lambda' has no name of an argument"),
-    "output is a keyword": ({"outputs": {"class": ROWS}}, "output 'class' has no name of an argument"),
-    "input is private": ({"inputs": {"_function": ROWS}}, "input '_function' has no name"),
+    "input is a keyword": ({"inputs": {"from": ROWS}}, "input 'from' cannot be an argument's name"),
+    "attribute is a keyword": ({"attrs": {"lambda": 1.0}}, "attribute 'lambda' cannot be an argument's name"),
+    "output is a keyword": ({"outputs": {"class": ROWS}}, "output 'class' cannot be an argument's name"),
+    "input is private": ({"inputs": {"_function": ROWS}}, "input '_function' cannot be an argument's name"),
     "reserved": ({"inputs": {"ctx": ROWS}}, "input 'ctx' must have another name"),
     "attribute and output": ({"attrs": {"out": 1.0}}, r"names used twice: \['out'\]"),
     "attribute and option": (
@@ -95,18 +95,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "given with what is required": ({"outputs": {"out": ROWS._replace(given="x")}}, "'x', which is no optional input"),
     "same_as": (
         {"outputs": {"out": ROWS._replace(same_as="other")}},
-        "output 'out' is the same as 'other', which is no other output of its shape",
+        "output 'out' has same_as='other': that must be another output of its shape",
     ),
-    "same_as itself": ({"outputs": {"out": ROWS._replace(same_as="out")}}, "is the same as 'out', which is no other"),
+    "same_as itself": ({"outputs": {"out": ROWS._replace(same_as="out")}}, "has same_as='out': that must be another"),
     "same_as in a circle": (
-        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROWS._replace(same_as="a")}}, "'a' is the same as 'b'",
+        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROWS._replace(same_as="a")}}, "'a' has same_as='b'",
     ),
     "same_as of another shape": (
-        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROW}}, "no other output of its shape",
+        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROW}}, "must be another output of its shape",
     ),
-    "below": ({"inputs": {"x": ROWS._replace(upper_bound="c")}}, "input 'x' is below 'c', which is no dim of an input"),
+    "below": ({"inputs": {"x": ROWS._replace(upper_bound="c")}}, "input 'x' has upper_bound='c', no dim of an input"),
     "below a product": (
-        {"inputs": {"x": ROWS._replace(upper_bound="n*c")}}, r"input 'x' is below 'n\*c', which is no dim of an input",
+        {"inputs": {"x": ROWS._replace(upper_bound="n*c")}}, r"input 'x' has upper_bound='n\*c', no dim of an input",
     ),
     "given of an input": ({"inputs": {"x": ROWS._replace(given="x")}}, "input 'x' is given with 'x': both must be opt"),
     "optional output": ({"outputs": {"out": ROWS._replace(optional=True)}}, "output 'out' has 'optional', which"),
@@ -159,17 +159,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another's array with the dtype of an attribute": (
         {"attrs": {"to": OneOf("float32")},
          "outputs": {"out": ROWS, "other": Tensor("*m n", "to", same_as="out")}},
-        "other has the dtype that attribute 'to' names, so it cannot be another's array by 'same_as'",
+        "other has the dtype that attribute 'to' names, so it cannot share an array by 'same_as'",
     ),
     "an attribute and a dtype variable": ({"attrs": {"T": OneOf("float32")}}, r"names used twice: \['T'\]"),
     "dtype of no input": (
         {"dtypes": {"T": FLOATS, "U": FLOATS}, "outputs": {"out": Tensor("*m n", "U")}},
-        "output 'out' has dtype U, which no input binds",
+        "output 'out' has dtype U, which no input has",
     ),
     "dtype of an absent input": (
         {"dtypes": {"T": FLOATS, "U": FLOATS}, "inputs": {"x": ROWS, "w": Tensor("n", "U", optional=True)},
          "outputs": {"out": Tensor("*m n", "U")}},
-        "output 'out' has dtype U, which no input binds that is there whenever it is",
+        "output 'out' has dtype U, which no input has that is present whenever it is",
     ),
     "dim of an absent input": (
         {"inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}, "outputs": {"out": Tensor("*m k", "T")}},
@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "parallel": ({"sharding": Sharding(("k",))}, r"parallel has 'k', which is no dim of an input; there are \['n'\]"),
     "contracted": ({"sharding": Sharding(contracted=("k",))}, "contracted has 'k', which is no dim of an input"),
     "inner": ({"sharding": Sharding(inner=("k",))}, "inner has 'k', which is no dim of an input"),
-    "inner without a program": ({"sharding": Sharding(inner=("n",))}, "inner has 'n', over which a program adds up"),
+    "inner without a program": ({"sharding": Sharding(inner=("n",))}, "inner has 'n', over which only a program can"),
     "parallel heads of groups that are not tied": (
         {"inputs": {"q": Tensor("*m h d", "T"), "k": Tensor("*m g d", "T")}, "outputs": {"out": Tensor("*m h d", "T")},
          "sharding": Sharding(("h", "g"))},
@@ -256,7 +256,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "SM": ({"kernel": Kernel("a:B", least_sm=8.9)}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
     "an attribute that the gradient lacks": (
         {"attrs": {"a": 1.0}, "grad": backward()},
-        r"attribute 'a' does not reach the gradient: mine_bwd has none; where that is meant, declare "
+        r"attribute 'a' does not reach the gradient: mine_bwd has none; if that is intended, declare "
         r"no_gradient=\('a',\)",
     ),
     "an attribute of another kind": (
@@ -264,14 +264,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an input without a gradient": (
         {"inputs": {"x": ROWS, "mask": ROWS}, "grad": backward()},
-        r"input 'mask' has no gradient: mine_bwd gives no 'dmask'; where that is meant, declare "
+        r"input 'mask' has no gradient: mine_bwd gives no 'dmask'; if that is intended, declare "
         r"no_gradient=\('mask',\)",
     ),
     "a gradient that is denied": (
         {"grad": backward(), "no_gradient": ("x",)}, "input 'x' has no gradient by `no_gradient`, but mine_bwd",
     ),
     "no_gradient of nothing": ({"grad": backward(), "no_gradient": ("y",)}, r"no_gradient has \['y'\], which are"),
-    "no_gradient without one": ({"no_gradient": ("x",)}, r"says which have no gradient, \('x',\), but declares none"),
+    "no_gradient without one": ({"no_gradient": ("x",)}, r"it has no_gradient=\('x',\), but declares no grad"),
     "a gradient of nothing": (
         {"grad": backward(outputs={"dx": ROWS, "dy": ROWS})}, r"mine_bwd has the outputs \['dy'\], which are no 'd'",
     ),
@@ -287,9 +287,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a gradient twice": (
         {"grad": (backward(), backward(name="again"))}, "'dx' is given by two steps of the gradient, mine_bwd and",
     ),
-    "a step that asks for what comes later": (
+    "a step that reads what comes later": (
         {"grad": (backward({"inner": ROWS}), backward(name="first", outputs={"inner": ROWS}))},
-        "gradient mine_bwd asks for 'inner', which first gives, but not before it",
+        "gradient mine_bwd reads 'inner', which first gives, but not before it",
     ),
     "a step that nobody reads": (
         {"grad": (backward(name="first", outputs={"inner": ROWS}), backward())},
@@ -331,9 +331,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "scaled gives 'x' a gradient, but mine_bwd gives 'dx'",
     ),
     "strides that no program makes": (
-        {"outputs": {"out": ROWS._replace(lies_as="x")}}, "output 'out' lies as 'x', which is no input of its shape",
+        {"outputs": {"out": ROWS._replace(strided_like="x")}}, "output 'out' has strided_like='x': it takes an input",
     ),
-    "a cotangent, and no gradient": ({"handed_on": {"x": "out"}}, "it says how its gradient is computed, but declares"),
+    "a cotangent, and no gradient": ({"handed_on": {"x": "out"}}, "it has handed_on or saving, but declares no"),
     "what is saved by another op": (
         {"grad": backward(), "saving": declare("saving", attrs={"a": 1.0})},
         "saving saves for its gradient, but has other inputs or attributes",
@@ -352,7 +352,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "skippable input": ({"inputs": {"x": ROWS._replace(skippable=True)}}, "input 'x' has 'skippable', which outputs"),
     "skippable, but serves for two": (
         {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROWS._replace(skippable=True)}},
-        "output 'a' is the same as 'b', which is skippable",
+        "output 'a' has same_as='b': an output that stands for two",
     ),
     "skippable, but merged": (
         {"outputs": {"a": ROWS._replace(skippable=True)}, "sharding": Sharding(split=Split("n", dict, dict))},
@@ -364,7 +364,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an argument or a cotangent": (
         {"inputs": {"x": ROWS, "dout": ROWS}, "grad": backward(), "no_gradient": ("dout",)},
-        "mine_bwd asks for 'dout': that argument, or the cotangent of 'out'",
+        "mine_bwd reads 'dout': that argument, or the cotangent of 'out'",
     ),
 }  # fmt: skip
 

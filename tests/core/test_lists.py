@@ -86,11 +86,11 @@ OVERWRITING = Op(
 @pytest.mark.parametrize(
     ("problem", "declared"),
     [
-        ("xs has dims of its own, ('n',), but is no list", {"inputs": {"xs": Tensor("n", "T", own=("n",))}}),
+        ("xs has own=('n',), but is not a list", {"inputs": {"xs": Tensor("n", "T", own=("n",))}}),
         ("xs: many is the name of how many tensors there are, 'k', got True",
          {"inputs": {"xs": Tensor("n", "T", many=True)}}),  # type: ignore[arg-type]
-        ("xs has 'm' as its own, which is no dim of 'r n'", {"inputs": {"xs": MANY._replace(own=("m",))}}),
-        ("out has dim 'r', of which each tensor of a list has a size of its own",
+        ("xs has own=('m',), but 'm' is no dim of 'r n'", {"inputs": {"xs": MANY._replace(own=("m",))}}),
+        ("out has dim 'r', whose size differs from tensor to tensor of a list",
          {"outputs": {"out": Tensor("r", "T")}}),
         ("gradient concatenate_bwd has lists of 'k', but wrong has lists of []",
          {"inputs": {"xs": Tensor("n", "T")}, "grad": LISTING.concatenate.grad}),
@@ -100,14 +100,14 @@ OVERWRITING = Op(
          {"inputs": {"xs": Tensor("n", "T")}, "outputs": {"out": Tensor("n", "T", many="j")}}),
         ("xs: 'k' is how many tensors there are, so it is no dim of each",
          {"inputs": {"xs": Tensor("k n", "T", many="k")}}),
-        ("out: the number of tensors is a dim, or a factor of one, in 'k+1'", {"outputs": {"out": Tensor("k+1", "T")}}),
+        ("out: the number of tensors may only be a dim or a factor of one", {"outputs": {"out": Tensor("k+1", "T")}}),
         ("xs has 'optional', which a list cannot have", {"inputs": {"xs": MANY._replace(optional=True)}}),
-        ("'r' is a dim that each tensor has for itself: devices cannot share it",
+        ("'r' has a size of its own in each tensor: devices cannot share it",
          {"outputs": {"out": MANY}, "sharding": Sharding(parallel=("r",))}),
-        ("case 'a' must say how many 'k' is", {"cases": (Case("a", {"n": 8}),)}),
+        ("case 'a' must give the number 'k'", {"cases": (Case("a", {"n": 8}),)}),
         ("case 'a' must have 2 sizes for 'r', got 3", {"cases": (Case("a", {"k": 2, "r": 3, "n": 8}),)}),
-        ("'xs_1' is what one of 'xs' is called", {"inputs": {"xs": MANY, "xs_1": Tensor("n", "T")}}),
-        ("'r_0' is what one of 'r' is called", {"inputs": {"xs": MANY, "y": Tensor("r_0", "T")}}),
+        ("'xs_1' is the name of one of 'xs'", {"inputs": {"xs": MANY, "xs_1": Tensor("n", "T")}}),
+        ("'r_0' is the name of one of 'r'", {"inputs": {"xs": MANY, "y": Tensor("r_0", "T")}}),
         ("xs[0]: contiguous names 'm'", {"inputs": {"xs": MANY._replace(contiguous="m")}}),
         ("it has lists of tensors, so it cannot have finish", {"finish": Finish(lambda *given: given[2], {}, {})}),
         ("it has lists of tensors, so it cannot have a split",
@@ -128,7 +128,7 @@ def test_declarations_that_cannot_work(problem: str, declared: dict[str, Any]) -
 
 def test_an_op_with_lists_is_unrolled_first() -> None:
     """Whatever else would take a list for one tensor."""
-    with pytest.raises(TypeError, match=r"cute\.add_n: it has lists of tensors, so a call of it is one of `unrolled`"):
+    with pytest.raises(TypeError, match=r"cute\.add_n: it has lists of tensors, so its `unrolled` op is called"):
         bind(LISTING.add_n, {"xs": Array((3, 8), "float32")})
     with pytest.raises(TypeError, match="add_n has lists of tensors: take one of its `instances`"):
         testing.inputs(LISTING.add_n, LISTING.add_n.cases[0], "float32")

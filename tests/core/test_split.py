@@ -25,7 +25,7 @@ def in_slices(op: Op, inputs: dict[str, Any], attrs: dict[str, Any], sizes: tupl
     start, last = 0, lambda name: split.dim in [d.name for d in {**op.inputs, **op.outputs}[name].dims]
     for size in sizes:
         own = {n: a[..., start : start + size] if last(n) else a for n, a in inputs.items()}
-        given, chosen = split.part(np, own, attrs, start, size, sum(sizes))
+        given, chosen = split.of_slice(np, own, attrs, start, size, sum(sizes))
         assert {n: a.dtype for n, a in given.items()} == {n: a.dtype for n, a in own.items()}
         for name, value in zip(op.outputs, testing.run_reference(op, given, chosen), strict=True):
             results[name].append(value)

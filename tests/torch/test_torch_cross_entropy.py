@@ -117,7 +117,7 @@ def test_slices_of_the_classes(options: dict[str, Any], device: str) -> None:
     parts, gradients, start = [], [], 0
     for mine in x.split(sizes, dim=1):
         place = (start, mine.shape[1], n)
-        given, chosen = declared.split.part(xp, {"logits": mine, "target": target}, attrs, *place)
+        given, chosen = declared.split.of_slice(xp, {"logits": mine, "target": target}, attrs, *place)
         parts.append(forward(*given.values(), **chosen))
         given = {
             "logits": mine,
@@ -125,7 +125,7 @@ def test_slices_of_the_classes(options: dict[str, Any], device: str) -> None:
             **dict(zip(("row_max", "log_sum"), lse, strict=True)),
             "dloss": dloss,
         }
-        given, chosen = declared.grad.split.part(xp, given, attrs, *place)
+        given, chosen = declared.grad.split.of_slice(xp, given, attrs, *place)
         gradients.append(backward(*given.values(), **chosen))
         start += mine.shape[1]
     stacked = {name: torch.stack(each) for name, each in zip(declared.outputs, zip(*parts, strict=True), strict=True)}

@@ -1,4 +1,4 @@
-"""Keys and values of new tokens into a cache: see :mod:`cute_ops.ops.attention.append_kv`."""
+"""Stores keys and values of new tokens in a cache: see :mod:`cute_ops.ops.attention.append_kv`."""
 
 import math
 
@@ -18,8 +18,8 @@ class Heads:
 
     Args:
         mX: the tensor, (..., heads, elements).
-        key: what is known of it.
-        index: counts through the dims before the heads, in 64 bits.
+        key: its description.
+        index: the index over the dims before the heads, in 64 bits.
         size: elements of a head.
     """
 
@@ -36,14 +36,14 @@ class Heads:
 
 
 class AppendKV:
-    """``k_cache[slots[token]] = k[token]``, and v likewise, for each token whose slot is one of the cache's; k rotated
-    where there are tables of cosines and sines.
+    """``k_cache[slots[token]] = k[token]``, and v likewise, for each token whose slot is in the cache; k is rotated if
+    there are tables of cosines and sines.
 
-    Tile: ``threads_per_token`` threads copy ``unroll`` vectors each of one token's keys or values, which is a segment,
-    and a CTA takes the same segment of several tokens. All loads of a segment are issued before the token's slot is
-    known. A vector lies within a head and is as wide as the new tensor and the cache are aligned. Of keys that are
-    rotated a thread takes chunks, two vectors each, see :class:`Rotary`. No shared memory.
-    Bytes moved per element: k and v once, the places that are written in the caches once; no cache is read.
+    Tile: ``threads_per_token`` threads copy a segment of one token's keys or values, ``unroll`` vectors each, and a CTA
+    takes the same segment of several tokens. All loads of a segment are issued before the token's slot is known. A
+    vector lies within a head and is as wide as the alignment of the new tensor and the cache allows. For keys that are
+    rotated a thread takes chunks of two vectors, see :class:`Rotary`. No shared memory.
+    Bytes moved per element: k and v are read once and written to the caches once; no cache is read.
     """
 
     def __init__(self, variant):
@@ -120,7 +120,7 @@ class AppendKV:
                 self._append(mV, mVCache, "v", token, slot, segment - of_keys)
 
     def _append(self, mX, mCache, name, token, slot, segment):
-        """Copy a segment of a token's heads to its slot; nowhere where that is none of the cache's."""
+        """Copy a segment of a token's heads to its slot, if the cache has that slot."""
         lane, _, _ = cute.arch.thread_idx()
         size, vec, count = self.size[name], self.vec[name], self._vectors(mX, name)
         source, held = Heads(mX, self.keys[name], token, size), []
@@ -136,7 +136,7 @@ class AppendKV:
             store_if(there & wanted, rX, target.address(head, column))
 
     def _append_rotated(self, mK, mCache, mCos, mSin, token, slot, segment):
-        """Turn a segment of a token's keys by the token's angles, and store it likewise."""
+        """Rotate a segment of a token's keys by the token's angles, and store it as :meth:`_append` does."""
         lane, _, _ = cute.arch.thread_idx()
         rotary, dtype, count = self.rotary, mK.element_type, self._chunks(mK)
         d, r = rotary.sizes(mK, mCos)
@@ -159,5 +159,5 @@ class AppendKV:
             rotary.store(rX, dtype, target.address(head, 0), there & wanted, *place, d, streaming=False)
 
     def _is_place(self, slot, mCache):
-        """Whether a slot is one of the cache's."""
+        """Whether the cache has a slot."""
         return (slot >= 0) & (slot < extent(mCache, 0) * extent(mCache, 1))

@@ -13,8 +13,8 @@ class AppendConfig(KernelConfig):
 
     Attributes:
         threads: of a CTA, at most.
-        threads_per_token: those that copy the keys or the values of one token.
-        unroll: vectors that a thread has on their way.
+        threads_per_token: threads that copy the keys or the values of one token.
+        unroll: vectors that a thread has in flight.
     """
 
     threads: int

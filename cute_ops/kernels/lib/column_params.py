@@ -46,7 +46,7 @@ def column_vectors(mW, key, tile, first, ks=None):
 
 
 def column_elements(mW, key, v, first, n):
-    """As :func:`column_vectors`, for a vector that begins inside the row or, with shifted rows, before it."""
+    """As :func:`column_vectors`, for one vector, which begins inside the row or, with shifted rows, before it."""
     itemsize = ITEMSIZE[key.dtype]
     rW = fragment(mW.element_type, v.vec)
     address = mW.iterator.toint() + Int64(first) * itemsize
@@ -58,20 +58,20 @@ def column_elements(mW, key, v, first, n):
 
 
 def _realigned(dtype, base, tile, first, ks):
-    """Vectors from any element on: aligned loads of 16 bytes, the words between them chosen, their halves moved.
+    """Vectors that start at any element: aligned 16-byte loads, of which the words, and halves of words, are picked.
 
-    A branch serves several vectors; a thread's only one is better off without, since loads do not cross it. Whole words
-    are selected instead: of two branches that copy different words of one register vector libNVVM 13.0 to 13.5 makes
-    one (``tests/core/test_moved_words.py``). Halves are safe, since it does not look into the PTX that moves them.
+    One branch on the offset serves several vectors. A thread's only vector is selected without a branch, which loads
+    could not cross. Selection goes by whole words: libNVVM 13.0 to 13.5 merges two branches that copy different words
+    of one register vector (``tests/core/test_moved_words.py``). It does not look into the PTX that moves halves.
 
-    Nothing past the parameter's end is read; what a vector holds outside the row is anything, NaN too.
+    Nothing past the parameter's end is read; what a vector holds outside the row is undefined and may be NaN.
     """
     size = dtype.width // 8
     each = BYTES // size
     count = max(tile.vec // each, 1) + 1
     last = (tile.n - 1) // each
-    # Where threads lie whole accesses apart, all vectors of a thread start at the same place of one, and only those
-    # near the row's ends reach past the parameter's.
+    # If threads lie whole accesses apart, all vectors of a thread have the same offset in an access, and only those at
+    # the row's end reach past the parameter's.
     regular = tile.threads_per_row * tile.vec % each == 0
     loaded = []
     for k in ks:
@@ -100,9 +100,9 @@ def _realigned(dtype, base, tile, first, ks):
 
 @cute.jit
 def _load_to_end(rPart: cute.Tensor, address: Int64, whole: Boolean, rest: cutlass.Constexpr):
-    """An access of a parameter of which the last one has ``rest`` elements, a power of two after the other.
+    """Load an access of a parameter. If it is the last one, which has ``rest`` elements, load pieces of powers of two.
 
-    Relaxed loads: of plain ones the assembler would make a wide one.
+    The loads are relaxed, because the assembler would merge plain ones into a wide one.
     """
     if const_expr(rest == cute.size(rPart)):
         load(rPart, address)

@@ -67,7 +67,7 @@ class ColumnSum:
         if start + x < n:
             count = Int32(mParts.shape[0])
             for p in cutlass.range(level, count, self.depth * BATCH, unroll=1):
-                # Loads side by side: past the end, the last row again, and then not counted.
+                # BATCH loads at a time; past the end they load the last row again, which is then not counted.
                 rParts = cute.make_rmem_tensor((BATCH,), Float32)
                 for i in cutlass.range_constexpr(BATCH):
                     rParts[i] = mParts[cutlass.min(p + i * self.depth, count - 1), start + x]

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMo
 MAX_BITS = 128
 UPPER_HALF = -65536  # of a word
 BITS = {8: Uint8, 16: Int16, 32: Int32}
-AHEAD = 2048  # CTAs that may find room beside the previous kernel's; for later ones to fetch ahead only costs
+AHEAD = 2048  # CTAs that prefetch: those that may start beside the previous kernel's; for later ones it only costs
 
 
 def access_bits(dtype, vec):
@@ -43,8 +43,8 @@ def fragment(dtype, vec):
 def load(rX, address, shared=False):
     """Load a whole vector. ``shared``: from L2, past what L1 holds.
 
-    Never marked as read once (evict first): beside kernels whose data fills L2, such loads lose their lines early
-    and run 5% slower.
+    No evict-first hint: when neighbouring kernels fill L2, hinted lines are evicted early and this kernel runs 5%
+    slower.
     """
     dtype, vec = rX.element_type, cute.size(rX)
     mode = LoadCacheMode.GLOBAL if shared else LoadCacheMode.ALWAYS
@@ -53,7 +53,7 @@ def load(rX, address, shared=False):
 
 
 def fetch_ahead(address, predicate):
-    """Have L2 fetch what lies at an address, while the kernel that may still write it runs: in L2 all see the same."""
+    """Prefetch a line to L2. This is safe while an earlier kernel may still write the line: all writes meet in L2."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address], predicate=predicate)
 
 
@@ -67,7 +67,7 @@ def store(rX, address, streaming=False):
 
 @cute.jit
 def load_if(valid: Boolean, rX: cute.Tensor, address: Int64, shared: cutlass.Constexpr = False):
-    """Load a vector that holds at least one wanted element; keep the fragment as it is elsewhere."""
+    """Load a vector if ``valid``, which means that it holds an element to read; else leave the fragment as it is."""
     if valid:
         load(rX, address, shared)
 
@@ -76,10 +76,10 @@ def load_if(valid: Boolean, rX: cute.Tensor, address: Int64, shared: cutlass.Con
 def load_inside(
     valid: Boolean, rX: cute.Tensor, address: Int64, room: Int32, shared: cutlass.Constexpr = False
 ):  # fmt: skip
-    """As :func:`load_if`, for a vector of which only the first ``room`` elements may be read: whole where these are all
-    of it, else one by one.
+    """As :func:`load_if`, for a vector of which only the first ``room`` elements may be read: one load if these are all
+    of it, else one load per element.
 
-    A page would hold the rest too, but tools that watch memory object.
+    The rest is on the same page, so reading it would not fault, but memory checkers report it.
     """
     if valid:
         if room >= cute.size(rX):
@@ -92,8 +92,7 @@ def load_inside(
 def load_first(rX: cute.Tensor, address: Int64, room: Int32):
     """The first ``room`` elements of a vector, zeros for the others.
 
-    The loads are relaxed ones since the assembler makes one wide load of plain ones whose address it knows to be
-    aligned.
+    The loads are relaxed, because the assembler merges plain ones whose address it knows to be aligned into a wide one.
     """
     rX.fill(0)
     bits = BITS[rX.element_type.width]
@@ -127,7 +126,7 @@ def load_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
 
 @cute.jit
 def load_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
-    """Load the columns ``first + j`` that lie in ``[0, n)``: in one go where all do, else one by one."""
+    """Load the columns ``first + j`` that lie in ``[0, n)``: by one load if all do, else one by one."""
     if first >= 0 and first + cute.size(rX) <= n:
         load(rX, address)
     else:
@@ -144,9 +143,9 @@ def store_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
 
 @cute.jit
 def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, streaming: cutlass.Constexpr = False):
-    """Store the columns ``first + j`` that lie in ``[0, n)``: in one go where all do, else one by one."""
+    """Store the columns ``first + j`` that lie in ``[0, n)``: by one store if all do, else one by one."""
     if const_expr(cute.size(rX) * rX.element_type.width % 32 == 0):
-        # Or every element would be computed again before it is stored.
+        # Without the barrier every element would be computed again before it is stored.
         compiler_barrier(rX)
     if first >= 0 and first + cute.size(rX) <= n:
         store(rX, address, streaming)
@@ -156,7 +155,7 @@ def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, stream
 
 @cute.jit
 def fill_outside(tX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constexpr = 0):
-    """Overwrite the elements whose columns ``first + j`` fall outside the row; they may be a neighbour's NaN."""
+    """Overwrite the elements whose columns ``first + j`` lie outside the row; they may be a neighbouring row's NaN."""
     for j in cutlass.range_constexpr(cute.size(tX)):
         if first + j < 0 or first + j >= n:
             tX[j] = tX.element_type(value)
@@ -164,23 +163,23 @@ def fill_outside(tX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constex
 
 @cute.jit
 def trim(rX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constexpr = 0):
-    """:func:`fill_outside` by the few threads at a row's edges."""
+    """:func:`fill_outside`, in a branch that only the few threads at a row's ends take."""
     if first < 0 or first + cute.size(rX) > n:
         fill_outside(rX, first, n, value)
 
 
 class Inside:
-    """What of a vector of ``vec`` elements, of which the first is column ``first``, lies in the columns ``[0, end)``.
+    """Which elements of a vector, whose first of ``vec`` is column ``first``, lie in the columns ``[0, end)``.
 
     Args:
-        whole: whether all of it is known to.
+        whole: whether it is known at compile time that all do.
     """
 
     def __init__(self, vec, first, end, whole=False):
         self.vec, self.first, self.end, self.whole = vec, first, end, whole
 
     def only(self, x):
-        """The fp32 vector with zeros in place of the rest."""
+        """The fp32 vector with zeros in place of the elements outside."""
         if self.whole:
             return x
         copy = fragment(Float32, self.vec)
@@ -189,7 +188,7 @@ class Inside:
         return copy.load()
 
     def count(self):
-        """How many elements that is, in fp32."""
+        """The number of elements inside, in fp32."""
         if self.whole:
             return Float32(self.vec)
         last = cutlass.min(self.first + self.vec, self.end)
@@ -197,14 +196,14 @@ class Inside:
 
 
 def compiler_barrier(rX):
-    """Hide from the compiler how a fragment was computed, so that it keeps this form of it and no wider one."""
+    """Hide from the compiler how a fragment was computed, so that it keeps the fragment and not a wider form of it."""
     rW = cute.recast_tensor(rX, Int32)
     for j in range(cute.size(rW)):
         rW[j] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[rW[j]])
 
 
 def compiler_barrier_value(number):
-    """The same number, of which the compiler does not see how it was computed: it does not compute it again."""
+    """The same number, with its origin hidden from the compiler, so that it is not computed again."""
     kind = type(number)
     ptx = f"mov.b{kind.width} {{$w0}}, {{$r0}};"
     return cute.arch.inline_ptx(ptx, write_only_types=[kind], read_only_args=[number])
@@ -213,7 +212,7 @@ def compiler_barrier_value(number):
 def widen(rX):
     """A vector in fp32.
 
-    Two bfloat16 numbers of a word take one instruction each; taken apart first, the upper one takes two.
+    The two bfloat16 numbers of a word take one instruction each. Taking them apart first costs the upper one another.
     """
     if rX.element_type != BFloat16 or cute.size(rX) % 2:
         return rX.load().to(Float32)

@@ -8,15 +8,15 @@ import cutlass.cute as cute
 
 
 class Entry:
-    """Takes the arguments that are present plus the stream; hands the kernel those at its ``places``, None for the
-    absent ones. A tensor whose contiguous dim is not its last arrives with that dim last, and goes on as declared.
+    """Takes the present arguments and the stream, and calls the kernel with the arguments at its ``places``, None for
+    absent ones. A tensor whose contiguous dim is not its last arrives with that dim last and is passed on as declared.
 
-    Where the first tensor has no memory or no element nothing is launched: a call like that only loads the module,
-    which is how :func:`cute_ops.jit.loader.preload` gets it onto a device ahead of time.
+    Nothing is launched if the first tensor has no memory or no element: such a call only loads the module, which is how
+    :func:`cute_ops.jit.loader.preload` gets it onto a device ahead of time.
     """
 
     def __init__(self, kernel: Any, places: tuple[int | None, ...], orders: dict[int, tuple[int, ...]]) -> None:
-        """``orders``: by place the declared dims in the order in which they arrive, where that is another."""
+        """``orders``: by place, the declared dims in the order of arrival if that differs from the declared order."""
         self.kernel = kernel
         self.places = places
         self.orders = orders
@@ -24,7 +24,7 @@ class Entry:
     @cute.jit
     def __call__(self, *arguments):
         full = [None if place is None else self._declared(arguments[place], place) for place in self.places]
-        # A problem without rows (a vector) has no size that could be zero: there only the address says so.
+        # A vector has no rows that could be zero: only its address tells such a call.
         if arguments[0].iterator.toint() != 0 and cute.size(arguments[0]) > 0:
             self.kernel(*full, arguments[-1])
 

@@ -13,7 +13,7 @@ LARGEST = 448.0
 LEAST_SCALE = 2.0**-126
 INFINITY = float("inf")
 
-# To nearest even; finite numbers and infinities beyond the largest become the largest, NaN stays.
+# Rounds to nearest even. Numbers beyond the largest, infinities too, become the largest; NaN stays NaN.
 _PAIR = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
 _FOUR = """{
 .reg .b16 low, high;
@@ -41,20 +41,20 @@ def to_fp8(x, vec):
 
 
 def _bytes(rX, vec):
-    """A fragment's bytes. The layout is made anew: that of a single word would have no stride."""
+    """A fragment's bytes. The layout is a new one, because that of a single word would have no stride."""
     return cute.make_tensor(cute.recast_ptr(rX.iterator, dtype=Uint8), cute.make_layout(vec))
 
 
 def largest_finite(rX, found):
-    """The largest magnitude of a fragment's finite elements, and of what was found before."""
+    """The maximum of ``found`` and the magnitudes of a fragment's finite elements."""
     for j in range(cute.size(rX)):
-        # An infinity times zero is NaN, and a maximum passes over NaN.
+        # An infinity times zero is NaN, and a maximum ignores NaN.
         found = cute.arch.fmax(found, abs(rX[j] * 0.0 + rX[j]))
     return found
 
 
 def magnitude(rX, found):
-    """The largest magnitude of a fragment's elements, and of what was found before; of infinities too."""
+    """The maximum of ``found`` and the magnitudes of a fragment's elements, infinities included."""
     for j in range(cute.size(rX)):
         found = cute.arch.fmax(found, abs(rX[j]))
     return found
@@ -62,7 +62,7 @@ def magnitude(rX, found):
 
 @cute.jit
 def largest_of_each(vectors: cutlass.Constexpr):
-    """The largest magnitude of each vector's finite elements. Infinities are looked for only where there are some."""
+    """The largest magnitude of each vector's finite elements. Infinities are left out only if there are any."""
     rFound = fragment(Float32, len(vectors))
     largest = Float32(0.0)
     for i in cutlass.range_constexpr(len(vectors)):

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel starts while its predecessor on the stream drains.
 
-A kernel that is launched so waits before it touches memory, and lets its successor start early in turn. Both are
-promises between neighbours only: beside a kernel that is launched otherwise, the usual order holds.
+A kernel that is launched this way waits before it touches memory, and lets its successor start early. This holds
+between two such neighbours only: next to a kernel that is launched otherwise, the usual order holds.
 """
 
 import cutlass.cute as cute
@@ -13,7 +13,7 @@ def can_use_pdl(arch):
 
 
 def wait_for_previous(pdl):
-    """Everything the stream's earlier kernels wrote is there after this."""
+    """Wait until all that the stream's earlier kernels wrote can be read."""
     if pdl:
         cute.arch.griddepcontrol_wait()
 

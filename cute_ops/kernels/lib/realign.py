@@ -1,7 +1,7 @@
-"""Vectors that begin at any element: the two aligned vectors that hold one, and its words moved into place.
+"""Vectors that begin at any element: the two aligned vectors that contain one are loaded, and its words are moved.
 
-Loads stay 16 bytes wide wherever a row starts. Neighbouring threads share every aligned vector, so the second reading
-of it is served by L1.
+Loads stay 16 bytes wide wherever a row starts. Neighbouring threads share every aligned vector, so its second load hits
+L1.
 """
 
 import cutlass
@@ -11,25 +11,24 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import fragment, load, load_first
 
 WORD_BYTES = 4
-# A byte permutation of two words that takes the lower one; so many more for every byte from there on.
+# Selector of a byte permutation of two words that takes the lower one; what is added for each byte further up.
 LOWER, NEXT_BYTE = 0x3210, 0x1111
 
 
 def bytes_past(address, dtype, vec):
-    """How far an address lies past the aligned vector that holds it, in bytes."""
+    """Bytes between the start of the aligned vector that contains an address, and the address."""
     return Int32(address & (vec * dtype.width // 8 - 1))
 
 
 @cute.jit
 def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32, bound: Int32, tail: Boolean):
-    """Two neighbouring aligned vectors, on their way: those that hold one of a row's columns, and of these no element
-    past what may be read.
+    """Load two neighbouring aligned vectors if they contain a column of the row, without elements that may not be read.
 
     Args:
         rPair: receives both.
         address: of the lower one.
-        begin: the column that it begins with, above ``-2 * vec``.
-        end: columns of the row; a number below zero for none.
+        begin: the first column of the lower one, above ``-2 * vec``.
+        end: columns of the row; negative if there is no row.
         bound, tail: from :meth:`RowTile.edge`.
     """
     vec = cute.size(rPair) // 2
@@ -50,7 +49,7 @@ def _half(rPair, i):
 
 
 def settle(rPair, past):
-    """The vector that begins so many bytes, static or not, past the beginning of a pair."""
+    """The vector that begins ``past`` bytes, a static number or not, after the beginning of a pair."""
     words, vec = _bytes(rPair) // 2 // WORD_BYTES, cute.size(rPair) // 2
     rWords = cute.recast_tensor(rPair, Int32)
     found = [rWords[i] for i in range(2 * words)]
@@ -79,8 +78,8 @@ def settle(rPair, past):
 def settle_all(pairs: cutlass.Constexpr, past: Int32):
     """As :func:`settle` for several pairs, by a branch that all threads of a row take together.
 
-    Each word goes through a permutation, whole ones too: branches that only copy words are not safe, see
-    :mod:`cute_ops.kernels.lib.column_params`.
+    Each word goes through a byte permutation, even if it is copied whole: libNVVM merges branches that only copy words,
+    see :mod:`cute_ops.kernels.lib.column_params`.
     """
     vec, words = cute.size(pairs[0]) // 2, _bytes(pairs[0]) // 2 // WORD_BYTES
     found = [fragment(rPair.element_type, vec) for rPair in pairs]
@@ -105,7 +104,7 @@ def _take_either(pairs: cutlass.Constexpr, found: cutlass.Constexpr, skip: cutla
 
 
 def _take(pairs, found, skip, past):
-    """The words after ``skip`` of them and the bytes of one."""
+    """The words that begin ``skip`` words and ``past % 4`` bytes after the beginning of each pair."""
     selector = LOWER + (past & (WORD_BYTES - 1)) * NEXT_BYTE
     for rPair, rX in zip(pairs, found):
         rWords, rOut = cute.recast_tensor(rPair, Int32), cute.recast_tensor(rX, Int32)

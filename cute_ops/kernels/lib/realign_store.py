@@ -1,7 +1,7 @@
 """Rows that start anywhere, in vectors that start with the row: vector ``v`` covers the columns from ``v * vec`` on.
 
-Loads take the two aligned vectors around one (see :mod:`cute_ops.kernels.lib.realign`); a store goes through shared
-memory, where threads find the neighbours' elements that a whole vector of memory holds besides theirs.
+Loads take the two aligned vectors around one (see :mod:`cute_ops.kernels.lib.realign`). Stores go through shared
+memory, where a thread finds the elements of other threads that share an aligned vector with its own.
 """
 
 import cutlass
@@ -14,8 +14,8 @@ from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, Vectors, pre
 
 
 class ColumnVectors(Vectors):
-    """As :class:`Vectors`, never shifted, and narrower than the widest only where ``least`` elements fit or rows are
-    short. Vectors of the tensors named in ``apart`` do not start on a vector of memory.
+    """As :class:`Vectors`, but never shifted, and narrower than the widest only if the alignment allows ``least``
+    elements or rows are short. ``apart`` names the tensors whose vectors do not start on a vector of memory.
     """
 
     def __init__(self, variant, names, n, align_vectors, least):
@@ -32,9 +32,9 @@ class ColumnVectors(Vectors):
 
 
 class ColumnStore:
-    """A CTA's part of a row of an output, on its way from the threads' columns to whole vectors of memory.
+    """Stores a CTA's share of a row of an output as whole vectors of memory, from vectors that start with the row.
 
-    Shared memory: that part of each of the tile's rows.
+    Shared memory: the CTA's share of each of the tile's rows.
     """
 
     def __init__(self, tile, vector_bytes):
@@ -45,7 +45,7 @@ class ColumnStore:
         return smem.allocate_tensor(Uint8, self._layout(), byte_alignment=16)
 
     def view(self, base):
-        """The same in shared memory that is there: of a tile of one row, that row."""
+        """The tensor of :meth:`allocate` in shared memory that is there already, for a tile of one row."""
         return cute.make_tensor(cute.recast_ptr(base, dtype=Uint8), self._layout())[None, 0]
 
     def _layout(self):
@@ -58,8 +58,8 @@ class ColumnStore:
         Args:
             sRow: the row's shared memory; all threads of the CTA are done with what was in it.
             address: of the row, in bytes.
-            t, rank: this thread in its CTA, and its CTA in the cluster, as far as they share the row.
-            there: whether the row is.
+            t, rank: this thread among those of the row in its CTA, and its CTA in the cluster.
+            valid: whether the row exists.
         """
         tile = self.tile
         for k in cutlass.range_constexpr(tile.per_thread):
@@ -99,7 +99,7 @@ class ColumnStore:
 
     @cute.jit
     def _edge(self, sRow: cute.Tensor, address: Int64, head: Int32, i: Int32, whole: Int32, count: Int32):
-        """The i-th of the bytes before and after."""
+        """The i-th of the bytes before and after the whole vectors."""
         place, end = i, head
         if i >= VECTOR_BYTES:
             place, end = i - VECTOR_BYTES + head + whole * VECTOR_BYTES, count

@@ -12,13 +12,13 @@ class RowConfig(KernelConfig):
     """How rows spread over threads and CTAs.
 
     Attributes:
-        form: the kernel's form; which there are, families say.
+        form: the kernel's form; each family has its own.
         threads: of a CTA.
-        threads_per_row: of each CTA; 0 where all threads of a CTA walk over a row.
+        threads_per_row: of each CTA; 0 if all threads of a CTA walk over a row.
         cluster: CTAs that share a row.
         resident: CTAs that are to fit on an SM together: a cap on registers.
-        align_vectors: the start of a row off a vector is rounded down to a multiple of so many vectors.
-        balanced: a CTA holds as few whole warps' vectors as serve, so that some threads have no last one.
+        align_vectors: the start of an unaligned row is rounded down to a multiple of this many vectors.
+        balanced: a CTA holds the fewest whole warps' vectors that suffice, so that some threads have no last one.
     """
 
     form: str

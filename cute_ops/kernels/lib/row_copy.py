@@ -1,4 +1,4 @@
-"""How a thread reaches its vectors of a row, and the numbers that a row has one of."""
+"""Loads and stores of a thread's vectors of a row, and of tensors with one number per row."""
 
 from typing import Any, NamedTuple
 
@@ -25,11 +25,12 @@ from cute_ops.kernels.lib.row_layout import element_address, row_address
 
 @cute.jit
 def load_tails(held: cutlass.Constexpr, first: cutlass.Constexpr, tile: cutlass.Constexpr, edge: cutlass.Constexpr):
-    """Load the vectors that :meth:`RowTile.edge` leaves of a row of each input, element by element, by one branch.
+    """Load the vectors that :meth:`RowTile.edge` does not allow to load whole, of a row of each input, element by
+    element, in one branch.
 
     Args:
-        held: a thread's vectors of each row, and the row.
-        first: the columns that these vectors begin with.
+        held: (a thread's vectors, the row) of each input.
+        first: the first columns of these vectors.
     """
     bound, tail = edge
     if const_expr(tile.v.masked):
@@ -46,11 +47,11 @@ def _each_tail(held, first, tile, bound):
 
 
 class Place(NamedTuple):
-    """A thread's part of a row.
+    """Which row a thread works on, and which vectors of it.
 
     Attributes:
-        row, count: which row, of how many.
-        t: the thread, of those of a CTA that share the row.
+        row, count: the row's index, and the number of rows.
+        t: the thread's index among those of its CTA that share the row.
         rank: its CTA in the cluster.
         first: first columns of the thread's vectors.
     """
@@ -63,7 +64,7 @@ class Place(NamedTuple):
 
     @property
     def valid(self):
-        """Whether the row is there."""
+        """Whether the row exists."""
         return self.row < self.count
 
 
@@ -84,7 +85,7 @@ class RowAccess:
     Args:
         variant: the kernel's variant.
         tile: the mapping.
-        empty: what stands outside a row, the neutral element of the kernel's reduction.
+        empty: the value of elements outside a row, neutral in the kernel's reduction.
     """
 
     def __init__(self, variant, tile, empty=0):
@@ -101,23 +102,23 @@ class RowAccess:
         return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
 
     def fetch_ahead(self, gRow, place, predicate):
-        """Have L2 fetch this thread's vectors of a row that is there."""
+        """Prefetch this thread's vectors of a row that exists to L2."""
         for start in place.first:
             inside = (start >= 0) & (start < self.n)
             fetch_ahead(gRow.at(start), predicate & inside)
 
     def readable(self, place):
-        """The place with a row that may be read: those past the last one repeat it, so that no load hangs on a
-        condition, except where rows start anywhere in a vector.
+        """The place with a row that may be read: past the last row it is the last one again, so that no load depends on
+        a condition, except where rows start anywhere in a vector.
         """
         return place if self.tile.v.shifted else place._replace(row=cutlass.min(place.row, place.count - 1))
 
     def load(self, rows, place, predicate=None):
-        """This thread's vectors of each of some rows, all on their way together; ``empty`` outside them.
+        """This thread's vectors of each of some rows, all in flight together; ``empty`` outside them.
 
         Args:
             rows: from :meth:`row`, at the place or, without a predicate, at the :meth:`readable` one.
-            predicate: whether the rows are wanted; by default those that are there are.
+            predicate: whether to load the rows; by default those that exist are loaded.
         """
         held, (bound, tail) = [], self.tile.edge(place.row, place.count)
         valid = place.valid if self.tile.v.shifted else True
@@ -156,7 +157,7 @@ class RowAccess:
             trim(rX, place.first[k], Int32(self.n), self.empty)
 
     def store(self, gRow, rX, place, k, predicate=None):
-        """Store this thread's k-th vector of a row; by default only where the row is there."""
+        """Store this thread's k-th vector of a row; by default only if the row exists."""
         predicate = place.valid if predicate is None else predicate
         first, address = place.first[k], gRow.at(place.first[k])
         end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))
@@ -173,19 +174,19 @@ class VectorAccess:
 
     Args:
         v: how rows are cut into vectors.
-        empty: what stands in place of what is not read.
-        shared: whether loads are to see what other SMs wrote since L1 held a line.
+        empty: the value of elements that are not read.
+        shared: whether loads must see what other SMs wrote after a line came into L1.
     """
 
     def __init__(self, v, empty=0, shared=False):
         self.v, self.empty, self.shared = v, empty, shared
 
     def load(self, gRow, first, readable, predicate=None):
-        """The vector of a row from column ``first`` on; what it holds of the row's neighbours is anything.
+        """The vector of a row from column ``first`` on; its elements of neighbouring rows are undefined.
 
         Args:
             readable: columns of the row, and of the next one, that may be read.
-            predicate: whether it is wanted; by default it is if some of it lies in the row.
+            predicate: whether to load it; by default if some of it lies in the row.
         """
         rX = fragment(gRow.element_type, self.v.vec)
         if predicate is None and not self.v.masked:
@@ -200,12 +201,12 @@ class VectorAccess:
         return rX
 
     def trim(self, rX, first, n):
-        """Make what a vector holds outside the row ``empty``."""
+        """Overwrite a vector's elements outside the row with ``empty``."""
         if self.v.masked:
             trim(rX, first, n, self.empty)
 
     def store(self, gRow, rX, first, n):
-        """Store what of a vector lies in the row."""
+        """Store the elements of a vector that lie in the row."""
         if self.v.masked:
             store_masked(rX, gRow.at(first), first, n)
         else:
@@ -214,7 +215,7 @@ class VectorAccess:
 
 @cute.jit
 def number_or(mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, valid: Boolean, other: cutlass.Constexpr):
-    """A row's number where the row is there."""
+    """A row's number, or ``other`` if the row does not exist."""
     rX = cute.make_rmem_tensor((1,), mX.element_type)
     rX.fill(other)
     if valid:
@@ -223,7 +224,7 @@ def number_or(mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, valid: Boolea
 
 
 def load_number(mX, key, row):
-    """The number that a row has in a tensor of one per row."""
+    """A row's number in a tensor with one per row."""
     return gmem_elements(mX.element_type, element_address(mX, key, row), 1)[0]
 
 

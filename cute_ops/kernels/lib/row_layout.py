@@ -25,7 +25,7 @@ MAX_GRID = 1 << 20  # CTAs that walk rows: further rows are theirs, too
 
 
 def present(variant, names):
-    """The descriptions of those of the named tensors that are there."""
+    """The descriptions of those of the named tensors that are present."""
     return [variant.tensors[name] for name in names if variant.tensors.get(name) is not None]
 
 
@@ -36,34 +36,33 @@ class Vectors:
         variant: the kernel's variant.
         names: the row tensors.
         n: row length, None where dynamic.
-        align_vectors: as the config has it.
+        align_vectors: as in the config.
     """
 
     def __init__(self, variant, names, n, align_vectors=1):
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         self.n = n
-        # Narrower dtypes take narrower accesses: two accesses per vector of a wide one would each use half of what
-        # they touch.
+        # Tensors of narrower dtypes take narrower accesses: with two accesses per vector for the widest dtype, each
+        # would use half of the bytes that it touches.
         widest = VECTOR_BYTES // max(sizes)
         starts = [min(t.align, t.row_align) for t in tensors]
         narrow = min(min(a, VECTOR_BYTES) // s for a, s in zip(starts, sizes))
         flat = all(t.layout == "flat" and t.align >= VECTOR_BYTES for t in tensors)
         aligned = narrow >= widest
-        # Half vectors beat masking; narrow accesses beat vectors that mostly hold neighbours.
+        # Half vectors are faster than masked ones, and narrow accesses than vectors that mostly hold neighbouring rows.
         self.shifted = flat and 2 * narrow < widest and (n is None or n >= 8 * widest)
         self.vec = widest if aligned or self.shifted else narrow
         self.unit = self.vec * align_vectors
-        # Rows of whole vectors need no masks inside a vector. Strides say nothing about a dynamic row length.
+        # Rows of whole vectors need no masks inside a vector. Strides do not tell a dynamic row length.
         whole = n % self.vec == 0 if n is not None else flat
         self.masked = self.shifted or not whole
         self.bytes = {t.name: self.vec * s for t, s in zip(tensors, sizes)}
-        # Whether behind a row lies the next one, in all tensors. What lies between rows with strides of their own may
-        # be nobody's.
+        # Whether a row is followed by the next one in all tensors. The memory between strided rows may not be readable.
         self.follows = all(t.layout == "flat" for t in tensors) and (n is None or n >= widest)
 
     def shift(self, row, n):
-        """Elements of the neighbour that come before the row's in its first vectors."""
+        """Elements of the row before that the first vectors of a row begin with."""
         return Int32((row * n) % self.unit) if self.shifted else Int32(0)
 
 
@@ -72,8 +71,8 @@ class RowTile:
 
     ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each, and a CTA holds
     ``rows`` rows. Vector ``k`` of thread ``t`` of cluster rank ``r`` is ``r * span + k * threads_per_row + t``: a CTA
-    holds ``span`` vectors, as many as its threads could or, where the config says ``balanced``, as few whole warps' as
-    serve. Then some threads have no last vector.
+    holds ``span`` vectors: as many as its threads can or, with ``balanced``, the fewest whole warps' that suffice.
+    Then some threads have no last vector.
     """
 
     def __init__(self, vectors, config):
@@ -94,7 +93,7 @@ class RowTile:
 
     @property
     def even(self):
-        """Whether every thread holds as many elements of a row."""
+        """Whether all threads hold the same number of elements of a row."""
         return not self.v.masked and self.n == self.cluster * self.per_thread * self.threads_per_row * self.vec
 
     def vector(self, t, rank, k):
@@ -106,11 +105,11 @@ class RowTile:
         return k > 0 and 2 * (self.span - k * self.threads_per_row) < self.threads_per_row
 
     def first(self, t, rank, k, shift):
-        """First column of this thread's k-th vector, far outside the row where it has none."""
+        """First column of this thread's k-th vector, far outside the row if it has none."""
         column = self.vector(t, rank, k) * self.vec - shift
         if (k + 1) * self.threads_per_row <= self.span:
             return column
-        # So far that no lane's first column, from which another's is counted, is inside.
+        # So far that the columns of a warp's other lanes, counted from this one's, are outside too.
         return cutlass.select_(k * self.threads_per_row + t < self.span, column, self.n + WARP * self.vec)
 
     def columns(self, t, rank, row):
@@ -119,7 +118,7 @@ class RowTile:
         return [self.first(t, rank, k, shift) for k in range(self.per_thread)]
 
     def reach(self, k):
-        """Columns from the first element of a thread's first vector to that of its k-th, a static number."""
+        """Columns from the start of a thread's first vector to that of its k-th, a static number."""
         return k * self.threads_per_row * self.vec
 
     def starts_outside(self, k):
@@ -132,14 +131,14 @@ class RowTile:
 
     def predicate(self, k, first, bound=None):
         """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True
-        where every thread's does.
+        if every thread's does.
         """
         inside = first < (self.n if bound is None else bound) if self.ends_outside(k) else True
         return (first + self.vec > 0) & inside if self.starts_outside(k) and self.v.unit > self.vec else inside
 
     def edge(self, row, count):
-        """(bound, tail): a row's vectors that begin before the column ``bound`` may be loaded whole, and if ``tail``
-        one is left, which may not: what lies behind it may be nobody's.
+        """(bound, tail): a row's vectors that begin before the column ``bound`` may be loaded whole. If ``tail``, one
+        vector is left that may not, because the memory after the row may not be readable.
         """
         if not self.v.masked:
             return self.n, False
@@ -154,8 +153,8 @@ class RowTile:
 
 
 def readable(vectors, n, row, count):
-    """Columns, counted from a row's first, that may be read: of rows one after another the next row's, too. None where
-    no vector reaches past them.
+    """Columns, counted from a row's first, that may be read: in compact rows those of the next row, too. None if no
+    vector reaches past them.
     """
     if not vectors.masked:
         return None
@@ -163,7 +162,7 @@ def readable(vectors, n, row, count):
 
 
 def extent(mX, dim):
-    """Size of a dim in 64 bits; the shape's own entries are cut to 32."""
+    """Size of a dim in 64 bits; the entries of ``mX.shape`` have 32."""
     return Int64(cute.size(mX, mode=[dim]))
 
 
@@ -191,7 +190,7 @@ class WalkedRow:
 def row_address(mX, key, row, n):
     """Byte address of the first element of a row, in 64 bits throughout.
 
-    A compact tensor multiplies; free leading strides take the row apart in row-major order.
+    In a compact tensor it is a product; with free leading strides the row index is taken apart in row-major order.
     """
     return _address(mX, key, row, n, len(mX.shape) - 1)
 
@@ -226,7 +225,7 @@ def strided_offset(mX, index, rank, offset=0):
 def vector_address(mX, address, tile, first, k):
     """Byte address of this thread's k-th vector, whose first column is ``first``, in the row at ``address``.
 
-    Written so that the compiler sees a constant way from a thread's first vector to its others.
+    It is written so that the compiler sees constant distances from a thread's first vector to its others.
     """
     itemsize = mX.element_type.width // 8
     return address + Int64(first - tile.reach(k)) * itemsize + tile.reach(k) * itemsize

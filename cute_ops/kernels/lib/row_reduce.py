@@ -16,22 +16,22 @@ class RowSum:
     """Sums a few fp32 numbers per thread over the threads of each row of a tile.
 
     Shared memory: ``stages * rows * warps per row * cluster * values`` floats, plus one mbarrier per stage in a
-    cluster. Stages let successive sums follow each other with one barrier each. Two are enough where a thread takes a
-    sum before it gives its part of the next: whoever writes a stage again has seen everybody's part of the sum
-    between, and they gave it after reading. Where it gives the next part first, four are.
+    cluster. With several stages, successive sums need one barrier each. Two stages suffice when each thread reads a sum
+    before contributing to the next: a stage is overwritten only after every thread has read it. Four suffice when a
+    thread contributes to the next sum first.
     """
 
     def __init__(self, tile, values, stages):
         if stages & (stages - 1):
-            raise ValueError(f"{stages} stages are no power of two")
+            raise ValueError(f"{stages} stages are not a power of two")
         self.tile = tile
         self.values = values
         self.stages = stages
         self.warps = max(tile.threads_per_row // WARP, 1)
-        # A CTA may stand for several of a cluster: then it gives their parts one after another.
+        # A CTA may stand for several of a cluster: then it contributes their partial sums one after another.
         self.parts = self.warps * tile.cluster * getattr(tile, "local", 1)
         self.alone = tile.threads_per_row <= WARP and self.parts == 1
-        # Half a warp finishes the first number of a pair, the other half the second.
+        # Half a warp sums up the first number of a pair, the other half the second.
         self.halved = values % 2 == 0 and tile.threads_per_row >= WARP
 
     def allocate(self, smem):
@@ -48,7 +48,7 @@ class RowSum:
 
     @cute.jit
     def prepare(self, mbar):
-        """Initialise the mbarriers; :meth:`ready` waits until those of the whole cluster are."""
+        """Initialise the mbarriers; :meth:`ready` waits until the whole cluster has done so."""
         if const_expr(self.tile.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -61,7 +61,7 @@ class RowSum:
             cute.arch.cluster_wait()
 
     def __call__(self, values, sSum, mbar, step):
-        """Row sums of a tuple of fp32 values; every thread of the CTA takes part."""
+        """Row sums of a tuple of fp32 values; every thread of the CTA must call it."""
         return self.wait(self.arrive(values, sSum, mbar, step), sSum, mbar, step)
 
     @cute.jit
@@ -70,18 +70,18 @@ class RowSum:
         return self.send(self.warp_sums(values), sSum, mbar, step, local)
 
     def warp_sums(self, values):
-        """Sums over those threads of a row that share a warp, pairs in half a warp each where :attr:`halved`."""
+        """Sums over the threads of a row in a warp; with :attr:`halved` each of a pair in one half of the warp."""
         if self.halved:
             return tuple(self._halve(*values[i : i + 2]) for i in range(0, len(values), 2))
         return tuple(self.warp_sum(v) for v in values)
 
     def warp_sum(self, value):
-        """The same of one value, in every lane."""
+        """The sum of one value, in every lane."""
         return cute.arch.warp_reduction(value, operator.add, threads_in_group=min(self.tile.threads_per_row, WARP))
 
     @cute.jit
     def send(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
-        """Give what a warp has found."""
+        """Contribute a warp's sums to the sums of a step."""
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
@@ -90,7 +90,7 @@ class RowSum:
         return values
 
     def _stage(self, step):
-        """The stage of a step, a power of two of them: a remainder would be that of a number which may be negative."""
+        """The stage of a step, by a mask: a remainder would take more, since it must be right for negative steps."""
         return step & (self.stages - 1)
 
     @cute.jit
@@ -105,7 +105,7 @@ class RowSum:
     @cute.jit
     def _share(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, part):
         half = WARP // 2 if const_expr(self.halved) else WARP
-        # Which of the numbers a lane holds; lanes of one half hold the same.
+        # Which of the sums a lane holds; the lanes of a half hold the same one.
         which, stride = lane // half, WARP // half
         if const_expr(self.tile.cluster == 1):
             if lane % half == 0:
@@ -129,7 +129,7 @@ class RowSum:
 
     @cute.jit
     def wait(self, given: cutlass.Constexpr, sSum, mbar, step: Int32):
-        """The sums of a step, once every thread of the row has given its values."""
+        """The sums of a step, once every thread of the row has contributed."""
         if const_expr(self.alone):
             if const_expr(self.halved):
                 return tuple(cute.arch.shuffle_sync(v, offset=i * (WARP // 2)) for v in given for i in range(2))

@@ -1,12 +1,11 @@
 """Sums of exponentials that never overflow: a maximum, and a sum relative to it.
 
-``lse = log(sum(exp(x))) = M + log(S)`` with ``M = max(x)`` and ``S = sum(exp(x - M))``. Two pairs of a maximum and a
-sum combine into one, so that every thread finds its own and one exchange combines them all. Where the maximum is
--inf, sums are relative to 0: an empty part counts nothing, a row of nothing but -inf has S = 0.
+``lse = log(sum(exp(x))) = M + log(S)`` with ``M = max(x)`` and ``S = sum(exp(x - M))``. Two such pairs combine into
+one, so each thread computes its own pair and one exchange combines them all. If the maximum is -inf, the sum is
+relative to 0: a thread without elements contributes nothing, and a row of -inf alone has S = 0.
 
-M and S stay apart: once added, the rounding of a large M is more than all of log(S). A plain sum is one of
-differences, too, P = sum(x - M) of C elements: where a pair is moved to a larger maximum M', it gains C * (M - M'), of
-the same sign.
+M and log(S) are not added, because rounding a large M would lose more than all of log(S). A plain sum is kept relative
+to the maximum too, P = sum(x - M) of C elements: for a larger maximum M', C * (M - M') is added, which has its sign.
 """
 
 import math
@@ -22,12 +21,12 @@ LOG2_E = math.log2(math.e)
 
 
 def origin(m):
-    """What a sum beside the maximum ``m`` is relative to."""
+    """The number that sums are relative to if the maximum is ``m``."""
     return cutlass.select_(m > -Float32.inf, m, Float32(0.0))
 
 
 def moved(state, top):
-    """A pair, and its plain sum if there is one, relative to a maximum that is no smaller."""
+    """A pair, and its plain sum if there is one, made relative to an equal or larger maximum."""
     m, s, *plain = state
     base = origin(top)
     s = s * exponentials(m, base)
@@ -38,7 +37,7 @@ def moved(state, top):
 
 
 def exponentials(x, m):
-    """``exp(x - m)``; the difference first, which is exact where it matters."""
+    """``exp(x - m)``; the difference is exact where the exponential is large."""
     return cute.math.exp2((x - m) * LOG2_E, fastmath=True)
 
 
@@ -90,7 +89,7 @@ class LogSum:
     """The pair (M, S) of a row, as a reduction for :class:`cute_ops.kernels.rowwise.one_pass.OnePassRows`.
 
     Args:
-        plain: whether P and C are wanted too, the sum of ``x - M`` and the number of elements.
+        plain: whether to compute P and C too, the sum of ``x - M`` and the number of elements.
     """
 
     empty = -math.inf
@@ -106,13 +105,13 @@ class LogSum:
         return (Float32(-Float32.inf), *[Float32(0.0)] * (self.values - 1))
 
     def add(self, state, get, inside):
-        """One more vector: ``get()`` reads it, ``inside`` says what of it is inside the row."""
+        """Add a vector, which ``get()`` reads; ``inside`` tells which of its elements are inside the row."""
         (x,) = get()
         top = cute.arch.fmax(state[0], x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
         return self._with(moved(state, top), x, inside)
 
     def gather(self, gets, insides):
-        """All vectors at once: a maximum first, which spares the corrections."""
+        """The state of all vectors at once: the maximum is found first, so no sum is corrected."""
         top = -Float32.inf
         for get in gets:
             top = cute.arch.fmax(top, get()[0].reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
@@ -122,7 +121,7 @@ class LogSum:
         return state
 
     def _with(self, state, x, inside):
-        """The state with a vector whose elements its maximum counts already."""
+        """The state with a vector added, whose elements its maximum covers already."""
         top, s, *plain = state
         base = origin(top)
         s = s + exponentials(x, base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)

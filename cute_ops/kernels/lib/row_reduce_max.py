@@ -1,4 +1,4 @@
-"""Largest number over the threads of a row; see :mod:`cute_ops.kernels.lib.row_reduce` for how it travels."""
+"""Largest number over the threads of a row, exchanged as :mod:`cute_ops.kernels.lib.row_reduce` exchanges sums."""
 
 import operator
 
@@ -10,18 +10,18 @@ from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
 
 def lanes_max(value, lanes):
-    """Largest non-negative number of a group of lanes: their bits order as integers do."""
+    """Largest non-negative number of a group of lanes: such numbers are ordered as their bits are as integers."""
     if lanes == WARP:
         return cute.arch.warp_redux_sync(value.bitcast(Int32), "max").bitcast(Float32)
     return cute.arch.warp_reduction(value, cute.arch.fmax, threads_in_group=lanes)
 
 
 class _Beside(RowSum):
-    """A number that crosses a row beside its sum."""
+    """A second exchange over a row, beside another :class:`RowSum`."""
 
     @cute.jit
     def start(self, mbar):
-        """Initialise the mbarriers; another's :meth:`RowSum.prepare` tells the cluster."""
+        """Initialise the mbarriers; the other :class:`RowSum` waits for the cluster."""
         if const_expr(self.tile.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -54,7 +54,7 @@ class RowMax(_Beside):
                 found = cute.arch.fmax(found, sMax[0, p, row, stage])
             return (found,)
         for p in cutlass.range_constexpr(0, self.parts, WARP):
-            # Lanes past the last part repeat it.
+            # Lanes past the last number repeat it.
             place = cutlass.min(p + lane, self.parts - 1)
             found = cute.arch.fmax(found, sMax[0, place, row, stage])
         return (lanes_max(found, WARP),)
@@ -83,7 +83,7 @@ class SumAndMax(_Beside):
                 largest = cute.arch.fmax(largest, sSum[1, p, row, stage])
             return total, largest
         for p in cutlass.range_constexpr(0, self.parts, WARP):
-            # Lanes past the last part repeat it, which a maximum does not mind.
+            # Lanes past the last pair repeat it, which does not change the maximum.
             place = cutlass.min(p + lane, self.parts - 1)
             total = total + cutlass.select_(p + lane < self.parts, sSum[0, place, row, stage], Float32(0.0))
             largest = cute.arch.fmax(largest, sSum[1, place, row, stage])

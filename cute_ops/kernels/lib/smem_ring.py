@@ -1,6 +1,6 @@
 """A ring of row slots in shared memory that keeps the next rows' loads in flight.
 
-Each thread copies the vectors it will read itself, so that the ring needs no barrier: the thread's own wait does.
+Each thread copies the vectors that it reads itself, so its own wait suffices and no barrier is needed.
 """
 
 import cutlass
@@ -23,8 +23,8 @@ from cute_ops.kernels.lib.row_layout import ITEMSIZE, vector_address
 class RowRing:
     """``stages`` slots for each of the named row tensors.
 
-    Shared memory: ``stages * threads * per_thread * vec`` elements of each tensor, and ``beyond`` vectors. Vectors lie
-    by access, then by thread, so that neighbouring threads touch neighbouring 16 bytes.
+    Shared memory: ``stages * threads * per_thread * vec`` elements of each tensor, and ``beyond`` vectors. Vectors are
+    ordered by access, then by thread, so that neighbouring threads touch neighbouring 16 bytes.
     """
 
     def __init__(self, tile, keys, stages, beyond=0):
@@ -50,7 +50,7 @@ class RowRing:
         return cute.make_tensor(cute.recast_ptr(base + self.offsets[name], dtype=dtype), layout)
 
     def allocate(self, smem, tensors, names):
-        """The ring's memory, and the slots of each tensor, None where it is absent."""
+        """The ring's memory, and the slots of each tensor, None for an absent one."""
         base = smem.allocate(self.bytes, 16)
         slots = [None if mX is None else self.view(base, mX, name) for mX, name in zip(tensors, names)]
         for sX in slots:
@@ -60,7 +60,7 @@ class RowRing:
 
     @cute.jit
     def clear(self, sX: cute.Tensor, value: cutlass.Constexpr = 0):
-        """Fill what no copy will ever write: vectors wholly past the row's end."""
+        """Fill the vectors wholly past the row's end, which no copy writes."""
         tidx = cute.arch.thread_idx()[0]
         for k in cutlass.range_constexpr(self.tile.per_thread):
             if const_expr(self.tile.ends_outside(k)):
@@ -71,7 +71,7 @@ class RowRing:
         """Start copying this thread's vectors of a row of each input; the caller commits the group.
 
         Args:
-            rows: (slots, byte address, first columns, whether the row is there) of each input.
+            rows: (slots, byte address, first columns, whether the row exists) of each input.
             edge: from :meth:`RowTile.edge`.
         """
         held = []
@@ -88,12 +88,12 @@ class RowRing:
         """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
 
         Args:
-            valid: whether the row is there.
+            valid: whether the row exists.
             bound: from :meth:`RowTile.edge`; :meth:`fetch_tails` copies what begins later.
         """
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
-            # Once, not again under the condition of every vector.
+            # Computed once, not again under each vector's condition.
             address, tidx = compiler_barrier_value(address), compiler_barrier_value(tidx)
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
             if valid and self.tile.predicate(k, first[k], bound):
@@ -102,13 +102,14 @@ class RowRing:
 
     @cute.jit
     def fetch_tails(self, held: cutlass.Constexpr, edge: cutlass.Constexpr, stage: Int32, ks: cutlass.Constexpr = None):
-        """Copy the vectors that :meth:`RowTile.edge` leaves of a row of each input, element by element, by one branch.
+        """Copy the vectors that :meth:`RowTile.edge` does not allow to load whole, of a row of each input, element by
+        element, in one branch.
 
-        Copies of fewer bytes than a vector has (cp.async with a size) would need none, but compute-sanitizer takes them
-        for whole ones.
+        Shorter asynchronous copies (cp.async with a size) would need no branch, but compute-sanitizer takes them for
+        whole ones.
 
         Args:
-            held: (slots, address of the row, first columns, whether the row is there) of each input.
+            held: (slots, address of the row, first columns, whether the row exists) of each input.
         """
         bound, tail = edge
         if const_expr(self.tile.v.masked):
@@ -150,11 +151,11 @@ class RowRing:
     def trim(
         self, slots: cutlass.Constexpr, k: cutlass.Constexpr, stage: Int32, first: Int32, value: cutlass.Constexpr = 0
     ):
-        """Overwrite what this thread's k-th vector of some tensors holds of the row's neighbours."""
+        """Overwrite the elements of neighbouring rows in this thread's k-th vector of some tensors."""
         if first < 0 or first + self.tile.vec > self.tile.n:
             for sX in slots:
                 sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
-                # Where it is, once, not again for every element.
+                # The address is computed once, not again for every element.
                 place = cute.make_ptr(
                     sX.element_type, compiler_barrier_value(sV.iterator.toint()), cute.AddressSpace.smem
                 )

@@ -1,6 +1,6 @@
-"""Rows that start anywhere, in shared memory: the aligned vectors that hold one, and columns cut from them.
+"""Rows that start anywhere, in shared memory: the aligned vectors that contain them, and vectors made from two.
 
-See :mod:`cute_ops.kernels.lib.realign` for how a vector is cut from two.
+See :mod:`cute_ops.kernels.lib.realign` for how a vector is made from two.
 """
 
 import cutlass.cute as cute
@@ -12,25 +12,26 @@ from cute_ops.kernels.lib.smem_ring import RowRing
 
 
 class WindowRing(RowRing):
-    """One slot for each of the named row tensors, for tiles whose CTAs hold one row or a part of it.
+    """One slot for each of the named row tensors, for tiles whose CTAs hold one row or a share of one.
 
-    A vector's second half is what another thread has copied: the CTA meets at a barrier between copying and reading.
+    A vector is made from two aligned ones, the second of which another thread has copied, so the CTA meets at a barrier
+    between copying and reading.
     Shared memory: as :class:`RowRing`, and one vector more of each tensor.
     """
 
     def __init__(self, tile, keys):
         if tile.rows != 1:
-            raise ValueError(f"{tile.rows} rows share a CTA, windows of one row are all that it holds")
+            raise ValueError(f"{tile.rows} rows share a CTA, which can hold one only")
         super().__init__(tile, keys, stages=1, beyond=1)
 
     def begins(self, sX, address, first):
-        """The columns that this thread's aligned vectors of a row begin with."""
+        """The first columns of this thread's aligned vectors of a row."""
         past = bytes_past(address, sX.element_type, self.tile.vec) // (sX.element_type.width // 8)
         return [f - past for f in first]
 
     @cute.jit
     def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, bound):
-        """Start copying the vector past this CTA's own, which the last of its threads wants too.
+        """Start copying the vector past this CTA's own, which its last thread reads too.
 
         Args:
             address: of the row, in bytes.
@@ -48,12 +49,12 @@ class WindowRing(RowRing):
 
     @property
     def complete(self):
-        """Whether threads' own vectors are all of the row's, wherever it starts."""
+        """Whether the threads' own vectors are all vectors of the row, wherever it starts."""
         tile = self.tile
         return tile.cluster * tile.per_thread * tile.threads * tile.vec >= tile.n + tile.vec - 1
 
     def read_own(self, sX, address, first, k):
-        """The k-th vector that this thread has copied, zero outside the row; only that must have arrived."""
+        """The k-th vector that this thread has copied, zero outside the row; no other thread's copy is read."""
         rX = self.read(sX, k, Int32(0))
         (begin,) = self.begins(sX, address, [first[k]])
         if k == 0 or self.tile.ends_outside(k):
@@ -61,7 +62,7 @@ class WindowRing(RowRing):
         return rX
 
     def _vector(self, sX, k, t):
-        """The aligned vector that thread t copies k-th."""
+        """The k-th aligned vector that thread t copies."""
         dtype, vec = sX.element_type, self.tile.vec
         place = (sX.iterator + (k * self.tile.threads + t) * vec).toint()
         pointer = cute.make_ptr(dtype, place, cute.AddressSpace.smem, assumed_align=access_bits(dtype, vec) // 8)

@@ -1,4 +1,4 @@
-"""Copies of rows of whole vectors in CuTe's terms: a layout of lanes, each of which holds a vector of a tile."""
+"""CuTe's tiled copies for rows of whole vectors: a layout of lanes, each of which holds a vector of a tile."""
 
 import cutlass.cute as cute
 from cutlass import Boolean
@@ -17,7 +17,7 @@ def as_rows(mX, key, n):
 
 
 def lane_copy(op, dtype, lanes, vec, lane, **cache_mode):
-    """A lane's slice of the copy in which so many lie side by side, with a vector each."""
+    """A lane's slice of a tiled copy of ``lanes`` lanes, which hold neighbouring vectors."""
     atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=access_bits(dtype, vec), **cache_mode)
     return cute.make_tiled_copy_tv(atom, cute.make_layout((lanes,)), cute.make_layout((vec,))).get_slice(lane)
 
@@ -30,7 +30,7 @@ def load_vector(copy, tXgX):
 
 
 def store_vector(copy, rX, tXgX, inside=True):
-    """Store a lane's vector where it is inside; all its accesses have one predicate, (accesses)."""
+    """Store a lane's vector if ``inside``; all its accesses have this one predicate, (accesses)."""
     tXpX = None
     if inside is not True:
         rInside = cute.make_rmem_tensor((1,), Boolean)

@@ -1,4 +1,4 @@
-"""Backward of the norms where rows are few; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
+"""Backward of the norms for few rows; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,12 +14,12 @@ from cute_ops.kernels.norm.statistics import centre, row_statistics
 
 
 class NormBackwardFewRows(NormBackward):
-    """One launch, no workspace: each of a few clusters knows mean and rstd of all rows.
+    """One launch, no workspace: each of a few clusters computes mean and rstd of all rows.
 
     Every CTA of a cluster holds its columns of x of all rows in shared memory, ``stages`` groups of ``rows`` rows. All
-    row sums are given before the first is taken, so that their way through the cluster is waited for once. Then each
-    of the ``replicas`` clusters writes the gradients of its share of the rows, and those of the weight and the bias
-    for its share of each CTA's columns: no cluster needs another's results.
+    row sums are sent before the first is read, so the cluster's latency is paid once. Then each of the ``replicas``
+    clusters writes the gradients of its share of the rows, and those of the weight and the bias for its share of each
+    CTA's columns, so no cluster needs another's results.
     Shared memory: the CTA's columns of all rows; 4 bytes per sum, warp, CTA of the cluster and stage; 8 bytes per row;
     the column sums of each thread.
     Bytes moved per element: dx once, dout twice, x as often as there are replicas, mostly from L2.
@@ -30,7 +30,7 @@ class NormBackwardFewRows(NormBackward):
         tile, stages = self.tile, self.ring.stages
         self.sum = row_statistics(centred, tile, variant.attrs["eps"], backward=True, stages=stages)
         self.replicas = config.replicas
-        # The share of the columns, in vectors; rows that the threads cover side by side, those of them that there are.
+        # The share of the columns, in vectors; rows that the threads cover side by side, and how many of those exist.
         self.held = tile.threads_per_row * tile.per_thread
         self.share = self.held // self.replicas
         self.height = tile.threads // self.share
@@ -97,7 +97,7 @@ class NormBackwardFewRows(NormBackward):
             self._sum_columns(slots[0], held, dcolumns, sTerms, sColumns, count, replica, rank)
 
     def _fetch_row(self, inputs, slots, first, row, count, mine, stage):
-        """Start loading a row; of what only its gradient needs, where that is written here."""
+        """Start loading a row; inputs that only its gradient needs are loaded only if that is written here."""
         held = (
             (
                 sX, row_address(mX, self.variant.tensors[name], row, self.n), first,
@@ -110,7 +110,7 @@ class NormBackwardFewRows(NormBackward):
     @cute.jit
     def _thread(self, slots: cutlass.Constexpr, rWeight: cutlass.Constexpr, first: cutlass.Constexpr,
                 counts: cutlass.Constexpr, stage: Int32, mine: Boolean):  # fmt: skip
-        """A thread's sums of a row; those with dout only where the row's gradient is written here."""
+        """A thread's sums of a row; those with dout only if the row's gradient is written here."""
         values = self.sum.without_counts(self.sum.begin())
         if mine:
             values = self.sum.without_counts(self.sum.thread(self._reader(slots, rWeight, first, stage), first, counts))
@@ -121,7 +121,7 @@ class NormBackwardFewRows(NormBackward):
         return values
 
     def _place(self, replica):
-        """Of the columns' part: this thread's vector among the CTA's, and its first row."""
+        """For the gradients of the weight and the bias: this thread's vector among the CTA's, and its first row."""
         tidx = cute.arch.thread_idx()[0]
         return replica * self.share + tidx % self.share, tidx // self.share
 

@@ -1,4 +1,4 @@
-"""Backward of the norms where rows are some hundred; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
+"""Backward of the norms for some hundred rows; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,10 +14,10 @@ from cute_ops.kernels.norm.statistics import centre
 
 
 class NormBackwardOverlapped(NormBackward):
-    """Two launches at once: one goes by rows, the other by columns and waits for no more than two numbers of each row.
+    """Two launches that overlap: one goes by rows, the other by columns, and waits for two numbers of each row only.
 
-    The first writes the rows' gradients, a row group per cluster, and each row's mean and rstd to the workspace. The
-    second has its columns of x and dout of all rows in registers by then.
+    The first launch writes the rows' gradients, a row group per cluster, and each row's mean and rstd to the workspace.
+    By then the second has loaded its columns of x and dout of all rows into registers.
     Tile: rows as in :class:`NormBackward`, one step each. Columns: ``column_threads`` threads share a vector of columns
     and hold ``rows_per_thread`` rows each.
     Shared memory: as in :class:`NormBackward`; of the second kernel, 4 bytes per thread and element of a vector.
@@ -35,7 +35,7 @@ class NormBackwardOverlapped(NormBackward):
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
-        """Launch both kernels; see :class:`NormBackward`. The last workspace is (rows, 2), None where the weight is."""
+        """Launch both kernels; see :class:`NormBackward`. The last workspace is (rows, 2), None without a weight."""
         mTerms = parts[2]
         rows = row_count(inputs[0])
         groups = Int32((rows + (self.tile.rows - 1)) // self.tile.rows)
@@ -87,7 +87,7 @@ class NormBackwardOverlapped(NormBackward):
         held = [
             tuple(self._load(inputs[i], self.names[i], row, column, count) for i in range(2)) for row in rows
         ]  # fmt: skip
-        # What the first kernel waits for is there, since this one has started; what it writes is not.
+        # The loads above need no wait, since the first kernel let this one start after its own wait. Its results do.
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         sums = [fragment(Float32, vec) for _ in dcolumns]
@@ -100,7 +100,7 @@ class NormBackwardOverlapped(NormBackward):
                 mean = mTerms[place, 0] if const_expr(self.sum.centred) else None
                 rNormed = fragment(Float32, vec)
                 rNormed.store(centre(widen(rX), mean) * mTerms[place, 1] * dout)
-                # The last row's numbers may be no numbers.
+                # Past the last row, its numbers are read again. They may be NaN.
                 for j in cutlass.range_constexpr(vec):
                     sums[0][j] = sums[0][j] + cutlass.select_(row < count, rNormed[j], Float32(0.0))
             sums[1].store(sums[1].load() + dout)
@@ -109,7 +109,7 @@ class NormBackwardOverlapped(NormBackward):
                 self.threads_sum(mD, self.n, rSum, sColumns, vector, top, bidx * width)
 
     def _load(self, mX, name, row, column, count):
-        """A vector of a row, zero where there is none; from L2, where what earlier kernels wrote is."""
+        """A vector of a row, zero past the last row; loaded from L2, which has what earlier kernels wrote."""
         gRow = Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
         wanted = (row < count) & (column < self.n)
         return VectorAccess(self.tile.v, shared=True).load(gRow, column, self.n, wanted)

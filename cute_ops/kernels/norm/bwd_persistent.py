@@ -1,9 +1,9 @@
 """Backward of the norms, rows streamed through persistent CTAs.
 
 With ``r = rsqrt(mean(x^2) + eps)`` and ``g = dout * (weight_offset + weight)``:
-``dx = r * g - x * r^3 * mean(x * g)``, plus the residual's own gradient where there is one;
+``dx = r * g - x * r^3 * mean(x * g)``, plus the residual's own gradient if there is one;
 ``dweight = sum_rows(dout * x * r)``, ``dbias = sum_rows(dout)``.
-In a layer norm ``x`` stands for x less its mean, and dx is ``r * mean(g)`` less.
+In a layer norm ``x`` stands for x minus its mean, and ``r * mean(g)`` is subtracted from dx.
 """
 
 import cutlass
@@ -63,7 +63,7 @@ class NormBackward(RowWalk):
             self.column_sum(parts, dcolumns, stream)
 
     def _await(self, slots, first, stage, pending):
-        """As for any walk; then overwrite what vectors hold of a row's neighbours, once for both readings."""
+        """As in any walk; then overwrite the vectors' elements of neighbouring rows, once for both reads."""
         super()._await(slots, first, stage, pending)
         for k in range(self.tile.per_thread):
             if self.tile.predicated(k):
@@ -162,7 +162,7 @@ class NormBackward(RowWalk):
             sRows = cute.make_tensor(
                 cute.recast_ptr(base, dtype=Float32), cute.make_layout((width, self.tile.rows), stride=(1, width))
             )
-            # The slots are free once every thread is here; so are the sums of the call before.
+            # After the barrier no thread reads the slots, or the sums of the call before.
             cute.arch.barrier()
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 for j in cutlass.range_constexpr(vec):
@@ -178,9 +178,9 @@ class NormBackward(RowWalk):
 
     @cute.jit
     def _store_across(self, rSum: cutlass.Constexpr, address: Int64, base, first: cutlass.Constexpr):
-        """Write column sums that start anywhere: element by element, neighbouring lanes neighbouring elements.
+        """Write column sums that start anywhere element by element, neighbouring lanes storing neighbouring elements.
 
-        A thread's own elements, stored one by one, would take eight times as many accesses.
+        If each thread stored its own elements, there would be eight times as many accesses.
         """
         vec, threads = self.tile.vec, self.tile.threads
         tidx = cute.arch.thread_idx()[0]
@@ -189,7 +189,7 @@ class NormBackward(RowWalk):
         sVectors = cute.make_tensor(sums, cute.make_layout((vec, threads), stride=(1, vec)))
         sElements = cute.make_tensor(sums, cute.make_layout((WARP, vec, threads // WARP)))
         gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
-        # The slots are free once every thread is here, and are again for the next walk.
+        # After the barrier no thread reads the slots; after the next one they are free for the next walk.
         cute.arch.barrier()
         for k in cutlass.range_constexpr(self.tile.per_thread):
             start = first[k] - lane * vec + lane

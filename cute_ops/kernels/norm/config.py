@@ -14,19 +14,19 @@ Form = Literal["one_pass", "smem", "persistent", "two_pass", "few_rows", "overla
 class NormConfig(RowConfig):
     """How a norm's rows are computed.
 
-    Forms of the forward: a row waits in registers (``one_pass``) or in shared memory (``smem``) between its sum and its
-    output, clusters go from row to row with the weight in registers (``persistent``), or a row is read twice
-    (``two_pass``). Of the backward: ``persistent`` and ``two_pass`` likewise; each of a few clusters takes all rows
-    (``few_rows``); a second kernel sums the columns while the first goes by rows (``overlapped``).
+    Forms of the forward: a row stays in registers (``one_pass``) or in shared memory (``smem``) between its sum and its
+    output; clusters go from row to row with the weight in registers (``persistent``); a row is read twice
+    (``two_pass``). Forms of the backward: ``persistent`` and ``two_pass`` likewise; each of a few clusters takes all
+    rows (``few_rows``); a second kernel sums the columns while the first goes by rows (``overlapped``).
 
     Attributes:
         unroll: row groups of a CTA in one pass.
-        keep_dtype: rows wait in their own dtype instead of float32.
-        delay_weight_load: the weight is loaded when a row's sum is known.
+        keep_dtype: rows are kept in their own dtype instead of float32.
+        delay_weight_load: the weight is loaded after a row's sum is known.
         stages: slots of the ring of rows in shared memory.
         clusters: persistent clusters altogether.
-        sort_period: rows are sorted by ``row % sort_period``: those that start at the same place of a vector are
-            neighbours. 0: they are not sorted.
+        sort_period: rows are sorted by ``row % sort_period``, so that rows which start at the same place of a vector
+            follow each other; 0 if they are not sorted.
         replicas: clusters that each take all rows, of ``few_rows``.
         column_threads: threads that share a vector of columns in the second kernel of ``overlapped``.
         rows_per_thread: rows of such a thread.

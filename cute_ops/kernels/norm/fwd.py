@@ -1,7 +1,7 @@
 """Forward of the norms, rows held in registers.
 
 ``out = h * rsqrt(mean(h^2) + eps) * (weight_offset + weight) + bias``, where ``h`` is ``x``, or ``x + residual``
-rounded to the residual's dtype, which is stored too; in a layer norm, ``x`` less its mean.
+rounded to the residual's dtype, which is stored too; in a layer norm, ``x`` minus its mean.
 """
 
 import cutlass
@@ -23,9 +23,9 @@ class NormForward:
 
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows, ``unroll`` times. All loads of a thread are in flight
-    together; the weight's too, except where registers are short. Of few rows L2 fetches x while the previous kernel is
-    busy. The sums cross a warp by shuffles, a CTA by shared
-    memory, a cluster by distributed shared memory.
+    together, the weight's too unless registers are short. If rows are few, x is prefetched to L2 while the previous
+    kernel is busy. Sums go through a warp by shuffles, through a CTA by shared memory, through a cluster by distributed
+    shared memory.
     Shared memory: 4 bytes per sum, warp and CTA of the cluster; none where a row fits a warp.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
 
@@ -42,7 +42,7 @@ class NormForward:
         self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n, config.align_vectors), config)
         self.access = RowAccess(variant, self.tile)
         self.resident = config.resident
-        # Long rows would fill the registers with fp32: keep them in their own dtype meanwhile.
+        # Long rows would fill the registers in fp32, so they are kept in their own dtype.
         self.keep_dtype = config.keep_dtype and self.tile.vec > 1
         self.delay_weight_load = config.delay_weight_load
         self.unroll = config.unroll
@@ -107,7 +107,7 @@ class NormForward:
         return (self.access.row(m, name, row) for m, name in inputs)
 
     def _statistics(self, held, mResidualOut, place, sSum, mbar, step):
-        """The row's h, stored where there is a residual, its mean and rstd."""
+        """The row's h, which is stored if there is a residual, its mean and its rstd."""
         for k in range(self.tile.per_thread):
             for vectors in held:
                 self.access.trim(vectors[k], k, place)

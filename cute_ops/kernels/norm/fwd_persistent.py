@@ -14,8 +14,8 @@ from cute_ops.kernels.norm.statistics import normalised
 class NormForwardPersistent(RowWalk):
     """One pass over the rows.
 
-    For long rows that start off a vector: their weight, which every row would have to fetch and move into place, stays
-    in registers, in its own dtype.
+    For long unaligned rows: the weight, which every row would have to load and move into place, stays in registers, in
+    its own dtype.
     Tile: as in the forward, and persistent; see :class:`~cute_ops.kernels.norm.persistent.RowWalk`.
     Shared memory: the ring; 4 bytes per sum, warp and CTA of the cluster, twice, in a cluster four times.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
@@ -49,7 +49,7 @@ class NormForwardPersistent(RowWalk):
         return held, *self.sum.row(lambda k: (widen(held[k]),), first, sSum, mbar, before + step)
 
     def _inside(self, sX, first, k, stage):
-        """This thread's k-th vector of a slot without what it holds of the row's neighbours."""
+        """This thread's k-th vector of a slot, without elements of neighbouring rows."""
         rX = self.ring.read(sX, k, stage)
         if self.tile.predicated(k):
             trim(rX, first[k], Int32(self.n))
@@ -78,7 +78,7 @@ class NormForwardPersistent(RowWalk):
             y = normalised(widen(rH), mean, rstd, rH.element_type)
             for rColumns in (rWeight, rBias):
                 if rColumns is not None:
-                    # Registers for it as it is, not widened.
+                    # It stays in registers in its own dtype, not widened.
                     compiler_barrier(rColumns[k])
             if rWeight is not None:
                 y = y * scale(rWeight[k], self.weight_offset)

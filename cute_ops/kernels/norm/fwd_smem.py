@@ -16,10 +16,10 @@ from cute_ops.kernels.norm.statistics import normalised
 class NormForwardSmem(NormForward):
     """One pass: a row stays in shared memory between its sum and its output.
 
-    For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Each
-    thread copies, and later reads, its own vectors.
+    For long rows: more bytes are in flight than registers could receive, and the weight's loads with them. Each thread
+    copies, and later reads, its own vectors.
     Tile: as in :class:`NormForward`.
-    Shared memory: the CTA's part of the row; 4 bytes per sum, warp and CTA of the cluster.
+    Shared memory: the CTA's share of the row; 4 bytes per sum, warp and CTA of the cluster.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
@@ -64,7 +64,7 @@ class NormForwardSmem(NormForward):
             delayed = const_expr(self.delay_weight_load)
             rWeight, rBias = self._columns(mWeight, mBias, place, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
-                # Kept in its own dtype until here.
+                # The weight is kept in its own dtype until here.
                 compiler_barrier(rWeight)
                 y = y * scale(rWeight, self.weight_offset)
             if const_expr(rBias is not None):

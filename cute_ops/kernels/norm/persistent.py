@@ -1,4 +1,4 @@
-"""Rows streamed through persistent CTAs: what the norms' forward and backward of long or many rows have in common."""
+"""Rows streamed through persistent CTAs, in the norms' forward of long rows and their backward of many rows."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,15 +15,16 @@ class RowWalk:
     """A kernel whose clusters go from row to row.
 
     Cluster ``c`` of ``clusters`` takes the row groups ``c, c + clusters, ...``. With ``sort_period`` rows are sorted by
-    ``row % sort_period`` and each cluster takes as many neighbours, in one walk for each remainder among them: rows of
-    one remainder start at the same place of a vector.
-    Rows travel through a ring of ``stages`` slots in shared memory, so that the next rows load while a row's sums
-    cross its threads. In a cluster, where sums take long, a row's part is given before the row ahead is finished.
-    A thread holds the same columns all along a walk and keeps what it needs of them in registers; with shifted rows
+    ``row % sort_period``, and each cluster takes an equal number of consecutive ones, in one walk per remainder: rows
+    of one remainder start at the same place of a vector.
+    Rows pass through a ring of ``stages`` slots in shared memory, so that the next rows load while a row's sums are
+    exchanged. In a cluster, where that takes long, a CTA sends its sums of the next row before it finishes a row.
+    A thread holds the same columns throughout a walk and keeps what it needs of them in registers; for shifted rows
     that are not sorted this holds because ``clusters * rows`` is a multiple of the vector width.
 
-    Subclasses say what is kept of the columns (``_keep``), added up over the rows of a walk (``_accumulate``,
-    ``_store_accumulated``), summed over a row (``_reader``) and done with it then (``_postprocess``).
+    Subclasses define what is kept of the columns (``_keep``), what is added up over the rows of a walk
+    (``_accumulate``, ``_store_accumulated``), what is summed over a row (``_reader``) and what follows from the sums
+    (``_postprocess``).
 
     Args:
         variant: the kernel's variant.
@@ -46,11 +47,11 @@ class RowWalk:
         narrow = ITEMSIZE[variant.tensors[inputs[0]].dtype] == 2
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages, narrow)
         self.pdl = can_use_pdl(variant.arch)
-        # Whether the next kernel needs no more than that those before this one are done.
+        # Whether the next kernel may start right after this one's wait, because it reads this one's inputs first.
         self.early = False
 
     def launch(self, inputs, columns, outputs, parts, groups, stream):
-        """Launch so many clusters; ``parts`` are where a walk's sums go."""
+        """Launch ``groups`` clusters; ``parts`` are the workspaces of the walks' sums."""
         cluster = self.tile.cluster
         self.kernel(inputs, columns, outputs, parts).launch(
             grid=[groups, cluster, 1],
@@ -94,7 +95,7 @@ class RowWalk:
                     sSum, mbar,
                 )  # fmt: skip
                 if (group > 0) & (begin == low):
-                    # The walk of the cluster before ended with its remainder: no walk has the place between.
+                    # The previous cluster's last walk ended with its remainder, so no walk fills the row in between.
                     self._accumulate_nothing(parts, place + remainder - 1, base, rank)
         else:
             tiles = (count + (self.tile.rows - 1)) // self.tile.rows
@@ -116,7 +117,7 @@ class RowWalk:
 
         Args:
             inputs, slots, columns, outputs, parts: as in the kernel.
-            start, stride: this thread's first row, and the way to its next one.
+            start, stride: this thread's first row, and the distance to its next one.
             steps: steps of this walk.
             before: steps of the walks before.
             base: the ring's shared memory.
@@ -166,17 +167,17 @@ class RowWalk:
         cute.arch.cp_async_commit_group()
 
     def _arrive(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
-        """Await a row and give its sums."""
+        """Wait for a row and send its sums."""
         self._await(slots, first, step % self.ring.stages, pending)
         values = self.sum.thread(self._reader(slots, kept, first, step % self.ring.stages), first, counts)
         return self.sum.arrive(values, sSum, mbar, before + step)
 
     def _await(self, slots, first, stage, pending):
-        """Wait until no more than ``pending`` loads are on their way."""
+        """Wait until no more than ``pending`` loads are in flight."""
         cute.arch.cp_async_wait_group(pending)
 
     def _sums(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
-        """Await a row and its sums."""
+        """Wait for a row and for its sums."""
         given = self._arrive(slots, kept, first, counts, step, before, pending, sSum, mbar)
         return self.sum.wait(given, sSum, mbar, before + step)
 
@@ -196,14 +197,14 @@ class RowWalk:
             store(rX, address, True)
 
     def _remainders(self, count):
-        """How many remainders there are to share out, whether or not rows have them."""
+        """How many remainders are distributed, whether or not rows have them."""
         return self.sort_period
 
     def _accumulate(self, parts):
         return None
 
     def _accumulate_nothing(self, parts, place, base, rank):
-        """For a row of the workspace that no walk has."""
+        """Called for a row of the workspace that no walk fills."""
 
     def _store_accumulated(self, parts, accumulated, base, place, rank, first):
-        """At the end of a walk."""
+        """Called at the end of a walk."""

@@ -1,8 +1,8 @@
-"""What the norms know of a row, and the sums that it comes from.
+"""Mean and rstd of a row, and the sums that the norms compute them from.
 
-Each class sums over the threads of a row and tells what its sums mean: to the forward, what to subtract from the row
-and what to multiply it by; to the backward, with ``x`` the row and ``g`` the gradient of the normalised row, the terms
-of ``dx = g * rstd - (x - mean) * pull - push``.
+Each class sums over the threads of a row and derives from the sums, for the forward, what to subtract from the row and
+what to multiply it by; for the backward, with ``x`` the row and ``g`` the gradient of the normalised row, the terms of
+``dx = g * rstd - (x - mean) * pull - push``.
 """
 
 import math
@@ -15,30 +15,29 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, trim
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
-# Elements of a thread whose mean is near enough that of all: a standard deviation away in one of thousands of rows.
+# Elements of a thread from which on its mean is near that of the row: off by a standard deviation in one of thousands.
 DENSE = 8
 
 
 def row_statistics(centred, tile, eps, backward, stages, narrow=False, held=True):
-    """The sums of a norm's rows; ``narrow`` where their elements have 16 bits, ``held`` where threads hold them."""
+    """The sums of a norm's rows; ``narrow``: elements have 16 bits; ``held``: threads hold the rows in registers."""
     if not centred:
         return MeanSquare(tile, eps, backward, stages)
     if held and not backward and tile.cluster == 1:
-        # An exchange within a CTA costs less than the corrections that spare it.
+        # A second exchange within a CTA costs less than the corrections that a single one needs.
         return TwoPass(tile, eps, backward, stages)
     return Moments(tile, eps, backward, stages, narrow)
 
 
 def centre(x, mean):
-    """A vector less the row's mean, where that is None the vector."""
+    """A vector minus the row's mean; the vector itself if that is None."""
     return x if mean is None else x - mean
 
 
 def normalised(x, mean, rstd, dtype):
-    """A row's vector in fp32, which has been of ``dtype``, less its mean, by its deviation.
+    """``(x - mean) * rstd`` of a vector in fp32 that was loaded as ``dtype``.
 
-    One instruction where the vector was narrow: what the product of mean and rstd is rounded by is less than the mean
-    has been.
+    For 16-bit inputs use one FMA (x*rstd - mean*rstd): rounding mean*rstd loses less than the input's own rounding.
     """
     if mean is None:
         return x * rstd
@@ -59,7 +58,7 @@ def trimmed(apart, first, n):
 
 
 class Total:
-    """Sum of products over a thread's vectors, in as many sums side by side as hide an addition's time."""
+    """Sum of products over a thread's vectors, in several independent sums that hide an addition's latency."""
 
     def __init__(self, per_thread):
         self.width = 4 if per_thread > 1 else 1
@@ -108,7 +107,7 @@ class MeanSquare(Statistics):
         self.eps = eps
 
     def counts(self, first):
-        """What a thread knows of its place before it sees the row."""
+        """What a thread needs that depends on its columns only, computed once for all rows."""
         return None
 
     def thread(self, read, first, counts):
@@ -144,7 +143,7 @@ class MeanSquare(Statistics):
         return (*(s + total(x * v) for s, v in zip(sums, vectors)), *sums[len(vectors) :])
 
     def whole(self, sums):
-        """What :meth:`add` has summed as :meth:`thread` gives it."""
+        """The sums of :meth:`add` in the form that :meth:`thread` returns."""
         return sums
 
     def forward_terms(self, sums, inverse):
@@ -160,18 +159,18 @@ class MeanSquare(Statistics):
 class Moments(Statistics):
     """Layer norm: mean and ``rstd = rsqrt(mean((x - mean)^2) + eps)``.
 
-    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
-    threads, warps and rows take the deviations from their own mean and correct them for the difference to the mean of
-    all (Chan, Golub and LeVeque). Among as many of them as a warp has lanes or a row has warps, deviations are added up
-    from the mean of one of them, all sums at once. Where that is far from the mean of all, bits cancel; so where lanes
-    hold few elements, the mean of all comes first. What a warp sends is its mean, its sum of squared deviations, in the
-    backward the sums of g and of g times the deviations, and its number of elements where warps differ in it.
+    A mean may be large compared with the deviations from it, so squares of uncentred numbers are never added. Vectors,
+    then threads, warps and rows sum deviations from their own mean and correct them by the difference to the common
+    mean (Chan, Golub and LeVeque). The lanes of a warp, and the warps of a row, are merged with all sums at once, with
+    deviations from the mean of one of them. If that is far from the common mean, bits cancel; so if lanes hold few
+    elements, the common mean is computed first. A warp sends its mean, its sum of squared deviations, in the backward
+    the sums of g and of g times the deviations, and its number of elements if warps differ in it.
     """
 
     centred = True
 
     def __init__(self, tile, eps, backward, stages, narrow=False):
-        # Without counts where all are equal; in the backward, they come as a pair.
+        # No counts are sent if all are equal; the backward sends them as a pair.
         counts = 0 if tile.even else 2 if backward else 1
         super().__init__(tile, values=(4 if backward else 2) + counts, stages=stages)
         self.backward, self.narrow = backward, narrow
@@ -180,7 +179,7 @@ class Moments(Statistics):
         self.dense = tile.n is not None and tile.n >= DENSE * tile.cluster * tile.threads_per_row
 
     def counts(self, first):
-        """Elements of the row that this thread and its warp hold, and one over that; one of the warp's lanes that holds
+        """Elements of the row that this thread and its warp hold, the reciprocals, and a lane of the warp that holds
         any.
         """
         tile = self.tile
@@ -196,29 +195,29 @@ class Moments(Statistics):
             together = together + self._held(k, f - lane * tile.vec, lanes * tile.vec)
         lane = Int32(0)
         if tile.per_thread == 1 and tile.v.unit > tile.vec:
-            # The first lanes' only vectors may lie before the row.
+            # The first lanes may have vectors before the row only.
             holding = cute.arch.vote_ballot_sync(Int32(held) > 0)
             lane = cute.arch.bfind(holding & -holding)
         count, together = compiler_barrier_value(Float32(held)), compiler_barrier_value(Float32(together))
         return (count, _reciprocal(count)), (together, _reciprocal(together)), lane
 
     def _held(self, k, first, width):
-        """Elements of the row among ``width`` from the column ``first`` on, which are k-th vectors."""
+        """Elements of the row among the ``width`` columns from ``first`` on, which k-th vectors cover."""
         if self.tile.starts_outside(k) or self.tile.ends_outside(k):
             return self._inside(first, self.tile.n, width)
         return width
 
     def _inside(self, first, n, width):
-        """Of the columns ``first ... first + width - 1``, those inside the row."""
+        """How many of the columns ``first ... first + width - 1`` are inside the row."""
         return cutlass.max(cutlass.min(first + width, n) - cutlass.max(first, 0), 0)
 
     def thread(self, read, first, counts):
-        """As :meth:`MeanSquare.thread`, with the counts."""
+        """As :meth:`MeanSquare.thread`; the sums include the counts."""
         tile, (count, inverse) = self.tile, counts[0]
         inner = [k for k in range(tile.per_thread) if not (tile.starts_outside(k) or tile.ends_outside(k))]
         if self.narrow and inner:
-            # One pass: deviations from one of the thread's own numbers. However far from the others that is, what
-            # cancels is at most as many times the result as the thread has numbers: a few bits of fp32.
+            # One pass over deviations from one of the thread's own numbers. However far that is from the others, the
+            # sum that cancels is at most the thread's number of elements times the result: a few bits of fp32.
             pivot = read(inner[0])[0][0]
             total, squares, gradients, products = self._deviations(read, first, pivot)
             shift = _quotient(total, count, inverse)
@@ -228,7 +227,7 @@ class Moments(Statistics):
             sums.add(read(k)[0])
         mean = _quotient(sums.value(), count, inverse)
         if tile.per_thread > 4:
-            # So many vectors are read again, not kept.
+            # This many vectors are read again instead of kept in registers.
             cute.arch.sync_warp()
         _, *others = self._deviations(read, first, mean)
         return counts, mean, *others
@@ -252,7 +251,7 @@ class Moments(Statistics):
         self, valid: Boolean, rFound: cute.Tensor, read: cutlass.Constexpr, first: cutlass.Constexpr, middle: Float32,
         k: cutlass.Constexpr,
     ):  # fmt: skip
-        """The sums of the k-th vectors alone, where there are any."""
+        """The sums of the k-th vectors alone, if they exist."""
         if valid:
             sums = [Total(2) for _ in range(4)]
             self._deviate(sums, read, first, middle, k)
@@ -313,7 +312,7 @@ class Moments(Statistics):
             shift = _quotient(moved, together, inverse)
             found = [origin + shift, squares - shift * moved]
         elif self.halved:
-            # The upper half of a warp has the second of each pair.
+            # The upper half of a warp holds the second sum of each pair.
             sums, others = self.warp_sums((moved, gradients, squares, products))
             shift = _quotient(self._of_lane(sums, 0), together, inverse)
             found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, origin + shift, sums), others - shift * sums]
@@ -326,13 +325,13 @@ class Moments(Statistics):
         return self.send(tuple(found), sSum, mbar, step)
 
     def _of_lane(self, value, lane):
-        """What a lane holds, of those that share a row and a warp."""
+        """The value of a lane among those that share a row and a warp."""
         apart = WARP - min(self.tile.threads_per_row, WARP)
         return cute.arch.shuffle_sync(value, offset=lane, mask_and_clamp=apart << 8 | WARP - 1)
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
-        # A part to a lane: all of them in every lane would take the registers of a vector each.
+        # Each lane takes the sums of one warp: those of all warps would take a vector's registers per sum.
         group = min(1 << (self.parts - 1).bit_length(), WARP)
         parts, pivot = [], sSum[0, 0, row, stage]
         for p in cutlass.range_constexpr(0, self.parts, group):
@@ -353,7 +352,7 @@ class Moments(Statistics):
         return [count, *values[: 4 if self.backward else 2]]
 
     def _merge(self, parts, pivot, across):
-        """The row's mean and sums from those of its parts, which ``across`` adds up over the lanes."""
+        """The row's mean and sums from those of its warps, which ``across`` adds up over the lanes."""
         if self.tile.n is not None:
             inverse = 1.0 / self.tile.n
         else:
@@ -387,7 +386,7 @@ class Moments(Statistics):
     def backward_terms(self, sums, inverse):
         mean, gradients, squares, products = sums
         _, rstd = self.forward_terms((mean, squares), inverse)
-        # The only element of a row is its mean: its gradients are zero, which rstd, up to 1 / sqrt(eps), would hide.
+        # A row's only element is its mean, so its gradient is zero; rstd, up to 1 / sqrt(eps), would blow up rounding.
         if self.tile.n is None:
             rstd = cutlass.select_(Float32(inverse) == 1.0, Float32(0.0), rstd)
         elif self.tile.n == 1:
@@ -413,7 +412,7 @@ class TwoPass(Statistics):
         for k in range(tile.per_thread):
             sums.add(read(k)[0])
         (found,) = self((sums.value(),), sSum, mbar, Int32(2 * step))
-        # Divided, not multiplied: a row of equal numbers has these for its mean, whatever their number.
+        # Divided, not multiplied by the reciprocal, so that equal numbers are their own mean, whatever their number.
         mean = _quotient(found, float(tile.n), 1.0 / tile.n)
         for k in range(tile.per_thread):
             apart = read(k)[0] - mean
@@ -425,12 +424,12 @@ class TwoPass(Statistics):
 
 
 def _reciprocal(count):
-    """About one over a number of elements; anything where it is zero."""
+    """The approximate reciprocal of a number of elements; undefined if that is zero."""
     return 1.0 / count if isinstance(count, float) else cute.arch.rcp_approx(cutlass.max(count, Float32(1.0)))
 
 
 def _quotient(value, count, inverse):
-    """``value / count``: without its error, which all parts would share, a mean would move."""
+    """``value / count``, corrected once: an error of the reciprocal, the same in all warps, would shift the mean."""
     if isinstance(count, float) and math.frexp(count)[0] == 0.5:
         return value * inverse
     quotient = value * inverse

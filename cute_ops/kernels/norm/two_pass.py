@@ -1,4 +1,4 @@
-"""The norms for rows of any length: rows too long for the registers of a cluster, or of a length not known before.
+"""The norms for rows too long for the registers of a cluster, or whose length is not known at compile time.
 
 A CTA walks a row twice, once for its sums and once for its output; the second walk reads from L2 what it can.
 """
@@ -46,7 +46,7 @@ class TwoPassRows:
         return (n + shift + (self.tile.vec - 1)) // self.tile.vec
 
     def row(self, mX, name, row):
-        """A row of a tensor, None where the tensor is absent."""
+        """A row of a tensor, None if the tensor is absent."""
         if mX is None:
             return None
         n = mX.shape[len(mX.shape) - 1]
@@ -137,7 +137,7 @@ class NormBackwardTwoPass(TwoPassRows):
     """Backward of the norms; see :class:`~cute_ops.kernels.norm.bwd_persistent.NormBackward` for the maths.
 
     Persistent: CTA ``c`` of ``parts`` takes the rows ``c, c + parts, ...`` and keeps its column sums in its row of the
-    workspace. A thread always holds the same columns, so that no other touches its part of that row.
+    workspace. A thread always holds the same columns, so no other thread touches its elements of that row.
     Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x and dout twice (the second time from L2
     where the row fits), dx once, the workspace's row read and written per row.
     """

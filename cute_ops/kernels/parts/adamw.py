@@ -1,4 +1,4 @@
-"""AdamW: see :mod:`cute_ops.ops.adamw` for the maths."""
+"""AdamW: see :mod:`cute_ops.ops.parts.adamw` for the maths."""
 
 from functools import partial
 
@@ -23,8 +23,8 @@ class Update(RowFunction):
     def __init__(self, variant):
         attrs = variant.attrs
         self.beta1, self.beta2, self.eps = attrs["beta1"], attrs["beta2"], attrs["eps"]
-        # The exact root and quotient branch at every element, which takes longer than the memory. The fast ones are off
-        # by a unit or two in the last place, and take squares below 2^-126 for zero: nothing beside such an eps.
+        # The exact root and quotient branch at every element, which takes longer than the memory. The fast ones
+        # are off by a unit or two in the last place and flush squares below 2^-126 to zero, negligible beside this eps.
         self.fast = self.eps >= 1e-11
 
     def begin(self, variant, numbers, row, valid):

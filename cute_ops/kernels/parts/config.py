@@ -1,4 +1,4 @@
-"""What the kernels of our functions' parts are configured with."""
+"""Configs of the kernels of ops that only our own functions call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class EmbeddingConfig(KernelConfig):
 
     Attributes:
         threads: of a CTA.
-        threads_per_group: those that share a row, or the part of it that a CTA takes: a group.
+        threads_per_group: threads that share a row, or a CTA's share of a long row: a group.
         classes: classes of a group.
-        chunk: tokens of one class that are added up beforehand.
+        chunk: tokens of one class that the first launch adds up.
         resident: CTAs that are to fit on an SM together: a cap on registers.
     """
 

@@ -9,22 +9,22 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
 from cute_ops.kernels.parts.config import EmbeddingConfig
 
-# The part of an SM's fast memory that all CTAs which find room take; the rest is L1.
+# Percent of an SM's L1 that is shared memory: enough for all CTAs that fit the SM.
 SMEM_PERCENT = 30
-# Rows of tokens that a thread has on their way.
+# Rows of tokens that a thread has in flight.
 UNROLL = 4
 
 
 class EmbeddingBackward:
     """``dweight[c] = sum of dout[order[j]] for j from ends[c - 1] to ends[c]``: each row is written once.
 
-    Two launches. The first adds up chunks of ``chunk`` tokens that are all of one class, in fp32: of what is not one
-    class it reads two numbers. The second writes the table.
-    Tile: ``threads_per_group`` threads, a vector of columns each, take ``classes`` classes: zeros where there is no
-    token, then one token after another, a few on their way, and a row is written where the class changes. Groups of
-    classes with a chunk of tokens or more wait for the CTA: all its groups add up one class's tokens, and in place of
-    whole chunks what the first launch found. So no class, however common, keeps one group busy for long, and bits
-    depend on the config and on the places of a class among the sorted tokens alone.
+    Two launches. The first adds up, in fp32, each chunk of ``chunk`` sorted tokens that are all of one class; of other
+    chunks it reads two numbers. The second writes the table.
+    Tile: a group of ``threads_per_group`` threads, a vector of columns each, takes ``classes`` classes. It writes zeros
+    for classes without tokens, then adds one token after another, a few in flight, and writes a row when the class
+    changes. If one of its classes has a whole chunk of tokens or more, all groups of the CTA add up these classes
+    together, using the first launch's sums for whole chunks. So no class, however common, keeps one group busy for
+    long, and bits depend only on the config and on a class's positions among the sorted tokens.
     Shared memory: 4 bytes per thread and element of a vector, a number.
     Bytes moved per element: dout and dweight once; of chunks of one class 4 bytes more for every ``chunk`` rows, twice.
     """
@@ -131,7 +131,7 @@ class EmbeddingBackward:
         return (Int32(extent(mEnds, 0)) + (of_block - 1)) // of_block
 
     def _first(self, mEnds, block, group):
-        """The first of a group's classes. Common ones, neighbours in most vocabularies, go to many CTAs."""
+        """The first of a group's classes. Common classes, neighbours in most vocabularies, are spread over CTAs."""
         return (group * self._blocks(mEnds) + block) * self.classes
 
     @staticmethod
@@ -145,7 +145,7 @@ class EmbeddingBackward:
         return row_address(mX, self.keys[name], Int64(row), self._columns(mX)) + Int64(column) * itemsize
 
     def _token(self, mDout, row, column, predicate):
-        """A token's vector, zeros where it is not wanted."""
+        """A token's vector, zeros if the predicate is false."""
         rX = fragment(mDout.element_type, self.vec)
         rX.fill(0)
         load_if(predicate, rX, self._address(mDout, "dout", row, column))
@@ -156,7 +156,7 @@ class EmbeddingBackward:
         self, mClasses, mOrder, mDout, mDweight, sLong: cute.Tensor, begin: Int32, end: Int32, column: Int32,
         inside: Boolean,
     ):  # fmt: skip
-        """Token after token, where there is no whole chunk of them; else say so."""
+        """Add one token after another if there is no whole chunk of them; else mark the group in ``sLong``."""
         if inside & (end - begin >= self.chunk):
             sLong[0] = 1
         if inside & (end > begin) & (end - begin < self.chunk):
@@ -164,7 +164,7 @@ class EmbeddingBackward:
             rSum.fill(0.0)
             rClass[0] = mClasses[begin]
             for j in cutlass.range(begin, end, UNROLL, unroll=1):
-                # Past the end, the last token again, and then zeros.
+                # Past the end the last token's place is read again, and zeros are added.
                 places = [cutlass.min(j + u, end - 1) for u in range(UNROLL)]
                 classes = [mClasses[place] for place in places]
                 rows = [mOrder[place] for place in places]
@@ -190,7 +190,7 @@ class EmbeddingBackward:
         self, mEnds, mOrder, mDout, mDweight, mParts, sSum: cute.Tensor, block: Int32, group: Int32, column: Int32,
         inside: Boolean,
     ):  # fmt: skip
-        """The classes of all groups that have a chunk of tokens, one after another."""
+        """The classes of all marked groups, one after another, by the whole CTA."""
         count = Int32(extent(mEnds, 0))
         for g in cutlass.range(self.groups, unroll=1):
             first = self._first(mEnds, block, g)
@@ -210,7 +210,7 @@ class EmbeddingBackward:
         self, rSum: cute.Tensor, mOrder, mDout, mParts, begin: Int32, end: Int32, group: Int32, column: Int32,
         inside: Boolean,
     ):  # fmt: skip
-        """This group's share: of the tokens before and after the whole chunks, and of these chunks."""
+        """Add this group's share of a class: of the tokens before and after the whole chunks, and of these chunks."""
         low = (begin + (self.chunk - 1)) // self.chunk
         whole = cutlass.max(end // self.chunk - low, 0)
         head = cutlass.min(low * self.chunk, end) - begin
@@ -232,7 +232,7 @@ class EmbeddingBackward:
         self, rSum: cute.Tensor, mOrder, mDout, begin: Int32, head: Int32, gap: Int32, count: Int32, group: Int32,
         column: Int32, inside: Boolean,
     ):  # fmt: skip
-        """This group's share of ``count`` sorted tokens, of which ``head`` come before a gap."""
+        """Add this group's share of ``count`` sorted tokens, of which ``head`` come before a gap."""
         for k in cutlass.range(group, count, self.groups * UNROLL, unroll=1):
             places = [cutlass.min(k + u * self.groups, count - 1) for u in range(UNROLL)]
             rows = [mOrder[begin + p + cutlass.select_(p >= head, gap, Int32(0))] for p in places]

@@ -1,4 +1,4 @@
-"""Rows times a number each: see :mod:`cute_ops.ops.scale` for the maths."""
+"""Rows times a number each: see :mod:`cute_ops.ops.parts.scale` for the maths."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from cute_ops.kernels.parts.config import ScaleConfig
 
 
 class Scale:
-    """``out = x * factor[..., None]``; rows of ``out`` that are x's own and have the factor one are not touched.
+    """``out = x * factor[..., None]``; a row whose factor is one is not touched if ``out`` has the memory of x.
 
     Tile: rows are cut into blocks of ``unroll`` vectors per thread, ``threads`` apart, which ``ctas`` persistent CTAs
     take in turn. All loads of a block are in flight together. Output rows are compact, so their length is a multiple of
@@ -53,9 +53,9 @@ class Scale:
         wait_for_previous(self.pdl)
         rows, per_row = row_count(mOut), self._per_row(mOut)
         same = mX.iterator.toint() == mOut.iterator.toint()
-        # One division each here instead of one in every step, which takes as long as leaving a block alone.
+        # One division here instead of one per step, which would take as long as skipping a block.
         steps = Int32((rows * per_row - bidx + (grid - 1)) // Int64(grid))
-        # A gradient is one row: to leave its blocks alone one by one would take longer than the launch.
+        # A gradient is one row: skipping its blocks one by one would take longer than the launch.
         none = same & (rows == 1) & (load_number(mFactor, self.keys["factor"], Int64(0)) == Float32(1.0))
         steps = cutlass.select_(none, Int32(0), steps)
         row, rows_on = Int64(bidx) // per_row, Int64(grid) // per_row
@@ -85,7 +85,7 @@ class Scale:
         for u in range(self.unroll):
             first = (Int32(u * self.threads) + tidx) * self.vec
             valid = Int64(first) < left
-            # What is not there loads the block's first vector: a condition would make the next load wait.
+            # A vector past the end loads the block's first one instead: a condition would make the next load wait.
             rX = fragment(mX.element_type, self.vec)
             load(rX, sources + Int64(cutlass.select_(valid, first, Int32(0))) * itemsize)
             loaded.append((rX, first, valid))

@@ -10,11 +10,12 @@ from cute_ops.kernels.lib.row_config import RowConfig
 
 @dataclass(frozen=True)
 class QuantizeConfig(RowConfig):
-    """Rows wait in registers (``one_pass``) or in shared memory (``smem``) for their scale, or are read again.
+    """Rows are held in registers (``one_pass``) or in shared memory (``smem``) until their scale is known, or are read
+    again (``two_pass``).
 
     Attributes:
         unroll: row groups of a CTA in one pass.
-        delay_weight_load: the weight is loaded when a row's sum is known.
+        delay_weight_load: the weight is loaded after a row's sum is known.
     """
 
     form: Literal["one_pass", "smem", "two_pass"]

@@ -1,7 +1,7 @@
 """Rows to float8_e4m3fn, held in registers.
 
 ``scale = max(largest / 448, 2^-126)``, where ``largest`` is the largest finite magnitude of a row, or of a block of
-128 columns; 1 where that is zero. ``out = y / scale``, to nearest, saturating. What ``y`` is, subclasses say.
+128 columns; 1 if that is zero. ``out = y / scale``, rounded to nearest, saturating. ``source`` computes ``y``.
 """
 
 import cutlass
@@ -24,9 +24,9 @@ from cute_ops.kernels.norm.statistics import row_statistics
 class QuantizeRows(NormForward):
     """One pass: a row stays in fp32 registers between its largest element and its output.
 
-    Tile: as in :class:`~cute_ops.kernels.norm.fwd.NormForward`, but wherever rows start, a row's first vector starts
-    with its first column, so that a block is one vector each of neighbouring lanes, which find its largest. The largest
-    of a row travels like its sum.
+    Tile: as in :class:`~cute_ops.kernels.norm.fwd.NormForward`, but a row's first vector always starts with its first
+    column, so that neighbouring lanes hold a block with one vector each and find its largest element. The largest of a
+    row is exchanged like a sum.
     Shared memory: 4 bytes per warp and CTA of the cluster; for outputs whose rows start anywhere, a row.
     Bytes moved per element: every tensor once.
     """
@@ -35,7 +35,7 @@ class QuantizeRows(NormForward):
         self.variant, self.config = variant, config
         self.source = source
         self.n = variant.dims["n"]
-        # A row within one block is one.
+        # A row within one block has one scale.
         self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         v = self._vectors(variant, (*source.names, "out", "residual_out"))
         self.tile = RowTile(v, config)
@@ -103,8 +103,8 @@ class QuantizeRows(NormForward):
             self._quantise(values, mOut, mScale, maxima, u, places[u], sRow)
 
     def _load(self, inputs, place):
-        """This thread's vectors of a row of each input; of one that lies apart from vectors (pairs of them, bytes to
-        skip).
+        """This thread's vectors of a row of each input; for an input whose rows start anywhere (pairs of aligned
+        vectors, bytes to skip).
         """
         held = []
         for m, name in zip(inputs, self.source.names):
@@ -135,7 +135,7 @@ class QuantizeRows(NormForward):
         return settle_all(pairs, past)
 
     def _normed(self, held, mResidualOut, sSum, mbar, step, place, sRow):
-        """The row's h, stored where there is a residual, and rstd."""
+        """The row's h, which is stored if there is a residual, and its rstd."""
         for vectors in held:
             for k, rX in enumerate(vectors):
                 self.access.trim(rX, k, place)
@@ -168,7 +168,7 @@ class QuantizeRows(NormForward):
         ]
 
     def _value(self, wide, rstd, rWeight, rBias, first, k):
-        """This thread's k-th vector of a row in fp32, zero outside the row, where a bias or another's weight stands."""
+        """This thread's k-th vector of a row in fp32, zero outside the row, also where there is a bias."""
         rY = fragment(Float32, self.tile.vec)
         rY.store(self.source(*wide, rstd, rWeight, rBias))
         if self.tile.predicated(k):
@@ -176,7 +176,7 @@ class QuantizeRows(NormForward):
         return rY
 
     def _exchange(self, smem):
-        """Shared memory of what crosses a row, ready to be used: of its sum and of its largest element."""
+        """Shared memory for exchanging a row's sum and its largest element, initialised."""
         sums = self.sum.allocate(smem) if self.source.normed else None
         maxima = self.max.allocate(smem) if self.by_row else (None, None)
         if self.source.normed:
@@ -211,14 +211,14 @@ class QuantizeRows(NormForward):
         self._put(out, mOut, "out", place, sRow)
 
     def _row_scale(self, largest, maxima, base, step, speaks):
-        """One over the scale of a row, which the thread that speaks for it stores."""
+        """The reciprocal of a row's scale; the thread for which ``speaks`` is true stores the scale."""
         (largest,) = self.max((largest,), *maxima, Int32(step))
         factor, inverse = scale_of(largest)
         store_number(speaks, factor, base)
         return inverse
 
     def _block_scale(self, largest, base, first, speaks):
-        """As :meth:`_row_scale`, for the block that this thread's vector lies in."""
+        """As :meth:`_row_scale`, for the block of this thread's vector."""
         factor, inverse = scale_of(lanes_max(largest, self.lanes))
         store_number(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
         return inverse

@@ -14,19 +14,19 @@ from cute_ops.kernels.lib.smem_ring_unaligned import WindowRing
 from cute_ops.kernels.norm.statistics import Total
 from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number
 
-# What the norm and the scale together may multiply an element by: its product with that, and with the weight after it,
-# is then in the range of fp32.
+# The largest factor of the norm and the scale together: the product of an element with it, and then with the weight, is
+# in the range of fp32.
 MOST = 2.0**63
 
 
 class QuantizeRowsInSmem(QuantizeRows):
-    """One pass: a row stays in shared memory in its own dtype, and is made fp32 as often as it is looked at.
+    """One pass: a row stays in shared memory in its own dtype and is converted to fp32 each time that it is read.
 
-    For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Where
-    rows start anywhere, compact ones whose scale is one move in vectors that lie where memory's do, and their ends are
-    masked; of all others threads cut vectors that start with the row from those (:class:`WindowRing`).
-    Where a norm adds no bias its sum and its largest element cross the row together.
-    Shared memory: the CTA's part of the row; 4 bytes per warp and CTA of the cluster, twice.
+    For long rows: more bytes are in flight than registers could receive, and the weight's loads with them. Unaligned
+    compact rows with one scale move in aligned vectors, whose elements outside the row are masked. For all other
+    unaligned rows threads make vectors that start with the row from aligned ones (:class:`WindowRing`).
+    If a norm adds no bias, its sum and its largest element are exchanged together.
+    Shared memory: the CTA's share of the row; 4 bytes per warp and CTA of the cluster, twice.
     Bytes moved per element: every tensor once.
     """
 
@@ -36,10 +36,10 @@ class QuantizeRowsInSmem(QuantizeRows):
         self.windowed = bool(self.tile.v.apart)
         self.ring = WindowRing(self.tile, keys) if self.windowed else RowRing(self.tile, keys, 1)
         self.carveout = 100
-        # A factor that all elements share may be applied when the largest is known, what is added after it may not.
+        # A factor of all elements can be applied after the largest is known; a bias that is added after it cannot.
         bias = variant.tensors.get("bias") is not None
         self.together = source.normed and self.by_row and not bias and self.tile.rows == 1
-        # The sum does not ask for the order of the columns, nor for what other threads have copied.
+        # The sum needs neither the order of the columns nor the vectors that other threads have copied.
         self.apart = self.windowed and source.normed and not self.together and len(keys) == 1 and self.ring.complete
         if self.together:
             self.sum_and_max = SumAndMax(self.tile, 1)
@@ -71,14 +71,14 @@ class QuantizeRowsInSmem(QuantizeRows):
         wait_for_previous(self.pdl)
         held = [(sX, address) for sX, address in zip(slots, bases) if sX is not None]
         edge = self.tile.edge(row, count)
-        # A group for every vector: the first look at them begins while the last ones are on their way.
+        # One group per vector, so that the first vectors are read while the last ones are in flight.
         for k in cutlass.range_constexpr(self.tile.per_thread):
             self._fetch(held, place, row < count, edge, k)
             cute.arch.cp_async_commit_group()
         loaded = None
         if const_expr(not self.delay_weight_load):
-            # Behind the row, since those of rows that start anywhere are waited for; two at a time, since until then
-            # they take twice their registers.
+            # After the row's copies, since for unaligned rows these loads are waited for; two vectors at a time, since
+            # until then they take twice their registers.
             pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
             loaded = [found for ks in pairs for found in self._columns(*columns, place, ks)]
         if const_expr(self.clustered):
@@ -99,7 +99,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         let_next_start(self.pdl)
 
     def _fetch(self, held, place, valid, edge, k):
-        """Start loading this thread's k-th vectors, with the last ones what lies past the CTA's own."""
+        """Start loading this thread's k-th vectors; with the last ones also the vector past the CTA's own."""
         tails = []
         for sX, address in held:
             begins = self.ring.begins(sX, address, place.first) if self.windowed else place.first
@@ -111,7 +111,7 @@ class QuantizeRowsInSmem(QuantizeRows):
 
     @cute.jit
     def _at_once(self, given: cutlass.Constexpr, both, sums, maxima, speaks, targets: cutlass.Constexpr):
-        """A norm's sum and its largest element before the norm divides it, which is all that the output wants."""
+        """Exchange a norm's sum and its largest unnormalised element together, then write the output from both."""
         squares, largest = Total(self.tile.per_thread), Float32(0.0)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             self._arrive(given, k)
@@ -125,7 +125,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             store_number(speaks, factor, targets[3])
             self._write(given, rstd * inverse, None, targets)
         else:
-            # Seldom: nothing is kept for this, the weight is loaded again.
+            # This is rare, so nothing is kept for it: the weight is loaded again.
             held, mResidualOut, columns, _, place = given
             place = place._replace(first=[compiler_barrier_value(f) for f in place.first])
             again = held, mResidualOut, columns, None, place
@@ -172,7 +172,7 @@ class QuantizeRowsInSmem(QuantizeRows):
                 else:
                     self.access.store(self.access.row(m, name, place.row), rX, place, k)
         for name, (m, vectors) in through.items():
-            # What was read has left its memory to the outputs, one after the other.
+            # The inputs have been read, so their memory serves for one output after the other.
             cute.arch.barrier()
             address = row_address(m, self.variant.tensors[name], place.row, self.n)
             self.column_store(vectors, self.column_store.view(memory), address, place.t, place.rank, place.valid)
@@ -187,7 +187,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         return self._value(self._wide(given, k), rstd, *parameters, place.first[k], k)
 
     def _arrive(self, given, k):
-        """Wait for this thread's k-th vectors, at the first look at them."""
+        """Wait for this thread's k-th vectors, before they are first read."""
         if self.windowed and not self.apart:
             return
         cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
@@ -195,7 +195,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1].first[k])
 
     def _own(self, given, k):
-        """As :meth:`_hidden`, or as many other elements of the row, for its sum."""
+        """As :meth:`_hidden`, or the vector that this thread has copied, which serves a sum as well."""
         if not self.apart:
             return self._hidden(given, k)
         ((sX, address),) = given[0]
@@ -214,7 +214,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         return narrow(widen(vectors[0]) + widen(vectors[1]), mResidualOut.element_type, self.tile.vec)
 
     def _wide(self, given, k):
-        """What the source takes of this thread's k-th vector."""
+        """The arguments of the source for this thread's k-th vector."""
         if self.source.normed:
             return [widen(self._hidden(given, k))]
         return [widen(self._read(one, given[-1].first, k)) for one in given[0]]

@@ -1,4 +1,4 @@
-"""What is quantised: a function of the vectors of a row."""
+"""Functions of the vectors of a row that compute what is quantised."""
 
 import cutlass.cute as cute
 from cutlass import Float32

@@ -1,4 +1,4 @@
-"""Rows to float8_e4m3fn, of any length: too long for the registers of a cluster, or not known before.
+"""Rows to float8_e4m3fn that are too long for the registers of a cluster, or of a length unknown at compile time.
 
 See :mod:`cute_ops.kernels.quantize.one_pass` for the maths.
 """
@@ -17,10 +17,10 @@ from cute_ops.kernels.quantize.one_pass import store_number
 
 
 class QuantizeTwoPass:
-    """A CTA walks a row two or three times: for its sum where it is normed, for its largest element where the whole row
-    has one scale, and for its output. It does so in steps of one vector per thread, and none straddles two blocks.
+    """A CTA walks a row up to three times: for its sum if it is normed, for its largest element if the row has one
+    scale, and for its output. Each step takes one vector per thread, and no vector straddles two blocks.
 
-    Rows that start on a vector move whole vectors, all others go element by element, four to a thread.
+    Aligned rows move whole vectors, all others go element by element, four to a thread.
     Shared memory: 4 bytes per warp, twice, for the sum and for the largest.
     Bytes moved per element: inputs once per walk, after the first from L2 where the row fits; outputs once.
     """

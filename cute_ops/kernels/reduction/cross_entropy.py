@@ -18,7 +18,7 @@ from cute_ops.kernels.rowwise.kernel import RowKernel
 def number_at(
     mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, valid: Boolean, other: cutlass.Constexpr
 ):
-    """A row's element in fp32 where it is there."""
+    """A row's element in fp32, or ``other`` if it does not exist."""
     rX = cute.make_rmem_tensor((1,), Float32)
     rX.fill(other)
     if valid:
@@ -28,17 +28,17 @@ def number_at(
 
 
 class Settings:
-    """The attributes, and what they make of a row's sums."""
+    """The attributes, and the loss and gradient that they make of a row's sums."""
 
     def __init__(self, variant):
         attrs = variant.attrs
         self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
-        # Of a slice of the classes the target may be in another one, and adds nothing to this one's loss.
+        # In a slice of the classes a target may belong to another slice: then it adds nothing to this slice's loss.
         self.classes = attrs.get("classes", 0)
         self.absent = 0.0 if self.classes else Float32.nan
 
     def loss(self, results, known, picked, n):
-        """The loss of a row that counts, and its log-sum: differences from the maximum, which may be large."""
+        """(loss, log-sum) of a row that is not ignored, from differences to the maximum, which may be large."""
         top, log_sum = results[0], cute.math.log(results[1])
         loss = log_sum + (1.0 - self.smoothing) * cutlass.select_(known, top - picked, Float32(self.absent))
         if self.smoothing != 0:
@@ -49,14 +49,12 @@ class Settings:
         return loss, log_sum
 
     def scales(self, log_sum, top, dloss, n):
-        """What the exponentials of a row's differences from the maximum are multiplied by for their gradient, and what
-        is taken off.
-        """
+        """(factor, offset): the gradient of a logit x but for the target is ``factor * exp(x - maximum) - offset``."""
         scale = dloss * (1.0 + 2.0 * self.z * (top + log_sum)) if self.z else dloss
         return scale * cute.math.exp(-log_sum), dloss * (self.smoothing / Float32(self.classes or n))
 
     def slope(self, x, top, scales):
-        """The gradient of a vector of logits, but for the target."""
+        """The gradient of a vector of logits, without the target's term."""
         dx = exponentials(x, top) * scales[0]
         return dx - scales[1] if self.smoothing else dx
 
@@ -67,8 +65,8 @@ class Settings:
 class Loss(RowFunction):
     """``loss = lse - (1 - label_smoothing) * logits[target] - label_smoothing * mean(logits) + z_loss * lse^2``.
 
-    The lse is a maximum and a sum per row. The target's logit is read on its own, together with the others: read when
-    they are summed, it would keep the CTA waiting once more.
+    The lse is a maximum and a sum per row. The target's logit is loaded on its own, at the same time as the row: loaded
+    after the sum, it would make the CTA wait a second time.
 
     Rows whose target is ``ignore_index`` are not read.
     """
@@ -93,7 +91,7 @@ class Loss(RowFunction):
         mLogits, _, mLoss, mMax, mSum = numbers
         kept, known, picked = context
         loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[len(mLogits.shape) - 1])
-        # fmax passes over NaN, a sum does not.
+        # fmax ignores NaN, a sum does not.
         top = cutlass.select_(log_sum == log_sum, results[0], log_sum)
         for name, m, value in zip(("loss", "row_max", "log_sum"), (mLoss, mMax, mSum), (loss, top, log_sum)):
             store_number(number_where(kept, value), m, variant.tensors[name], row)
@@ -120,14 +118,14 @@ class LossGradient(RowFunction):
         known = (target >= 0) & (target < Int64(n))
         if not self.set.classes:
             dloss = cutlass.select_(known, dloss, Float32.nan)
-        # Rows that are not read have zeros in place of their logits and of what the forward saved: no NaN.
+        # For rows that are not read, logits and what the forward saved are replaced by zeros, which gives no NaN.
         dloss = cutlass.select_(kept, dloss, Float32(0.0))
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
         return (column, top, log_sum, dloss, n), valid & kept
 
     def emit(self, values, results, context, columns):
         column, top, log_sum, dloss, n = context
-        # Here, not beforehand: the logits' loads would wait for the numbers.
+        # Computed here, because earlier the logits' loads would wait for the numbers.
         scales = self.set.scales(log_sum, top, dloss, n)
         rDx = fragment(Float32, columns.count)
         rDx.store(self.set.slope(values[0], top, scales))
@@ -136,7 +134,7 @@ class LossGradient(RowFunction):
 
 
 class LossStep(RowFunction):
-    """A row's loss and its gradient: the row stays on the chip between the two."""
+    """A row's loss and its gradient; the row stays on the SM between the two."""
 
     inputs, outputs = ("logits",), ("dlogits",)
     numbers = ("logits", "target", "dloss", "loss")
@@ -157,8 +155,8 @@ class LossStep(RowFunction):
         return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), valid & kept
 
     def tied(self, state, context):
-        """The target's logit belongs to the maximum anyway. Nobody writes before everybody has given a maximum, so that
-        it is not overwritten, in place, on its way to a thread.
+        """Contribute the target's logit to the maximum, which covers it anyway. No thread writes before all have
+        contributed, so an in-place gradient cannot overwrite that logit before it is loaded.
         """
         return moved(state, cute.arch.fmax(state[0], context[4]))
 
@@ -168,7 +166,7 @@ class LossStep(RowFunction):
         rDx = fragment(Float32, columns.count)
         rDx.store(self.set.slope(values[0], results[0], scales))
         subtract_within(rDx, column - columns.first, self.set.at_target(dloss))
-        zero_unless(rDx, kept)  # what is there in place of a row that was not read
+        zero_unless(rDx, kept)  # a row that was not read has undefined values here
         return (rDx.load(),)
 
     def postprocess(self, variant, numbers, rows, results, context, row):
@@ -180,14 +178,14 @@ class LossStep(RowFunction):
 
 @cute.jit
 def subtract_at(rX: cute.Tensor, place: Int32, amount: Float32):
-    """Subtract from the element at a place, in the vector that has it."""
+    """Subtract from the element at a place, if the vector has it."""
     for j in cutlass.range_constexpr(cute.size(rX)):
         rX[j] = rX[j] - cutlass.select_(place == j, amount, Float32(0.0))
 
 
 @cute.jit
 def subtract_within(rX: cute.Tensor, place: Int32, amount: Float32):
-    """The same by a branch, where instructions are what takes time."""
+    """As :func:`subtract_at`, by a branch, which is faster if instructions limit the kernel."""
     if (place >= 0) & (place < cute.size(rX)):
         subtract_at(rX, place, amount)
 

@@ -9,7 +9,7 @@ from cute_ops.config import KernelConfig
 
 @dataclass(frozen=True)
 class RotaryConfig(KernelConfig):
-    """Threads of a CTA, and heads of a token that one of them works on."""
+    """Threads of a CTA, and heads of a token that one thread works on."""
 
     threads: int
     heads_per_thread: int
@@ -17,6 +17,6 @@ class RotaryConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class RotaryBackwardConfig(RotaryConfig):
-    """Persistent: as many CTAs as are ``resident`` on the chip's SMs."""
+    """Persistent: ``resident`` CTAs on each of the GPU's SMs."""
 
     resident: int

@@ -1,9 +1,9 @@
 """How a head's rotated and untouched elements spread over vectors, and the rotation itself.
 
 A head of ``d`` elements has ``r`` pairs, ``(j, j + r)`` or interleaved ``(2j, 2j + 1)``, and then ``d - 2r`` elements
-that pass through. A *chunk* is what one thread holds of it: two vectors of ``vec`` elements. Those of a rotated chunk
-are the first and the second elements of ``vec`` pairs, ``r`` apart; interleaved, and where elements pass through, the
-two lie side by side.
+that pass through. A *chunk* is the two vectors of ``vec`` elements that one thread holds. The vectors of a rotated
+chunk are the first and the second elements of ``vec`` pairs, ``r`` apart; if pairs are interleaved, and in chunks that
+pass through, the vectors are neighbours.
 """
 
 import math
@@ -25,7 +25,7 @@ class Rotary:
     Args:
         variant: the kernel's variant, with dims ``d`` and ``r``, None where dynamic.
         heads: names of the tensors with heads.
-        interleaved: which pairs.
+        interleaved: whether pairs are ``(2j, 2j + 1)``.
     """
 
     def __init__(self, variant, heads, interleaved):
@@ -33,7 +33,7 @@ class Rotary:
         self.interleaved = interleaved
         keys = [variant.tensors[name] for name in heads]
         if self.d is None:
-            self.vec = 1  # nothing is known of where halves begin
+            self.vec = 1  # halves may begin anywhere
         else:
             fits = [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in keys]
             widest = min(fits)
@@ -66,13 +66,13 @@ class Rotary:
         )  # fmt: skip
 
     def row(self, mCos, token):
-        """The row of both tables that a token reads: they start again where they are shared."""
+        """The row of both tables for a token: sequences that share the tables start again with the first."""
         return token % row_count(mCos)
 
     def table(self, mTable, which, row, chunk, rotated):
-        """The cosines or sines of a chunk's pairs, in fp32; zeros where it is not rotated.
+        """The cosines or sines of a chunk's pairs, in fp32; zeros if it is not rotated.
 
-        Not anything: what a token that is not there adds to a sum is multiplied by them.
+        They must be zeros, because the terms that a missing token adds to a sum are multiplied by them.
         """
         return wide(self.table_as_is(mTable, which, row, chunk, rotated))
 
@@ -134,7 +134,7 @@ class Rotary:
         return (2 * j, 2 * j + 1) if self.interleaved else (j, j + self.vec)
 
     def rotate(self, rX, rCos, rSin, rotated, sign=1.0):
-        """Turn the pairs of a chunk by their angles, or with ``sign=-1`` back; what is not rotated stays."""
+        """Rotate the pairs of a chunk by their angles, or back with ``sign=-1``; others pass through."""
         for j in range(self.vec):
             a, b = self.pair(j)
             x, y, c, s = rX[a], rX[b], rCos[j], rSin[j] * sign
@@ -158,9 +158,9 @@ def _elements_if(valid: cutlass.Boolean, rX: cute.Tensor, address: Int64):
 
 
 def table_grid(blocks, mX, mCos):
-    """The grid where so many CTAs go through the rows of the tables, once for each of the sequences that share them.
+    """The grid of ``blocks`` CTAs for the rows of the tables, times the sequences that share the tables.
 
-    CTAs start in the order of the first dimension: those that read a row start together, and find it in L2.
+    CTAs start in the order of the first dimension, so CTAs that read the same row start together and find it in L2.
     """
     planes = (blocks + (MAX_LINES - 1)) // MAX_LINES
     return [Int32(token_count(mX) // row_count(mCos)), Int32(cutlass.min(blocks, Int64(MAX_LINES))), Int32(planes)]

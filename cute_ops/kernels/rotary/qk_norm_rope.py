@@ -184,8 +184,8 @@ class QKNormRopeBackward(HeadRows):
     the cotangent rotated back, times ``x * rstd``, is summed over all heads to the weight's gradient.
 
     Persistent: CTAs of q share its units evenly, those of k likewise. A thread always holds the same elements of a
-    head and keeps their sums in registers; a CTA's sums end in its row of a workspace, or of long heads a warp's, and a
-    second kernel adds the rows in a fixed order. Shared memory: 4 bytes per element of a head and warp.
+    head and keeps their sums in registers. Each CTA (for long heads each warp) stores its sums in its row of a
+    workspace; a second kernel adds the rows in a fixed order. Shared memory: 4 bytes per element of a head and warp.
     Bytes moved per element: x, its cotangent and its gradient once each.
     """
 
@@ -281,7 +281,7 @@ class QKNormRopeBackward(HeadRows):
                 products = products + _dot(rX, rG)
             rstd = cute.math.rsqrt(self.total(squares) * (1.0 / d) + self.eps, fastmath=True)
             pull = rstd * rstd * rstd * (self.total(products) * (1.0 / d))
-            # What is not there is zeros, but with eps=0 their rstd is not finite.
+            # Missing heads are zeros, whose rstd is not finite with eps=0.
             scale = cutlass.select_(ok, rstd, Float32(0.0))
             address = head_address(mDx, self.key(names[3]), token, head, d)
             for p, (rX, rDout), rWeight, rSum in zip(places, chunks, weights, sums):

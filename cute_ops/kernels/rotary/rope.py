@@ -20,9 +20,9 @@ from cute_ops.kernels.rotary.layout import (
 class Rope:
     """``out[j], out[j + r] = x[j] * cos[j] - x[j + r] * sin[j], x[j + r] * cos[j] + x[j] * sin[j]``.
 
-    Tile: a thread holds one chunk (two vectors) of ``heads`` heads of a token, and of more where vectors have less than
-    16 bytes; it finds its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
-    heads, then tokens; CTAs that read the same row of the tables, for other sequences, run at the same time.
+    Tile: a thread holds one chunk (two vectors) of ``heads`` heads of a token, of more if vectors have less than 16
+    bytes; it computes its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
+    heads, then tokens. CTAs that read the same row of the tables, for different sequences, run at the same time.
     No shared memory. Bytes moved per element: x, out and the tables once.
 
     Args:
@@ -132,12 +132,12 @@ class RopeBackwardJoined(Rope):
         row, token, valid, chunk, heads = self._place(mOut, mCos, d, r)
         rotated, first, second = rotary.place(chunk, d, r)
         of_q = head_count(mDq)
-        turned = of_q + head_count(mDk)  # heads from here on stay as they are
+        turned = of_q + head_count(mDk)  # heads from here on are not rotated
         inside = [valid & (head < self._heads(mOut)) for head in heads]
         wait_for_previous(self.pdl)
         loaded = []
         for head, here in zip(heads, inside):
-            # Where a head is not of a source, that address is not used.
+            # For a head that a source does not have, its address is not used.
             q, k, v = (
                 head_address(m, key, token, head - begin, d)
                 for m, key, begin in zip((mDq, mDk, mDv), self.sources, (0, of_q, turned))

@@ -11,22 +11,22 @@ from cute_ops.kernels.lib.row_config import RowConfig
 
 @dataclass(frozen=True)
 class ReduceConfig(RowConfig):
-    """A reduction over each row: rows wait in registers (``one_pass``) or in shared memory (``smem``) for what follows
-    from it, or are read again (``two_pass``).
+    """A reduction over each row, and the outputs that need its result: until then rows stay in registers (``one_pass``)
+    or in shared memory (``smem``), or they are read again (``two_pass``).
 
     Attributes:
-        parts_per_cta: parts of a row that one CTA takes one after another in two passes. The parts of a cluster's CTAs
-            give the same bits.
+        segments_per_cta: segments of a row that one CTA takes one after another in two passes. A cluster whose CTAs
+            take one each gives the same bits.
     """
 
     form: Literal["one_pass", "smem", "two_pass"]
-    parts_per_cta: int = 1
+    segments_per_cta: int = 1
 
 
 @dataclass(frozen=True)
 class MapConfig(RowConfig):
-    """Outputs element by element: rows of a CTA (``rows``), a row in segments of a CTA each (``segments``), or a row of
-    any length to a CTA, one element of a thread at a time (``elements``).
+    """Outputs element by element: a CTA takes whole rows (``rows``), a segment of a row (``segments``), or a row of any
+    length with one element per thread at a time (``elements``).
 
     Attributes:
         segments: CTAs that share a row.
@@ -38,7 +38,7 @@ class MapConfig(RowConfig):
 
 @dataclass(frozen=True)
 class PointwiseConfig(KernelConfig):
-    """``unroll`` vectors of each of ``threads`` threads, whatever row they are of."""
+    """Each of ``threads`` threads takes ``unroll`` vectors, of whatever rows."""
 
     threads: int
     unroll: int

@@ -30,11 +30,11 @@ class Sum:
         return (Float32(0.0),)
 
     def add(self, state, get, inside):
-        """One more vector: ``get()`` reads the inputs', ``inside`` says what of them is inside the row."""
+        """Add a vector of each input, which ``get()`` reads; ``inside`` tells which elements are inside the row."""
         return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
 
     def gather(self, gets, insides):
-        """All vectors at once."""
+        """The state of all vectors at once."""
         state = self.start()
         for get in gets:
             state = self.add(state, get, None)
@@ -60,16 +60,16 @@ class RowFunction:
         pass
 
     def begin(self, variant, numbers, row, valid):
-        """(what the other methods get as ``context``, whether the row must be read); ``valid``: whether it is there."""
+        """(``context`` of the other methods, whether the row must be read); ``valid``: whether the row exists."""
         return None, valid
 
     def tied(self, state, context):
-        """What a thread gives to the row's reduction, once what :meth:`begin` loaded is there."""
+        """What a thread contributes to the row's reduction, once the loads of :meth:`begin` have arrived."""
         return state
 
     def emit(self, values, results, context, columns):
-        """Output vectors from input vectors and what the row's reduction has found, in fp32."""
+        """Output vectors from input vectors and the results of the row's reduction, in fp32."""
         return ()
 
     def postprocess(self, variant, numbers, rows, results, context, row):
-        """By one thread of each row, after its reduction."""
+        """Called by one thread of each row, after its reduction."""

@@ -17,10 +17,10 @@ from cute_ops.kernels.rowwise.function import Columns
 class Segments:
     """One pass.
 
-    Tile: a CTA of ``threads`` holds ``threads / threads_per_row`` rows or, of a long row, one of ``segments`` parts.
-    No shared memory. Bytes moved per element: every row tensor once. Each thread reads what it writes over, and reads
-    it first: an output may have an input's memory. CTAs that start while the previous kernel is busy have L2 fetch what
-    they will load.
+    Tile: a CTA of ``threads`` holds ``threads / threads_per_row`` rows or one of the ``segments`` of a long row.
+    No shared memory. Bytes moved per element: every row tensor once. Each thread reads its elements before it writes
+    them, so an output may have an input's memory. CTAs that start while the previous kernel is busy prefetch their
+    inputs to L2.
 
     Args:
         variant: the kernel's variant.
@@ -93,7 +93,7 @@ class Segments:
 
     @cute.jit
     def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):
-        """Rows of a length that was not known before, element by element."""
+        """A row whose length is not known at compile time, element by element."""
         long_n = outputs[0].shape[len(outputs[0].shape) - 1]
         n = Int32(long_n)
         bases = self._bases(inputs, self.function.inputs, row, long_n)

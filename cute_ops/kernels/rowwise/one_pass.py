@@ -1,4 +1,4 @@
-"""A reduction over each row and what follows from it, rows held in registers between the two."""
+"""A reduction over each row and the outputs that need its result, rows held in registers between the two."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +15,7 @@ from cute_ops.kernels.rowwise.function import Columns
 class OnePassRows:
     """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
 
-    In the form ``smem`` they wait in shared memory instead: more bytes are on their way than registers could
+    In the form ``smem`` they stay in shared memory instead, which lets more bytes be in flight than registers could
     receive. Each thread copies, and later reads, its own vectors.
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together.
@@ -120,7 +120,7 @@ class OnePassRows:
     def _gather(self, gets, insides):
         if self.ring is None:
             return self.function.reduction.gather(gets, insides)
-        # One vector after another: all of them would not fit the registers.
+        # One vector after another, since registers could not hold all of them.
         state = self.function.reduction.start()
         for get, inside in zip(gets, insides):
             state = self.function.reduction.add(state, get, inside)

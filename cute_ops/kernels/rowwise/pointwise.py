@@ -49,20 +49,20 @@ class Part(NamedTuple):
 class Pointwise:
     """Computes ``outputs = compute(*inputs)`` in fp32.
 
-    Where all tensors are compact and whole, they are one long row, whatever n; others go row by row. Tile: a CTA of
-    ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more of them where alignment makes vectors
-    shorter than 16 bytes. A vector has 16 bytes of the widest tile that is read; of a wider tensor it takes several
-    accesses. All loads of a thread are in flight together: none hangs on a condition, since conversions would follow it
-    there and make the next load wait. CTAs that start while the previous kernel is busy have L2 fetch what they will
-    load. No shared memory. Bytes moved per element: every tensor once. Rows of tiles that start off half a vector,
-    unless they are short, go to :class:`~cute_ops.kernels.rowwise.pointwise_unaligned.PointwiseShifted`, which knows no
-    vectors and scalars.
+    If all tensors are compact and none is read by halves, they are one long row, whatever n; else rows are taken one by
+    one. Tile: a CTA of ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more if alignment makes
+    vectors shorter than 16 bytes. A vector has 16 bytes of the widest tile that is read; a wider tensor takes several
+    accesses. All loads of a thread are in flight together. None depends on a condition, because the compiler would put
+    conversions behind it, too, for which the next load would wait. CTAs that start while the previous kernel is busy
+    prefetch their inputs to L2. No shared memory. Bytes moved per element: every tensor once. Rows of tiles that do not
+    start on half a vector, unless they are short, go to
+    :class:`~cute_ops.kernels.rowwise.pointwise_unaligned.PointwiseShifted`, which takes no vectors and scalars.
 
     Args:
         variant: the kernel's variant.
         inputs, outputs: names of tensors, or parts of them.
         compute: fp32 elements to a tuple of fp32 elements.
-        config: a :class:`PointwiseConfig`, where the variant's has more.
+        config: a :class:`PointwiseConfig`; by default made from the variant's config.
     """
 
     def __init__(self, variant, inputs, outputs, compute, config=None):
@@ -86,7 +86,7 @@ class Pointwise:
         # Rows of whole vectors need no masks inside a vector.
         self.whole = self.n is not None and self.n % self.vec == 0
         per_row = self.n // self.vec if self.whole else 0
-        # CTAs to a row, where they come out even.
+        # CTAs per row if they divide it evenly, else 0.
         self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
         # Whether all vectors of a CTA are of one row.
         self.tiled = bool(self.even) or (self.one_row and self.whole)
@@ -108,7 +108,7 @@ class Pointwise:
             return key.align
         start = min(key.align, key.row_align) if part.rows else key.align
         if part.count > 1:
-            # Of rows whose length is not known, only the whole row's alignment is.
+            # If the length of rows is not known, halves start on any element.
             step = self.n * ITEMSIZE[key.dtype] if self.n is not None else ITEMSIZE[key.dtype]
             start = min(start, step & -step)
         return start
@@ -151,8 +151,8 @@ class Pointwise:
         if const_expr(not self.one_row):
             row = segment // self.even
             segment = Int32(segment - row * self.even)
-        # A lane of the copy holds a vector, a thread has some lanes. One past the end loads the CTA's first: no load
-        # hangs on a condition.
+        # A lane of the copy holds a vector, and a thread has several lanes. A lane past the end loads the CTA's first
+        # vector, so that no load depends on a condition.
         lanes = [u * self.threads + tidx for u in range(self.unroll)]
         inside = self._inside(n, segment, lanes)
         sources = []
@@ -179,7 +179,7 @@ class Pointwise:
         return lane_copy(op, dtype, self.block, self.vec, lane, **cache_mode)
 
     def _inside(self, n, segment, lanes):
-        """Whether lanes' vectors are inside the one long row; rows that are whole CTAs have no others."""
+        """Whether lanes' vectors are inside the one long row; in rows of whole CTAs all are."""
         if not self.one_row:
             return [True] * self.unroll
         width = self.block * self.vec
@@ -201,8 +201,8 @@ class Pointwise:
         return self._lane(CopyG2ROp(), mX.element_type, lane).partition_S(gX)[None, 0]
 
     def _fetches(self, part, bidx, tidx, row):
-        """Whether a thread has L2 fetch what it will load of a part. What many threads load, one has it fetch: requests
-        for one line wait for each other.
+        """Whether a thread prefetches what it will load of a part to L2. One thread does so for what many threads load,
+        because requests for the same line wait for each other.
         """
         if part.tile:
             return bidx < AHEAD
@@ -219,7 +219,7 @@ class Pointwise:
 
     @cute.kernel
     def kernel(self, inputs, outputs):
-        """A CTA takes vectors of any rows, whose places are found by division."""
+        """A CTA takes vectors of any rows, which it finds by division."""
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         rows, n = self._shape(outputs[0])
@@ -263,7 +263,7 @@ class Pointwise:
     def _place(self, start, index, rows, n):
         """Where a vector lies: (its row, the element of the row it starts at, elements left in that row).
 
-        One that is not there, of which no element is left, gets a place where another is: it is loaded, not stored.
+        A vector past the end, with no elements left, gets the place of another one, which is loaded but not stored.
         """
         if self.one_row:
             first = index * self.vec

@@ -13,9 +13,9 @@ from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address
 class PointwiseShifted:
     """Computes ``outputs = compute(*inputs)`` in fp32; see :class:`~cute_ops.kernels.rowwise.pointwise.Pointwise`.
 
-    Vectors are those of an output's memory, 16 bytes wide, so that stores are whole but at a row's ends; what inputs
-    have for them begins anywhere and is moved into place. Outputs that are not in step with each other are computed one
-    after another, their inputs coming from L1 again.
+    Vectors are those of an output's memory, 16 bytes wide, so that all stores but those at a row's ends are whole. The
+    inputs' elements for them begin anywhere and are moved into place. Outputs whose rows start at different places of a
+    vector are computed one after another, from inputs that L1 holds by then.
 
     Tile: a thread takes ``unroll`` vectors, ``threads`` apart, of every output. No shared memory.
     Bytes moved per element: every tensor once.
@@ -39,7 +39,7 @@ class PointwiseShifted:
                 self.groups.append([i])
 
     def _apart(self, part, other):
-        """Elements that a part's row starts later in a vector than another's; None where that is not known."""
+        """By how many elements a part's rows start later in a vector than another's; None if that is not known."""
         keys = self.keys[part.name], self.keys[other.name]
         same = keys[0].dtype == keys[1].dtype and part.count == other.count
         if self.n is None or not same or any(key.layout != "flat" or key.align < 16 for key in keys):
@@ -58,7 +58,7 @@ class PointwiseShifted:
         )
 
     def _per_row(self, n):
-        """Vectors that a row reaches into, wherever it starts."""
+        """The most vectors that a row can touch, wherever it starts."""
         return (n + 2 * (self.vec - 1)) // self.vec
 
     @cute.kernel
@@ -76,7 +76,7 @@ class PointwiseShifted:
             below = (local + u * self.threads) // per_row
             column = (local + u * self.threads - below * per_row) * self.vec
             row = above + below
-            # A row that is not there has no column that is.
+            # A row past the last one gets an end below all columns.
             places.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
         wait_for_previous(self.pdl)
         loaded = [[self._load(inputs, outputs, group, n, rows, *place) for group in self.groups] for place in places]
@@ -91,8 +91,8 @@ class PointwiseShifted:
         return address + Int64(n) * (part.index * ITEMSIZE[self.keys[part.name].dtype])
 
     def _edge(self, part, n, row, rows):
-        """As :meth:`RowTile.edge`, of a part of a row: behind one of compact rows lies the next one."""
-        # Of rows that are shorter than a vector nothing is loaded whole.
+        """As :meth:`RowTile.edge`, for a part of a row: a compact row is followed by the next one."""
+        # Rows shorter than a vector are never loaded whole.
         tail = Boolean(n < self.vec)
         if self.keys[part.name].layout != "flat":
             tail = Boolean(True)
@@ -101,8 +101,8 @@ class PointwiseShifted:
         return cutlass.select_(tail, Int32(n - self.vec + 1), Int32(n)), tail
 
     def _load(self, inputs, outputs, group, n, rows, row, column, end):
-        """What a group needs for the vector at a column of its outputs: (how far rows start in a vector, the pairs of
-        vectors that hold it and where in them it begins).
+        """The inputs' data for the vector at a column of a group's outputs: (how far rows start in a vector, the pairs
+        of vectors that contain it and where in them it begins).
         """
         target, mOut = self.outputs[group[0]], outputs[group[0]]
         out = self._row(mOut, target, n, row)

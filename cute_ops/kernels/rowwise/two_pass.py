@@ -1,4 +1,4 @@
-"""A reduction over each row and what follows from it, for rows that outgrow registers or whose length is not known."""
+"""A reduction over each row and the outputs that need its result, for rows too long for an SM or of unknown length."""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,11 +18,11 @@ BATCH = 4  # vectors of a thread that are on their way together
 class WalkedRows:
     """Walks a row once for its reduction and, where there are outputs, once more for them.
 
-    Tile: a row is cut into parts; part ``p`` is walked by CTA ``p`` of a cluster or, where rows are many, all by one
-    CTA, one after another and combined in the same order: the bits are the same. Of a part, vector ``i`` of
-    thread ``t`` is ``i * threads + t``, four of them at a time.
-    Shared memory: 4 bytes per value, part and warp, twice. Bytes moved per element: every input once, and with outputs
-    every input again, from L2 where the row fits, and every output.
+    Tile: a row is cut into segments. CTA ``p`` of a cluster takes segment ``p`` or, if rows are many, one CTA takes all
+    of them, one after another. They are combined in the same order, so the bits are the same. Vector ``i`` of thread
+    ``t`` is the segment's vector ``i * threads + t``; a thread takes four at a time.
+    Shared memory: 4 bytes per value, segment and warp, twice. Bytes moved per element: every input once, and with
+    outputs every input again, from L2 where the row fits, and every output.
     """
 
     def __init__(self, variant, config, function):
@@ -126,7 +126,7 @@ class WalkedRows:
         return state
 
     def _widened(self, vectors):
-        """Loaded vectors in fp32, from here on and no earlier: four of them would not leave registers for the rest."""
+        """Loaded vectors in fp32, no earlier than here: four of them in fp32 would leave too few registers."""
         for rX in vectors:
             if self.tile.vec * rX.element_type.width >= 32:
                 compiler_barrier(rX)
@@ -134,6 +134,6 @@ class WalkedRows:
 
 
 def run_rows(variant, function):
-    """The form of a row function's kernel that a variant gets."""
+    """The kernel of a row function, in the form that the variant's config names."""
     config = ReduceConfig.of(variant.config)
     return (WalkedRows if config.form == "two_pass" else OnePassRows)(variant, config, function)

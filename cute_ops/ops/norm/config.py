@@ -133,10 +133,10 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     small_ctas = row.vectors <= SMALL_CTAS_VECTORS and row.aligned and not (centred or pair)
     span = REGISTER_VECTORS if not small_ctas else UNEVEN_SPAN if row.vectors % (4 * EVEN_SPAN) else EVEN_SPAN
     cluster = cluster_for(row.vectors, span, row.max_cluster)
-    part = -(-row.vectors // cluster)
-    if part > MOST_REGISTER_VECTORS:
+    span = -(-row.vectors // cluster)
+    if span > MOST_REGISTER_VECTORS:
         return NormConfig("two_pass", TWO_PASS_LONG_THREADS)
-    return _in_registers(problem, row, cluster, threads_for(part, 4), centred, small_ctas)
+    return _in_registers(problem, row, cluster, threads_for(span, 4), centred, small_ctas)
 
 
 def _in_registers(
@@ -253,23 +253,23 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
     align = row.align_vectors if lines else 1
     cluster = _backward_cluster(row, row.vectors + (0 if row.aligned else align), sums)
-    part = -(-(row.vectors + (0 if row.aligned else align)) // cluster)
-    per_thread, sm_threads = _vectors_of_a_thread(row, part, cluster, sums, centred)
-    share = threads_for(part, per_thread, 512 if per_thread > 1 else 1024)
+    span = -(-(row.vectors + (0 if row.aligned else align)) // cluster)
+    per_thread, sm_threads = _vectors_of_a_thread(row, span, cluster, sums, centred)
+    share = threads_for(span, per_thread, 512 if per_thread > 1 else 1024)
     balanced = cluster > 2 and sums == 2 and not row.aligned
     if balanced:
         # Rows start on half a line: with half as many offsets, column sums are begun and stored half as often.
-        share, align = _balanced_threads(part), min(align, LINE_VECTORS // 2)
+        share, align = _balanced_threads(span), min(align, LINE_VECTORS // 2)
     threads = share if cluster > 1 else max(256, share) if sums == 1 else max(256 // share, 1) * share
     sm_threads = sm_threads * 2 // (1 + sums)
     slot = -(-row_bytes // cluster) * (threads // share) + 64 * VECTOR_BYTES
     if balanced:
-        slot = share * -(-(part + WARP - 1) // share) * -(-row_bytes // row.vectors)
-    if part > max(4, per_thread) * share or 2 * slot > row.ring_bytes:
+        slot = share * -(-(span + WARP - 1) // share) * -(-row_bytes // row.vectors)
+    if span > max(4, per_thread) * share or 2 * slot > row.ring_bytes:
         return None
-    deeper = cluster > 1 and (row.vectors > CTA_VECTORS or (cluster == 2 and part <= 256))
+    deeper = cluster > 1 and (row.vectors > CTA_VECTORS or (cluster == 2 and span <= 256))
     half = CTA_VECTORS // 2
-    if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and half < part <= CTA_VECTORS:
+    if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and half < span <= CTA_VECTORS:
         deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
     stages = 3 if deeper and 3 * slot <= row.ring_bytes else 2
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), sm_threads // threads))
@@ -292,32 +292,32 @@ def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
     return min(2, row.max_cluster) if pair else 1
 
 
-def _vectors_of_a_thread(row: RowProblem, part: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
+def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
     """Vectors of a thread, and threads of an SM that have registers for one sum of each of their columns."""
     if row.vectors > WARP and (sums == 2 or (centred and not row.aligned)):
         # A thread takes many columns. Two sums of each leave registers for fewer threads, but then a row's sum has
-        # fewer parts to exchange.
+        # fewer partial sums to exchange.
         short = row.vectors <= 5 * WARP
         per_thread = -(-row.vectors // WARP) if short else 3 if not row.aligned and cluster == 1 else 4
         many = not short if row.itemsize == 4 else row.n <= 12 * WARP
         threads = MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
-    elif not row.aligned and part <= CTA_VECTORS and cluster <= 2:
-        per_thread, threads = step(UNALIGNED, part)
+    elif not row.aligned and span <= CTA_VECTORS and cluster <= 2:
+        per_thread, threads = step(UNALIGNED, span)
     elif row.vectors <= CTA_VECTORS and cluster == 2:
-        per_thread, threads = step(HALVES, part)
+        per_thread, threads = step(HALVES, span)
     else:
-        per_thread, threads = step(CLUSTERED if cluster > 1 else WIDE_CTA if row.itemsize == 4 else NARROW_CTA, part)
+        per_thread, threads = step(CLUSTERED if cluster > 1 else WIDE_CTA if row.itemsize == 4 else NARROW_CTA, span)
     if per_thread == 4:
         # Four or five, whichever gives the busiest of an SM's schedulers fewer vectors.
-        per_thread = min((4, 5), key=lambda k: -(-threads_for(part, k, 512) // (SCHEDULERS * WARP)) * k)
+        per_thread = min((4, 5), key=lambda k: -(-threads_for(span, k, 512) // (SCHEDULERS * WARP)) * k)
     return per_thread, threads
 
 
-def _balanced_threads(part: int) -> int:
+def _balanced_threads(span: int) -> int:
     """Threads of a balanced CTA that holds so many vectors: as many whole warps, up to BALANCED_WARPS, as give the
     busiest of an SM's schedulers the fewest vectors.
     """
-    together = -(-part // WARP)  # vectors of one lane of all warps
+    together = -(-span // WARP)  # vectors of one lane of all warps
 
     def busiest(warps: int) -> int:
         return sum(together // warps + (w < together % warps) for w in range(0, warps, SCHEDULERS))
@@ -337,8 +337,8 @@ def _few_rows(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig |
     share = threads_for(-(-row.vectors // cluster), 1)
     rows = min(1024 // share, next_power(problem.m))
     stages = next_power(-(-problem.m // rows))
-    part = share * -(-row.vectors // (cluster * share))
-    if stages * rows * (part * -(-row_bytes // row.vectors) + 8) > row.ring_bytes - FEW_RESERVED:
+    span = share * -(-row.vectors // (cluster * share))
+    if stages * rows * (span * -(-row_bytes // row.vectors) + 8) > row.ring_bytes - FEW_RESERVED:
         return None
     # As many CTAs as four of the largest clusters have: these surely run at once.
     replicas = min(4 * row.max_cluster // cluster, 16, share)
@@ -358,8 +358,8 @@ def _overlapped(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig
     cluster = cluster_for(row.vectors, 512, min(row.max_cluster, 8))
     share = threads_for(-(-row.vectors // cluster), 1)
     rows = max(128 // share, 1)
-    part = share * -(-row.vectors // (cluster * share))
-    if 2 * rows * part * -(-row_bytes // row.vectors) > row.ring_bytes - OVERLAPPED_RESERVED:
+    span = share * -(-row.vectors // (cluster * share))
+    if 2 * rows * span * -(-row_bytes // row.vectors) > row.ring_bytes - OVERLAPPED_RESERVED:
         return None
     return NormConfig(
         "overlapped", rows * share, share, cluster, stages=2, column_threads=column_threads, rows_per_thread=depth

@@ -44,9 +44,9 @@ UNALIGNED_SM_THREADS, UNALIGNED_SM_THREADS_GATED, UNALIGNED_SM_THREADS_PAIRS = 1
 # Without a weight, a row of at least this many vectors has at least as many threads: when rows are few, their last
 # vectors arrive sooner.
 WIDE_ROW_VECTORS = 256
-# In shared memory, vectors of a thread where a CTA takes more than DEEP_PART vectors of a row with a weight and a scale
+# In shared memory, vectors of a thread where a CTA takes more than DEEP_SPAN vectors of a row with a weight and a scale
 # of its own.
-DEEP_PART, DEEP_PER_THREAD = 2048, 16
+DEEP_SPAN, DEEP_PER_THREAD = 2048, 16
 # Threads of an SM with rows in shared memory: of unaligned rows; of aligned rows with a weight, which takes registers;
 # of unaligned rows with a weight, by whether a scale is a row's or a block's.
 SMEM_SM_THREADS_UNALIGNED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
@@ -107,18 +107,18 @@ def _in_registers(problem: Problem, n: int, row: _Quantized) -> QuantizeConfig:
     cluster = cluster_for(row.vectors, HELD // row.elements, most)
     if cluster > 1:  # CTAs of half the size, as long as four of them hold the row
         cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, min(most, 4)))
-    part = -(-row.vectors // cluster)
-    if part > HELD // row.elements:
+    span = -(-row.vectors // cluster)
+    if span > HELD // row.elements:
         return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
     per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair else UNALIGNED_PER_THREAD
-    share = threads_for(part, per_thread)
+    share = threads_for(span, per_thread)
     if not row.by_row and n > BLOCK:
         share = max(share, BLOCK // row.elements)  # as many lanes as hold a block: they find its largest element
     threads = max(share, 128)
     column_bytes = bytes_of(problem, ("weight", "bias"))
     resident = max(1, _sm_threads(problem, row) // threads)
-    if cluster == 1 and part >= WIDE_ROW_VECTORS and row.aligned and not column_bytes:
-        share = threads = max(threads_for(part, 2), WIDE_ROW_VECTORS)
+    if cluster == 1 and span >= WIDE_ROW_VECTORS and row.aligned and not column_bytes:
+        share = threads = max(threads_for(span, 2), WIDE_ROW_VECTORS)
         resident = min(resident, max((1536 if row.pair else 2048) // threads, 2))
     return QuantizeConfig("one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2)
 
@@ -138,13 +138,13 @@ def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
     widths = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "gate", "up") if name in problem.dtypes]
     held = row.vectors + (0 if row.aligned else LINE_VECTORS)
     cluster = cluster_for(held * len(widths), SMEM_VECTORS, ARCHES[problem.arch].cluster)
-    part = -(-held // cluster)
+    span = -(-held // cluster)
     # A row's scale is known late: with more vectors per thread, fewer threads wait for it.
-    deep = row.weight and row.aligned and row.by_row and part > DEEP_PART
+    deep = row.weight and row.aligned and row.by_row and span > DEEP_SPAN
     per_thread = DEEP_PER_THREAD if deep else SMEM_PER_THREAD
-    threads = threads_for(part, per_thread, SMEM_THREADS)
+    threads = threads_for(span, per_thread, SMEM_THREADS)
     slot = threads * per_thread * (VECTOR_BYTES // max(widths)) * sum(widths)
-    if part > per_thread * threads or slot > ring - RESERVED_BYTES:
+    if span > per_thread * threads or slot > ring - RESERVED_BYTES:
         return None
     sm_threads = SMEM_SM_THREADS if row.aligned else SMEM_SM_THREADS_UNALIGNED
     if row.weight:

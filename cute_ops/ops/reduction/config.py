@@ -38,8 +38,8 @@ from cute_ops.ops.rows import (
     vary_threads,
 )  # fmt: skip
 
-# `reduced`, rows read twice: threads of a CTA, vectors of a part of a row, and parts of a row at most.
-PART_THREADS, PART_VECTORS, MOST_PARTS = 256, 2048, 8
+# `reduced`, rows read twice: threads of a CTA, vectors of a segment of a row, and the most segments of a row.
+SEGMENT_THREADS, SEGMENT_VECTORS, MOST_SEGMENTS = 256, 2048, 8
 # `reduced`: up to this length, keeping a row in shared memory is faster than reading it twice.
 REDUCED_SMEM_ROW = 16_384
 # CTAs per SM that read rows twice, by whether rows are aligned: more CTAs, with fewer registers, keep more loads in
@@ -73,8 +73,8 @@ PAIRED_FILLED_ROW = 256
 def reduced(problem: Problem) -> ReduceConfig:
     """A reduction whose output is one number per row.
 
-    Rows of up to a warp's vectors are held in registers, longer ones in shared memory. The longest are cut into parts
-    and read twice: a cluster shares the parts where rows are few, one CTA takes all where rows are many. The bits are
+    Rows of up to a warp's vectors are held in registers, longer ones in shared memory. The longest are cut into
+    segments and read twice: by a cluster, a segment per CTA, if rows are few, by one CTA if rows are many. The bits are
     the same.
     """
     if problem.n is None:
@@ -86,11 +86,11 @@ def reduced(problem: Problem) -> ReduceConfig:
     found = _full_smem(row) if row.vectors <= REDUCED_SMEM_ROW else None
     if found:
         return found
-    parts = cluster_for(row.vectors, PART_VECTORS, MOST_PARTS)
-    walk = ReduceConfig("two_pass", PART_THREADS, align_vectors=row.align_vectors)
-    if problem.m < 2 * problem.sm_count and 1 < parts <= row.max_cluster:
-        return replace(walk, cluster=parts)
-    return replace(walk, parts_per_cta=parts, resident=TWO_PASS_CTAS[row.aligned])
+    segments = cluster_for(row.vectors, SEGMENT_VECTORS, MOST_SEGMENTS)
+    walk = ReduceConfig("two_pass", SEGMENT_THREADS, align_vectors=row.align_vectors)
+    if problem.m < 2 * problem.sm_count and 1 < segments <= row.max_cluster:
+        return replace(walk, cluster=segments)
+    return replace(walk, segments_per_cta=segments, resident=TWO_PASS_CTAS[row.aligned])
 
 
 def _full_smem(row: RowProblem) -> ReduceConfig | None:
@@ -103,10 +103,10 @@ def _full_smem(row: RowProblem) -> ReduceConfig | None:
         resident = min(room // slot, SHORT_SMEM_SM_THREADS[row.aligned] // SHORT_SMEM_THREADS)
         return ReduceConfig("smem", threads, share, resident=max(1, resident), align_vectors=row.align_vectors)
     cluster = cluster_for(row.vectors, FULL_SPAN[row.aligned], min(row.max_cluster, FULL_CLUSTER))
-    part = -(-row.touched // cluster)
-    threads = threads_for(part, SMEM_PER_THREAD, SMEM_THREADS)
+    span = -(-row.touched // cluster)
+    threads = threads_for(span, SMEM_PER_THREAD, SMEM_THREADS)
     slot = threads * SMEM_PER_THREAD * VECTOR_BYTES + OWN_BYTES
-    if part > SMEM_PER_THREAD * threads or slot > room:
+    if span > SMEM_PER_THREAD * threads or slot > room:
         return None
     resident = max(1, min(room // slot, SMEM_SM_THREADS_FULL // threads))
     return ReduceConfig("smem", threads, threads, cluster, resident, row.align_vectors)
@@ -158,9 +158,9 @@ def reduced_pairs(problem: Problem) -> ReduceConfig:
             return _one_pass(row)
         return ReduceConfig("one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors)
     cluster = cluster_for(row.vectors, CTA_VECTORS, row.max_cluster)
-    part = -(-row.touched // cluster)
-    threads = threads_for(part, 4)
-    if part > threads * (4 if threads <= FOUR_VECTORS_THREADS else 3):
+    span = -(-row.touched // cluster)
+    threads = threads_for(span, 4)
+    if span > threads * (4 if threads <= FOUR_VECTORS_THREADS else 3):
         return ReduceConfig("two_pass", TWO_PASS_LONG_THREADS)
     sm_threads = PAIR_SM_THREADS_CLUSTERED if cluster > LARGE_CLUSTER else PAIR_SM_THREADS
     return ReduceConfig("one_pass", threads, threads, cluster, max(1, sm_threads // threads), row.align_vectors)
