@@ -1,11 +1,11 @@
-"""How a kernel is configured: by a heuristic, or by a config of its search space that was measured to be faster.
+"""How a kernel is configured: by a heuristic, or by another config that was measured to be faster.
 
-An op declares in a line what its kernel lets vary::
+An op declares its heuristic and search space::
 
     tuning = Tuning(lambda problem: {"threads": 128}, space=vary(threads=(64, 128, 256, 512)))
 
-What measuring chooses is one of these configs or the heuristic's, and nothing else is ever compiled: a file of winners
-is advice, not configuration.
+Only configs of the search space and the heuristic's are ever compiled: a file of winners may choose one of them, but
+cannot add another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 from cute_ops.shapes import Array
 
-# Sizes of buckets for few rows: each power of two is one.
+# Buckets for few rows: one for each power of two.
 POWERS = tuple(2**k for k in range(11))
 # A flat config, as variants, winners and cache keys keep it: numbers by name, and a ``form`` as text.
 Config = Mapping[str, Any]
@@ -49,8 +49,8 @@ def flat(config: KernelConfig | Config) -> dict[str, Any]:
 
 
 class Problem(NamedTuple):
-    """What a heuristic may look at: sizes, dtypes and alignments by tensor name, and the target; of a tensor of which
-    one of several dims is contiguous, which.
+    """What a heuristic may look at: sizes; dtypes and alignments by tensor name; the target; and the contiguous dim of
+    tensors that declare several.
     """
 
     m: int
@@ -70,7 +70,7 @@ class Problem(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What one CTA takes of an SM: less than the kernel surely takes, so that no config is lost.
+    """What one CTA takes of an SM at least: an estimate that is too high would leave out configs that run.
 
     Args:
         threads: of the CTA.
@@ -89,11 +89,11 @@ class Space(NamedTuple):
     """The configs that measuring may choose from.
 
     Args:
-        configs: ``configs(problem, heuristic)``: what to try instead of the heuristic's config; doubles do no harm.
-        needs: ``needs(problem, config)``: what a config takes. By default what its ``threads`` and ``resident`` say.
-        buckets: dims that a winner may depend on besides the static ones, with the sizes up to which a winner holds:
-            ``{"m": (64, 512)}`` tells up to 64 from up to 512 and from more. Where these are rows, a row's bits may
-            depend on how many there are, so this is for ops that sum over rows. By default no row's bits do.
+        configs: ``configs(problem, heuristic)``: what to try instead of the heuristic's config; duplicates are dropped.
+        needs: ``needs(problem, config)``: what a config takes. By default its ``threads`` and ``resident``.
+        buckets: dims besides the static ones on which a winner may depend, with the upper bounds of their buckets:
+            ``{"m": (64, 512)}`` distinguishes up to 64, up to 512 and more. With buckets of rows, a row's bits may
+            depend on the number of rows, so they are for ops that sum over rows.
     """
 
     configs: Callable[[Problem, Config], Iterable[KernelConfig | Config]]
@@ -101,7 +101,7 @@ class Space(NamedTuple):
     buckets: Mapping[str, tuple[int, ...]] = {}
 
     def others(self, problem: Problem, heuristic: Config) -> list[dict[str, Any]]:
-        """The configs to try, flat, without the heuristic's and without doubles."""
+        """The configs to try, flat, without the heuristic's and without duplicates."""
         found: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
         for config in map(flat, self.configs(problem, heuristic)):
             if config != dict(heuristic):
@@ -116,8 +116,9 @@ class Tuning(NamedTuple):
         config: ``config(problem) -> {name: int}``, or a :class:`KernelConfig`: the heuristic, the kernel's compile-time
             configuration.
         space: other configs that may be faster, which ``python -m cute_ops tune`` measures.
-        workspace: ``workspace(problem, config) -> {name: Array or None}``, scratch arrays handed to the kernel. One
-            that does not grow with the rows must serve fewer rows too: programs exported for any number share it.
+        workspace: ``workspace(problem, config) -> {name: Array or None}``, scratch arrays that the kernel gets. One
+            whose size does not grow with the rows must also serve fewer rows: programs exported for any number of rows
+            share it.
     """
 
     config: Callable[[Problem], KernelConfig | Config] = lambda problem: {}

@@ -1,8 +1,8 @@
-"""Which config a call runs with: the one that was measured to be fastest and remembered, or the heuristic's.
+"""Chooses the config of a call: the winner of its class, or the heuristic's.
 
 A process decides once for each class of calls, so that the bits of a row stay the same while it runs.
-``CUTE_OPS_TUNE=0`` leaves every call to its heuristic. With ``CUTE_OPS_TUNE=1`` the first call of a class that nothing
-is remembered for is measured. ``CUTE_OPS_RECORD`` names a manifest to which every new kind of call is added.
+``CUTE_OPS_TUNE=0`` uses the heuristics alone. With ``CUTE_OPS_TUNE=1`` the first call of a class without a winner is
+measured. ``CUTE_OPS_RECORD`` names a manifest to which every new kind of call is added.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from cute_ops.jit.variant import Variant
 from cute_ops.op import Program
 from cute_ops.ops.gemm import choice
 
-# Every new size of a static dim is one more compile. Beyond this many sizes of its dims that are static while few, an
-# op uses one kernel in which they are dynamic.
+# Every new size of a static dim costs a compile. After this many sizes of dims that are static while few, an op has one
+# kernel in which they are dynamic.
 STATIC_LIMIT = 64
 log = logging.getLogger("cute_ops")
 
@@ -52,13 +52,13 @@ def choose(
 
     Args:
         binding: a checked call with concrete sizes.
-        memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
+        memory: of inputs, and of outputs that the caller gives; all others are compact and 16-byte aligned.
         target: what the kernel is compiled for.
-        device: the GPU to measure on where ``CUTE_OPS_TUNE=1``; None where nothing can be measured.
-        fixed: whether dims that are static while few are compile-time constants; by default while they are few.
+        device: the GPU to measure on with ``CUTE_OPS_TUNE=1``; None if nothing can be measured.
+        fixed: whether dims that are static while few are compile-time constants; by default as long as they are few.
 
     Raises:
-        ValueError: an input does not lie as its declaration demands.
+        ValueError: an input's strides or alignment are not those that its declaration demands.
         NotImplementedError: the target is older than the op's kernels.
     """
     chosen = _plan(binding, memory, target, _specialize(binding) if fixed is None else fixed, device)
@@ -73,7 +73,7 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
     Args:
         binding: a checked call with concrete sizes.
         memory: as :func:`choose` takes it.
-        target: the GPU; None where no kernel can run.
+        target: the GPU; None if no kernel can run.
 
     Raises:
         ValueError: a kernel is asked for, and none takes the call's dtypes.
@@ -109,8 +109,8 @@ def _log_choice(binding: Binding, what: str, reason: str) -> None:
 
 
 def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool:
-    """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and a pass of
-    ours. A program asks that has a better pass than :func:`instead` has. Takes what :func:`instead` does.
+    """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and our pass. For
+    programs that have a better pass than :func:`instead`. Arguments as in :func:`instead`.
     """
     op = binding.op
     wide = op.instead.dtypes if op.instead else {}
@@ -125,7 +125,8 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
 
 
 def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:
-    """How a program on this machine would run a call: what to compile ahead. Neither measures nor records.
+    """The plan with which a program on this machine would run a call, to compile it ahead; nothing is measured or
+    recorded.
 
     Takes and raises what :func:`choose` does; ``fixed`` says whether dims that are static while few are compile-time
     constants.
@@ -134,8 +135,8 @@ def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixe
 
 
 def limit_static(count: int) -> None:
-    """Let each op have kernels for this many sizes of its dims that are static while few from now on, and forget those
-    seen.
+    """From now on let each op have kernels for this many sizes of its dims that are static while few, and forget the
+    sizes seen so far.
     """
     global STATIC_LIMIT
     STATIC_LIMIT = count
@@ -143,8 +144,8 @@ def limit_static(count: int) -> None:
 
 
 def winners_of(symbols: Iterable[str]) -> list[Winner]:
-    """What this process decided for the calls that run these kernels: a bundle of them must bring it along, or another
-    process would choose other kernels.
+    """The configs that this process chose for the calls that run these kernels. A bundle must bring them along, because
+    another process would otherwise choose other kernels.
     """
     keys = sorted({key for symbol in symbols for key in _planned.get(symbol, ()) if key in _decided})
     return [Winner(call, dict(heuristic), _decided[call, heuristic]) for call, heuristic in keys]
@@ -152,7 +153,7 @@ def winners_of(symbols: Iterable[str]) -> list[Winner]:
 
 @contextmanager
 def as_shipped() -> Iterator[None]:
-    """Decide by the winners of this package alone, as on a machine where nothing was measured."""
+    """Within the block, use the winners of this package alone, as on a machine where nothing was measured."""
     global _decided
     with _lock, winners.only_shipped():
         before, _decided = _decided, {}
@@ -163,7 +164,7 @@ def as_shipped() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Drop what this process holds in memory: loaded kernels, opened bundles, decisions. The disk keeps its files."""
+    """Drop loaded kernels, opened bundles and decisions from this process's memory; files on disk stay."""
     kernels.forget()
     with _lock:
         winners.forget()
@@ -172,8 +173,8 @@ def forget() -> None:
 
 
 def _specialize(binding: Binding) -> bool:
-    """Whether dims that are static while few are compile-time constants in this call: until an op has seen too many
-    sizes of them.
+    """Whether dims that are static while few are compile-time constants in this call: until an op has been called with
+    too many of their sizes.
     """
     op = binding.op
     values, seen = tuple(binding.dims[d] for d in op.few), _static_seen.setdefault(op.name, set())
@@ -188,8 +189,8 @@ def _plan(
 ) -> Plan:
     """The plan of a call with the config that this process runs it with.
 
-    That is what was decided before, else what is remembered, else what measuring on ``device`` finds now if the user
-    asks for that, else the heuristic's.
+    That is the config that was chosen before, else a winner, else what measuring on ``device`` finds now if the user
+    asks for it, else the heuristic's.
     """
     mode, op, call = env.TUNE.read(), binding.op, signature(binding, memory, target, fixed)
     heuristic = op.config(call.problem)

@@ -1,4 +1,4 @@
-"""The environment variables of cute_ops, each in one place: its name, what it does, and how its value is read."""
+"""The environment variables of cute_ops: their names, what they do, and how their values are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Variable(Generic[T]):
     """One environment variable.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         meaning: what it does.
         parse: ``parse(name, text)``, the value; the text is empty where the variable is not set.
     """
@@ -26,10 +26,10 @@ class Variable(Generic[T]):
     parse: Callable[[str, str], T]
 
     def read(self) -> T:
-        """The value that it has now.
+        """Its present value.
 
         Raises:
-            ValueError: it has one that it may not have.
+            ValueError: the value is not allowed.
         """
         return self.parse(self.name, os.environ.get(self.name, ""))
 
@@ -76,8 +76,8 @@ CACHE_DIR = Variable("CUTE_OPS_CACHE_DIR", "the folder that compiled kernels and
 CACHE_MAX_BYTES = Variable("CUTE_OPS_CACHE_MAX_BYTES", "how large that folder may grow; 1 GiB by default", _number)
 COMPILE_TIMEOUT = Variable("CUTE_OPS_COMPILE_TIMEOUT", "seconds that one compile may take; 300 by default", _number)
 COMPILE_WORKERS = Variable("CUTE_OPS_COMPILE_WORKERS", "compiles at the same time; by default one per core", _number)
-RECORD = Variable("CUTE_OPS_RECORD", "a manifest to add every new kind of call to", _path)
-TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls that no winner is known for; 0 runs all with heuristics", _switch)
+RECORD = Variable("CUTE_OPS_RECORD", "a manifest to which every new kind of call is added", _path)
+TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls without a winner; 0 uses the heuristics alone", _switch)
 VARIABLES: tuple[Variable[object], ...] = (
     ARCH, BUNDLE, CACHE_DIR, CACHE_MAX_BYTES, COMPILE_TIMEOUT, COMPILE_WORKERS, RECORD, TUNE,
 )  # fmt: skip

@@ -27,7 +27,7 @@ _ELSEWHERE = {
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile. Carries the compiler's own output in the message."""
+    """A kernel did not compile. The message contains the compiler's output."""
 
 
 class CacheError(RuntimeError):
@@ -35,7 +35,7 @@ class CacheError(RuntimeError):
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """A question for what is close to a name that is none: `` (did you mean eps?)``; empty where nothing is."""
+    """A suggestion for an unknown name, `` (did you mean eps?)``; empty if no known name is close."""
     from difflib import get_close_matches  # start-up time: programs without mistakes need none
 
     lower = {each.lower(): each for each in known}
@@ -44,7 +44,7 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_argument(name: str, known: Sequence[str]) -> str:
-    """What is wrong with a name that is none of a function's arguments."""
+    """The error text for a name that is not an argument of a function."""
     return f"unknown argument `{name}`{meant(name, known)}; it takes {', '.join(f'`{each}`' for each in known)}."
 
 
@@ -128,7 +128,7 @@ class _Declaration(Protocol):
 
 
 def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """What is known of dims and dtype variables: ``*m=(3, 5), n=64, T=float32``."""
+    """The bound dims and dtype variables as text: ``*m=(3, 5), n=64, T=float32``."""
     parts = [
         f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()
     ]
@@ -158,7 +158,7 @@ def message(
 
 
 def renamed(text: str, aliases: Mapping[str, str]) -> str:
-    """A text in which names stand as their aliases: ``xs[2]`` for ``xs_2``."""
+    """A text with names replaced by their aliases: ``xs[2]`` for ``xs_2``."""
     return re.sub(r"\w+", lambda word: aliases.get(word[0], word[0]), text) if aliases else text
 
 
@@ -166,7 +166,7 @@ def renamed(text: str, aliases: Mapping[str, str]) -> str:
 def naming(
     op: _Declaration, given: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
 ) -> Iterator[None]:
-    """Let an error on a GPU that no kernel is built for name the call, as :func:`message` does."""
+    """Add the call, as :func:`message` does, to an error for a GPU that no kernel is built for."""
     try:
         yield
     except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""Facts on GPUs: architectures, how much an SM holds, what a CTA may take.
+"""Facts about GPUs: architectures, and the limits of an SM and of a CTA.
 
 Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WARP, MAX_THREADS, MAX_REGISTERS = 32, 1024, 255  # threads; of a CTA; of a thread
-_REGISTERS, _REGISTER_UNIT = 65_536, 256  # of an SM; allocated at once for a warp
+_REGISTERS, _REGISTER_UNIT = 65_536, 256  # of an SM; the unit in which a warp's are allocated
 _RESERVED_SHARED, _SHARED_UNIT = 1024, 128  # bytes that the system keeps of each CTA's shared memory; allocated at once
 
 
@@ -16,9 +16,9 @@ class SM(NamedTuple):
     """What one SM of an architecture has.
 
     Attributes:
-        number: SMs of the usual part, for building where no GPU is.
-        threads: resident ones.
-        ctas: resident ones.
+        number: SMs of the usual GPU, for building on machines without one.
+        threads: the most resident threads.
+        ctas: the most resident CTAs.
         shared: bytes of shared memory for all CTAs.
         cluster: CTAs of the largest cluster.
     """
@@ -59,7 +59,7 @@ def arch_of(major: int, minor: int) -> str | None:
 
 
 def occupancy(arch: str, threads: int, registers: int, shared: int) -> int:
-    """CTAs that an SM holds at once; ``shared`` is static and dynamic shared memory in bytes."""
+    """CTAs that fit an SM at once; ``shared`` is static and dynamic shared memory in bytes."""
     limits = ARCHES[arch]
     warps = -(-threads // WARP)
     per_warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
@@ -70,5 +70,5 @@ def occupancy(arch: str, threads: int, registers: int, shared: int) -> int:
 
 
 def own_shared(arch: str, shared: int) -> int:
-    """A kernel's static shared memory without what the system keeps, which cubins count from Hopper on."""
+    """A kernel's static shared memory without the system's share, which cubins include from Hopper on."""
     return max(shared - (_RESERVED_SHARED if sm(arch) >= 90 else 0), 0)

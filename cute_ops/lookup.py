@@ -1,11 +1,11 @@
 """Finds ops by name: ours, and those of a user's module or file.
 
 ``rmsnorm`` is one of ours. ``package.module:name`` and ``path/to/file.py:name`` are ops that a module or file binds to
-that name. ``.grad`` behind a name means the gradient; the name of one of several ops that compute it, or of one that is
-narrowed to some of its outputs, means that one: ``file.py:norm.norm_bwd_only_dx``. So does ``file.py:add_n.add_n_of_3``
-for an op with lists. Of a function whose operands' shapes each call gives, ``file.py:gelu_add`` is the op of tiles,
-``file.py:gelu_add.trt`` that of a tile, a row and a tile, and ``file.py:clipped.t(limit=2.0)`` one with an attribute:
-:mod:`cute_ops.ops.fused_by_call` says what the letters mean.
+that name. ``.grad`` after a name means its gradient. The name of a step of the gradient, of a narrowed op or of an
+unrolled one may follow, too: ``file.py:norm.norm_bwd_only_dx``, ``file.py:add_n.add_n_of_3``. For a function decorated
+by ``fused`` without declared shapes, ``file.py:gelu_add`` is the op of tiles, ``file.py:gelu_add.trt`` that of a tile,
+a row and a tile, and ``file.py:clipped.t(limit=2.0)`` one with an attribute: :mod:`cute_ops.ops.fused_by_call` explains
+the letters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @cache
 def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
-    # Start-up time: a program of one's own op needs none of ours.
+    # Start-up time: a program with an op of its own may need none of ours.
     from cute_ops.composite import qkv_rope
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
     from cute_ops.composite.rmsnorm_linear import row_factors, scaled_weight
@@ -47,9 +47,7 @@ def ours() -> dict[str, Op]:
 
 
 def _family(op: Op) -> list[Op]:
-    """An op and the ops that compute its gradient, whole and narrowed, those that programs call instead, and kernels of
-    batches.
-    """
+    """An op, the ops of its gradient, whole and narrowed, the ops that their programs call, and the ops of batches."""
     stages = (op, *op.steps, *([op.saving] if op.saving else []))
     called = {found: None for each in stages if each.instead for found in each.instead.program.ops}
     batched = [found for each in stages if (found := each.batched) and not found.program]
@@ -60,7 +58,7 @@ def find(name: str) -> Op:
     """The op of a name.
 
     Raises:
-        ValueError: there is none; the error lists those that there are.
+        ValueError: there is none; the message lists the known ops.
     """
     if ":" not in name:
         if name not in ours():
@@ -107,7 +105,7 @@ def find_all(name: str, gradients: bool = True) -> list[Op]:
 
 
 def of_module(module: ModuleType) -> dict[str, Op]:
-    """The ops that a module binds, by name; of a function whose operands' shapes each call gives, that of tiles."""
+    """The ops that a module binds, by name; for a function without declared shapes, the op of tiles."""
     found = {}
     for name, value in list(vars(module).items()):
         made = _by_call(value)
@@ -117,7 +115,7 @@ def of_module(module: ModuleType) -> dict[str, Op]:
 
 
 def _by_call(value: Any) -> ByCall | None:
-    """What a function that an adapter's ``fused`` decorates is made from."""
+    """The :class:`ByCall` of a function that an adapter's ``fused`` has decorated; None for other values."""
     return vars(value).get("by_call") if type(value) is FunctionType else None
 
 
@@ -129,10 +127,10 @@ def _of_call(made: ByCall, text: str = "") -> Op:
 
 
 def _held(value: Any) -> dict[str, Op]:
-    """The ops that a module's value is or holds, by what stands behind its name."""
+    """The op or ops that a module's value is or holds, by the text that follows its name."""
     if (made := _by_call(value)) is not None:
         return {f".{text}": op for text, op in made.texts().items()}
-    # By type(value): isinstance may run an object's own code, for instance one that warns.
+    # By type(value), because isinstance may run an object's own code, which may for instance warn.
     return {"": value} if issubclass(type(value), Op) else {}
 
 
@@ -143,7 +141,7 @@ def place(op: Op) -> str | None:
     if op.template is not None:
         one, where = op.template.unrolled(op.counts), place(op.template)
         return where and f"{where}.{one.name}{'' if op is one else f'.{op.name}'}"
-    program = sys.modules.get("__main__")  # (multiprocessing gives it a second name)
+    program = sys.modules.get("__main__")  # multiprocessing gives it a second name
     modules = [(where, module) for where, module in list(sys.modules.items()) if module is not program]
     # The program itself comes last: another process could import it only by running it.
     for where, module in (*modules, (getattr(program, "__file__", None), program)):
@@ -177,7 +175,7 @@ def load(place: str) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            sys.modules.pop(path.stem, None)  # a half-initialized module must not be found next time
+            sys.modules.pop(path.stem, None)  # so that the half-initialised module is not found next time
             raise
         return module
     except (Exception, SystemExit) as error:  # a user's module may raise anything, and a script may call sys.exit

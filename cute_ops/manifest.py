@@ -4,13 +4,13 @@
     silu_mul gate:bfloat16[8,2048,1024]/strides=4194304,2048,1/align=16 up:bfloat16[8,2048,1024]
     softcap:softcap x:float16[2,7] cap=30.0
 
-A line is the op, its inputs with dtype and shape, and attributes that differ from their defaults. ``*`` is any
-number of rows. After a shape come strides where the array is not compact and the bytes that divide its address where
-these are not 16. ``dynamic`` at the end asks for the kernel in which dims that are static while few are dynamic. A line
-is planned again for every target: configs are not in it. ``#`` begins a comment.
+A line is the op, its inputs with dtype and shape, and attributes that differ from their defaults. ``*`` is any number
+of rows. A shape is followed by strides if the array is not compact, and by the bytes that divide its address if they
+are not 16. ``dynamic`` at the end asks for the kernel in which dims that are static while few are dynamic. A line has
+no config, since it is planned again for every target. ``#`` begins a comment.
 
-An op's name with blanks or a ``#`` in it is a JSON string. To read a line runs the module that it names, and a Python
-file only where the reader allows that.
+An op's name that contains blanks or a ``#`` is written as a JSON string. Reading a line imports the module that it
+names; a Python file is run only if the reader allows it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from cute_ops.jit.variant import VECTOR
 from cute_ops.op import Op
 from cute_ops.shapes import ITEMSIZE, Array
 
-_LONGEST = 2000  # of an error's text, which repeats what is wrong
-ROWS = 4096  # what ``*`` stands for
-HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One a line: op, inputs, attributes.\n"
+_LONGEST = 2000  # characters of an error's text, which may repeat wrong data
+ROWS = 4096  # rows that ``*`` stands for
+HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One per line: op, inputs, attributes.\n"
 _INPUT = re.compile(r"(\w+):(\w+)\[([*\d,]*)\](?:/strides=([\d,]+))?(?:/align=(\d+))?")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One line: an op and what a call of it looks like. ``memory`` holds the inputs that are not just compact."""
+    """One line: an op and the inputs of a call. ``memory`` has the inputs that are not compact and 16-byte aligned."""
 
     name: str
     inputs: Mapping[str, Array]
@@ -67,7 +67,7 @@ class Call:
 
 
 def call_of(binding: Binding, memory: Mapping[str, Memory], dynamic: bool = False) -> Call | None:
-    """A call as a manifest has it; None where no module holds its op."""
+    """A call as it is written to a manifest; None if no module holds its op."""
     name = lookup.place(binding.op)
     if name is None:
         return None
@@ -77,7 +77,7 @@ def call_of(binding: Binding, memory: Mapping[str, Memory], dynamic: bool = Fals
 
 
 def parse(text: str, source: str = "manifest", files: bool = False) -> list[Call]:
-    """The calls of a manifest, without doubles.
+    """The calls of a manifest, without duplicates.
 
     Args:
         files: whether lines may name Python files, which are executed.
@@ -112,15 +112,15 @@ def read(path: Path, files: bool = False) -> list[Call]:
 
 
 def write(path: Path, calls: Iterable[Call]) -> int:
-    """Write a manifest, sorted and without doubles; returns its number of calls."""
+    """Write a manifest, sorted and without duplicates; returns its number of calls."""
     return _write(path, map(str, calls))
 
 
 def tidy(path: Path) -> int:
-    """Sort a manifest's lines, without doubles and comments; returns their number. Nothing that they name is run.
+    """Sort a manifest's lines and drop duplicates and comments; returns their number. Nothing that they name is run.
 
     Raises:
-        ValueError: it is no text.
+        ValueError: it is not text.
         OSError: the file cannot be read or written.
     """
     return _write(path, (line.partition("#")[0].strip() for line in _text(path).splitlines()))
@@ -130,7 +130,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _write(path: Path, lines: Iterable[str]) -> int:
@@ -140,13 +140,13 @@ def _write(path: Path, lines: Iterable[str]) -> int:
         path.write_text(text, encoding="utf-8")
     else:
         where = path.resolve()
-        where.touch()  # with the rights that new files have
+        where.touch()  # with the permissions of new files
         cache_dir.write_whole(where.parent, {where.name: text.encode()}, where.stat().st_mode)
     return len(lines)
 
 
 def _quoted(value: object) -> str:
-    """JSON that is one word and no comment."""
+    """JSON text without blanks and ``#``, so that it is one word and not a comment."""
     return json.dumps(value).replace(" ", "\\u0020").replace("#", "\\u0023")
 
 
@@ -191,5 +191,5 @@ def _call(words: list[str], files: bool) -> Call:
 
 
 def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line holds: attributes that differ from their defaults. A scalar's value makes no other kernel."""
+    """The attributes of a line, those that differ from their defaults; a scalar's value does not change the kernel."""
     return {n: v for n, v in attrs.items() if n not in op.scalars and (n not in op.attrs or v != op.attrs[n])}

@@ -1,11 +1,12 @@
-"""Subprocesses that answer requests: how those that compile and measure are started, asked and ended.
+"""Subprocesses that answer requests: those that compile, measure and sweep are started, asked and ended here.
 
 A request is one line of JSON on the subprocess's stdin. It has a number, which every answer on stdout repeats, so that
 an answer to an interrupted request is never taken for that of a later one. An interrupted subprocess is killed.
 
 The subprocess runs this file, isolated: it imports nothing from the working directory, and the client's own
 ``cute_ops``. Each request brings the client's ``sys.path``. The subprocess ends when it has been idle for a while, when
-the client dies, and when a request takes too long; then by a signal, which also ends compiled code that holds the GIL.
+the client dies, and when a request takes too long; the last by a signal, which also ends compiled code that holds the
+GIL.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from typing import Any
 from weakref import WeakSet
 
 _LOG_TAIL = 4000
-_GRACE_SECONDS = 5.0  # the client's timeout comes first: its error says more
-_LONGEST_SECONDS = 1e8  # about what the system's timers can hold
+_GRACE_SECONDS = 5.0  # the subprocess waits longer than the client, whose error says more
+_LONGEST_SECONDS = 1e8  # about the most that the system's timers can hold
 _LOOK_SECONDS = 1.0  # between checks that the subprocess lives: its own children may hold its pipes open
 
 _all: WeakSet[Process] = WeakSet()
 
 
 class Ended(RuntimeError):
-    """A subprocess ended before it answered. The text says how, beginning with a verb; ``log`` is its last output."""
+    """A subprocess ended before it answered. The message, which begins with a verb, says how; ``log`` is its output."""
 
     def __init__(self, how: str, log: str = "") -> None:
         super().__init__(how)
@@ -82,9 +83,9 @@ class Process:
         line = json.dumps(whole).encode() + b"\n"
         try:
             answer = self._exchange(line, seconds, progress)
-            if answer is None:  # it ended for idleness just before it read the request
+            if answer is None:  # it was idle for too long and ended just before it could read the request
                 answer = self._exchange(line, seconds, progress)
-        except BaseException as error:  # interrupts too: an answer that still comes would be read by nobody
+        except BaseException as error:  # interrupts too: a late answer must not be read by a later request
             self.stop()
             if isinstance(error, OSError) and error.errno == errno.EBADF:
                 raise Ended(
@@ -104,7 +105,7 @@ class Process:
         process, self._process = self._process, None
         if process is None:
             return
-        # Another user's cannot be killed, but ends when its pipes close. A hanging driver keeps killed processes alive.
+        # Another user's process cannot be killed, but ends when its pipes close. A hanging driver keeps killed ones.
         with suppress(PermissionError, subprocess.TimeoutExpired):
             process.kill()
             process.wait(_GRACE_SECONDS)
@@ -124,7 +125,7 @@ class Process:
         process, self._process = self._process, None
         self.lock = threading.Lock()
         if process is not None:
-            process.returncode = 0  # not the child's to wait for
+            process.returncode = 0  # this child must not wait for the parent's process
             _close(process)
 
     def _exchange(
@@ -135,7 +136,7 @@ class Process:
         if process is None or not self.running():
             process = self._start()
         stdin, stdout, stderr = (file.fileno() for file in (process.stdin, process.stdout, process.stderr) if file)
-        # Not select, which knows no file above number 1023.
+        # Not select, which refuses file descriptors above 1023.
         poll, received, taken, deadline = select.poll(), b"", False, time.monotonic() + seconds
         for handle, event in ((stdin, select.POLLOUT), (stdout, select.POLLIN), (stderr, select.POLLIN)):
             poll.register(handle, event)
@@ -187,7 +188,7 @@ class Process:
             *self._arguments,
         ]  # fmt: skip
         try:
-            # A session of its own: interrupts from the terminal go to the client alone.
+            # A session of its own, so that interrupts from the terminal reach the client only.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
                 bufsize=0, cwd=_working_directory() or "/", start_new_session=True,
@@ -225,7 +226,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     try:
         return {"number": None, "step": True, **json.loads(line)}
     except (ValueError, TypeError) as error:
-        raise Ended(f"sent something that is no answer: {line[:100]!r}") from error
+        raise Ended(f"sent something that is not an answer: {line[:100]!r}") from error
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
@@ -246,7 +247,7 @@ os.register_at_fork(after_in_child=_forget_all)
 def search_path() -> list[str]:
     """``sys.path``, as a process in another working directory needs it."""
     here = _working_directory()
-    # The import system skips entries that are no text, too. Relative ones mean nothing if the working folder is gone.
+    # The import system skips entries that are not text, too. Relative ones mean nothing if the working folder is gone.
     entries = [entry for entry in sys.path if isinstance(entry, str) and (here or entry.startswith("/"))]
     return [str(Path(here, entry)) for entry in entries]
 
@@ -259,7 +260,7 @@ def interpreter() -> str:
     """
     names = ("python{}.{}".format(*sys.version_info), "python3", "python")
     beside = [Path(prefix, "bin", name) for prefix in (sys.exec_prefix, sys.base_exec_prefix) for name in names]
-    # A program that embeds Python names none here, or itself, as one that was frozen does.
+    # In a program that embeds Python, or is frozen, this is empty or the program itself.
     own = Path(sys.executable or "")
     for path in [own, *beside] if "python" in own.name and not hasattr(sys, "frozen") else beside:
         if os.access(path, os.X_OK):
@@ -278,17 +279,17 @@ def _working_directory() -> str:
         return ""
 
 
-# --- in the process ------------------------------------------------------------------------------------------------
+# --- in the subprocess ---------------------------------------------------------------------------------------------
 
 
 def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
-    """The requests on stdin, each with the function that answers it: ``say(**answer)``, or ``say(step=True, **step)``.
+    """Requests from stdin, each with a function to answer it: ``say(**answer)``, or ``say(step=True, **step)`` before.
 
     Printed text goes to the log. Ends after ``idle_seconds`` without requests, and when the client has gone.
     """
     answers = os.dup(1)
     os.dup2(2, 1)
-    # Ignored signals are inherited: without their defaults, exit codes are lost and time limits do not work.
+    # Signals that the client ignores are ignored here, too; without the defaults exit codes and time limits are lost.
     for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -314,7 +315,7 @@ def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[...
             while line:
                 line = line[os.write(answers, line) :]
 
-        say(step=True)  # the request is being worked on: the client must not send it to another subprocess
+        say(step=True)  # tells the client that the request was read and must not be sent to another subprocess
         yield request, say
 
 

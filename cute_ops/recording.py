@@ -14,7 +14,7 @@ from cute_ops.jit.variant import Variant
 from cute_ops.manifest import call_of
 
 log = logging.getLogger("cute_ops")
-LOCK_SECONDS = 1.0  # a process that holds the lock for longer has stopped: the line is appended without it
+LOCK_SECONDS = 1.0  # if a process holds the lock for longer, it is stopped, and the line is appended without the lock
 
 
 class Recorder:
@@ -40,7 +40,7 @@ class Recorder:
             handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 file_lock.acquire(handle, LOCK_SECONDS)
-                # The last line may lack its end: the file was edited by hand, or a process was killed while it wrote.
+                # The last line may lack its line break, if it was edited by hand or a process was killed while writing.
                 size = os.fstat(handle).st_size
                 apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
                 os.write(handle, f"{apart}{call}\n".encode())

@@ -87,7 +87,7 @@ def _files(where: Path) -> set[str]:
     record = json_schema.parse((where / "program.json").read_bytes(), RECORD)
     found = {"program.json", *(program["file"] for program in record["programs"].values())}
     for name in found:
-        ownership.parts_of(name)
+        ownership.components(name)
     if (where / "kernels").is_dir():
         found |= {f"kernels/{name}" for name in build.files(where / "kernels")}
     return found

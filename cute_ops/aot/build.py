@@ -56,13 +56,13 @@ def build(
 
     Args:
         calls: what to compile.
-        targets: for what.
+        targets: the targets to compile for.
         where: the bundle's folder.
         done: called after every kernel.
         skip: called with a line of text on calls that a target has no kernel for.
 
     Returns:
-        One entry a kernel; those with an error did not compile.
+        One entry per kernel; those with an error did not compile.
 
     Raises:
         CacheError: the folder holds something else, or the compile cache cannot be used.
@@ -71,7 +71,7 @@ def build(
     folder_swap.check_replaceable(where, files, "bundle")
     built = cache.build_all(variants_of(calls, targets, skip), done)
     there = {one.variant.symbol for one in built}
-    # A program that finds an installed bundle has not read its winners: it needs the kernels of our own configs, too.
+    # A program does not read the winners of an installed bundle, so the bundle has the kernels of our own configs, too.
     with dispatch.as_shipped():
         built += cache.build_all(v for v in variants_of(calls, targets, log.debug) if v.symbol not in there)
     if not any(one.error for one in built):
@@ -91,7 +91,7 @@ def variant_of(call: Call, target: Target) -> Variant:
 
 
 def runs_by_framework(call: Call, target: Target) -> bool:
-    """Whether no kernel is needed: a product that the framework computes faster."""
+    """Whether a call needs no kernel, because the framework computes its product faster."""
     op = call.op
     return bool(op.instead) and dispatch.instead(bind(op, call.inputs, call.attrs), call.memory, target) is not None
 
@@ -141,7 +141,7 @@ def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, c
 
 
 def files(where: Path) -> set[str]:
-    """The files and folders of a bundle that lies there, by its record.
+    """The files and folders of a bundle, by its record.
 
     Raises:
         OSError, ValueError: the record cannot be read.
@@ -149,7 +149,7 @@ def files(where: Path) -> set[str]:
     record = json_schema.parse((where / "bundle.json").read_bytes(), bundle.RECORD)
     found = {"bundle.json", "kernels", "licenses", *record["files"], *map(bundle.file_of, record["kernels"])}
     for name in found:
-        ownership.parts_of(name)
+        ownership.components(name)
     return found
 
 
@@ -189,7 +189,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
 
 
 def _licenses() -> dict[str, bytes]:
-    """The licenses of our kernels, of the compiler and of TVM-FFI, and a notice of what each is for."""
+    """The licences of our kernels, of the compiler and of TVM-FFI, and a notice that says what each is for."""
     found = {"NOTICE": _NOTICE.encode()}
     for distribution in ("cute-ops", toolchain.DSL, toolchain.TVM_FFI):
         try:

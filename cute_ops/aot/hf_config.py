@@ -1,4 +1,4 @@
-"""A Hugging Face configuration -> the calls that a model of it makes."""
+"""The calls that a Hugging Face model makes, from its configuration."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cute_ops.manifest import ROWS, Call
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
 
-# Batch and positions: kernels are made for so many dims, of any size.
+# Batch and positions: the number of leading dims matters to kernels, their sizes do not.
 LEAD = (1, ROWS)
-# The tile of a product depends on its number of rows. A kernel serves products of all sizes that take its tile.
+# A product's tile depends on its number of rows; one kernel serves all products with its tile.
 PRODUCT_ROWS = tuple(2**k for k in range(7, 18))
 # The gated product of each activation, and its attributes.
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,12 +31,12 @@ def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train
     """Norms, gates, rotations, embedding and loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
 
     Args:
-        config: what is in ``config.json``; of a model with parts, its ``text_config`` is read.
-        dtype: of the activations; by default what the configuration says.
-        train: gradients and the loss, too.
+        config: the content of ``config.json``; its ``text_config``, if it has one, is read instead.
+        dtype: of the activations; by default the configuration's.
+        train: whether to include gradients and the loss.
 
     Raises:
-        ValueError: it says too little.
+        ValueError: the configuration lacks something that is needed.
     """
     config = config.get("text_config") or config
     kind = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
@@ -62,7 +62,7 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
                 yield from (_exchanged(call, batch) for call in calls for batch in (1, 2))
         summed = list(_rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train))
         yield from summed
-        for call in summed[1:]:  # after the last layer the sum does not go on
+        for call in summed[1:]:  # after the last layer the sum is not read again
             last = {name: array for name, array in call.inputs.items() if name != "dresidual_out"}
             yield Call(call.name, last, attrs=call.attrs)
         if train and dtype != "float32" and not name.startswith("gemma"):
@@ -72,13 +72,13 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
         gated, attrs = _GATED[activation]
         for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
             yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train)
-            if train and gated == "silu_mul":  # as one node with its products, between matrices
+            if train and gated == "silu_mul":  # in one autograd node with its products, on matrices
                 yield from _rows("swiglu", {"x": 2 * size}, dtype, {}, False, (ROWS,))
                 for name in ("swiglu_bwd", "swiglu_again"):
                     yield from _rows(name, {"x": 2 * size, "dout": size}, dtype, {}, False, (ROWS,))
                 if dtype != "float32":
                     yield from _mlp_products(hidden, size, dtype)
-    # Of heads that are rotated in part the rest is cut off before.
+    # If only some columns of a head are rotated, models cut off the others first.
     whole = config.get("partial_rotary_factor") in (None, 1.0)
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
         yield from _rotations(config, dtype, train)
@@ -88,16 +88,16 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
 
 
 def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
-    """Of queries and keys, by tables whose two halves are the same: the first is used where it lies."""
+    """Rotations of queries and keys, by tables with two equal halves, of which a view of the first is used."""
     heads = config["num_attention_heads"]
     keys = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // heads
-    # Heads lie outside of positions once Gemma 3 has normalized them, and in gradients of eager attention, Gemma 2's.
+    # Heads come before positions in memory after Gemma 3's norms, and in gradients of Gemma 2's eager attention.
     exchanged = {"gemma2": "rope_bwd", "gemma3": "rope"}.get(str(config.get("model_type"))[:6])
     halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
     for count in dict.fromkeys((heads, keys)):
         for name, rotated in (("rope", "x"), ("rope_bwd", "dout"))[: 1 + train]:
-            # The half of a table of one position, as a token is generated, is compact.
+            # When a token is generated there is one position, and the half of its table is compact.
             for positions, memory in ((ROWS, halves), (1, {}))[: 2 if name == "rope" else 1]:
                 table = Array((positions, size // 2), dtype)
                 inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
@@ -108,7 +108,7 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
         yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
         if size in SIZES:
             yield from _rotated(config["hidden_size"], [heads, keys, keys], size, dtype)
-    if train:  # of heads that are rotated as they come out of their projections
+    if train:  # gradients of heads that are rotated right after their projections
         counts = {"dq": heads, "dk": keys}
         together = Array((1, ROWS, sum(counts.values()), size), dtype)
         table = Array((ROWS, size // 2), dtype)
@@ -121,7 +121,7 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
 
 
 def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:
-    """Of a gated MLP with packed weights, which is one node."""
+    """Products of a gated MLP with packed weights, which is one autograd node."""
     for m in PRODUCT_ROWS:
         x, inner, both = (Array((m, n), dtype) for n in (hidden, size, 2 * size))
         down, packed = Array((hidden, size), dtype), Array((2 * size, hidden), dtype)
@@ -135,7 +135,7 @@ def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:
 
 
 def _projections(hidden: int, sizes: list[int], dtype: str) -> Iterator[Call]:
-    """Of queries, keys and values, which are one node: queries and keys together, and in the backward all three."""
+    """Products for queries, keys and values, one autograd node: queries and keys together, backward all three."""
     for m in PRODUCT_ROWS:
         x, every = Array((m, hidden), dtype), Array((m, sum(sizes)), dtype)
         for n in (*sizes, sum(sizes[:2])):
@@ -145,7 +145,7 @@ def _projections(hidden: int, sizes: list[int], dtype: str) -> Iterator[Call]:
 
 
 def _rotated(hidden: int, heads: list[int], size: int, dtype: str) -> Iterator[Call]:
-    """Of queries, keys and values, of which the product rotates the first two: packed, or one by one."""
+    """Products for queries, keys and values that rotate the first two in their epilogue: packed, or one by one."""
     memory = {name: Memory((size, 1)) for name in ("cos", "sin")}
     for m in PRODUCT_ROWS:
         x, table = Array((1, m, hidden), dtype), Array((m, size // 2), dtype)
@@ -156,7 +156,7 @@ def _rotated(hidden: int, heads: list[int], size: int, dtype: str) -> Iterator[C
 
 
 def _added(config: Mapping[str, Any], dtype: str, attrs: Mapping[str, Any]) -> Iterator[Call]:
-    """Of a layer's last products, which are added to the residual stream, and of the norms that read it next."""
+    """A layer's last products, which are added to the residual stream, and the norms that read it next."""
     hidden, heads = config["hidden_size"], config.get("num_attention_heads", 0)
     sizes = [config.get("intermediate_size"), heads * (config.get("head_dim") or hidden // (heads or 1))]
     for size in filter(None, sizes):
@@ -172,7 +172,7 @@ def _added(config: Mapping[str, Any], dtype: str, attrs: Mapping[str, Any]) -> I
 
 
 def _exchanged(call: Call, batch: int) -> Call:
-    """A call on so many sequences, whose positions and heads lie in memory in the other's place."""
+    """A call on ``batch`` sequences whose positions and heads are exchanged in memory."""
     inputs, memory = dict(call.inputs), dict(call.memory)
     for name, array in call.inputs.items():
         if len(array.shape) == 4:
@@ -190,13 +190,13 @@ def _embedding(vocab: int, hidden: int, dtype: str) -> Call:
 
 
 def _losses(vocab: int, dtype: str) -> Iterator[Call]:
-    """Of some rows of logits at a time: with their gradient while the model learns, alone where it is judged."""
+    """Losses of a chunk of logits: with their gradient in training, alone in evaluation."""
     logits, target = Array((ROWS, vocab), dtype), Array((ROWS,), "int64")
-    weight = {"dloss": Memory((0,))}  # all rows' is one number
+    weight = {"dloss": Memory((0,))}  # one number, expanded to all rows
     step = {"logits": logits, "target": target, "dloss": Array((ROWS,), "float32")}
     yield Call("cross_entropy_step", step, memory=weight)
     yield Call("cross_entropy", {"logits": logits, "target": target})
-    # Gradients in one row of any length, by the loss' cotangent.
+    # Gradients as one row of any length, scaled by the loss's cotangent.
     yield Call("scale", {"x": Array((1, ROWS), dtype), "factor": Array((1,), "float32")})
 
 
@@ -216,5 +216,5 @@ def _rows(
             n: sizes.get(n, first) for n, t in step.inputs.items() if n in sizes or n.startswith("d") or not t.optional
         }
         yield Call(step.name, arrays(step, known), attrs=full)
-        if step.narrowed:  # of frozen weights
+        if step.narrowed:  # for frozen weights
             yield Call(step.only().name, arrays(step, known), attrs=full)

@@ -1,7 +1,7 @@
 """The subprocess that measures, and its client.
 
 A bad config can write out of bounds or hang, which destroys the CUDA context, so configs run in a subprocess on the
-same GPU. It says which config it runs next; when it dies, that config is refused and a new subprocess goes on.
+same GPU. It reports each config before it runs it; if it dies, that config is refused and a new subprocess goes on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class BenchProcess:
         """As :func:`cute_ops.autotune.compare.measure`; configs that end the subprocess are refused.
 
         Raises:
-            RuntimeError: it cannot measure: no framework, no GPU, an op that no module holds, or the heuristic's config
-                itself fails.
+            RuntimeError: it cannot measure: there is no framework or no GPU, no module holds the op, or the heuristic's
+                config itself fails.
         """
         calls = [manifest.call_of(*trial) for trial in trials]
         if None in calls:
@@ -55,7 +55,7 @@ class BenchProcess:
                     which, before, after, gain, wrong = answer["found"]
                     refused |= {left[int(i)]: why for i, why in wrong.items()}
                     return Measurement(left[which], before, after, gain, refused, self._gpu)
-                if not trying or not answer.get("fatal"):  # the heuristic's own config failed, or no config did
+                if not trying or not answer.get("fatal"):  # the heuristic's own config failed, or something else
                     raise RuntimeError(answer["error"])
                 refused[left[trying]] = answer["error"]
 
@@ -85,7 +85,7 @@ class BenchProcess:
         self._gpu = answer["ready"]
 
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-        """The answer, and the last config that ran before it."""
+        """The answer, and the last config that was reported before it."""
         self._ready()
         steps: list[int] = []
         try:
@@ -98,15 +98,15 @@ class BenchProcess:
 
 
 def _text(ended: processes.Ended) -> str:
-    """How the process ended, and its last words."""
+    """How the process ended, and the last line of its output."""
     said = ended.log.strip().splitlines()
     return f"{ended}: {said[-1]}" if said else str(ended)
 
 
 def serve(named: str) -> None:
-    """Say which GPU this is, then measure what clients ask for, see :func:`cute_ops.processes.requests`."""
+    """Run in the subprocess: answer requests to measure, see :func:`cute_ops.processes.requests`."""
     for request, say in processes.requests(IDLE_SECONDS):
-        # Only the subprocess needs NumPy; it finds that on the client's sys.path, which comes with the first request.
+        # Only the subprocess needs NumPy, which it finds on the client's sys.path, sent with the first request.
         from cute_ops.autotune import compare
 
         try:
@@ -134,5 +134,5 @@ def serve(named: str) -> None:
         except Exception as error:  # the client gets every error
             if by.broken():
                 say(fatal=True, error=first_line(error))
-                os._exit(1)  # to shut the broken context down would hang
+                os._exit(1)  # shutting the broken context down would hang
             say(error=first_line(error))

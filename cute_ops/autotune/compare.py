@@ -1,13 +1,13 @@
 """Compares configs in the process that has the GPU: checks their kernels, then times them against each other.
 
 1. The kernel of every config is checked on a small problem against float64, by the rule of the tests.
-2. All take turns, sample by sample, on the same buffers, so that a drift of the GPU's clock meets all of them. Configs
+2. All take turns, sample by sample, on the same buffers, so that a drift of the GPU's clock affects all alike. Configs
    that are clearly slower after one sample are dropped.
 3. The outputs of those that could win are compared with the heuristic's on the whole problem.
 4. The best one is timed against the heuristic's in new samples, since the best of many is partly the luckiest. It wins
-   if it is faster by a least amount, in nearly all pairs of samples, and on no call slower.
+   if it is faster by a minimum, faster in nearly all pairs of samples, and slower on no call.
 
-A framework provides the memory and the CUDA graphs: an adapter's module is a :class:`Measurer`.
+A framework provides memory and CUDA graphs: an adapter's module is a :class:`Measurer`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from cute_ops.op import Case
 from cute_ops.shapes import Array
 
 MEASURERS = ("cute_ops_torch.tools.measure",)
-CHANCE = 0.001  # how likely a config that is just as fast may win so many pairs
-SLOWER = 0.01  # no problem of the class may lose so much
+CHANCE = 0.001  # the most likely that a config that is just as fast may win so many pairs
+SLOWER = 0.01  # the fraction by which no call of the class may get slower
 SCREENED, SELECTED, CONFIRMED = 3, 7, 20  # samples of each config
 FINALISTS = 3
 FAR = 1.06  # a config that takes this much longer than the heuristic's in the first sample is dropped
@@ -47,10 +47,10 @@ class Contestants(Protocol):
     """Some plans of one call, ready to run on the same buffers; the first is the heuristic's."""
 
     def differs(self, index: int, floors: Mapping[str, float]) -> str:
-        """How a plan's outputs differ from the first one's beyond tolerance, empty where they don't.
+        """How a plan's outputs differ from the first one's beyond tolerance; empty if they do not.
 
         Args:
-            floors: per output, what may be lost beside one unit in the last place, relative to the largest element.
+            floors: per output, the error allowed beyond one unit in the last place, relative to the largest element.
         """
 
     def sample(self, index: int) -> float:
@@ -58,7 +58,7 @@ class Contestants(Protocol):
 
 
 class Measurer(Protocol):
-    """An adapter's side: runs plans and takes samples; ``broken`` where a kernel has spoilt the context."""
+    """An adapter's side: runs plans and takes samples; ``broken``: whether a kernel has destroyed the context."""
 
     def available(self) -> bool: ...
 
@@ -80,8 +80,8 @@ class Selection(NamedTuple):
         which: the winner's index.
         before: microseconds of the heuristic's plan, by call.
         after: microseconds of the winner, by call.
-        gain: the part of the time that the winner saves; where the heuristic's wins, what the best other one promised.
-        chance: how likely chance alone gives such a result.
+        gain: the fraction of the time that the winner saves; if the heuristic's wins, that of the best other one.
+        chance: the probability of such a result by chance.
     """
 
     which: int
@@ -95,7 +95,7 @@ def measurer(named: str = "") -> Measurer:
     """The first adapter that can measure here, or the one of this name.
 
     Raises:
-        RuntimeError: none can, says why.
+        RuntimeError: none can; says why.
     """
     problems = []
     for name in [named] if named else MEASURERS:
@@ -125,7 +125,7 @@ def measure(
         configs: the configs.
         target: this process's GPU.
         by: the framework that runs kernels.
-        least: the part of the heuristic's time that a winner must save.
+        least: the fraction of the heuristic's time that a winner must save.
         trying: called with the index of the config that runs next.
 
     Raises:
@@ -151,7 +151,7 @@ def measure(
 
 
 class _Announced:
-    """Contestants that say which plan they run next."""
+    """Contestants that report which plan they run next."""
 
     def __init__(self, contest: Contestants, trying: Callable[[int], None]) -> None:
         self._contest, self._trying = contest, trying
@@ -171,12 +171,12 @@ def select(
     least: float = LEAST,
     right: Callable[[int], bool] = lambda i: True,
 ) -> Selection:
-    """The fastest of some plans, where it is faster than the first one beyond doubt.
+    """The fastest of some plans if it is faster than the first one beyond doubt, else the first one.
 
     Args:
-        contests: one a call; all calls count the same.
+        contests: one per call; all calls count the same.
         among: the plans besides the first.
-        right: whether a plan gives right results; asked of those that could win.
+        right: whether a plan gives right results; called for those that could win.
     """
     times: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, *among)}
     _rounds(contests, times, (0, *among), 1)
@@ -195,13 +195,13 @@ def select(
         return Selection(0, before, before, 1 - _ratio(times, best), 1.0)
     best = close[0]
     fresh: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, best)}
-    for half in ((0, best), (best, 0)):  # either one comes first as often
+    for half in ((0, best), (best, 0)):  # each comes first equally often
         _rounds(contests, fresh, half, CONFIRMED // 2)
         won = [sum(b < a for a, b in zip(*pairs, strict=True)) for pairs in zip(fresh[0], fresh[best], strict=True)]
         missing = CONFIRMED - len(fresh[0][0])
         chance = min(1.0, len(contests) * by_chance(max(won) + missing, CONFIRMED))  # of any of the calls
         if chance > CHANCE:
-            break  # whatever the rest would show
+            break  # the remaining samples cannot change the result
     gain = 1 - _ratio(fresh, best)
     worst = max(_median_ratio(fresh, best, c) for c in range(len(contests)))
     wins = gain >= least and chance <= CHANCE and worst <= 1 + SLOWER
@@ -210,7 +210,7 @@ def select(
 
 
 def by_chance(wins: int, pairs: int) -> float:
-    """How likely one of two that are as fast wins at least so many of so many pairs."""
+    """The probability that one of two equally fast plans wins at least ``wins`` of ``pairs`` pairs."""
     return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / float(2**pairs)
 
 
@@ -228,7 +228,7 @@ def _median_ratio(times: Mapping[int, list[list[float]]], i: int, c: int) -> flo
 
 
 def _ratio(times: Mapping[int, list[list[float]]], i: int) -> float:
-    """A plan's time as a part of the first one's: the geometric mean over calls."""
+    """The ratio of a plan's time to the first one's, as the geometric mean over calls."""
     return statistics.geometric_mean(_median_ratio(times, i, c) for c in range(len(times[0])))
 
 
@@ -240,8 +240,8 @@ def _check(
     refused: dict[int, str],
     trying: Callable[[int], None],
 ) -> dict[str, float]:
-    """Refuse plans whose kernels give wrong results on a small problem; returns what each output may lose beside one
-    unit in the last place, relative to its largest element.
+    """Refuse plans whose kernels give wrong results on a small problem. Returns the error that each output is allowed
+    beyond one unit in the last place, relative to its largest element.
     """
     binding = trial.binding
     op = binding.op
@@ -254,7 +254,7 @@ def _check(
     for i, whole in enumerate(plans):
         chosen = plan(small, {}, target, config=whole.variant.config)
         if chosen.variant.symbol != whole.variant.symbol:
-            break  # rows with strides of their own: the whole problem is compared with the heuristic's result
+            break  # strided rows are only compared with the heuristic's result, on the whole problem
         trying(i)
         try:
             testing.compare(op, by.run(small, chosen, arrays), exact, tolerances)

@@ -1,4 +1,4 @@
-"""The rows of a call: how many bytes they are, and the same call with another number of them."""
+"""The bytes that a call moves, and the same call with another number of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bytes_moved(binding: Binding) -> int:
 
 
 def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:
-    """As many leading dims as a call has, with so many rows."""
+    """Leading dims of a call, as many as it has, for this number of rows."""
     lead = binding.dims.get(binding.leading, ())
     return (*(1,) * (len(lead) - 1), rows) if lead else ()
 

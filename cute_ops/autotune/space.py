@@ -1,4 +1,4 @@
-"""What can be told of a config without compiling it."""
+"""Checks of a config that need no compile."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from cute_ops.config import Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES, MAX_REGISTERS, MAX_THREADS, WARP, occupancy
 from cute_ops.kernels.epilogue.config import Texts
 
-# Fields of configs that are no numbers.
+# Fields of configs that are not numbers.
 TEXTS = ("form", *Texts._fields)
 
 
 def objection(space: Space, problem: Problem, config: Config) -> str:
-    """Why a config cannot run on the target, empty where it may: divisibility, threads, clusters, registers and shared
-    memory.
+    """Why a config cannot run on the target (divisibility, threads, clusters, registers, shared memory); empty if it
+    may.
     """
     numbers = {name: value for name, value in config.items() if name not in TEXTS}
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if type(value) is not int or value < 0]
     if wrong:
-        return f"{wrong[0]} is no number"
+        return f"{wrong[0]} is not a number of at least 0"
     threads, row = config.get("threads", WARP), config.get("threads_per_row", 1)
     if not 0 < threads <= MAX_THREADS:
         return f"{threads} threads, a CTA has at most {MAX_THREADS}"

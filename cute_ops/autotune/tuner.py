@@ -35,9 +35,9 @@ from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
-# A class of calls with any number of rows is measured on a call that moves so many bytes, and on one of so few rows.
+# A class of calls for any number of rows is measured on a call that moves MANY_BYTES and on one with FEW_ROWS.
 MANY_BYTES, FEW_ROWS = 128 << 20, 64
-LOCK_SECONDS = 900.0  # a process that holds the lock for longer hangs
+LOCK_SECONDS = 900.0  # a process that holds the lock for longer is taken to hang
 
 _benches: dict[int, Bench] = {}  # by device
 
@@ -47,13 +47,13 @@ class Group:
     """Calls of one class: they get one config.
 
     Attributes:
-        key: what the winner is remembered under.
+        key: the key of the winner.
         op: their op.
         trials: the calls.
-        calls: the same as the planner sees them.
+        calls: the signatures of the calls.
         configs: the configs to measure, the heuristic's first.
         variants: per call, the kernel of each config.
-        refused: why a config is not measured.
+        refused: by index of a config, why it is not measured.
     """
 
     key: winners.Key
@@ -70,7 +70,7 @@ class Group:
 
 
 class Outcome(NamedTuple):
-    """What tuning a class of calls gave.
+    """The result of tuning a class of calls.
 
     Attributes:
         op: the op's name.
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
         after: microseconds with the winner's, by call.
         gain: see :class:`~cute_ops.autotune.types.Measurement`.
         tried: how many configs besides the heuristic's were timed.
-        refused: why a config was not.
+        refused: why other configs were not.
         problem: why nothing was measured.
     """
 
@@ -114,8 +114,8 @@ def tune(
         trials: the calls.
         target: the GPU that ``by`` measures on.
         by: checks and times.
-        least: the part of the heuristic's time that a winner must save.
-        anew: measure classes again that a winner is remembered for.
+        least: the fraction of the heuristic's time that a winner must save.
+        anew: whether to measure classes again that have a winner.
         known: the remembered winners; by default those that a program on this machine would use.
         done: called with a line of text after each compile, and before each class.
         groups: called with the number of classes before the first.
@@ -132,8 +132,8 @@ def tune(
 
 
 def now(call: Signature, memory: Mapping[str, Memory], target: Target, device: int) -> Config:
-    """The fastest config of a call, measured and stored, unless another process just did that; the heuristic's where
-    measuring fails, which the log says.
+    """The fastest config of a call, measured and stored now unless another process has just done so; the heuristic's if
+    measuring fails, which is logged.
     """
     op, problem = call.binding.op, call.problem
     group = _group(op, call)
@@ -150,7 +150,7 @@ def now(call: Signature, memory: Mapping[str, Memory], target: Target, device: i
             winners.remember([outcome.winner])
         log.info("tuned %s: %s", group.key[0], describe(outcome))
         return outcome.winner.config
-    except Exception as error:  # a program must run where nothing can be measured
+    except Exception as error:  # the program must run even if nothing can be measured
         log.warning(
             "%s is not tuned (%s: %s): it runs with the heuristic's config", group.key[0], type(error).__name__, error
         )
@@ -158,7 +158,7 @@ def now(call: Signature, memory: Mapping[str, Memory], target: Target, device: i
 
 
 def bench(device: int = 0) -> Bench:
-    """The subprocess that measures on a GPU, one for each GPU; it ends when it has had nothing to do for a while."""
+    """The subprocess that measures on a GPU, one per GPU; it ends after a while without requests."""
     return _benches.setdefault(device, BenchProcess(device))
 
 
@@ -180,7 +180,7 @@ def changes(winner: Winner) -> str:
 
 
 def grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
-    """Calls by class; those whose op has nothing to choose from are left out."""
+    """Calls by class; calls of ops without other configs are left out."""
     groups: dict[winners.Key, Group] = {}
     for trial in trials:
         op = trial.binding.op
@@ -202,7 +202,7 @@ def _group(op: Op, call: Signature) -> Group:
 
 
 def _others(group: Group, target: Target) -> Iterator[tuple[Trial, Signature]]:
-    """A call with few rows and one with many, if the class has any number of rows and its calls do not cover that."""
+    """A call with few rows and one with many, if the class is for any number of rows and its calls lack such ones."""
     op, (binding, memory) = group.op, group.trials[0]
     given = {n: a for n, a in binding.inputs.items() if a}
     flat = all(memory[n].strides == compact(a.shape) for n, a in given.items() if n in memory)
@@ -221,7 +221,7 @@ def _others(group: Group, target: Target) -> Iterator[tuple[Trial, Signature]]:
 
 
 def _plan(group: Group) -> None:
-    """Find the configs that fit the target, and their kernels."""
+    """Set the configs that fit the target, and their variants."""
     space, problem = group.op.space, group.calls[0].problem
     for config in space.others(problem, group.configs[0]) if space else ():
         reason = objection(space, problem, config) if space else ""

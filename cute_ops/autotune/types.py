@@ -1,4 +1,4 @@
-"""What the modules of tuning hand to each other: calls to measure, and what measuring them gave."""
+"""Types that the modules of tuning share: calls to measure, and the results of measuring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cute_ops.config import Config
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import Target
 
-LEAST = 0.02  # the part of the heuristic's time that a winner must save
+LEAST = 0.02  # the fraction of the heuristic's time that a winner must save
 
 
 class Trial(NamedTuple):
@@ -21,14 +21,14 @@ class Trial(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What measuring some configs on calls of one class gave.
+    """The result of measuring some configs on calls of one class.
 
     Attributes:
         which: the index of the config that is fastest beyond doubt.
         before: microseconds with the heuristic's config, by call.
         after: microseconds with the fastest config, by call.
-        gain: the part of the time that the fastest saves; if the heuristic's stays, what the best other one promised.
-        refused: why a config gives wrong results, by index.
+        gain: the fraction of the time that the fastest saves; if the heuristic's stays, that of the best other one.
+        refused: by index of a config, why its results are wrong.
         device: the GPU's name.
     """
 

@@ -1,7 +1,7 @@
-"""Winners: configs that were measured to be the fastest for a class of calls, as files keep them.
+"""Winners, the configs that were measured to be the fastest for a class of calls, and the files that keep them.
 
-A winner is stored under what a heuristic looks at (op, dtypes, alignments, compile-time dims, attributes and SM) and
-under the heuristic's config: when the heuristic or the kernel changes, the measurement no longer counts. Winners are
+A winner's key is what a heuristic looks at (op, dtypes, alignments, compile-time dims, attributes and SM) and the
+heuristic's config: when the heuristic or the kernel changes, the measurement no longer counts. Winners are
 read from the bundles of ``CUTE_OPS_BUNDLE``, then from the cache folder, then from this package. The config is part of
 a variant, and so of the name of its kernel: no cache can serve one for another. :mod:`cute_ops.dispatch` decides what a
 process runs with.
@@ -32,7 +32,7 @@ FORMAT, NAME = 2, "tuning.json"
 CONFIG: dict[Any, Any] = {str: int, **dict.fromkeys(TEXTS, str)}
 WINNER = {"call": str, "heuristic": CONFIG, "config": CONFIG}
 SHIPPED = Path(__file__).parent / "shipped"
-LOCK_SECONDS = 10.0  # whoever writes the file for longer has stopped
+LOCK_SECONDS = 10.0  # a process that holds the lock for longer is taken to hang
 Items = tuple[tuple[str, int | str], ...]
 Key = tuple[str, Items]
 Winners = Mapping[Key, "Winner"]
@@ -42,7 +42,7 @@ _stores: list[Winners] | None = None
 
 
 class Winner(NamedTuple):
-    """The config that a class of calls runs fastest with; ``measured`` says how that was found, for people."""
+    """The fastest config of a class of calls; ``measured`` is text for people on how it was measured."""
 
     call: str
     heuristic: Config
@@ -61,12 +61,12 @@ def items(config: Config) -> Items:
 def class_of(op: Op, problem: Problem) -> str:
     """The class of a call, in words: ``rmsnorm sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=4096``.
 
-    An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes;
-    ``w|k`` says that k is contiguous in w, where another dim may be.
-    Attributes are there where they differ from their defaults, of numbers only whether they are zero. Other dims than
-    the static ones are there by their bucket, ``rows<=64 k>4096``, where the op's space has buckets for them.
+    An op whose kernel is not ours is named together with its kernel. The number after a tensor's dtype is the alignment
+    of its rows in bytes; ``w|k`` says that k is contiguous in w, if several dims may be. Attributes appear if they
+    differ from their defaults, numbers only by whether they are zero. Dims that are not static appear by their bucket,
+    ``rows<=64 k>4096``, if the op's space has buckets for them.
     """
-    # Another's op may have the name of one of ours, and would run with its config.
+    # A user's op may have the name of one of ours, and must not run with its config.
     own = op.kernel.startswith("cute_ops.kernels.")
     words = [op.name if own else f"{op.name}({op.kernel})", f"{problem.arch}:{problem.sm_count}"]
     words += [f"{name}:{dtype}/{problem.aligns[name]}" for name, dtype in problem.dtypes.items()]
@@ -86,7 +86,7 @@ def class_of(op: Op, problem: Problem) -> str:
 
 
 def key_of(op: Op, problem: Problem, heuristic: Config) -> Key:
-    """What the config of a call is remembered under."""
+    """The key of a call's winner."""
     return class_of(op, problem), items(heuristic)
 
 
@@ -94,7 +94,7 @@ def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool
     """The config that was measured for a class of calls; None if there is none, or if the op no longer proposes it.
 
     Args:
-        anew: look into the cache folder again: another process may just have measured.
+        anew: whether to read the cache folder again, since another process may just have measured.
     """
     for winners in [_read_folder(cache_dir.folder())] if anew else stores():
         winner = winners.get(key)
@@ -110,13 +110,13 @@ def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool
 
 
 def sources_of(op: Op) -> str:
-    """Names the state of a kernel's own sources: another one is measured anew."""
+    """The digest of a kernel's own sources; a changed kernel is measured anew."""
     return source_digest.digest(op.kernel, op.sources)[:16]
 
 
 @contextmanager
 def only_shipped() -> Iterator[None]:
-    """Within, nothing but this package's own winners is remembered."""
+    """Within the block, only this package's own winners are used."""
     global _stores
     with _lock:
         before, _stores = _stores, [_read_shipped()]
@@ -127,7 +127,7 @@ def only_shipped() -> Iterator[None]:
 
 
 def stores() -> list[Winners]:
-    """All that is remembered, the first to ask first; read once."""
+    """All files' winners, in the order in which they are searched; read once."""
     global _stores
     with _lock:
         if _stores is None:
@@ -137,7 +137,7 @@ def stores() -> list[Winners]:
 
 
 def forget() -> None:
-    """Read the files anew when they are next asked for."""
+    """Forget the files: they are read anew when they are next needed."""
     global _stores
     with _lock:
         _stores = None
@@ -166,7 +166,7 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
 
 
 def _known(where: Path) -> dict[Key, Winner]:
-    """What is in a file that is to be written anew. One that cannot be read is kept under another name."""
+    """The winners of a file that is about to be rewritten. A file that cannot be read is renamed and kept."""
     if where.is_symlink() or (where.exists() and not where.is_file()):
         kind = "a link: what was measured is not kept; name the file that it leads to"
         raise CacheError(f"cute_ops: {where} is {kind if where.is_symlink() else 'no file: name another one'}")
@@ -188,7 +188,7 @@ def _known(where: Path) -> dict[Key, Winner]:
 
 
 def dump(winners: Iterable[Winner]) -> str:
-    """A file of winners as text, one a line, sorted."""
+    """A file of winners as text, sorted, one winner per line."""
     lines = []
     for w in sorted(winners, key=lambda w: w.key):
         configs = {"heuristic": dict(items(w.heuristic)), "config": dict(items(w.config))}
@@ -197,14 +197,14 @@ def dump(winners: Iterable[Winner]) -> str:
 
 
 class NewerFormat(ValueError):
-    """A file is sound, but of a format that only a newer version reads."""
+    """A valid file, but of a format that only a newer version reads."""
 
 
 def parse(text: str | bytes) -> dict[Key, Winner]:
     """The winners of a file's text.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
         NewerFormat: a newer version wrote it.
     """
     raw = json_schema.parse(text, {"format": int})
@@ -221,12 +221,12 @@ def parse(text: str | bytes) -> dict[Key, Winner]:
 
 
 def read(path: Path) -> Winners:
-    """The winners of a file; none, and one sentence in the log, where it cannot be used."""
+    """The winners of a file; none, and one sentence in the log, if it cannot be used."""
     return _parsed(path, path.read_bytes)
 
 
 def _read_folder(where: Path) -> Winners:
-    """Those of the cache folder, if only this user could have written them."""
+    """The winners of the cache folder, if only this user could have written them."""
     return _parsed(where / NAME, partial(cache_dir.read, where, NAME))
 
 

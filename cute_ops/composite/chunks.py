@@ -1,4 +1,4 @@
-"""Which rows of logits ``linear_cross_entropy`` holds at a time, in both frameworks."""
+"""How ``linear_cross_entropy`` cuts its rows into chunks, in both frameworks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Protocol, TypeVar
 
 State = TypeVar("State")
 
-# Rows of a matrix product's tile: fewer would leave tensor cores idle.
+# Rows of a matrix product's tile: fewer leave tensor cores idle.
 TILE = 128
 # More rows make products no faster.
 MAX_ROWS = 4096
-# Products of so many rows take some fifteen times as long as reading and writing the weight's gradient (H200).
+# Rows with which products take some fifteen times as long as reading and writing the weight's gradient (H200).
 ENOUGH = 2048
 # Every chunk reads and writes the weight's gradient once more, and rounds it unless it is summed in float32. With more
-# chunks that is noticeable beside the time of the products and the rounding of the logits.
+# chunks that adds noticeably to the time of the products and the rounding of the logits.
 MAX_CHUNKS = 32
-# Bytes of logits for each byte of hidden states: with fewer, products spend their time on the weight's gradient.
+# Bytes of logits per byte of hidden states: with fewer, most time goes to reading and writing the weight's gradient.
 LOGITS_PER_HIDDEN = 2.5
 # The same for logits together with the gradient of the hidden states, where they share an array.
 SHARED_PER_HIDDEN = 2.9
@@ -25,12 +25,14 @@ MIN_BYTES = 32 << 20
 
 
 def rows_per_chunk(rows: int, hidden: int, vocab: int, itemsize: int, min_rows: int = 0) -> int:
-    """Rows of a chunk. Its logits take about 2.5 times the memory of the hidden states, more if that made more than 32
-    chunks.
+    """Rows of a chunk. Its logits take about 2.5 times the memory of the hidden states, more if there were otherwise
+    more than 32 chunks.
 
     Args:
-        rows, hidden, vocab, itemsize: sizes of the logits' dims, of the sum's dim and of an element.
-        min_rows: at least so many rows, as long as their logits take no more than four times the memory of the weight.
+        rows, vocab: sizes of the logits' dims.
+        hidden: size of the dim that products sum over.
+        itemsize: bytes of an element.
+        min_rows: the fewest rows, as long as their logits take at most four times the memory of the weight.
     """
     fitting = int(max(LOGITS_PER_HIDDEN * rows * hidden * itemsize, MIN_BYTES)) // max(vocab * itemsize, 1)
     fitting = max(fitting, min(min_rows, 4 * hidden))
@@ -39,8 +41,8 @@ def rows_per_chunk(rows: int, hidden: int, vocab: int, itemsize: int, min_rows: 
 
 
 def rows_in_weight(rows: int, hidden: int) -> int:
-    """Rows of a chunk whose logits fit the memory of the weight's gradient, for use while that is summed in another
-    array; 0 if those are fewer than a tile. All chunks have this size but the last, which is not much smaller.
+    """Rows of a chunk whose logits fit the memory of the weight's gradient, while that is summed in another array; 0 if
+    they are fewer than a tile. All chunks have this size but the last, which is not much smaller.
     """
     max_tiles = min(hidden, MAX_ROWS) // TILE
     if not max_tiles or not rows:
@@ -52,8 +54,8 @@ def rows_in_weight(rows: int, hidden: int) -> int:
 
 @lru_cache(256)
 def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, tuple[slice, ...]]:
-    """Elements of an array that holds the gradient of the hidden states and the logits of one chunk at a time, and the
-    chunks. Logits lie in the part that the gradient has not filled yet, so the first chunks are the largest.
+    """The number of elements of an array for the gradient of the hidden states and the logits of one chunk at a time,
+    and the chunks. Logits are held where the gradient is not written yet, so the first chunks are the largest.
     """
     size = max(int(SHARED_PER_HIDDEN * rows * hidden), rows * hidden + MIN_BYTES // itemsize)
     max_tiles = -(-max(MAX_ROWS, -(-rows // MAX_CHUNKS)) // TILE)
@@ -61,7 +63,7 @@ def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int,
         slices: list[slice] = []
         start = 0
         while start < rows:
-            # A row has logits until its gradient is written, so both need room.
+            # A chunk's logits are needed until its gradient is written, so both need room.
             tiles = (size - start * hidden) // (vocab + hidden) // TILE
             slices.append(slice(start, min(start + max(min(tiles, max_tiles), 1) * TILE, rows)))
             start = slices[-1].stop
@@ -72,41 +74,41 @@ def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int,
 
 
 class Chunks(Protocol):
-    """A linear layer's rows, as a framework cuts them. Arrays have one leading dim, that of the rows. A function that
-    gets an array and returns it may have changed it in place.
+    """A linear layer whose rows a framework processes in chunks. Arrays have one leading dim, the rows. A method that
+    takes and returns an array may change it in place.
 
-    A framework's class takes the layer (hidden, weight, bias) and what else has rows by name; attributes
-    ``accum_dtype`` and ``chunk_rows``; and which gradients are wanted, ``dhidden``, ``dweight`` or ``dbias``.
+    A framework's class is made from the layer (hidden, weight, bias) and other arrays with rows, by name; the
+    attributes ``accum_dtype`` and ``chunk_rows``; and the wanted gradients, ``dhidden``, ``dweight`` or ``dbias``.
     """
 
     inputs: Mapping[str, Any]
 
     def each(self, state: State, body: Callable[[State, Any], State]) -> State:
-        """``state = body(state, at)`` for every chunk."""
+        """``state = body(state, at)`` for every chunk; returns the last state."""
 
     def new_rows(self) -> Any:
         """A float32 number for each row."""
 
     def cut(self, name: str, at: Any) -> Any:
-        """The rows of a chunk, of what has this name."""
+        """The chunk's rows of the array with this name."""
 
-    def put(self, array: Any, at: Any, part: Any) -> Any:
-        """The array with these as the rows of a chunk."""
+    def put(self, array: Any, at: Any, rows: Any) -> Any:
+        """The array with the chunk's rows replaced by these."""
 
     def logits(self, at: Any) -> Any:
         """``hidden @ weight.T + bias`` of a chunk."""
 
     def sums(self) -> dict[str, Any]:
-        """The gradients that are wanted, by name, which chunks fill or add to."""
+        """Arrays for the wanted gradients by name, which chunks fill or add to."""
 
     def put_product(self, array: Any, at: Any, a: Any, b: Any) -> Any:
         """``put(array, at, a @ b)``."""
 
     def add_product(self, total: Any, at: Any, a: Any, b: Any) -> Any:
-        """``total + a @ b``, rounded to the dtype of the total only."""
+        """``total + a @ b``, rounded once, to the dtype of the total."""
 
     def add_rows(self, total: Any, rows: Any) -> Any:
         """The total with these rows added, in float32."""
 
     def rounded(self, sums: dict[str, Any]) -> Mapping[str, Any]:
-        """The gradients in the dtypes of what they are of."""
+        """The gradients in the dtypes of their inputs."""

@@ -1,4 +1,4 @@
-"""Docstrings of functions that both adapters define: what differs is written there, the rest once, in the core."""
+"""Docstrings of functions that both adapters define: each adapter writes what differs, the core the rest, once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows of a table, whose gradient is written in one pass: two composites.
+"""An embedding, whose gradient is written in one pass: two composites.
 
-The gradient sorts the tokens by class and finds where each class's tokens end; the kernel of
+The gradient's program sorts the tokens by class and finds where each class's tokens end; the kernel of
 :mod:`cute_ops.ops.parts.embedding` then writes each row of the table's gradient once.
 """
 
@@ -31,10 +31,10 @@ Raises:
 
 
 def padding(padding_idx: int | None, shape: tuple[int, ...]) -> int:
-    """The class without a gradient, counted from the start; -1 where there is none.
+    """The class without a gradient, counted from the start; -1 if there is none.
 
     Args:
-        padding_idx: as the caller says it.
+        padding_idx: as the caller gives it.
         shape: of the weight.
 
     Raises:
@@ -57,10 +57,10 @@ def padding(padding_idx: int | None, shape: tuple[int, ...]) -> int:
 
 
 def _check(binding: Binding) -> str | None:
-    # Tokens are counted, and sorted by class, in 32 bits; one value more marks tokens without a class.
+    # Tokens are counted, and sorted by class, in 32 bits; one more value marks tokens without a class.
     for name, size in (("classes", binding.dims["c"]), ("tokens", binding.rows)):
         if isinstance(size, int) and size > _MAX_SIZE:
-            return f"{size} {name} are more than {_MAX_SIZE}."
+            return f"{size} {name} are given, at most {_MAX_SIZE} are allowed."
     return None
 
 
@@ -73,7 +73,7 @@ def _add_up(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs:
     key = xp.classes_of(inputs["index"].reshape(-1), classes)
     if padding_idx >= 0:
         key = xp.where(key == padding_idx, classes, key)
-    # Tokens without a class are sorted behind all classes, where the kernel reads nothing.
+    # Tokens without a class are sorted to the end, which the kernel does not read.
     key, order = xp.sort(key)
     rows = inputs["dout"].reshape(key.shape[0], n)
     return call(sorted_embedding_bwd, {"ends": xp.ends(key, classes), "classes": key, "order": order, "dout": rows}, {})

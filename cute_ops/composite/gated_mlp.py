@@ -1,8 +1,8 @@
-"""The gated MLP of Llama and its kin: two products forward, four backward, and no other kernel.
+"""The gated MLP of models such as Llama: two products forward, four backward, and no other kernel.
 
 ``h = activation(x @ gate.T) * (x @ up.T)`` and ``out = h @ w_down.T``. The epilogue of the first product combines both
-halves. The epilogue of the product that makes the gradient of ``h`` turns that into the gradients of both halves, and
-makes ``h`` again for the gradient of ``w_down``: neither ``h`` nor its gradient is kept.
+halves. In the backward, the epilogue of the product that computes the gradient of ``h`` turns it into the gradients of
+both halves and computes ``h`` again for the gradient of ``w_down``, so neither ``h`` nor its gradient is kept.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cute_ops.shapes import FLOATS
 
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    w_gate_up: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``. With leading dims, which both weights
-        have, each of x, ``T[*b m k]``, has weights of its own.
-    w_down: ``T[p n]``, of an output of p columns; ``T[n p]`` with ``transposed``.
+    w_gate_up: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``. If both weights have leading dims, each
+        matrix of x, ``T[*b m k]``, has weights of its own.
+    w_down: ``T[p n]``, for an output of p columns; ``T[n p]`` with ``transposed``.
     activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
-    fused: as :func:`linear` has it, of all products.
+    fused: as in :func:`linear`, for all products.
     save: what a call that is differentiated keeps for its gradient: ``"pre"``, the product ``[*m 2n]`` before the
         activation; or ``"none"``, and the backward computes that product again.
     transposed: weights are ``[k, 2n]`` and ``[n, p]``, as in JAX.
     halves: ``w_gate_up`` is ``[2, n, k]``, or ``[k, 2, n]``, the same memory. Devices that share n then each have rows
-        of both halves, so nothing is gathered, and what they get are parts of a sum: ``Shard(1)`` of both weights.
+        of both halves, so nothing is gathered, and their outputs are partial sums: ``Shard(1)`` of both weights.
 
 Returns:
-    ``T[*m p]``. Products are summed up in float32; what lies between them is rounded once.
+    ``T[*m p]``. Products are summed in float32, and the hidden layer between them is rounded once.
 
 Raises:
     TypeError: a dtype that is not listed.
@@ -48,7 +48,7 @@ CASES = (
 )
 X, OUT, PRE, HIDDEN = Tensor("*m k", "T"), Tensor("*m p", "T"), Tensor("*m 2n", "T"), Tensor("*m n", "T")
 OVER_ROWS = Sharding(contracted=("m",))
-# What makes h from both halves.
+# The ops that compute h from both halves.
 POINTWISE: dict[str, tuple[Op, dict[str, Any]]] = {
     "silu": (swiglu, {}), "gelu": (geglu, {"approximate": "none"}), "gelu_tanh": (geglu, {"approximate": "tanh"}),
 }  # fmt: skip
@@ -152,7 +152,7 @@ class MLPOps:
 
     @cached_property
     def _steps(self) -> tuple[Op, ...]:
-        """The gradient: first of both halves and, for that of ``w_down``, ``h`` again."""
+        """The ops of the gradient. The first gives the gradients of both halves and, for that of ``w_down``, ``h``."""
         name = f"gated_mlp{self.suffix}"
         both = {"dout": OUT, "w_down": self.w_down, "pre": PRE}
 
@@ -196,10 +196,10 @@ def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool =
 
     Args:
         save, transposed, halves: as :data:`DOC` says.
-        batched: whether there are several MLPs, one for each of x; not of ``halves``.
+        batched: whether the weights have leading dims; not with ``halves``.
 
     Raises:
-        ValueError: something else is to be saved.
+        ValueError: another value of ``save``.
     """
     if save not in ("pre", "none"):
         raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")

@@ -1,7 +1,7 @@
 """A linear layer, the residual stream that its output is added to, and the next layer's RMSNorm.
 
-By our kernel, the product's epilogue adds the residual and reduces each row to its rstd; a pass that scales is left.
-Else the framework's product is followed by :func:`add_rmsnorm`, which reads that product again.
+With our kernel, the product's epilogue adds the residual and computes each row's rstd, and one pass scales the rows.
+Otherwise :func:`add_rmsnorm` reads the framework's product.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Args:
     norm_weight: ``W[n]``, a float dtype of its own.
     fused: ``"always"`` adds the residual and the squares in the product's epilogue, for bfloat16 and float16, and so
         does ``"auto"`` on Hopper with more than 64 rows: on an H200 that was faster by 1% at k = 14336, 4% at 8192 and
-        10% at 2048. ``"never"``, and ``"auto"`` elsewhere, run a product, as :func:`linear` has it, and
+        10% at 2048. ``"never"``, and ``"auto"`` elsewhere, run a product, as in :func:`linear`, and
         :func:`add_rmsnorm`.
     transposed: the weight is ``[k, n]``, as in JAX.
 
 Returns:
-    ``(out, residual_out)``, both ``T[*m n]``. Sums in float32, in a fixed order.
+    ``(out, residual_out)``, both ``T[*m n]``. Sums are in float32, in a fixed order.
 
 Raises:
     TypeError: a dtype that is not listed.
@@ -50,18 +50,18 @@ SUMMED = ROWS._replace(accumulates=Accumulation(("k",)))
 
 
 def _add_rstd(xp: Any, acc: Any, residual: Any, *, eps: float) -> tuple[Any, Any]:
-    """A linear layer and a residual, and what RMSNorm of the sum multiplies each row by."""
+    """The sum of a linear layer and a residual, and the factor by which RMSNorm multiplies each row of it."""
     out = acc + residual
     return out, xp.rsqrt(xp.mean(out * out, axis=-1, keepdims=True) + eps)
 
 
 def _scaled(xp: Any, x: Any, rstd: Any, weight: Any) -> Any:
-    """Rows times a number each, and columns times another one."""
+    """Rows times a number each, and columns times a number each."""
     return x * rstd * weight
 
 
 def linear_add_rstd(transposed: bool = False) -> Op:
-    """The product, the residual and the norm's factor."""
+    """The op of the product with the residual and the norm's factor in its epilogue."""
     return _with_rstd(transposed)
 
 
@@ -76,7 +76,7 @@ def _with_rstd(transposed: bool) -> Op:
 
 @cache
 def scaled_rows() -> Op:
-    """What is left of the norm then."""
+    """The op that completes the norm after that."""
     return fused(_scaled, name="scaled_rows", operands={"x": "*m n", "rstd": "*m 1", "weight": "n"})
 
 
@@ -104,13 +104,13 @@ linear_add_rmsnorm_bwd = Op(
     outputs={"dresidual": ROWS, "dnorm_weight": NORM},
     reference=reference_bwd,
     kernel=Program(_backward, (add_rmsnorm_bwd,)),
-    doc="Gradients of :func:`linear_add_rmsnorm` to the residual, which is that of the product too, and to the norm.",
+    doc="Gradients of :func:`linear_add_rmsnorm` to the residual, which is the product's, and to the norm's weight.",
     **COMMON,
 )  # fmt: skip
 
 
 def linear_add_rmsnorm(transposed: bool = False) -> Op:
-    """The op: see :data:`DOC`. It is made when it is asked for, since that takes longer than most imports."""
+    """The op: see :data:`DOC`. It is made on first use, because that takes longer than most imports."""
     return _op(transposed)
 
 

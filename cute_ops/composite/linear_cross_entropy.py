@@ -1,16 +1,16 @@
-"""The loss of a linear head that never holds all logits: composites.
+"""The loss of a linear head, computed without ever holding all logits: composites.
 
-Rows are taken a chunk at a time. The logits of a chunk are a matrix product. Our kernel computes their loss and
+Rows are taken a chunk at a time. A matrix product computes the logits of a chunk. Our kernel computes their loss and
 overwrites them with their gradient, from which two more products compute the gradients of the hidden states and of the
 weight.
 
-A sum or mean of the losses has its gradients when its forward is over, and the backward scales them. Two cases need a
-backward that computes the logits again. With ``reduction="none"`` each row's gradient has a factor of its own, which
-the weight's gradient, a sum over rows, cannot be given afterwards. In float16, gradients underflow unless the loss is
-scaled, and no later factor brings them back.
+For a sum or mean of the losses, the forward computes the gradients and the backward scales them. In two cases the
+backward computes the logits again instead. With ``reduction="none"`` each row's gradient has a factor of its own, which
+cannot be applied later to the weight's gradient, a sum over rows. In float16, gradients underflow unless the loss is
+scaled, and a later factor cannot restore them.
 
-Where devices share the classes, each has the logits of its own. They exchange a few numbers per row for the losses;
-gradients of the hidden states are terms of a sum over devices.
+If devices share the classes, each computes the logits of its own classes. They exchange a few numbers per row for the
+losses; their gradients of the hidden states are partial sums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DOC = """Args:
     target: int64 or int32 ``[*m]``, the class of each row.
     bias: ``T[n]``.
     ignore_index: rows with this target have loss 0 and gradient 0.
-    label_smoothing: part of the target that is spread evenly over all classes.
+    label_smoothing: fraction of the target that is spread evenly over all classes.
     z_loss: weight of ``lse^2``.
     reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
     chunk_rows: rows whose logits are held at a time; None chooses as described above.
@@ -52,8 +52,8 @@ DOC = """Args:
 
 Returns:
     float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T. In float16 the
-    backward computes the logits again, a third more products: the scale of the loss must multiply their gradient
-    before that is rounded.
+    backward computes the logits again, a third more products, so that their gradient is multiplied by the loss' scale
+    before it is rounded.
 
 Raises:
     TypeError: dtypes that differ or are not listed, ``chunk_rows`` that is no integer.
@@ -68,7 +68,7 @@ def loss(
     rows: Callable[..., Any], total: Callable[..., Any], hidden: Any, weight: Any, target: Any, bias: Any,
     ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, chunk_rows: int | None, accum_dtype: str,
 ) -> Any:  # fmt: skip
-    """The public function, from those that a framework makes of the two ops.
+    """The public function, from a framework's functions of the two ops.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
@@ -90,7 +90,7 @@ def loss(
 
 
 def _rows(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    """Loss of each row, and its log-sum-exp in two parts."""
+    """Loss of each row, and its log-sum-exp as two numbers."""
     chunks: Chunks = xp.chunks(_flat(inputs), attrs, ())
 
     def body(found: dict[str, Any], at: Any) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attr
 
 
 def _total(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    """The sum of the losses, or their mean over so many rows."""
+    """The sum of the losses, or their mean over ``count`` rows."""
     return {"loss": _mean(_rows(xp, call, inputs, attrs)["loss"].sum(), inputs["count"])}
 
 
 def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    """The same with its gradients."""
+    """The loss of :func:`_total` with its gradients."""
     one = xp.ones((), inputs["hidden"])
     dloss = xp.broadcast_to(_mean(one, inputs["count"]), inputs["target"].shape)
     chunks: Chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True)
@@ -158,7 +158,7 @@ def _mean(total: Any, count: Any) -> Any:
 
 
 def _add(chunks: Chunks, sums: dict[str, Any], at: Any, dlogits: Any) -> dict[str, Any]:
-    """The gradients with those of one more chunk."""
+    """The gradients with those of one more chunk added."""
     found = dict(sums)
     if "dhidden" in sums:
         found["dhidden"] = chunks.put_product(sums["dhidden"], at, dlogits, chunks.inputs["weight"])
@@ -211,7 +211,7 @@ def _declare(
 
 
 def _wanted(names: Collection[str]) -> dict[str, Tensor]:
-    """These gradients. Of all of them some can be left out."""
+    """The tensors of these gradients, skippable if they are all."""
     return {n: _GRADIENTS[n]._replace(skippable=len(names) == len(_GRADIENTS)) for n in names}
 
 

@@ -18,7 +18,7 @@ DOC = """``out = x @ weight.T``, whose first ``heads`` heads are rotated as by :
 
 Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    weight: ``T[n k]``: its rows are those of queries, of keys and of as many values; ``T[k n]`` with ``transposed``.
+    weight: ``T[n k]``: rows of queries, then of keys, then of as many values; ``T[k n]`` with ``transposed``.
     cos, sin: ``[*#m r]``, with r half of a head's 64 or 128 columns; any float dtype; leading dims that broadcast.
     heads: how many heads are rotated: those of queries and keys, or all where ``weight`` has no others.
     fused: ``"auto"`` and ``"always"`` rotate in the product's epilogue, ``"never"`` after the framework's product.
@@ -52,7 +52,7 @@ def _parts(by_head: Any, heads: int) -> tuple[Any, Any, Any]:
     return by_head[..., :queries, :], by_head[..., queries:heads, :], by_head[..., heads:, :]
 
 
-HEADS = 5 * 8  # that are rotated, by default
+HEADS = 5 * 8  # rotated ones, by default
 
 
 def qkv_rope(size: int, transposed: bool = False) -> Op:
@@ -90,7 +90,7 @@ def _op(size: int, transposed: bool) -> Op:
 
 @cache
 def _turned_back(size: int) -> Op:
-    """The gradient to the product, for weights in either layout."""
+    """The op of the gradient to the product, for weights in either layout."""
 
     def backward(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
         dout = inputs["dout"]

@@ -1,8 +1,8 @@
 """RMSNorm and the linear layer that reads its rows.
 
-By our kernel the norm moves behind the product: its factor is a column vector of the epilogue, and its weight is
-multiplied into the layer's. Else :func:`rmsnorm` writes rows that the product reads. Nothing of this is kept for the
-gradient, which normalises x again.
+With our kernel the norm moves behind the product: its factor is a column vector of the epilogue, and its weight is
+multiplied into the layer's. Otherwise :func:`rmsnorm` writes the rows that the product reads. The gradient normalises x
+again, so nothing of this is kept.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     norm_weight: ``W[k]``, a float dtype of its own, or None.
     weight: ``T[n k]``; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``.
-    operands: what the epilogue reads besides the product, as :func:`linear` has them; by default a bias ``[n]``, or
-        None.
+    operands: what the epilogue reads besides the product, as in :func:`linear`; by default a bias ``[n]``, or None.
     eps: what is added to the mean of squares.
-    epilogue: as :func:`linear` has it; ``"bias"`` for no activation.
-    fused: ``"auto"`` and ``"never"`` run :func:`rmsnorm` and a product, as :func:`linear` has it. ``"always"`` moves
+    epilogue: as in :func:`linear`; ``"bias"`` for no activation.
+    fused: ``"auto"`` and ``"never"`` run :func:`rmsnorm` and a product, as in :func:`linear`. ``"always"`` moves
         the norm behind the product, for bfloat16 and float16: instead of ``4 m k`` bytes of a pass it moves ``2 m k``
         for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
         rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
@@ -57,7 +56,7 @@ Call = Callable[..., Any]
 Arrays = Mapping[str, Any]
 # Epilogues whose ops have names, with a bias and without.
 KINDS = ("bias", "gelu", "gelu_tanh", "silu")
-# Names of operands that the op has for something else.
+# Names that the op uses for other things than operands.
 TAKEN = ("norm_weight", "dnorm_weight", "normed", "dnormed", "rstd", "pre", "eps", "fused")
 CASES = (
     Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
@@ -74,7 +73,7 @@ def _factor(xp: Any, x: Any, *, eps: float) -> Any:
 
 @cache
 def row_factors() -> Op:
-    """What RMSNorm multiplies each row by, in float32."""
+    """The op of the factor by which RMSNorm multiplies each row, in float32."""
 
     @cache
     def formula(eps: float) -> Formula:
@@ -88,14 +87,14 @@ def row_factors() -> Op:
 
 
 def _scaled(xp: Any, weight: Any, norm_weight: Any) -> Any:
-    """Both weights as one: columns times a number each, or rows."""
+    """Both weights as one: its columns, or its rows, times a number each."""
     return weight * norm_weight
 
 
 @cache
 def scaled_weight(across: bool) -> Op:
-    """The weight of a layer that reads rows which a norm's weight has not been multiplied with; ``across``, ``[k, n]``,
-    the norm's is a column.
+    """The op of a layer's weight times a norm's, for rows that were not multiplied by the latter; with ``across`` the
+    weight is ``[k, n]``, so the norm's is a column vector.
     """
     name, shape = ("scaled_weight_kn", "*m 1") if across else ("scaled_columns", "n")
     return fused(_scaled, name=name, operands={"weight": "*m n", "norm_weight": shape})
@@ -110,7 +109,7 @@ def _reference_normed(xp: Any, x: Any, norm_weight: Any = None, *, eps: float) -
 
 @cache
 def _normed() -> Op:
-    """The rows that the product reads, for the gradient of its weight."""
+    """The op of the normalised rows, for the gradient of the product's weight."""
 
     def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
         given = {"x": inputs["x"], "weight": inputs["norm_weight"]}
@@ -124,7 +123,7 @@ def _normed() -> Op:
 
 @cache
 def _of_normed(step: Op) -> Op:
-    """A step of the product's gradient, which calls normalised rows ``x``."""
+    """A step of the product's gradient, in which normalised rows are called ``normed`` instead of ``x``."""
     names = {"x": "normed", "dx": "dnormed"}
 
     def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
@@ -184,7 +183,7 @@ def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, s
     """The op of a call, whose weight may be a batch of them.
 
     Raises:
-        NotImplementedError: it is.
+        NotImplementedError: the weight is a batch of weights.
     """
     if batched:
         problem = "argument `weight` has more than 2 dims: batches of weights are for linear, or for vmap."
@@ -206,8 +205,8 @@ class Layer:
     """The ops of one epilogue.
 
     Args:
-        name: the op's name; from that of the product where it is empty.
-        product: the layer, of rows that are normalised.
+        name: the op's name; empty for a name that is made from the product's.
+        product: the layer's product, of normalised rows.
         text: the epilogue's expression.
     """
 
@@ -217,7 +216,7 @@ class Layer:
         self.weight = product.inputs["weight"].shape
 
     def op(self) -> Op:
-        """The layer. Its gradient is that of the product of normalised rows, and that of the norm."""
+        """The op of the layer, with the gradient of the product of normalised rows, then that of the norm."""
         product = self.product
         steps, none = tuple(map(_of_normed, product.steps)), product.no_gradient
         if "x" in none:  # the epilogue does not depend on the product
@@ -259,7 +258,7 @@ class Layer:
         )  # fmt: skip
 
     def _behind(self, name: str, product: Op) -> Op:
-        """The product of rows that are not normalised, the norm and the epilogue."""
+        """The op of the product of x itself, with the norm's factor and the epilogue behind it."""
         shapes = {"pre" if key == ACC else key: tensor.shape for key, tensor in product.outputs.items()}
         return fused_linear(
             _behind_norm(self.text, "pre" in shapes), name=f"{name}_behind", weight=self.weight, outputs=shapes,
@@ -268,11 +267,11 @@ class Layer:
 
 
 def _behind_norm(text: str, saves: bool) -> str:
-    """An epilogue whose product is multiplied by an operand more, its second one, before anything else.
+    """An epilogue that first multiplies the product by a further operand, its second one.
 
     Args:
         text: the epilogue's expression.
-        saves: whether that is returned, too.
+        saves: whether the multiplied product is returned, too.
     """
     expression = parse(text)
     acc, *others = expression.operands

@@ -1,4 +1,4 @@
-"""Symbols: what a traced function computes with. Their operators write down words.
+"""Symbols, with which a traced function computes: their operators add words to the graph.
 
 Values are float32 or bool, and a bool among floats counts as 0 or 1. What a symbol cannot do raises
 :class:`TraceError`, which names the line of the function and what to write instead.
@@ -20,7 +20,7 @@ from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.words import OFFERED, WORDS
 
 MOST_POWER = 8
-# Frames of these packages are between a function's line and us.
+# Frames of these packages may lie between a line of the function and ours.
 _LIBRARIES = ("array_api_compat", "functools", "jax", "numpy", "torch")
 
 
@@ -29,7 +29,7 @@ class TraceError(TypeError):
 
 
 class HalvesError(TraceError):
-    """A function reads an operand by halves, which was declared whole.
+    """A function reads an operand by halves that was declared whole.
 
     Attributes:
         operand: its name.
@@ -46,11 +46,11 @@ class Tracing(SimplifyingGraph):
         self.function, self.names = function, tuple(operands)
 
     def refuse(self, what: str, instead: str, at: tuple[str, int] | None = None) -> NoReturn:
-        """Raises :class:`TraceError`, for the line that runs or another one."""
+        """Raises :class:`TraceError` for the line that runs, or for the line ``at``."""
         raise self._error(TraceError, what, instead, at) from None
 
-    def refuse_part(self, what: str, node: int | None) -> NoReturn:
-        """Raises :class:`TraceError` for a part of a value; :class:`HalvesError` where this node is a whole operand."""
+    def refuse_slice(self, what: str, node: int | None) -> NoReturn:
+        """Raises :class:`TraceError` for a slice of a value; :class:`HalvesError` if this node is a whole operand."""
         whole = node is not None and self.nodes[node].word == "operand" and not self.nodes[node].half
         instead = "declare an operand as `*m 2n` to read its halves, x[..., :n] and x[..., n:]"
         error = self._error(HalvesError if whole else TraceError, what, instead)
@@ -65,7 +65,7 @@ class Tracing(SimplifyingGraph):
         return kind(f"cute_ops: {self.function} cannot be traced: {what}\n  {where}\n  {instead}")
 
     def apply(self, word: str, *args: Any, value: str = "") -> Symbol:
-        """A word of symbols and numbers."""
+        """Add a word, whose arguments are symbols and numbers, to the graph."""
         takes = WORDS[word].takes
         if len(args) != len(takes):
             call = f"xp.{word}({', '.join('xyz'[: len(takes)])})"
@@ -116,7 +116,7 @@ class Tracing(SimplifyingGraph):
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a function is neither ours nor a library's."""
+    """Whether a frame is of the user's code: neither ours nor a library's."""
     module = str(frame.f_globals.get("__name__", ""))
     return not module.startswith(__package__) and module.partition(".")[0] not in _LIBRARIES
 
@@ -130,7 +130,7 @@ def _line() -> tuple[str, int]:
 
 
 def as_number(x: Any) -> float | bool | None:
-    """A number of Python's or of NumPy's as a bool or a float; None of all else."""
+    """A number of Python or NumPy as a bool or a float; None for anything else."""
     if type(x).__module__ == "numpy" and getattr(x, "ndim", None) == 0:
         x = x.item()
     return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None
@@ -155,10 +155,12 @@ class Arithmetic:
 
 
 class Size(Arithmetic):
-    """The last dim of a value, ``factor`` times ``n``; a number, but for indices.
+    """The size of a value's last dim, ``factor`` times ``n``. It may be used as a number and as an end of a slice.
 
-    Attributes:
-        node: the value; None of a packed operand.
+    Args:
+        graph: the graph.
+        factor: 2 for a packed operand.
+        node: the value; None for a packed operand.
     """
 
     def __init__(self, graph: Tracing, factor: int, node: int | None = None) -> None:
@@ -166,7 +168,7 @@ class Size(Arithmetic):
 
     def __floordiv__(self, divisor: object) -> Size:
         if divisor != self._factor:
-            self._graph.refuse_part("a part of a row", self._node)
+            self._graph.refuse_slice("a slice of a row", self._node)
         return Size(self._graph, 1, self._node)
 
     def __bool__(self) -> NoReturn:
@@ -185,7 +187,7 @@ class Size(Arithmetic):
 
 
 class TracedShape:
-    """The shape of a value, of which the last dim alone is known."""
+    """The shape of a value; only its last dim may be read."""
 
     def __init__(self, graph: Tracing, last: Size | int) -> None:
         self._graph, self._last = graph, last
@@ -203,7 +205,7 @@ class TracedShape:
         self._graph.refuse("a shape", "write shape[-1]; one expression serves all numbers of rows")
 
 
-# NumPy's own numbers bring their operators.
+# With one of NumPy's numbers an operator arrives as NumPy's function.
 _OPERATORS: Mapping[str, Callable[..., Any]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
     "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
@@ -212,7 +214,7 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = {
 
 
 class NoArray:
-    """What frameworks' own functions find among their arguments: they are refused."""
+    """Refuses the functions of NumPy and torch that get it as an argument."""
 
     _graph: Tracing
 
@@ -283,7 +285,7 @@ class Symbol(Arithmetic, NoArray):
         return self._graph.apply("logical_not", self)
 
     def __pow__(self, power: Any) -> Symbol:
-        """Small integers by squaring, and half ones by a root."""
+        """Powers by small integers, by squaring, and by 0.5 and -0.5, by a root."""
         number = as_number(power)
         if number in (0.5, -0.5):
             return self._graph.apply("sqrt" if number == 0.5 else "rsqrt", self)
@@ -313,12 +315,12 @@ class Symbol(Arithmetic, NoArray):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, Symbol):
             self._graph.refuse("a mask as an index: the shape would depend on values", "write xp.where(mask, x, 0.0)")
-        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, slice)]
-        half = any(isinstance(end, Size) for part in parts for end in (part.start, part.stop))
-        self._graph.refuse_part("an index of a value", self._id if half else None)
+        slices = [each for each in (index if isinstance(index, tuple) else (index,)) if isinstance(each, slice)]
+        half = any(isinstance(end, Size) for each in slices for end in (each.start, each.stop))
+        self._graph.refuse_slice("an index of a value", self._id if half else None)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a question of a library's
+        if name.startswith("__"):  # a library asks
             raise AttributeError(name)
         self._graph.refuse(f".{name} of a value", f"write xp.{name}(x)" if name in OFFERED else "write a word of xp")
 
@@ -330,14 +332,14 @@ class Symbol(Arithmetic, NoArray):
     __setitem__ = __delitem__ = _refused("writing into a value", "write x = xp.where(mask, new, x)")
     __floordiv__ = __rfloordiv__ = _refused("// of a value", "write xp.floor(x / y)")
     __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refused("% of a value", "write x - y * xp.floor(x / y)")
-    __matmul__ = __rmatmul__ = _refused("a product of matrices", "an expression is what happens to its result")
+    __matmul__ = __rmatmul__ = _refused("a product of matrices", "write what happens to its result, as an epilogue")
     __xor__ = __rxor__ = _refused("^ of a value", "write a != b with xp.where(a, 1.0, 0.0)")
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused("a shift of a value", "write x * 2**k")
     __call__ = _refused("a call of a value", "write a word of xp")
 
 
 class Packed(Symbol):
-    """A packed operand, whose halves are values."""
+    """A packed operand; its two halves are values."""
 
     def __init__(self, graph: Tracing, index: int) -> None:
         super().__init__(graph, -1)

@@ -1,1 +1,1 @@
-"""Files that processes share: the cache folder, locks, folders replaced as a whole, whose files may be loaded."""
+"""Files that processes share: the cache folder, locks, folders replaced as a whole, checks of who owns a file."""

@@ -27,7 +27,7 @@ def folder() -> Path:
     """The cache folder: ``CUTE_OPS_CACHE_DIR``, or the user's cache directory.
 
     Raises:
-        ValueError: the variable begins with a ``~`` that stands for no folder.
+        ValueError: the variable begins with ``~`` or ``~user``, and there is no such home folder.
     """
     chosen = env.CACHE_DIR.read()
     if chosen:
@@ -36,7 +36,7 @@ def folder() -> Path:
 
     try:
         where = Path(user_cache_dir("cute_ops"))
-    except RuntimeError:  # which older versions of platformdirs answer by a path that begins with ~
+    except RuntimeError:  # older versions of platformdirs return a path that begins with ~ instead
         return _without_home()
     return where if where.is_absolute() else _without_home()
 
@@ -53,11 +53,11 @@ def _without_home() -> Path:
 
 
 def opened(where: Path) -> ownership.Folder:
-    """The cache folder, held open, and checked: only this user or root can write it, or replace it.
+    """The cache folder, held open, after a check that only this user or root can write or replace it.
 
     Raises:
         CacheError: it belongs to someone else, others can write it or a parent of it, or it is a link.
-        OSError: it is not there, or cannot be read.
+        OSError: it does not exist or cannot be read.
     """
     try:
         return ownership.Folder(where, follow=False)
@@ -76,13 +76,13 @@ def read(where: Path, name: str) -> bytes:
 
 
 def check_trusted(where: Path) -> None:
-    """Raise unless :func:`opened` would open the folder."""
+    """Raise what :func:`opened` raises if it refuses the folder."""
     opened(where).close()
 
 
 def write_whole(where: Path, files: Mapping[str, bytes], mode: int = 0o600) -> None:
-    """Write files of a folder, one after the other: each to a temporary file, which is flushed and renamed. Readers see
-    all of a file or nothing, even after a power failure.
+    """Write files into a folder, one after the other, each to a temporary file that is flushed and renamed. Readers see
+    a complete file or none, even after a power failure.
     """
     file_lock.sweep(where)
     for name, data in files.items():
@@ -135,7 +135,7 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
 class Use:
     """Which kernels of a folder are in use: each process keeps a locked file there, with one symbol per line.
 
-    On a local disk a mapped file may be deleted; over NFS the mapping would break, so kernels in use are kept.
+    Kernels in use are not deleted: a local disk would allow that for a mapped file, but over NFS the mapping breaks.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Use:
             try:
                 self._file = file_lock.new_file(where, file_lock.USED)
             except OSError:
-                return  # a folder that is not there yet, or a read-only one: nothing is evicted there
+                return  # the folder does not exist yet or is read-only: nothing is evicted there
             self._owner = os.getpid()
         try:
             os.write(self._file[0], f"{symbol}\n".encode())
@@ -162,7 +162,7 @@ class Use:
         symbols: set[str] = set()
         with opened(where) as folder:
             for path in where.glob(f"{file_lock.USED}*"):
-                with suppress(OSError, ownership.Untrusted):  # a process that has just ended; what somebody put there
+                with suppress(OSError, ownership.Untrusted):  # its process has just ended, or somebody else wrote it
                     symbols.update(folder.read(path.name).decode(errors="replace").split())
         return symbols
 

@@ -1,6 +1,6 @@
-"""File locks that the operating system keeps: a lock is free as soon as its holder dies.
+"""File locks of the operating system, which are free as soon as their holder dies.
 
-``flock`` works between processes and threads, and over NFS. No lock expires by a clock. A forked child holds none of
+``flock`` works between processes and threads, and over NFS. No lock expires after a time. A forked child holds none of
 its parent's locks, neither these nor the thread locks that are made here.
 """
 
@@ -18,10 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# What the names of :func:`new_file` begin with: a file that is written, what a process uses, a staging folder's lock.
+# Prefixes for :func:`new_file`: a file that is being written, the kernels that a process uses, a staging folder's lock.
 WRITTEN, USED, STAGED = "cute_tmp-", "cute_use-", "staging-cute_ops-"
-FOLDER = ".d"  # ends the name of the folder that such a file stands for, which lies beside it
-_handles: set[int] = set()  # files of locks that this process holds or tries
+FOLDER = ".d"  # added to such a file's name, it names the folder that belongs to the file
+_handles: set[int] = set()  # files of locks that this process holds or tries to acquire
 
 
 def between_threads(make: Callable[[], Any] = threading.Lock) -> Any:
@@ -33,7 +33,7 @@ def between_threads(make: Callable[[], Any] = threading.Lock) -> Any:
 
 @contextmanager
 def exclusive(path: Path, timeout: float) -> Iterator[bool]:
-    """Hold the lock that a file stands for; the file is deleted afterwards.
+    """Hold the lock of a file, which is deleted afterwards.
 
     Yields:
         False if the lock could not be acquired: it was held for longer than ``timeout`` seconds, or the file system
@@ -49,7 +49,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
         held = acquire(handle, deadline - time.monotonic())
         if held and _is(handle, path):
             break
-        # If it is held, the last holder has deleted the file: this lock would exclude no other process.
+        # If the lock is held now, the last holder has deleted the file, so it would exclude no other process.
         _handles.discard(handle)
         os.close(handle)
         if not held:
@@ -58,7 +58,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
     try:
         yield True
     finally:
-        if handle in _handles:  # not in a child that was forked in between
+        if handle in _handles:  # false in a child that was forked in between
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             _handles.discard(handle)
@@ -66,7 +66,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
 
 
 def _let_go() -> None:
-    """In a forked child: close its copies of the handles, which would keep the locks when the parent has died."""
+    """Run in a forked child: close its copies of the handles, which would keep the locks after the parent's death."""
     while _handles:
         os.close(_handles.pop())
 
@@ -85,7 +85,7 @@ def new_file(where: Path, prefix: str) -> tuple[int, Path]:
         acquire(handle)
         if _is(handle, Path(name)):
             return handle, Path(name)
-        os.close(handle)  # another process deleted it as abandoned before it was locked
+        os.close(handle)  # another process took it for abandoned and deleted it before it was locked
 
 
 def acquire(handle: int, timeout: float = 0.0) -> bool:
@@ -104,14 +104,14 @@ def acquire(handle: int, timeout: float = 0.0) -> bool:
 
 
 def sweep(where: Path) -> None:
-    """Delete the files that processes which are dead have left in a folder, each with the folder that it stands for."""
+    """Delete the files that dead processes have left in a folder, each with the folder that belongs to it."""
     for path in [path for prefix in (WRITTEN, USED, STAGED) for path in where.glob(f"{prefix}*")]:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # such a folder, for one
+            continue  # for instance such a folder
         try:
-            # Deleted while the lock is held, so that a process that is just making this file sees that it is gone.
+            # The lock is held while the file is deleted, so that a process that has just made it notices.
             if os.fstat(handle).st_uid == os.geteuid() and acquire(handle):
                 shutil.rmtree(f"{path}{FOLDER}", ignore_errors=True)
                 path.unlink(missing_ok=True)

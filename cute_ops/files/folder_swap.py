@@ -1,8 +1,8 @@
 """Folders replaced as a whole: a reader finds the old one or the new one, whatever happens to the writer.
 
 Linux exchanges two folders in one step (``renameat2``). Some file systems, such as NFS, cannot. There the old folder is
-first moved aside, to ``.<name>.cute_tmp-*/before``. A writer that is killed before the new one has its name leaves no
-folder of that name; the next writer puts the old one back.
+first moved aside, to ``.<name>.cute_tmp-*/before``. If a writer is killed before the new one gets its name, there is no
+folder of that name until the next writer puts the old one back.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def check_replaceable(where: Path, ours: Callable[[Path], set[str]], what: str) 
 
     Args:
         where: the folder.
-        ours: returns the files and empty folders that the record of such a folder lists; raises ValueError or OSError
-            if the record cannot be read.
-        what: what such a folder is, for messages: ``bundle``.
+        ours: returns the files and empty folders that the folder's record lists; raises ValueError or OSError if the
+            record cannot be read.
+        what: the kind of folder, for messages: ``bundle``.
 
     Raises:
-        CacheError: it holds something else, which replacing the folder would delete.
+        CacheError: it holds other files, which replacing the folder would delete.
     """
     while True:
         if not os.path.lexists(where):
@@ -51,7 +51,7 @@ def check_replaceable(where: Path, ours: Callable[[Path], set[str]], what: str) 
 
 
 def _is_another(where: Path, before: os.stat_result) -> bool:
-    """Whether another process has replaced the folder since its status was ``before``."""
+    """Whether another process has replaced the folder since it had the status ``before``."""
     try:
         return not os.path.samestat(where.stat(), before)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
 def write_record(path: Path, text: str) -> None:
     """Write the record that lists our files in a folder, whole or not at all, even if the process is killed.
 
-    In a new folder without a record all files are ours.
+    A new folder without a record holds our files only.
     """
     aside = path.with_name(f"{path.name}.part")
     aside.write_text(text)
@@ -125,7 +125,7 @@ def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # another process deleted it as abandoned before it was locked
+            continue  # another process took it for abandoned and deleted it before it was locked
         file_lock.acquire(handle)
         if path.exists():
             return path, handle
@@ -133,10 +133,10 @@ def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:
 
 
 def _put(made: Path, where: Path) -> None:
-    """Give the new folder its name; the old one is then where the new one was."""
+    """Give the new folder its name; the old folder gets the new one's previous name."""
     while True:
         try:
-            made.rename(where)  # replaces nothing but an empty folder
+            made.rename(where)  # replaces an empty folder only
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -174,7 +174,7 @@ def _renameat2(one: Path, other: Path) -> int:
 
 
 def _clear_abandoned(staging: Path, where: Path, ours: Callable[[Path], set[str]]) -> None:
-    """Delete what a killed process left. A folder that it had moved aside and not yet replaced is put back."""
+    """Delete what a killed process left behind. A folder that it had moved aside but not replaced is put back."""
     try:
         handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

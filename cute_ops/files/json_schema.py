@@ -28,7 +28,7 @@ def parse(text: str | bytes, shape: Any) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: the text is no JSON, or its value has another shape; says where.
+        ValueError: the text is not JSON, or its value has another shape; says where.
     """
     try:
         value = json.loads(text.decode() if isinstance(text, bytes) else text)  # json would guess encodings
@@ -48,7 +48,7 @@ def check(value: Any, shape: Any) -> None:
 
 
 class _Mismatch(Exception):
-    """A value has another shape. Its path is collected while the exception rises: sound values then cost no path."""
+    """A value has another shape. Its path is collected while the exception propagates, so valid values cost none."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)

@@ -1,8 +1,8 @@
 """Files that can be trusted: only this user and root can write or replace them.
 
 A compiled kernel runs with the rights of whoever loads it. So the owner and the mode of a file are checked, and those
-of its folder and of every folder above, as ssh does. The folder is kept open and files are opened relative to it, so
-what was checked is what is read, even if the folder's name leads elsewhere by then.
+of its folder and of every folder above, as ssh does. The folder is kept open and files are opened relative to it. So
+the file that was checked is the one that is read, even if the folder's name leads elsewhere by then.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import TypeVar
 
 OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the mode bits that let other users write
 _LINKS = 40  # links on one path, as many as Linux follows
-_TRIES = 100  # reads of a folder that is replaced meanwhile
+_TRIES = 100  # attempts to read a folder that is replaced during every one
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # needs search permission only
 _LARGEST = 1 << 30  # bytes of a file that is read whole; a kernel has about 50 thousand
 T = TypeVar("T")
 
 
 class Untrusted(ValueError):
-    """Another user can write a file or a folder, or it is of another kind than expected; says which one and why."""
+    """Another user can write a file or a folder, or it is not the kind that was expected; says which one and why."""
 
 
 class Folder:
@@ -33,8 +33,8 @@ class Folder:
 
     Args:
         where: the folder.
-        installed: whether it is part of an installed package. Then it may be writable by its group, as installers
-            leave it under some umasks, and may belong to the owner of this package: that code runs anyway.
+        installed: whether it belongs to an installed package. Then its group may write it, as some umasks leave it, and
+            it may belong to the owner of this package, whose code runs anyway.
         follow: whether ``where`` itself may be a link.
 
     Raises:
@@ -77,7 +77,7 @@ class Folder:
             Untrusted: others can write it, it is no file, or its name leads out of the folder.
             OSError: it does not exist or cannot be read.
         """
-        *folders, last = parts_of(name)
+        *folders, last = components(name)
         inner, opened = self._handle, list[int]()
         try:
             for depth, part in enumerate(folders, 1):
@@ -158,8 +158,8 @@ class Folder:
             raise Untrusted(f"can be replaced by user {status.st_uid}, to whom {path} belongs")
 
 
-def parts_of(name: str) -> list[str]:
-    """The parts of a file's name inside of a folder.
+def components(name: str) -> list[str]:
+    """The components of a file's path inside of a folder.
 
     Raises:
         Untrusted: the name leads out of the folder.
@@ -173,7 +173,7 @@ def parts_of(name: str) -> list[str]:
 
 
 def read_one_state(where: Path, read: Callable[[Folder], T], installed: bool = False) -> T:
-    """``read(folder)``, all of it from one state of the folder: if it fails because the folder was replaced, try again.
+    """``read(folder)`` on one state of the folder: if it fails because the folder was replaced, it is tried again.
 
     Raises:
         Untrusted, OSError: as :class:`Folder`, and what ``read`` raises of a folder that was not replaced.
@@ -202,7 +202,7 @@ def _is_private_group(status: os.stat_result) -> bool:
 
 
 def _unmapped() -> int:
-    """The uid that stands for users a user namespace does not map (root outside a container); -1 if it maps all."""
+    """The uid of users that a user namespace does not map (root outside a container); -1 if it maps all."""
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text().split("\n")
         if sum(int(line.split()[2]) for line in lines if line) < 2**32 - 1:

@@ -1,4 +1,4 @@
-"""Temporary folders for compiles. One whose process was killed is deleted when the next one is made."""
+"""Temporary folders for compiles. If a process is killed, its folder is deleted when the next one is made."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BYTES = 1 << 20  # more than the files of a kernel need
 
 @contextmanager
 def folder(preferred: Path | None = None) -> Iterator[Path]:
-    """A private folder with room for a kernel, deleted afterwards: in the preferred one, the temporary one, or memory.
+    """A private folder with room for a kernel, deleted afterwards: in the preferred folder, the temporary one, memory.
 
     Raises:
-        CacheError: there is room nowhere.
+        CacheError: none of these has room.
     """
     handle, lock = _new(preferred)
     where = Path(f"{lock}{file_lock.FOLDER}")
@@ -38,7 +38,7 @@ def folder(preferred: Path | None = None) -> Iterator[Path]:
 def _new(preferred: Path | None) -> tuple[int, Path]:
     """A new locked file; the staging folder is made beside it."""
     places, problems = [Path("/dev/shm")], []
-    with suppress(FileNotFoundError):  # no temporary folder that can be written
+    with suppress(FileNotFoundError):  # no temporary folder can be written
         places.insert(0, Path(tempfile.gettempdir()))
     for place in [*([preferred] if preferred else []), *dict.fromkeys(places)]:
         try:
@@ -48,7 +48,7 @@ def _new(preferred: Path | None) -> tuple[int, Path]:
             problems.append(f"{place}: {error.strerror}")
             continue
         try:
-            # Find out now whether the disk is full: a linker's message would not say so.
+            # Detects a full disk here, which a linker's message would not name.
             os.posix_fallocate(handle, 0, _BYTES)
             os.ftruncate(handle, 0)
         except OSError as error:

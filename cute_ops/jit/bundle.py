@@ -1,8 +1,8 @@
-"""Bundles: folders of compiled kernels for several targets, to be shipped; they need no compiler and are read-only.
+"""Bundles: read-only folders of compiled kernels for several targets, which are shipped and run without the compiler.
 
 ``bundle.json`` lists kernels, targets, versions and a checksum of every other file. ``kernels/`` holds the objects,
 ``manifest.txt`` the calls, ``licenses/`` the licenses of the compiled code. ``tuning.json`` holds the configs that the
-kernels were built with: a program that loads the bundle has to choose the same ones.
+kernels were built with, because a program that loads the bundle must choose the same ones.
 :mod:`cute_ops.aot.build` writes them. A bundle is served where ``CUTE_OPS_BUNDLE`` names it, or from an
 installed package with an entry point in the group ``cute_ops.bundles`` that names the package that holds it.
 """
@@ -31,7 +31,7 @@ from cute_ops.jit.variant import Variant
 log = logging.getLogger("cute_ops")
 FORMAT = 1
 GROUP = "cute_ops.bundles"
-_LONGEST = 2000  # of an error's text, which repeats what is wrong
+_LONGEST = 2000  # characters of an error's text, which may repeat wrong data
 RECORD = {
     "format": int, "platform": str, "versions": {str: str}, "targets": [str], "kernels": {str: object},
     "files": {str: str},
@@ -58,25 +58,25 @@ _NO_RECORD: _Record = {"format": 0, "platform": "", "versions": {}, "targets": [
 
 
 class Misfit(CacheError):
-    """A bundle is intact, but was built for another machine, with other versions or from other kernel sources."""
+    """An intact bundle that was built for another machine, with other versions or from other kernel sources."""
 
 
 class Bundle:
-    """A bundle's folder, its record read and checked; read anew where a new one has replaced the folder.
+    """A bundle's folder, its record read and checked; both are read anew after the folder was replaced.
 
     Args:
-        installed: it lies among installed packages, see :class:`cute_ops.files.ownership.Folder`.
+        installed: whether a package brought it, see :class:`cute_ops.files.ownership.Folder`.
 
     Raises:
-        CacheError: it is no bundle, or others can write it.
+        CacheError: it is not a bundle, or others can write it.
         Misfit: it was built for another machine or other versions.
     """
 
     def __init__(self, where: Path, installed: bool = False) -> None:
         self.where, self._installed = where, installed
-        with suppress(FileNotFoundError):  # the working directory, which may be gone, and which a program may change
+        with suppress(FileNotFoundError):  # made absolute: a program may change its working directory, or delete it
             self.where = where.absolute()
-        # With the folder that they are of.
+        # Each with the identity of the folder that it was read from.
         self._record: tuple[tuple[int, int], _Record] = (0, 0), _NO_RECORD
         self._sources: tuple[tuple[int, int], Mapping[tuple[str, str], str]] = (0, 0), {}
         self._in_one_state(lambda folder: None)
@@ -97,7 +97,7 @@ class Bundle:
         return self._record[1]["kernels"]
 
     def load(self, variant: Variant) -> Callable[..., Any] | None:
-        """A variant's function, its object's checksum compared; None where the bundle has none for such a call.
+        """A variant's function, after its object's checksum was compared; None if the bundle does not hold it.
 
         Raises:
             CacheError: the object is damaged.
@@ -117,7 +117,7 @@ class Bundle:
         return self._in_one_state(load)
 
     def text(self, name: str) -> str | None:
-        """One of its files, its checksum compared; None where there is none.
+        """One of its files, after its checksum was compared; None if it has no such file.
 
         Raises:
             CacheError: the file is damaged.
@@ -150,7 +150,7 @@ class Bundle:
         """The variant of one of its kernels.
 
         Raises:
-            CacheError: its record holds none.
+            CacheError: the record does not hold it.
         """
         try:
             return Variant.from_raw(self._kernel(symbol)["variant"])
@@ -158,10 +158,10 @@ class Bundle:
             raise self._refusal(f"has a bundle.json that cannot be read ({symbol}: {error})") from error
 
     def changed(self) -> list[str]:
-        """The kernels, ``module:Class``, that are here and whose sources are others than those it was built from.
+        """The kernels, ``module:Class``, whose sources on this machine differ from those that it was built from.
 
         Raises:
-            CacheError: its record does not hold the variant of a kernel.
+            CacheError: the record does not hold the variant of a kernel.
         """
         variants = {(v.kernel, v.declared, v.sources): v for v in map(self.variant, self.kernels)}.values()
         return sorted({v.kernel for v in variants if _sources_here(v) not in (None, v.sources)})
@@ -185,7 +185,7 @@ class Bundle:
             raise self._refusal(f"cannot be read ({error})") from error
 
     def _read(self, folder: Folder) -> _Record:
-        """The record, which fits this machine."""
+        """The record, after a check that it fits this machine."""
         data = folder.read("bundle.json")
         try:
             record = json_schema.parse(data, {"format": int})
@@ -241,7 +241,7 @@ class Bundle:
 
 
 def _sources_here(variant: Variant) -> str | None:
-    """The digest of a kernel's sources on this machine; None where they are not installed."""
+    """The digest of a kernel's sources on this machine; None if they are not installed."""
     try:
         return source_digest.key(variant.kernel, variant.declared)
     except ImportError:
@@ -249,7 +249,7 @@ def _sources_here(variant: Variant) -> str | None:
 
 
 def file_of(symbol: str) -> str:
-    """Where a kernel's object is in a bundle."""
+    """The path of a kernel's object in a bundle."""
     return f"kernels/{symbol}.so"
 
 
@@ -264,7 +264,7 @@ def load(variant: Variant, folders: Sequence[Path]) -> Callable[..., Any] | None
         try:
             function = _served(bundle, variant)
         except Misfit as error:
-            misfits.append(error)  # one of several may be of another target
+            misfits.append(error)  # another one of several may fit this target
             continue
         if function is not None:
             return function
@@ -275,8 +275,8 @@ def load(variant: Variant, folders: Sequence[Path]) -> Callable[..., Any] | None
 
 
 def load_installed(variant: Variant) -> Callable[..., Any] | None:
-    """The variant's function from the bundles of installed packages; those that are damaged say so in the log, and
-    those that do not fit where none serves.
+    """The variant's function from the bundles of installed packages. Damaged ones are logged; those that do not fit are
+    logged if no other one has the variant.
     """
     refusals = []
     for bundle in _opened("", lambda: [found.where for found in installed()]):
@@ -303,7 +303,7 @@ class Installed(NamedTuple):
 
     @property
     def package(self) -> str:
-        """Name and version of what was installed. Reading them takes longer than finding the bundle."""
+        """Name and version of the package. Reading them takes longer than finding the bundle."""
         dist = self.entry.dist
         return f"{dist.name} {dist.version}" if dist else self.entry.value
 
@@ -320,12 +320,12 @@ def installed() -> list[Installed]:
 
 
 def forget() -> None:
-    """Open bundles anew when they are next asked for."""
+    """Forget opened bundles: they are opened anew when they are next needed."""
     _open.clear()
 
 
 def _opened(name: str, folders: Callable[[], Iterable[Path]]) -> list[Bundle | CacheError]:
-    """Bundles, or why they are refused; ``name`` is what names the folders, empty for installed ones."""
+    """Bundles, or why they are refused; ``name`` is the text that lists the folders, empty for installed ones."""
     with _lock:
         if name not in _open:
             _open[name] = [_attempt(where, installed=not name) for where in folders()]
@@ -346,7 +346,7 @@ def _served(bundle: Bundle | CacheError, variant: Variant) -> Callable[..., Any]
 
 
 def versions() -> dict[str, str]:
-    from cute_ops import __version__  # which the package does not have while it is being imported
+    from cute_ops import __version__  # the package does not have it yet while it is imported
 
     return {"cute-ops": __version__} | dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
 

@@ -3,7 +3,7 @@
 A kernel is two files in the cache folder (:mod:`cute_ops.files.cache_dir`): ``<symbol>.json`` with the variant and the
 object's checksum, and ``<symbol>.so``. Both are written to temporary files and renamed, the object last. A kernel whose
 checksum or variant does not match, or that another user wrote, is deleted under its lock and built again. A failing
-disk never costs more than a compile.
+disk costs at most a compile.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from cute_ops.jit.variant import Variant
 
 log = logging.getLogger("cute_ops")
 MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
-# A process that holds a lock for longer than a compile may take hangs: compiling twice is better than waiting for it.
+# A process that holds a lock for longer than a compile may take is hanging: compile again instead of waiting for it.
 LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 ENTRY = {"variant": object, "sha256": str}
 T = TypeVar("T")
 
 _functions: dict[str, Callable[..., Any]] = {}
 _building: dict[str, threading.Lock] = {}
-os.register_at_fork(after_in_child=_building.clear)  # threads that compile are the parent's
+os.register_at_fork(after_in_child=_building.clear)  # the threads that compile exist in the parent only
 _guard = file_lock.between_threads()
-_storing = file_lock.between_threads()  # two threads that look for room at once would both find it
+_storing = file_lock.between_threads()  # two threads that check for room at once would both take it
 
 
 class Counters:
@@ -53,7 +53,7 @@ counters = Counters()
 
 
 class Built(NamedTuple):
-    """One variant of :func:`build_all`: 0.0 seconds if it was there already; the error if it does not compile."""
+    """The result for one variant of :func:`build_all`: seconds, 0.0 if it was built already; the error if it failed."""
 
     variant: Variant
     seconds: float
@@ -88,8 +88,8 @@ def get(variant: Variant) -> Callable[..., Any]:
 
 
 def build(variant: Variant) -> float:
-    """Put a variant on disk without loading it, for this GPU or another; returns the seconds it took to
-    compile, 0.0 when it was there.
+    """Put a variant on disk without loading it, for this GPU or another; returns the seconds that the compile took,
+    0.0 if it was built already.
 
     Raises:
         CompileError: the kernel does not compile.
@@ -112,7 +112,7 @@ def build(variant: Variant) -> float:
 
 
 def load(variant: Variant) -> float:
-    """Have a variant's function in memory, from wherever :func:`get` finds it; returns the seconds that it took."""
+    """Load a variant's function with :func:`get`; returns the seconds that it took."""
     start = time.perf_counter()
     get(variant)
     return time.perf_counter() - start
@@ -161,7 +161,7 @@ def build_all(
 
 
 def read(variant: Variant) -> bytes | None:
-    """A cached variant's object, checked; None where the folder does not hold it."""
+    """A cached variant's object, checked; None if the folder does not hold it."""
     return _stored(cache_dir.folder(), variant, lambda folder, data: data)
 
 
@@ -185,7 +185,7 @@ def clear() -> int:
 
 
 def entries() -> list[tuple[Variant, int, float]]:
-    """Every cached kernel that reads well: variant, bytes, time of last use.
+    """Every cached kernel whose record can be read: variant, bytes, time of last use.
 
     Raises:
         CacheError: the folder cannot be trusted.
@@ -219,15 +219,15 @@ def _from_disk(where: Path, variant: Variant, locked: bool = False) -> Callable[
         try:
             os.utime(path)
         except OSError:
-            pass  # a read-only cache still serves
+            pass  # a read-only cache can still be read
     return function
 
 
 def _stored(where: Path, variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = False) -> T | None:
-    """What ``use`` makes of the variant's object on disk, after its owner, checksum and variant were compared.
+    """The result of ``use`` for the variant's object on disk, after its owner, checksum and variant were compared.
 
-    None where there is no object, or a bad one. With the lock a bad one is deleted; without it, another process may be
-    writing it right now.
+    None if there is no object, or a bad one. A bad one is deleted only with the lock: without it, another process may
+    just be writing it.
     """
     path = where / f"{variant.symbol}.so"
     if not os.path.lexists(path):
@@ -267,7 +267,7 @@ def _no_compiler(variant: Variant) -> CompileError:
 def _build(where: Path, variant: Variant) -> Callable[..., Any]:
     """Compile, under a lock that other processes respect, and keep the result on disk where that works.
 
-    The bundles of installed packages come first: to look for them takes longer than a look at the disk.
+    The bundles of installed packages are tried here, after the disk, because finding them takes longer.
     """
     shipped = bundle.load_installed(variant)
     if shipped is not None:

@@ -21,11 +21,11 @@ from cute_ops.errors import CompileError
 from cute_ops.jit.variant import Variant
 from cute_ops.op import importable
 
-# The worker must not find a GPU: a context would cost memory and could hang. The DSL's own cache is off: it lies in the
-# shared temporary folder.
+# The worker must not find a GPU, since a context would cost memory and could hang. The DSL's own cache is off, since it
+# lies in the shared temporary folder.
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
 FRAMEWORKS = ("torch", "jax")
-# The program as a worker can import it.
+# The program's module, by the name under which a worker can import it.
 _PROGRAM = importable("__main__:").partition(":")[0]
 IDLE_SECONDS = 60.0
 TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
@@ -35,8 +35,8 @@ _ERROR_TAIL = 4000
 class Pool:
     """Compiles at most ``size`` kernels at the same time, each in a process of its own; further compiles wait.
 
-    A process is started when needed. When one crashes or is killed, only its own compile raises; the next one starts
-    another.
+    A process is started when it is needed. If one crashes or is killed, only its own compile raises, and the next
+    compile starts another process.
     """
 
     def __init__(self, size: int | None = None) -> None:
@@ -64,7 +64,7 @@ class Pool:
         try:
             with self._free:
                 self._free.wait_for(lambda: not self._busy or len(self._busy) < self.size)
-                # The most recently used process first, so that the others become idle and end.
+                # The most recently used process is taken, so that the others become idle and end.
                 process = self._busy[thread] = (
                     self._idle.pop() if self._idle else processes.Process(__name__, **SETTINGS)
                 )
@@ -77,7 +77,7 @@ class Pool:
             error = f"the compiler {ended}{named}\n{ended.log}"
         finally:
             with self._free:
-                if thread in self._busy:  # else an interrupt came before
+                if thread in self._busy:  # else an interrupt came before it was entered
                     self._idle.append(self._busy.pop(thread))
                     self._free.notify()
         if error:
@@ -85,7 +85,7 @@ class Pool:
         return seconds
 
     def cancel(self, threads: Collection[int]) -> None:
-        """Kill what compiles for some threads, by their identifiers: they get errors."""
+        """Kill the processes that compile for these threads, given by identifiers; their compiles raise."""
         with self._free:
             for thread, process in self._busy.items():
                 if thread in threads:
@@ -101,29 +101,29 @@ class Pool:
 
 
 worker = Pool()
-# A forked child has no workers.
+# A forked child starts without workers.
 os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
 
 
 def serve() -> None:
-    """Compile what is asked for, see :func:`cute_ops.processes.requests`."""
+    """Run in a worker: compile what requests ask for, see :func:`cute_ops.processes.requests`."""
     for name in FRAMEWORKS:
         # TVM-FFI would import torch (1-2 s); kernels have no use for a framework.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     from cute_ops.jit.compiler import compile_variant  # in a worker only, after the lines above
 
-    gc.disable()  # until the compiler is imported, which leaves no garbage: looking for it takes an eighth of the time
+    gc.disable()  # until the compiler is imported: collections find nothing then and take an eighth of the time
     for request, say in processes.requests(IDLE_SECONDS):
         answer: dict[str, Any] = {}
         try:
             dump, variant = request["dump"], Variant.from_json(request["variant"])
-            if variant.kernel.startswith(f"{request['program']}:"):  # a program may import frameworks, a kernel not
+            if variant.kernel.startswith(f"{request['program']}:"):  # a program may import frameworks, a kernel may not
                 for name in FRAMEWORKS:
                     if name in sys.modules and sys.modules[name] is None:
                         del sys.modules[name]
             _check_sources(variant)
             compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
-            _check_sources(variant)  # what was imported was read between the two checks
+            _check_sources(variant)  # again: the sources were read between the two checks
         except (Exception, SystemExit) as error:  # every failure of a kernel belongs to the caller
             import traceback  # start-up time
 
@@ -134,7 +134,7 @@ def serve() -> None:
 
 
 def _check_sources(variant: Variant) -> None:
-    """A kernel that was edited while the program runs must not be cached under the digest of its old sources."""
+    """Raise if a kernel was edited since the program started: it must not be cached under its old sources' digest."""
     from cute_ops.jit import source_digest  # in a worker only
 
     source_digest.forget()

@@ -1,8 +1,8 @@
-"""Variant -> shared object. The only module that drives the CuTe DSL compiler.
+"""Compiles a variant to a shared object. This is the only module that calls the CuTe DSL compiler.
 
 It runs in a worker process (see :mod:`cute_ops.jit.compile_pool`), needs no GPU and sees no framework: tensors are
-described by fakes. The exported object holds the kernel's machine code and a TVM-FFI entry point of the
-variant's symbol name, which takes exactly the tensors that are present.
+described by fakes. The exported object holds the kernel's machine code and a TVM-FFI entry point under the variant's
+symbol, which takes exactly the tensors that are present.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cute_ops.jit.variant import TensorKey, Variant
 
 # Concurrent compiles abort the process.
 _lock = threading.Lock()
-# The entry point links to the DSL's and TVM-FFI's runtimes, which the loader brings.
+# The entry point needs the runtimes of the DSL and of TVM-FFI, which the loader loads first.
 _LINKERS = (("cc", "-shared"), ("gcc", "-shared"), ("clang", "-shared"), ("ld", "-shared"), ("ld.lld", "-shared"))
 
 
@@ -37,22 +37,22 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         dump: folder for PTX, cubin and the launches' dynamic shared memory.
 
     Raises:
-        CompileError: the kernel does not compile, or no linker is there.
+        CompileError: the kernel does not compile, or there is no linker.
     """
     with _lock:
-        # The DSL reads it at import only; each compile names its own target.
+        # The DSL reads the variable once, at import; each compile names its own target.
         os.environ.setdefault("CUTE_DSL_ARCH", variant.arch)
         import cutlass.cute as cute
 
-        # Python takes bytecode for that of any source of the same size and second: what is compiled here is named by
-        # the sources, so it is they that are read.
+        # Python takes bytecode for that of any source of the same size and second. Kernels are named by their sources:
+        # bytecode is never read here.
         sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
         module, _, name = variant.kernel.partition(":")
         kernel = getattr(importlib.import_module(module), name)(variant)
         arguments = [_fake(key) for key in variant.args if key]
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         only_cubin = path.suffix == ".cubin"
-        # What calls the kernel is no part of its machine code; of dumps it is.
+        # The entry point does not belong to the machine code, but to dumps.
         entry_point = "" if only_cubin and not dump else "--enable-tvm-ffi "
         options = f"{entry_point}--gpu-arch {variant.arch} --opt-level 3"
         keep = dump or (Path(tempfile.mkdtemp(dir=path.parent)) if only_cubin else None)
@@ -60,7 +60,7 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
             keep.mkdir(parents=True, exist_ok=True)
             options += f" --keep-cubin --dump-dir {keep}" + (" --keep-ptx" if dump else "")
         entry = _entry(kernel, variant)
-        # What runs is the exported object: an engine that could run it here would be a quarter of the time.
+        # Only the exported object runs. An engine that could run the kernel here would take a quarter of the time.
         compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
         if dump:
             (dump / "shared.json").write_text(json.dumps(_dynamic_shared(str(compiled.ir_module))))
@@ -77,16 +77,16 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         object_file.unlink()
 
 
-# In the launch configuration of the driver, the field after the grid and the block.
+# In the driver's launch configuration, dynamic shared memory is the field after the grid and the block.
 _CONFIG_SHARED = re.compile(r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] .*array<3 x i32>, array<3 x i32>, i64, ptr")
 
 
 def _dynamic_shared(module: str) -> list[int | None]:
-    """Dynamic shared memory of each launch in lowered host code, in order; None where it is not constant."""
+    """Dynamic shared memory of each launch in lowered host code, in order; None if it is not constant."""
     found: list[int | None] = []
     for field in _CONFIG_SHARED.finditer(module):
         stored = re.compile(rf"llvm\.store (%\w+), {field[1]} :").search(module, field.end())
-        # Names are of a function: the last value of that name counts.
+        # Names are local to functions: the last value of the name before the store counts.
         values = (
             re.findall(rf"{stored[1]} = llvm\.mlir\.constant\((\d+) : i64\)", module[: stored.start()])
             if stored
@@ -97,7 +97,7 @@ def _dynamic_shared(module: str) -> list[int | None]:
 
 
 def _entry(kernel: Any, variant: Variant) -> Any:
-    """The exported function: it takes what is present and hands the kernel each argument once, None for the others."""
+    """The exported function: it takes the present arguments and calls the kernel with all, None for absent ones."""
     from cute_ops.kernels.lib.entry import Entry  # imports the DSL, as below
 
     taken = {name: k for k, name in enumerate(n for n, key in zip(variant.names, variant.args, strict=True) if key)}

@@ -1,10 +1,10 @@
-"""How the arrays of a call lie in memory, and as what tensors a kernel gets them.
+"""The memory layout of a call's arrays, and the tensors as which a kernel gets them.
 
 Kernels see a row-wise tensor either *flat*, compact and of any rank, or *strided*, with free strides on
 all dims but the contiguous one. Leading dims that memory allows to merge are merged first (a view, never a copy), so
-that ``qkv[:, :, :h]`` costs no more than its strides force. Without leading dims it is one row: a kernel's
-row-wise tensors have at least one leading dim. What is contiguous in another dim than its last is passed as a view
-with that dim last.
+that ``qkv[:, :, :h]`` is passed with few strides. A tensor without leading dims is one row, because a kernel's row-wise
+tensors have at least one leading dim. A tensor whose contiguous dim is not the last is passed as a view with that dim
+last.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Shapes: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 class Memory(NamedTuple):
-    """Where an array lies: strides in elements and an address (or its alignment) in bytes.
+    """An array's strides in elements and its address (or the alignment of that) in bytes.
 
     Attributes:
-        multiple: bytes that divide all strides but the contiguous dim's where these stand for symbolic ones; 0 where
-            they are what they are.
+        multiple: if the strides stand for symbolic ones: bytes that divide all of them but the contiguous dim's; else
+            0.
     """
 
     strides: tuple[int, ...]
@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 
 
 class View(NamedTuple):
-    """How to pass an array: reinterpreted, without a copy, with this shape and these strides."""
+    """The shape and strides with which an array is passed to a kernel, without a copy."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
     Attributes:
         keys: what the kernel knows of each tensor, None for an absent one.
-        views: how to pass the arrays that are not passed as they are.
+        views: for arrays that are passed with another shape or other strides.
         copies: the inputs to copy first, into memory with these strides.
     """
 
@@ -63,15 +63,15 @@ def compact(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, int | None]) -> Layout:
-    """Merge leading dims where memory allows it and describe every tensor.
+    """Merge leading dims as far as memory allows, and describe every tensor.
 
     Args:
         binding: a checked call with concrete sizes.
-        memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
+        memory: of inputs, and of outputs that the caller gives; all others are compact and 16-byte aligned.
         static: the sizes of dims that are compile-time constants; None for a dim that is dynamic.
 
     Raises:
-        ValueError: an input does not lie as its declaration demands.
+        ValueError: an input's strides or alignment are not those that its declaration demands.
     """
     op, copies = binding.op, check_memory(binding, memory)
     given = {name: array for name, array in binding.inputs.items() if array is not None}
@@ -100,7 +100,7 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
         if (contiguous := contiguous_place(tensor, shape, strides)) not in (-1, None):
             order = tensor.memory_order(len(shape), contiguous)
             shape, strides = (tuple(each[i] for i in order) for each in (shape, strides))
-            strides = (*strides[:-1], 1)  # also that of a dim of one element
+            strides = (*strides[:-1], 1)  # for a dim of one element, too
             views[name] = View(shape, strides)
         key = tensor_key(name, array.dtype, shape, tuple(known), place._replace(strides=strides))
         keys[name] = key._replace(order=order)
@@ -111,7 +111,7 @@ def check_memory(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, tu
     """The inputs that are copied before a kernel takes them, with the strides of their copies.
 
     Raises:
-        ValueError: an input does not lie as its declaration demands, and is not to be copied.
+        ValueError: an input's strides or alignment are refused by its declaration.
     """
     copies: dict[str, tuple[int, ...]] = {}
     for name, array in binding.inputs.items():
@@ -128,7 +128,7 @@ def check_memory(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, tu
 
 
 def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
-    """What is wrong with the place of an array; empty where nothing is."""
+    """What is wrong with an array's strides or alignment; empty if nothing is."""
     if not has_contiguous(tensor):
         return ""
     contiguous = contiguous_place(tensor, array.shape, where.strides)
@@ -153,7 +153,7 @@ def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
     return ""
 
 
-# A declaration that says nothing is answered here: the first call of an op should not go back and forth between files.
+# Declarations with the default layout are answered here, so that an op's first call does not enter `op` once more.
 
 
 def has_contiguous(tensor: Tensor) -> bool:
@@ -165,12 +165,12 @@ def contiguous_place(tensor: Tensor, shape: Sequence[Any], strides: Sequence[Any
     """:meth:`Tensor.contiguous_place`."""
     if tensor.contiguous is not None:
         return tensor.contiguous_place(shape, strides)
-    # Strides first, so that the usual case asks nothing of a symbolic size.
+    # Strides come first, so that the usual case does not compare a symbolic size.
     return -1 if tensor.dims and (strides[-1] == 1 or shape[-1] <= 1) else None
 
 
 def preferred(tensor: Tensor, shape: Sequence[int], place: int | None = None) -> tuple[int, ...]:
-    """The strides of a compact array whose dim at this place is contiguous, by default the one that is preferred."""
+    """The strides of a compact array that is contiguous at this place, by default at the preferred one."""
     if not tensor.contiguous:
         return compact(shape)
     order = tensor.memory_order(len(shape), place or tensor.places[0])
@@ -190,7 +190,7 @@ def tensor_key(
         known: the sizes that are compile-time constants, None for the others.
         where: its strides and its address.
     """
-    # A dim of size 1 (or 0) is never stepped over: its stride says nothing.
+    # The stride of a dim of size 1 (or 0) is never used.
     stepped = [s for size, s in zip(shape[:-1], where.strides[:-1], strict=True) if size > 1]
     flat = not _uneven(shape, where.strides)
     strides = compact((2,) * (len(shape) - 1) + shape[-1:])[:-1] if flat else stepped
@@ -204,7 +204,7 @@ def tensor_key(
 def _scattered_key(
     name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], strides: tuple[int, ...]
 ) -> TensorKey:
-    """What a kernel knows of a tensor without a contiguous dim. Its numbers are read alone: alignment says nothing."""
+    """What a kernel knows of a tensor without a contiguous dim: numbers, aligned to one item."""
     kind: Literal["flat", "scattered"] = "scattered" if _uneven(shape, strides) else "flat"
     return TensorKey(name, dtype, known, kind, align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
 
@@ -216,8 +216,8 @@ def number_key(name: str, default: float) -> TensorKey:
 
 
 def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
-    """The shapes of inputs that are compact with leading dims folded: those of one name into one, or where an input is
-    shared by the outer ones, into outer and inner ones.
+    """The shapes of compact inputs with leading dims folded: those of one name into one dim, or into an outer and an
+    inner one if an input broadcasts over the outer ones.
     """
     given = {n: (t, a) for n, t in binding.op.inputs.items() if (a := binding.inputs[n]) is not None}
     shapes = {n: tuple(a.shape) for n, (_, a) in given.items()}
@@ -227,7 +227,7 @@ def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
 
 
 def with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
-    """The same call on views of its arrays, which differ in their leading dims: nothing is left to check."""
+    """The same call on views of its arrays with other leading dims; nothing is checked again."""
     op, dims = binding.op, dict(binding.dims)
     for name, shape in shapes.items():
         tensor = op.inputs[name]
@@ -255,15 +255,15 @@ def with_sizes(
 
 
 def with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:
-    """The same arrays, those of them that have a shape here with it."""
+    """The same arrays, with the given shape if there is one."""
     return {n: a and a._replace(shape=shapes.get(n, a.shape)) for n, a in arrays.items()}
 
 
 def _folded(given: Mapping[str, tuple[Tensor, Array]], whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The same of the inputs that have leading dims of one name, which are ``whole``."""
+    """:func:`folded` for the inputs with leading dims of one name, whose sizes are ``whole``."""
 
     def reach(tensor: Tensor, array: Array) -> int:
-        """How many of the last leading dims the array has; all of them where the others are ones."""
+        """How many of the last leading dims the array has; all if the others are 1."""
         own = len(own_lead(tensor, array)) if tensor.broadcast else len(whole)
         return len(whole) if math.prod(whole[: len(whole) - own]) == 1 else own
 
@@ -284,13 +284,13 @@ def groups(binding: Binding) -> list[str]:
 
 
 def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -> dict[str, View]:
-    """Views that merge the leading dims of one name where every input that has them allows it; none where all are
-    compact. Where there are no such dims, views with one of size 1.
+    """Views that merge the leading dims of one name as far as every input with them allows; none if all are compact.
+    Without such dims, views with one of size 1.
 
-    Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo how many they have.
+    Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo their number of rows.
     """
     op, lead, arrays = binding.op, binding.dims[group], {**binding.inputs, **binding.outputs}
-    # Outputs that the caller gives lie somewhere, too.
+    # Outputs that the caller gives have strides, too.
     every = {**op.inputs, **{name: t for name, t in op.outputs.items() if name in memory}}
     rows = {n: t for n, t in every.items() if t.rows == group and not t.broadcast and arrays[n] is not None}
     shapes = {n: tuple(arrays[n].shape) for n in rows}  # type: ignore[union-attr]
@@ -324,8 +324,8 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
 
 
 def _expanded(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
-    """Views of inputs that broadcast: along an inner leading dim rows are one and the same, and one without leading
-    dims is one row.
+    """Views of inputs that broadcast: an inner leading dim of size 1 is expanded with stride 0, and an input without
+    leading dims is one row.
     """
     views = {}
     for name, tensor in binding.op.inputs.items():

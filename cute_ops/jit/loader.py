@@ -27,7 +27,7 @@ _lock = file_lock.between_threads()
 
 
 def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
-    """The compiled function: it takes the present tensors, in order, and runs on TVM-FFI's current stream.
+    """The compiled function, which takes the present tensors in order and runs on TVM-FFI's current stream.
 
     Args:
         path: the shared object.
@@ -49,7 +49,7 @@ def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
 
 @contextmanager
 def _executable(path: Path, through: str) -> Iterator[str]:
-    """A file that can be mapped as code: ``through`` itself, unless its file system is mounted noexec."""
+    """A path that can be mapped as code: ``through`` itself, or a copy in memory if it is on a noexec file system."""
     if not os.statvfs(through).f_flag & os.ST_NOEXEC:
         yield through
         return
@@ -57,7 +57,7 @@ def _executable(path: Path, through: str) -> Iterator[str]:
     with os.fdopen(os.memfd_create(path.name), "wb") as memory, staging.folder() as place:
         memory.write(Path(through).read_bytes())
         memory.flush()
-        # TVM-FFI goes by a file's suffix.
+        # TVM-FFI tells the kind of a file by its suffix.
         link = place / path.name
         link.symlink_to(f"/proc/self/fd/{memory.fileno()}")
         yield str(link)
@@ -76,9 +76,8 @@ def _warn_of_noexec(folder: Path) -> None:
 def tvm_ffi() -> ModuleType:
     """The module ``tvm_ffi``, imported late and alone.
 
-    It imports torch wherever torch is installed, which takes seconds that a JAX program does not need. So if torch is
-    not imported yet, it is hidden from this thread during the import; tensors of a torch that is imported later work
-    all the same.
+    TVM-FFI imports torch if torch is installed, which costs a JAX program seconds for nothing. So if torch is not
+    imported yet, it is hidden from this thread during the import; if torch is imported later, its tensors work too.
     """
     if "torch" in sys.modules:
         return importlib.import_module("tvm_ffi")
@@ -103,7 +102,7 @@ class _Hidden(MetaPathFinder):
 
 @cache
 def _load_runtime() -> None:
-    """Load the DSL's runtime library by its path, so that kernels find it by its name."""
+    """Load the DSL's runtime library by its path, so that kernels can refer to it by its name."""
     library = toolchain.runtime_library()
     if library is None:
         raise CacheError(f"cute_ops: {toolchain.DSL} is not installed; its runtime library runs every kernel")
@@ -113,9 +112,9 @@ def _load_runtime() -> None:
 def preload(function: Callable[..., Any], variant: Variant, device: int) -> None:
     """Load a kernel's module onto a CUDA device without launching it.
 
-    A module is otherwise loaded by its first call, which must not happen while XLA runs several devices, and breaks
-    the capture of a CUDA graph in this or another thread where memory is allocated for it. The call made here passes
-    arrays without memory, for which nothing is launched.
+    Otherwise a module is loaded by its first call. That must not happen while XLA runs several devices, and if it
+    allocates memory, it breaks the capture of a CUDA graph in this or another thread. The call made here passes arrays
+    without memory, for which nothing is launched.
     """
     given = [0 if key.layout == "number" else _NullArray(key, device) for key in variant.args if key]
     with _lock, target.relaxed_capture():
@@ -145,7 +144,7 @@ class _NullArray:
     def __init__(self, key: TensorKey, device: int) -> None:
         kind = key.dtype if key.dtype in self._CODES else key.dtype.rstrip("0123456789")
         shape = [key.shape[i] or 0 for i in key.passed]
-        # Strides that keep the alignment which the kernel was promised.
+        # Strides with the alignment that the kernel was compiled for.
         step = max(key.row_align // key.itemsize, 1) if key.layout == "strided" else 1
         strides = [math.prod(-(-size // step) * step for size in shape[i + 1 :]) for i in range(len(shape))]
         self._shape, self._strides = ((ctypes.c_int64 * len(shape))(*values) for values in (shape, strides))

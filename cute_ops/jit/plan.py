@@ -1,7 +1,7 @@
 """Plans: which kernel a call runs, and with which tensors.
 
-A plan follows from its arguments alone: the binding, where its arrays lie, the target, whether dims that are static
-while few are compile-time constants, and the config. Which config that is, :mod:`cute_ops.dispatch` decides.
+A plan is a pure function of the binding, the memory of its arrays, the target, whether dims that are static while few
+are compile-time constants, and the config, which :mod:`cute_ops.dispatch` chooses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Signature(NamedTuple):
         binding: the call.
         static: compile-time dims, None for a dynamic one.
         layout: its tensors.
-        problem: what a config is chosen for.
-        tunable: whether measuring may choose its config: a kernel for any sizes has nothing to be tuned for.
+        problem: what the config is chosen for.
+        tunable: whether measuring may choose the config; not for a kernel that serves any sizes.
     """
 
     binding: Binding
@@ -39,8 +39,8 @@ class Signature(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One way to run a binding: the variant, the scratch arrays, views for arrays that need one, and the strides of
-    copies of inputs that are copied first.
+    """How to run a binding: the variant, the workspaces, views for arrays that need one, and for inputs that are copied
+    first the strides of the copies.
     """
 
     variant: Variant
@@ -61,13 +61,13 @@ def plan(
 
     Args:
         binding: a checked call with concrete sizes.
-        memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
+        memory: of inputs, and of outputs that the caller gives; all others are compact and 16-byte aligned.
         target: what the kernel is compiled for.
         fixed: whether dims that are static while few are compile-time constants.
         config: the kernel's config; the heuristic's by default.
 
     Raises:
-        ValueError: an input does not lie as its declaration demands.
+        ValueError: an input's strides or alignment are not those that its declaration demands.
         NotImplementedError: the target is older than the op's kernels.
     """
     call = signature(binding, memory, target, fixed)
@@ -89,7 +89,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
     choices = {name: t for name, t in declared.items() if isinstance(t.contiguous, tuple) and len(t.contiguous) > 1}
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
-        # A tensor without a contiguous dim limits no vector.
+        # A tensor without a contiguous dim does not limit the vector width.
         aligns={n: min(key.align, key.row_align) if n in limits else VECTOR for n, key in present.items()},
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,

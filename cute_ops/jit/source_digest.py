@@ -3,12 +3,12 @@
 A kernel's own sources are the Python files that importing its module runs: the module, the packages it is in, and
 everything they import, directly or not. Imports are followed in the kernel's package, in this package and in modules
 that are not installed. Of other installed packages only the modules that import statements name count. The standard
-library, the frameworks and the compiler do not count: they are large, and a variant has the compiler's version. What no
-import statement names (``importlib``, data files) must be declared, see ``sources`` of :class:`cute_ops.Op`.
+library, the frameworks and the compiler do not count: they are large, and the variant holds the compiler's version.
+Sources that no import statement names (``importlib``, data files) must be declared, see :class:`cute_ops.op.Kernel`.
 
 Nothing is imported or executed. Every warm start computes digests, so import statements are found by plain text search:
-parsing, or even regular expressions, would take longer than everything else. A name that is found by mistake does no
-harm.
+parsing, or even regular expressions, would take longer than the rest of the start. A name that is found by mistake does
+no harm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 # The modules that every compile runs besides the kernel's: a change in one changes every kernel's name. A test compares
-# this list with what a compiling process has imported of this package.
+# this list with the modules of this package that a compiling process imports.
 DRIVER = (
     "cute_ops", "cute_ops.array_api", "cute_ops.config", "cute_ops.dims", "cute_ops.env", "cute_ops.errors",
     "cute_ops.files", "cute_ops.files.json_schema", "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool",
@@ -35,7 +35,7 @@ DRIVER = (
 UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",
 })  # fmt: skip
-# Environment variables of the compiler: prefix, and those that do not affect code, only logs and where files go.
+# The compiler's environment variables: their prefix, and those that affect logs and the places of files only.
 _SETTINGS, _QUIET = "CUTE_DSL_", (
     "ARCH", "CACHE_DIR", "DISABLE_FILE_CACHING", "DUMP_DIR", "FILTER_", "JIT_", "KEEP", "LIBS", "LOG_", "NO_CACHE",
     "PRINT_", "SHOW_",
@@ -76,8 +76,8 @@ def of_module(module: str) -> str:
 
 @cache
 def driver() -> str:
-    """The digest of what compiles every kernel: this package's version, :data:`DRIVER` and the compiler's settings."""
-    from cute_ops import __version__  # which the package does not have while it is being imported
+    """The digest of what all compiles share: this package's version, :data:`DRIVER` and the compiler's settings."""
+    from cute_ops import __version__  # the package does not have it yet while it is imported
 
     settings = [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)]
     heard = [(n, v) for n, v in settings if not n.removeprefix(_SETTINGS).startswith(_QUIET)]
@@ -148,7 +148,7 @@ class _File(NamedTuple):
 
 @cache
 def _read(path: str) -> _File:
-    """A file, read once per process, so that all kernels that share it have the same digest of it."""
+    """A file, read once per process, so that all kernels that share it use the same digest."""
     with open(path, "rb") as file:
         source = file.read()
     text = source.removeprefix(codecs.BOM_UTF8).decode(errors="replace") if path.endswith(".py") else ""
@@ -160,11 +160,11 @@ def _imported(path: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(_imports(_read(path).text))
 
 
-# Where modules are
+# Finding modules
 
 
 class _Module(NamedTuple):
-    """A module's file, None for a folder without ``__init__.py``, and the folders that its submodules are in."""
+    """A module's file, None for a folder without ``__init__.py``, and the folders of its submodules."""
 
     path: str | None
     folders: tuple[str, ...]
@@ -197,7 +197,7 @@ class _Finder:
         return files
 
     def find(self, name: str) -> _Module | None:
-        """Where a module is; None if it is not found or does not count."""
+        """A module's file and folders; None if it is not found or does not count."""
         if name not in self._known:
             above, _, leaf = name.rpartition(".")
             package = self.find(above) if above else None
@@ -278,7 +278,7 @@ def _installed(path: str) -> bool:
     return any(part in path for part in _INSTALLED)
 
 
-# What import statements name
+# Reading import statements
 
 
 def _imports(source: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""The GPU architecture that kernels are built for; the driver is asked, not a framework."""
+"""The GPU architecture that kernels are built for, as the driver tells it, without a framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CAPTURE_MODE_RELAXED = 2  # CUstreamCaptureMode
 
 
 class Target(NamedTuple):
-    """An SM architecture and how many SMs the device has (it sets the grid of persistent kernels)."""
+    """An SM architecture and the device's number of SMs, which sets the grid of persistent kernels."""
 
     arch: str
     sm_count: int
@@ -26,10 +26,10 @@ class Target(NamedTuple):
 
 
 def parse(arch: str) -> Target:
-    """The target of an architecture name: ``sm_90a`` is its usual part, ``sm_90a:114`` one with so many SMs.
+    """The target of an architecture's name: ``sm_90a`` with the SMs of its usual GPU, ``sm_90a:114`` with 114 SMs.
 
     Raises:
-        ValueError: no such architecture, or no number of SMs.
+        ValueError: there is no such architecture, or the text after the colon is not a number of SMs.
     """
     name, colon, count = arch.partition(":")
     if name not in ARCHES:
@@ -39,7 +39,7 @@ def parse(arch: str) -> Target:
         meant = f" (did you mean {close[0]}?)" if close else ""
         raise ValueError(f"unknown architecture {name!r}{meant}; known: {', '.join(ARCHES)}")
     if colon and not (count.isdecimal() and int(count)):
-        raise ValueError(f"{count!r} in {arch!r} is no number of SMs")
+        raise ValueError(f"{count!r} in {arch!r} is not a number of SMs")
     return Target(name, int(count) if colon else ARCHES[name].number)
 
 
@@ -48,8 +48,8 @@ def of_device(index: int = 0) -> Target:
     """The target of a visible CUDA device.
 
     Raises:
-        RuntimeError: no driver or no such device.
-        NotImplementedError: a device that no kernel is built for.
+        RuntimeError: there is no driver or no such device.
+        NotImplementedError: no kernel is built for the device.
     """
     cuda = _driver()
     device = ctypes.c_int()
@@ -104,7 +104,7 @@ def relaxed_capture() -> Iterator[None]:
     """Let this thread load kernels while another captures a CUDA graph.
 
     Loading a kernel may allocate device memory. A capture in the default mode forbids that in every thread and becomes
-    invalid, although the allocation would be no part of the graph.
+    invalid, although the allocation would not be recorded.
     """
     try:
         cuda = _driver()
@@ -112,7 +112,7 @@ def relaxed_capture() -> Iterator[None]:
         yield
         return
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # it now holds the mode before
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # ``mode`` now holds the previous mode
     try:
         yield
     finally:

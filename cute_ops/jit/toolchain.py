@@ -18,8 +18,8 @@ DSL_TESTED = "4.8"
 def version(distribution: str) -> str | None:
     """The installed version, or None.
 
-    Read from the metadata's first lines: to parse all of it, as ``metadata.version`` does, takes every start longer
-    than to find it.
+    It is read from the metadata's first lines, because parsing all of it, as ``metadata.version`` does, would take
+    longer than finding the file, at every start.
     """
     try:
         found = metadata.distribution(distribution)
@@ -33,9 +33,9 @@ def version(distribution: str) -> str | None:
 
 @cache
 def versions() -> tuple[str, str]:
-    """Versions of the DSL and of TVM-FFI: part of every variant. Empty where not installed.
+    """Versions of the DSL and of TVM-FFI, which every variant holds; empty if not installed.
 
-    The DSL's runtime comes in packages of its own, of the same version: they are enough to run what is compiled.
+    The DSL's runtime comes in packages of its own, of the same version, which suffice to run compiled kernels.
     """
     return next(filter(None, map(version, (DSL, *RUNTIMES))), ""), version(TVM_FFI) or ""
 
@@ -44,7 +44,7 @@ def versions() -> tuple[str, str]:
 def runtime_library() -> Path | None:
     """``libcute_dsl_runtime.so``, which every kernel object links to, or None without the DSL.
 
-    The DSL may bring it for CUDA 12 and for CUDA 13; the driver decides.
+    If the DSL has it for CUDA 12 and for CUDA 13, the driver's version decides.
     """
     driver = target.driver_version()
     flavours = ("cu12", "cu13", ".") if driver and driver < (13, 0) else ("cu13", "cu12", ".")

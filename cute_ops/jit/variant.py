@@ -25,13 +25,13 @@ class TensorKey(NamedTuple):
         name: the argument's name.
         dtype: dtype name.
         shape: one entry per dim as passed: an int where static, None where dynamic.
-        layout: ``flat`` is compact, row-major but for the contiguous dim; ``strided`` has free strides on all dims but
-            the contiguous one; ``scattered``, where none is, has free strides on all of them; ``number`` is no tensor
-            but a number that is passed by value.
+        layout: ``flat``: compact, row-major but for the contiguous dim; ``strided``: free strides on all dims but the
+            contiguous one; ``scattered``: no dim is contiguous, free strides on all; ``number``: not a tensor but a
+            number that is passed by value.
         align: bytes that divide the base address, at most 16.
         row_align: bytes that divide every stride but the contiguous dim's, at most 16.
-        order: the dims in the order in which the compiled function takes them, the contiguous one last; empty where
-            that is the declared one.
+        order: the dims in the order in which the compiled function takes them, the contiguous one last; empty if that
+            is the declared order.
     """
 
     name: str
@@ -44,7 +44,7 @@ class TensorKey(NamedTuple):
 
     @property
     def contiguous(self) -> int:
-        """Which dim is contiguous, counted from the end: -1 is the last."""
+        """The contiguous dim, counted from the end: -1 is the last."""
         return self.order[-1] - self.rank if self.order else -1
 
     @property
@@ -96,15 +96,15 @@ class Variant(_Fields):
         op: the op's name.
         kernel: ``module:Class``.
         arch: SM target, ``sm_90a``.
-        args: what the exported function takes, in order: inputs, outputs, workspaces, None where absent; once more
-            the inputs that the kernel writes, since to XLA these are results, too; numbers.
+        args: what the exported function takes, in order: inputs, outputs, workspaces, None for absent ones; then again
+            the inputs that the kernel writes, which XLA passes as results, too; then numbers.
         names: their names, absent ones included.
         static: compile-time dims, None for a dynamic one.
         attributes: compile-time attributes.
-        settings: those of the kernel's config, sorted by name.
+        settings: the kernel's config, sorted by name.
         toolchain: versions of the DSL and TVM-FFI.
         sources: digest of the kernel's sources, and of what compiles it.
-        declared: sources beyond what the kernel imports, as the op declares them.
+        declared: the sources that the op declares besides the kernel's imports.
     """
 
     @cached_property
@@ -148,7 +148,7 @@ class Variant(_Fields):
         """The variant of a :attr:`text` as ``json.loads`` reads it.
 
         Raises:
-            ValueError: it is no variant's; says where it differs.
+            ValueError: it does not describe a variant; says where it differs.
         """
         json_schema.check(raw, SHAPE)
         args = tuple(

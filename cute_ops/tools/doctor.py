@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """All findings; what others depend on comes first."""
+    """All findings; findings on which others depend come first."""
     yield from _versions()
     yield from _variables()
     yield from _device()
@@ -126,8 +126,8 @@ def _bundle(where: Path, name: str, anew: str, fitting: str, installed: bool = F
     Args:
         where: its folder.
         name: what it is called.
-        anew: what to do if it is damaged or open to others.
-        fitting: what to do if it is for others than this program.
+        anew: what to do if it is damaged or others can write it.
+        fitting: what to do if it was built for another machine or other versions.
         installed: whether a package brought it.
     """
     try:
@@ -156,7 +156,7 @@ def _bundle(where: Path, name: str, anew: str, fitting: str, installed: bool = F
 def _compiler() -> Iterator[Finding]:
     if find_spec("cutlass") is None:
         text = "the compiler is not installed: only what bundles and the cache hold runs"
-        yield Finding("note", text, f"pip install {toolchain.DSL} where kernels shall be compiled")
+        yield Finding("note", text, f"pip install {toolchain.DSL} to compile kernels")
         return
     if compiler.linker() is None:
         yield Finding("bad", "no linker: compiled kernels cannot be kept", "install gcc, clang or lld")
@@ -181,8 +181,8 @@ def _framework(framework: str, adapter: str) -> Iterator[Finding]:
     if find_spec(framework) is None:
         yield Finding("note", f"{framework} is not installed", f"pip install 'cute-ops[{framework}]' to use it")
         return
-    # The examined process must see what we see, also when nothing is installed, and nothing else: -P keeps the working
-    # directory out.
+    # The examined process must find the packages that this one finds, also if they are not installed, and no others: -P
+    # keeps the working directory out.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(processes.search_path())}
     command = ["python", "-P", "-m", f"{adapter}.tools.doctor"]
     try:

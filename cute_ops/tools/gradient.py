@@ -1,7 +1,7 @@
-"""Holds the reference of a backward op to the derivative of the forward's, in float64 on NumPy arrays.
+"""Checks the reference of a backward op against the derivative of the forward's, in float64 on NumPy arrays.
 
-It needs no framework: along a random direction ``v`` of one input, the outputs' product with random cotangents must
-change by ``<gradient, v>``.
+No framework is needed: along a random direction ``v`` of one input, the product of the outputs with random cotangents
+must change by ``<gradient, v>``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from cute_ops import testing
 from cute_ops.op import Case, Op
 
 DRAWS = 3
-# Long steps round least, and short ones cross no kink, such as that of abs at 0: one of them must agree.
+# Long steps have the smallest rounding errors, and short ones cross no kink, such as abs at 0: one of them must agree.
 STEPS = (1e-2, 1e-4, 1e-6, 1e-8)
-# Errors allowed, of the norm of the products whose sum a derivative is, and of the norm of those that it changes.
+# Allowed errors: relative to the norm of the terms that the derivative sums, and, for rounding, to that of the sum.
 TOLERANCE, ROUNDING = 1e-4, 1e-14
 # The products of outputs and cotangents, whose sum is differentiated, at given inputs.
 Terms = Callable[[testing.Arrays], np.ndarray]
@@ -35,7 +35,7 @@ def check(op: Op, case: Case, seed: int = 0) -> None:
         outputs = {n: y for n, y in zip(op.shown, testing.shown(op, raw), strict=True) if y is not None}
         finite = {n: np.isfinite(y) for n, y in outputs.items() if y.dtype.kind == "f"}
         for _ in range(DRAWS):
-            # Nothing is asked of outputs that are not finite, such as the logarithm of a negative number.
+            # Outputs that are not finite, such as the logarithm of a negative number, are not checked.
             cotangents = {n: np.where(there, rng.standard_normal(there.shape), 0.0) for n, there in finite.items()}
             terms = partial(_terms, op, attrs, cotangents)
             for name, gradient in backward(op, arrays, raw, cotangents, attrs).items():
@@ -59,8 +59,8 @@ def backward(
     Args:
         op: a declaration with a gradient.
         inputs: arrays of one framework, by name.
-        raw: what the reference gave for them.
-        cotangents: by name of the output.
+        raw: the reference's outputs for them.
+        cotangents: by output name.
         attrs: all attributes.
     """
     known = {**inputs, **dict(zip(op.outputs, raw, strict=True)), **{f"d{n}": c for n, c in cotangents.items()}}
@@ -73,7 +73,7 @@ def backward(
         given = {name: known.get(name) for name in step.inputs}
         found = testing.run_reference(step, given, {name: attrs[name] for name in step.keywords})
         results = dict(zip(step.outputs, found, strict=True))
-        # Where all dtypes are equal, one array may serve for two outputs.
+        # If all dtypes are equal, one array may stand for two outputs.
         shared = {name: t.same_as for name, t in step.outputs.items() if t.same_as and results[name] is None}
         known |= {name: results[shared.get(name, name)] for name in results}
     return {name: known.get(f"d{name}") for name in op.differentiable}

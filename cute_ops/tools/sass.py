@@ -20,7 +20,7 @@ _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL
 
 
 class Resources(NamedTuple):
-    """What one kernel of a cubin takes: registers per thread; bytes of stack, static shared memory and local memory."""
+    """What a kernel of a cubin uses: registers per thread; bytes of stack, static shared memory and local memory."""
 
     kernel: str
     registers: int
@@ -97,7 +97,7 @@ def tool(name: str) -> str:
     beside = [str(p) for folder in sys.path for p in Path(folder or ".").glob("nvidia/cu*/bin")]
     found = shutil.which(name) or shutil.which(name, path=":".join(beside))
     if found is None:
-        raise FileNotFoundError(f"{name} is not here: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+        raise FileNotFoundError(f"{name} is not installed: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     return found
 
 

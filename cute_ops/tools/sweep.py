@@ -1,10 +1,10 @@
 """The calls that ``python -m cute_ops verify --sweep`` tries: every op at many row lengths, dtypes and layouts.
 
 Named cases alone are too few: a dozen of them once passed while norms were wrong at twenty other row lengths. A sweep
-takes each op and each gradient at every length from 1 to 300, at and beside every length where its heuristic chooses
-another form, and at random lengths up to 262144; each with few and with many rows.
+takes each op and each gradient at every length from 1 to 300, on both sides of every length at which its heuristic
+chooses another form, and at random lengths up to 262144; each with few and with many rows.
 
-A whole sweep is twelve rounds. A round takes each length in one pair of dtype and layout, the next round in another.
+A whole sweep has twelve rounds. A round takes each length with one pair of dtype and layout, the next one with another.
 Dtypes of parameters, optional inputs and attributes are drawn at random from a seed.
 """
 
@@ -28,15 +28,15 @@ from cute_ops.testing import left_out, specs
 # Every length up to SHORTEST is tried, and in each round RANDOM longer ones.
 SHORTEST, LONGEST, RANDOM = 300, 262144, 12
 ROWS = (1, 2, 5, 201, 4099)
-# Larger tensors are left out, because their float64 references take long.
+# Larger tensors are left out, because their float64 references take too long.
 MOST_ELEMENTS = 1 << 24
 # Layouts. aligned: compact, 16-byte aligned. shifted: compact, starting one element later. strided: slices of wider
 # rows, 16-byte aligned. slices: slices of wider rows that start at the second element.
 BASES = ("aligned", "shifted", "strided", "slices")
 PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
 VECTOR = 16
-DRAWS = 100  # random cases that are tried until an op accepts one
-# Fields of a config that grow with the length: a change of these alone is no other form.
+DRAWS = 100  # random cases that are tried before giving up that an op accepts one
+# Fields of a config that grow with the length: a change in these alone does not make another form.
 GRADUAL = ("threads", "threads_per_row", "clusters", "segments_per_cta", "resident", "replicas", "segments")
 
 
@@ -106,7 +106,7 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
         target: what kernels are compiled for.
         number: the round's number; twelve consecutive rounds cover every pair of dtype and layout at every length.
         seed: seed of everything that is drawn at random.
-        fraction: part of the lengths to try, drawn at random.
+        fraction: of the lengths that are tried, drawn at random.
     """
     salt = zlib.crc32(op.name.encode())
     rng = np.random.default_rng([seed, salt, number])
@@ -141,7 +141,7 @@ def thresholds(op: Op, target: Target) -> list[int]:
     for dtype, base in PAIRS:
         for rows in (ROWS[0], ROWS[2], ROWS[-1]):
             form = _Form(op, target, dtype, base, rows)
-            # Where two neighbours on this grid have the same form, no threshold is looked for between them.
+            # Between two neighbours on this grid with the same form no threshold is looked for.
             grid = sorted({int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) for i in range(129)})
             for low, high in pairwise(grid):
                 found |= set(_edges(form, low, high))
@@ -149,7 +149,7 @@ def thresholds(op: Op, target: Target) -> list[int]:
 
 
 class _Form:
-    """What a heuristic chooses for a row length, without the fields that grow with it."""
+    """The config that a heuristic chooses for a row length, without the fields that grow with it."""
 
     def __init__(self, op: Op, target: Target, dtype: str, base: str, rows: int) -> None:
         self.op, self.target, self.dtype, self.base, self.rows = op, target, dtype, base, rows
@@ -186,7 +186,7 @@ def _draw(op: Op, n: int, dtype: str, rng: np.random.Generator) -> Case | None:
         case = _case(op, n, rng)
         try:
             bind(op, specs(op, case, dtype), case.attrs)
-        except (TypeError, ValueError):  # the op does not take these dtypes or sizes together
+        except (TypeError, ValueError):  # the op refuses this combination of dtypes or sizes
             continue
         return case
     return None

@@ -1,4 +1,4 @@
-"""Runs a sweep in many subprocesses: each compiles and runs its share; one that a kernel kills is replaced."""
+"""Runs a sweep in several subprocesses, each of which compiles and runs its share; one that dies is replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDLE_SECONDS = 60.0
 
 
 class Task(NamedTuple):
-    """A share of an op's round, from a trial on."""
+    """A share of an op's round, beginning with one of its trials."""
 
     place: str
     number: int
@@ -59,16 +59,16 @@ def sweep(
         seconds: no chunk of trials starts later.
 
     Raises:
-        ValueError: an op that no module holds, so that no other process finds it.
+        ValueError: no module holds an op, so no other process can find it.
     """
     places = {op.name: lookup.place(op) for op in ops}
     lost = [name for name, place in places.items() if place is None]
     if lost:
         raise ValueError(f"no module holds the declaration of {', '.join(lost)}")
-    # Shares of one op come late, so that no process has a long one at the end.
-    parts = max(workers // 4, 1)
+    # An op is cut into shares, so that no process has a long one at the end.
+    shares = max(workers // 4, 1)
     tasks = deque(
-        Task(str(place), number, seed, fraction, part, parts) for part in range(parts) for place in places.values()
+        Task(str(place), number, seed, fraction, i, shares) for i in range(shares) for place in places.values()
     )
     ended: SimpleQueue[Progress | None] = SimpleQueue()
     end = time.time() + seconds
@@ -89,7 +89,7 @@ def sweep(
 
 
 def _work(process: processes.Process, tasks: deque[Task], end: float, ended: SimpleQueue[Progress | None]) -> None:
-    """Have a process do tasks while there are any; a trial that it dies of is left out."""
+    """Let a process run tasks while there are any; after its death the trial that killed it is left out."""
     trying: dict[str, Any] = {}
 
     def told(step: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def _work(process: processes.Process, tasks: deque[Task], end: float, ended: Sim
                     process.ask({"task": task, "end": end}, STEP_SECONDS, told)
             except processes.Ended as error:
                 ended.put(Progress(trying["trial"], f"the process {error}: {error.log[-500:]}", 0))
-                if trying["index"] is not None:  # else it does not even begin
+                if trying["index"] is not None:  # else the process died before its first trial
                     tasks.appendleft(task._replace(start=trying["index"] + 1))
     except IndexError:  # another thread has taken the last task
         pass
@@ -116,7 +116,10 @@ def _work(process: processes.Process, tasks: deque[Task], end: float, ended: Sim
 
 
 def serve(runner: str) -> None:
-    """Run shares of a sweep, see :func:`cute_ops.processes.requests`: a step before each trial and one after it."""
+    """Run shares of a sweep in the subprocess: a step before each trial and one after it.
+
+    See :func:`cute_ops.processes.requests`.
+    """
     for request, say in processes.requests(IDLE_SECONDS):
         by = import_module(runner)
         where = target.of_device() if by.device() == "cuda" else target.parse("sm_90a")
@@ -163,6 +166,6 @@ def _attempt(by: Any, trial: SweepCall) -> str:
 
     try:
         by.check(trial.op, inputs(0), testing.attributes(trial.op, trial.case), trial.base, others)
-    except Exception as error:  # whatever is wrong with a kernel belongs into its line
+    except Exception as error:  # every failure of a kernel is reported in its line
         return problem_of(error)
     return ""

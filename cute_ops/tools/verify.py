@@ -1,8 +1,8 @@
 """Checks every case and dtype of an op against float64 in every installed framework: ``python -m cute_ops verify``.
 
-On a GPU the kernels run, their outputs and scratch arrays allocated where memory was just filled with NaN; every
-call is repeated and must give the same bits, in both frameworks. On a CPU the references run, on small cases. A
-gradient is checked against its own reference, and that against the derivative of the forward's.
+On a GPU the kernels run, with outputs and workspaces in memory that was just filled with NaN. Every call is repeated
+and must give the same bits each time and in both frameworks. On a CPU the references run, on small cases. A gradient's
+kernel is checked against its reference, and that against the derivative of the forward's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cute_ops.op import Case, Op
 from cute_ops.shapes import FLOATS
 from cute_ops.tools import gradient
 
-# Where each framework's adapter runs an op for this check; imported only then.
+# The module of each adapter that runs an op for this check; imported only then.
 RUNNERS = {"torch": "cute_ops_torch.tools.runner", "jax": "cute_ops_jax.tools.runner"}
 Outputs = tuple[np.ndarray | None, ...]
 
 
 class Runner(Protocol):
-    """An adapter's side of the check: ``run`` calls an op once, a kernel where ``device()`` says cuda."""
+    """An adapter's side of the check: ``run`` calls an op once, by a kernel if ``device()`` is cuda."""
 
     def device(self) -> str: ...
 
@@ -54,7 +54,7 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
     """The runners of the installed frameworks.
 
     Raises:
-        ValueError: a wanted framework is none, or is not installed.
+        ValueError: a wanted framework is unknown or not installed.
     """
     for name in wanted:
         if name not in RUNNERS:
@@ -77,9 +77,9 @@ def verify(
     Args:
         ops: the declarations.
         runners: the frameworks.
-        dtypes: of the first dtype variable that a case leaves open; all that it may be where none is said.
+        dtypes: of the first dtype variable that a case leaves open; by default all that it may have.
         repeats: calls on a GPU, which must give the same bits.
-        sizes: of dims by name, which cases have in place of their own, every combination.
+        sizes: sizes of dims by name that replace those of the cases, in every combination.
     """
     whole = [one for each in ops for one in each.instances]
     for op in [found for each in whole for found in (each, *each.narrowed)]:
@@ -100,7 +100,7 @@ def _combined(sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
 
 
 def _resized(case: Case, asked: Mapping[str, int]) -> Case:
-    """The case with these sizes, of leading dims as one, which its name tells."""
+    """The case with these sizes, which its name tells; leading dims become one."""
     known = {n: size for n, size in asked.items() if n in case.dims}
     dims = {n: (size,) if isinstance(case.dims[n], tuple) else size for n, size in known.items()}
     name = " ".join([case.name, *(f"{n}={size}" for n, size in known.items())])
@@ -126,7 +126,7 @@ def _case(
                 _same(f"{first[0]} on the same GPU", op, first[1], outputs)
             first = (name, outputs)
             problem = ""
-        except Exception as error:  # whatever is wrong with a kernel belongs into its line
+        except Exception as error:  # every failure of a kernel is reported in its line
             problem = problem_of(error)
         yield Verdict(op.name, scaled.name, dtype, name, device, calls, problem)
 

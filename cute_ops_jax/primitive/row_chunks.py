@@ -53,8 +53,8 @@ class Chunks:
     def cut(self, name: str, at: At) -> Array:
         return jax.lax.dynamic_slice_in_dim(self.inputs[name], *at)
 
-    def put(self, array: Array, at: At, part: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), at[0], 0)
+    def put(self, array: Array, at: At, rows: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), at[0], 0)
 
     def logits(self, at: At) -> Array:
         logits: Array = self.cut("hidden", at) @ self.weight.T

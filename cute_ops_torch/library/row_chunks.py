@@ -89,8 +89,8 @@ class Chunks:
         rows: Tensor = self.inputs[name][at]
         return rows
 
-    def put(self, array: Tensor, at: slice, part: Tensor) -> Tensor:
-        array[at] = part
+    def put(self, array: Tensor, at: slice, rows: Tensor) -> Tensor:
+        array[at] = rows
         return array
 
     def logits(self, at: slice) -> Tensor:

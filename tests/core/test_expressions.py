@@ -294,7 +294,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (write, "writing into a value", "write x = xp.where(mask, new, x)"),
     (lambda xp, x: x[x > 0], "a mask as an index: the shape would depend on values", "write xp.where(mask, x, 0.0)"),
     (lambda xp, x: x[..., 0], "an index of a value", "declare an operand as `*m 2n`"),
-    (lambda xp, x: x[..., : x.shape[-1] // 2], "a part of a row", "declare an operand as `*m 2n`"),
+    (lambda xp, x: x[..., : x.shape[-1] // 2], "a slice of a row", "declare an operand as `*m 2n`"),
     (lambda xp, x: x.shape[0], "a shape", "write shape[-1]"),
     (lambda xp, x: x * len(x.shape), "a shape", "write shape[-1]"),
     (lambda xp, x: x if x.shape[-1] > 4 else -x, "a decision on the length of a row", "one expression serves"),
@@ -323,7 +323,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: x**x, "a power other than 1 to 8", "write xp.exp(y * xp.log(x))"),
     (lambda xp, x: 3**x, "a power of another number than 2 and e", "write xp.exp(x * math.log(base))"),
     (lambda xp, x: x // 2, "// of a value", "write xp.floor(x / y)"),
-    (lambda xp, x: x @ x, "a product of matrices", "an expression is what happens to its result"),
+    (lambda xp, x: x @ x, "a product of matrices", "write what happens to its result"),
     (lambda xp, x: xp.astype(x, xp.int32), "xp.int32 is no word", "words are functions"),
     (lambda xp, x: xp.astype(x, np.float64), "astype to float64", "values are computed in float32"),
     (lambda xp, x: x.sum(), ".sum of a value", "write xp.sum(x)"),
@@ -367,7 +367,7 @@ def test_the_line_is_the_function_s_own() -> None:
         (lambda xp, x: x, "it returns x, which"),
         (lambda xp, x: x[: x.shape[-1] // 2], "an index of x that is neither"),
         (lambda xp, x: np.exp(x), "numpy.exp of a"),
-        (lambda xp, x: x[..., x.shape[-1] // 4 :], "a part of a row"),
+        (lambda xp, x: x[..., x.shape[-1] // 4 :], "a slice of a row"),
     ],
 )  # fmt: skip
 def test_a_packed_operand_is_read_by_halves(function: Callable[..., Any], what: str) -> None:

@@ -354,7 +354,7 @@ CALLED = {
     "attribute `cap` is required": (lambda xp, x, *, cap: xp.clip(x, -cap, cap), [(3, 8)], {}),
     "add of None": (biased, [(3, 8), None, 1.0], {}),
     "an index of a value": (lambda xp, x: (x * 2)[..., : x.shape[-1] // 2], [(3, 8)], {}),
-    "a part of a row": (lambda xp, x: x[..., : x.shape[-1] // 4], [(3, 8)], {}),
+    "a slice of a row": (lambda xp, x: x[..., : x.shape[-1] // 4], [(3, 8)], {}),
 }  # fmt: skip
 
 

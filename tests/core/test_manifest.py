@@ -262,7 +262,7 @@ def test_a_file_that_does_not_run_is_explained(tmp_path: Path, text: str, proble
 
 def test_bytes_are_explained(tmp_path: Path) -> None:
     (tmp_path / "m.txt").write_bytes(b"rmsnorm \xff")
-    with pytest.raises(ValueError, match=r"m\.txt is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"m\.txt is not UTF-8 text"):
         manifest.read(tmp_path / "m.txt")
 
 
@@ -404,7 +404,7 @@ def test_a_target_without_a_kernel_for_a_call_is_left_out() -> None:
 def test_targets() -> None:
     assert parse("sm_90a:114") == Target("sm_90a", 114) and str(parse("sm_80")) == "sm_80:108"
     for wrong in ("sm_90a:", "sm_90a:x", "sm_90a:0"):
-        with pytest.raises(ValueError, match="is no number of SMs"):
+        with pytest.raises(ValueError, match="is not a number of SMs"):
             parse(wrong)
 
 

@@ -716,7 +716,7 @@ def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) 
     [
         ("os.write(1, b'{'); time.sleep(600)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
         ("time.sleep(600)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
-        ("os.write(1, b'hello\\n'); time.sleep(600)", "the compiler sent something that is no answer: b'hello'"),
+        ("os.write(1, b'hello\\n'); time.sleep(600)", "the compiler sent something that is not an answer: b'hello'"),
         ("sys.exit('no such library')", "the compiler died with exit code 1\nno such library"),
         ("os._exit(0)", "the compiler left without an answer"),
     ],

@@ -539,7 +539,7 @@ def test_calls_that_are_refused() -> None:
     array = "add of a torch array of shape (8,), which is no operand"
     with pytest.raises(TraceError, match=re.escape(array)):
         cute_ops_torch.linear(x, weight, epilogue=lambda xp, acc: acc + bias)
-    with pytest.raises(TraceError, match="a part of a row"):
+    with pytest.raises(TraceError, match="a slice of a row"):
         cute_ops_torch.linear(x, weight, bias, epilogue=swiglu)
 
 

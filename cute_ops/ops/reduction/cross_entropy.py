@@ -185,7 +185,7 @@ cross_entropy_bwd = Op(
     check=check,
     cases=CASES,
     arrange=saved_by_the_forward,
-    doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave in two parts, ``row_max + log_sum``.
+    doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave as two numbers, ``row_max + log_sum``.
 
     ``dlogits = dloss * (exp(logits - row_max - log_sum) * (1 + 2 * z_loss * lse)
     - (1 - label_smoothing) * onehot(target) - label_smoothing / n)``; zero in ignored rows, whatever their logits are.
@@ -217,14 +217,14 @@ cross_entropy = Op(
         target: ``I[*m]``, int64 or int32, the class of each row; any strides.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
             a compile-time constant, as the next three.
-        label_smoothing: part of the target that is spread evenly over all n classes.
+        label_smoothing: fraction of the target that is spread evenly over all n classes.
         z_loss: weight of ``lse^2``, which keeps logits from drifting.
         classes: where the logits are a slice of so many classes (a vocabulary shard): a target that is not in it then
             adds nothing and the mean is ``sum(logits) / classes``; what the slices give is yet to be combined: the loss
             is relative to the slice's maximum as far as the target lies in other slices. 0: these are all classes.
         reduction: ``"mean"`` over the rows that are not ignored (NaN where there are none, as in PyTorch), ``"sum"``,
             or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns
-            the losses, maxima and log-sums of each row: the lse in two parts, since one float32 cannot hold both.
+            the losses, maxima and log-sums of each row: the lse as two numbers, since one float32 cannot hold both.
         inplace_backward: overwrite the logits with their gradient, so that no second (rows x n) buffer exists. The
             logits must not be read afterwards: PyTorch raises where autograd would, XLA copies them first.
 
@@ -267,7 +267,7 @@ cross_entropy_step = Op(
         dloss: float32 ``[*m]``; any strides.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
             a compile-time constant, as the next two.
-        label_smoothing: part of the target that is spread evenly over all n classes.
+        label_smoothing: fraction of the target that is spread evenly over all n classes.
         z_loss: weight of ``lse^2``.
 
     Returns:
