@@ -1,4 +1,4 @@
-"""How operands of an expression meet values of a shape: as NumPy broadcasts them."""
+"""How the operands of an expression broadcast to the shape of its values, as in NumPy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 
 class Fit(NamedTuple):
-    """How an operand meets the values.
+    """How an operand broadcasts to the values.
 
     Attributes:
-        shape: as :func:`cute_ops.fused` and :func:`cute_ops.fused_linear` take it.
-        sizes: what it is broadcast to, reshaped.
-        own: what it is reshaped to.
+        shape: its declared shape, as for :func:`cute_ops.fused` and :func:`cute_ops.fused_linear`.
+        sizes: the sizes to which it is broadcast after it was reshaped.
+        own: the sizes to which it is reshaped first.
     """
 
     shape: str
@@ -21,9 +21,9 @@ class Fit(NamedTuple):
 
 
 def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool, batch: Sequence[Any] = ()) -> Fit | None:
-    """How an operand broadcasts, as NumPy does it, against values ``(*rows, n)`` or, of a packed weight, the product
-    ``(*rows, 2n)``; None where it does not. Of a batch of weights ``rows`` are ``(*batch, m)``, and what the rows of an
-    example share is given for each example.
+    """How an operand broadcasts to values ``(*rows, n)`` or, with ``packed``, to a product ``(*rows, 2n)``; None if it
+    does not. For a batch of weights ``rows`` is ``(*batch, m)``, and an operand that all rows of an example share has
+    the dims of the batch.
     """
     if not shape:
         return Fit("", tuple(batch), ())
@@ -37,7 +37,7 @@ def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool, batch: 
     else:
         return None
     beside = rows[max(len(rows) - len(lead), 0) :]
-    # Equal sizes first: whether one that depends on data is 1, torch.compile does not know.
+    # Equality is tested first, because torch.compile cannot tell whether a size that depends on data is 1.
     if len(lead) > len(rows) or any(size != row and size != 1 for size, row in zip(lead, beside, strict=True)):
         return None
     shared, columns = lead[: len(lead) - 1] if batch else [], () if width == "1" else (last,)

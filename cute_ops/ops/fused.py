@@ -1,4 +1,4 @@
-"""An op from one Python function: its declaration, reference, kernel and gradient follow from the traced expression."""
+"""Ops made from one Python function: declaration, reference, kernel and gradient follow from the traced expression."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 KERNEL = "cute_ops.kernels.epilogue.select:fused"
 POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
-# Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small: large ones drift apart over memory
-# pages.
+# Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small, as threads of large ones drift apart
+# over memory pages.
 THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
-# What a sum over rows of elements is divided into: the CTAs that share it.
-PARTS = 64
+# Partial sums that a sum over rows has in a kernel of elements.
+PARTIALS = 64
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
 
 
@@ -46,15 +46,15 @@ def fused(
     doc: str = "",
     grad_doc: str = "",
 ) -> Op:
-    """The op of a function, with a kernel that computes all of it in one pass, and a gradient.
+    """The op of a function, with its gradient. Its kernel computes the whole function in one pass.
 
         def gelu_add(xp, x, bias, residual):
             return xp.gelu(x + bias) + residual
 
         gelu_add_op = cute_ops.fused(gelu_add, operands={"x": "*m n", "bias": "n", "residual": "*m n"})
 
-    Values are float32; outputs have the shape ``*m n``, or ``*m 1`` where they follow from reductions of rows alone,
-    and the tiles' dtype. They are rounded once. What a function may do is in :mod:`cute_ops.expressions`.
+    Values are float32. Outputs have the tiles' dtype, rounded once, and the shape ``*m n``, or ``*m 1`` if they follow
+    from reductions of rows alone. :mod:`cute_ops.expressions` says what a function may do.
 
     Args:
         function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
@@ -62,18 +62,18 @@ def fused(
             column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own.
         name: the op's name, the function's by default.
         outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
-        attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
-        no_gradient: operands that have no gradient: it is not computed.
+        attrs: as in :class:`Op`; Python sees their values, and each combination has a kernel of its own.
+        no_gradient: operands whose gradient is not computed.
         cases: named problems.
         doc: the op's docstring, the function's by default.
         grad_doc: the gradient's docstring.
 
-    A gradient that is an output's cotangent as it is, as ``residual``'s above, is not written, and one that is another
-    operand's is written once.
+    A gradient that is an output's cotangent itself, as that of ``residual`` above, is not written. A gradient that two
+    operands share is written once.
 
     Raises:
         TraceError: the function does what an expression cannot say.
-        ValueError: it does what is not fused yet, or the declaration is wrong.
+        ValueError: it does something that cannot be fused yet, or the declaration is wrong.
     """
     made = _Fused(name or function.__name__, function, operands, outputs, attrs, cases, no_gradient)
     gradient = Op(
@@ -92,8 +92,8 @@ def fused(
 def fused_again(
     function: Callable[..., Any], *, operands: Mapping[str, str], name: str, cases: tuple[Case, ...], doc: str
 ) -> Op:
-    """The op of a function's gradients and of its outputs again, for a backward that needs both; it has no gradient.
-    Takes what :func:`fused` does.
+    """The op of a function's gradients together with its outputs, for a backward that needs both; it has no gradient.
+    Arguments as in :func:`fused`.
     """
     made = _Fused(name, function, operands, (), None, cases)
 
@@ -135,11 +135,11 @@ class Formula(NamedTuple):
 
     Attributes:
         expression: the expression.
-        by_rows: whether it reduces rows, so that a kernel of rows computes it.
-        reads: the tensors that are its operands.
-        writes: the tensors that its outputs are of, ``dx[:n]`` a half of one.
-        kinds: what these are, a letter each as in the expression's text.
-        tile: a tile among the inputs.
+        by_rows: whether a kernel of rows computes it, since it reduces rows.
+        reads: the names of the tensors that its operands are.
+        writes: the names of the tensors that its outputs are, ``dx[:n]`` for a half of one.
+        kinds: the kinds of the outputs, one letter each, as in the expression's text.
+        tile: the name of a tile among the inputs.
     """
 
     expression: Expression
@@ -150,8 +150,8 @@ class Formula(NamedTuple):
     tile: str
 
     def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
-        """Of elements one vector per thread. Vectors of 4-byte elements have half as many, so a CTA has twice the
-        threads; not of packed rows, whose CTAs are small also where halves do not start on a vector.
+        """The heuristic: that of rows, or one vector per thread. Vectors of 4-byte elements have half as many, so a CTA
+        then has twice the threads; not for packed rows, whose CTAs are small if halves do not start on a vector.
         """
         rows = self.rows
         if self.by_rows:
@@ -168,8 +168,8 @@ class Formula(NamedTuple):
         return self._replace(expression=self.expression._replace(outputs=outputs), writes=writes, kinds=kinds)
 
     def loads_vectors_once(self, problem: Problem) -> bool:
-        """Whether a kernel of rows is faster though nothing is reduced: it realigns rows and the row vectors beside
-        them, which a kernel of elements then loads element by element.
+        """Whether a kernel of rows is faster although nothing is reduced: for unaligned rows with row vectors, which a
+        kernel of elements loads element by element and a kernel of rows realigns.
         """
         nodes, kinds = self.expression.nodes, self.expression.kinds
         vectors = any(node.word == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
@@ -180,7 +180,7 @@ class Formula(NamedTuple):
 
     @property
     def rows(self) -> RowExpression:
-        """What is configured where it reduces rows."""
+        """The formula as the heuristic of kernels of rows sees it."""
         nodes, operands = self.expression.nodes, self.expression.operands
         read = {self.reads[node.operand] + node.half for node in nodes if node.word == "operand"}
         tiles = {name for name, operand in zip(self.reads, operands, strict=True) if all(operand.kind[:2])}
@@ -197,7 +197,7 @@ class Formula(NamedTuple):
 
 
 class _Fused:
-    """A function, traced once for each combination of attributes, and what its declarations consist of."""
+    """A function, traced once per combination of attributes, and the fields of its declarations."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], operands: Mapping[str, str], outputs: Sequence[str],
@@ -209,7 +209,7 @@ class _Fused:
         defaults = defaults_of(attrs or {})
         kinds = trace(function, operands, defaults).output_kinds
         names = tuple(outputs) or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
-        # Tiles or, of values without columns, column vectors.
+        # Tiles; column vectors for values without columns.
         self.outputs = dict.fromkeys(names, "*m n")
         self.outputs |= {name: "*m 1" for name, kind in zip(names, kinds, strict=False) if not kind.columns}
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
@@ -246,16 +246,16 @@ class _Fused:
         return self._forward(tuple(attrs.items()))
 
     def backward(self, attrs: Mapping[str, Any]) -> Formula:
-        """Terms of the gradients of the operands that have one."""
+        """The gradients of the operands that have one, before sums over the dims that operands lack."""
         return self._backward(tuple(attrs.items()))
 
     def again(self, attrs: Mapping[str, Any]) -> Formula:
-        """Those, and the function itself."""
+        """The gradients of all operands, and the function itself."""
         return self._backward(tuple(attrs.items()), again=True)
 
     def _passed_on(self, expression: Expression) -> tuple[dict[str, str], dict[str, str]]:
-        """Tiles whose gradient needs no memory of its own, each with the output whose cotangent it is, or with the
-        operand whose gradient it is, too. One gradient at least is left to compute.
+        """Tiles whose gradient needs no memory of its own: with the output whose cotangent it is, and with the operand
+        whose gradient it is, too. At least one gradient is left to compute.
         """
         names, outputs = [*self.operands], [*self.outputs]
         found = differentiate(expression, [i for i, key in enumerate(names) if key in self.wanted])
@@ -263,9 +263,10 @@ class _Fused:
         cotangents: dict[str, str] = {}
         twins: dict[str, str] = {}
         firsts: dict[int, str] = {}
-        for part, i in zip(found.addends, found.expression.outputs, strict=True):
-            name, node = names[part.operand], nodes[i]
-            if name not in whole or part.rows or part.columns or len(cotangents) + len(twins) + 1 == len(self.wanted):
+        for addend, i in zip(found.addends, found.expression.outputs, strict=True):
+            name, node = names[addend.operand], nodes[i]
+            last = len(cotangents) + len(twins) + 1 == len(self.wanted)
+            if name not in whole or addend.rows or addend.columns or last:
                 continue
             source = found.sources[node.operand] if node.word == "operand" else None
             if source and source.role == "cotangent" and self.outputs[outputs[source.position]] == "*m n":
@@ -275,7 +276,7 @@ class _Fused:
         return cotangents, twins
 
     def tuning(self, formula: Callable[[Mapping[str, Any]], Formula], workspace: Any = None) -> Tuning:
-        """Of the kernel that computes a formula."""
+        """The tuning of a formula's kernel."""
 
         def config(problem: Problem) -> FusedConfig | FusedRowConfig:
             found = formula(problem.attrs)
@@ -284,7 +285,7 @@ class _Fused:
         return Tuning(config, space_of(lambda problem: formula(problem.attrs)), workspace)
 
     def reference_of(self, computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, ...]]) -> Any:
-        """As declarations have it."""
+        """A function with the signature of a declaration's reference."""
 
         def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
             return computed(xp, arrays, attrs)
@@ -309,7 +310,7 @@ class _Fused:
 
     def _differentiated(self, attrs: tuple[tuple[str, Any], ...], again: bool = False) -> Formula:
         forward = self._forward(attrs)
-        # Where operands share rows or columns, kernels of rows read tiles once for the sums too.
+        # For gradients that are sums, kernels of rows read each tile only once.
         by_rows = forward.by_rows or not all(map(_is_tile, self.wanted.values()))
         idle = set() if again else {*self.handed_on, *self.twins}
         wanted = [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
@@ -319,8 +320,8 @@ class _Fused:
         def source(each: Source) -> str:
             return (tensors if each.role == "operand" else cotangents)[each.position]
 
-        writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.addends)
-        kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.addends)
+        writes = tuple(f"d{tensors[addend.operand]}{addend.half}" for addend in found.addends)
+        kinds = "".join(str(SHAPES[self.operands[tensors[addend.operand]]].kind) for addend in found.addends)
         if again:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         reads = tuple(map(source, found.sources))
@@ -336,7 +337,7 @@ class _Fused:
         return tuple(xp.astype(out, dtype) for out in evaluate(self.forward(attrs).expression, xp, arrays))
 
     def reference_bwd(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The gradients of the operands that have one and are not handed on; None where another serves."""
+        """The gradients that the backward op writes; None for one that another output stands for."""
         found = self._gradients(xp, self.backward(attrs), arrays)
         return tuple(found.get(name) for name in self.written_gradients)
 
@@ -345,7 +346,7 @@ class _Fused:
         return tuple(self._gradients(xp, self.again(attrs), arrays).values())
 
     def _gradients(self, xp: Any, formula: Formula, arrays: Sequence[Any]) -> dict[str, Any]:
-        """Those that a formula computes, by name."""
+        """The gradients that a formula computes, by name."""
         given = dict(zip((*self.operands, *(f"d{out}" for out in self.outputs)), arrays, strict=True))
         tile, gradients = given[self.tile], {}
         shape = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[self.operands[self.tile]].packed))
@@ -365,17 +366,17 @@ class _Fused:
 def sum_workspaces(
     formula: Formula, outputs: Mapping[str, str], problem: Problem, config: Config
 ) -> dict[str, Array | None]:
-    """Workspaces of those outputs that are sums over rows: partial sums of row vectors and of scalars. A scalar's are
-    sums of columns, which need a second workspace for their totals, unless the formula sums whole rows first.
+    """Workspaces for the partial sums of outputs that are sums over rows. Those of a scalar are sums over rows of each
+    column, which need a second workspace for their totals, unless the formula sums each row first.
 
     Args:
-        formula: what is computed.
+        formula: the formula.
         outputs: shapes by name.
         problem: the call.
         config: the kernel's config.
     """
     made: dict[str, Array | None] = {}
-    vectors, scalars = PARTS, 0
+    vectors, scalars = PARTIALS, 0
     if formula.by_rows:
         vectors, scalars = formula.rows.parts(problem, FusedRowConfig.of(config))
     for name, shape in outputs.items():
@@ -389,8 +390,8 @@ def sum_workspaces(
 
 
 def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:
-    """The sum of a gradient's terms, which broadcast to a shape, over the dims that its operand, of this shape, lacks;
-    with ``by_rows`` those that lack columns are sums over columns.
+    """The sum of a gradient's terms, broadcast to ``whole``, over the dims that its operand, of this shape, lacks. With
+    ``by_rows`` the terms of an operand without columns are sums over the columns already.
     """
     kind, lead = SHAPES[shape].kind, tuple(range(len(whole) - 1))
     if kind.columns or not by_rows:

@@ -1,16 +1,16 @@
-"""The op that a call of a function runs: it follows from the function and from the shapes of the call's arguments.
+"""Ops of functions without declared shapes: the shapes of a call's arguments determine the op that it runs.
 
-What each operand is, a letter says, as NumPy broadcasts it:
+Each operand has a kind, by how NumPy broadcasts it:
 
-- ``t`` a tile, of the shape of the result; ``2t`` two side by side, which the function reads by halves
+- ``t`` a tile, which has the shape of the result; ``2t`` two side by side, which the function reads by halves
 - ``r`` a row vector, which all rows share; ``2r`` two side by side
 - ``c`` a column vector, one number per row
 - ``s`` a scalar
-- ``n`` a number of Python's: a scalar without a gradient
+- ``n`` a Python number: a scalar without a gradient
 - ``_`` left out: None
 
-An op's name is the function's, these *kinds* and a digest of what is computed: ``gelu_add_trt_1f3b0c9a2d4e``. So it is
-the same in every process, and functions that compute the same share an op.
+An op's name is the function's, these *kinds* and a digest of the expression: ``gelu_add_trt_1f3b0c9a2d4e``. So it is
+the same in every process, and functions with the same expression share an op.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from cute_ops.ops.fused import fused
 
 SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "", "n": "", "_": None}
 KINDS = {"*m n": "t", "*m 2n": "2t", "n": "r", "2n": "2r", "*m 1": "c", "": "s", "number": "n"}
-# What is known of an argument: its sizes, "number", or None where it is left out.
+# An argument's shape, "number" for a Python number, or None if it is left out.
 Sizes = Sequence[Any] | str | None
 Attrs = tuple[tuple[str, Any], ...]
 Function = Callable[..., Any]
 _KIND = re.compile(r"2?[tr]|[csn_]")
 _CALL = re.compile(r"((?:2?[tr]|[csn_])+)(?:\((.+)\))?")
 _VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
-# Ops by name: functions that compute the same share one.
+# Ops by name; functions with the same expression share one.
 _known: dict[str, Op] = {}
 
-DOC = """Operands broadcast as in NumPy. Against a result ``[*m n]`` one is a tile ``[*m n]``, a row ``[n]`` that all
-rows share, a number per row ``[*m 1]``, a scalar ``[]``, or a number of Python's, which has no gradient. None stands
-for one that is left out. One that has some of the leading dims alone is expanded to all of them. One that is read by
-halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-1] // 2``, has twice the columns. Keyword-only arguments
-are attributes: numbers and texts that Python sees, each combination of which is a kernel of its own.
+DOC = """Operands broadcast as in NumPy. If the result is ``[*m n]``, an operand is a tile ``[*m n]``, a row vector
+``[n]``, a column vector ``[*m 1]``, a scalar ``[]``, or a Python number, which has no gradient. None means that an
+operand is left out. A tile that lacks some of the leading dims is expanded to all of them. An operand that the
+function reads by halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-1] // 2``, has twice the columns.
+Keyword-only arguments are attributes: numbers and texts that Python sees; each combination has a kernel of its own.
 
-There is an op for each combination of these, ``gelu_add_trt_<digest>`` of a tile, a row and a tile; its name is the
-same in every process. The function is traced when it is first called so: numbers that it refers to are constants of its
-kernel.
+There is an op for each combination of these, ``gelu_add_trt_<digest>`` for a tile, a row vector and a tile; its name is
+the same in every process. The function is traced at its first call of each combination; numbers that it refers to are
+constants of its kernel.
 
 Args:
     function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
-    name: what names of ops begin with, the function's by default; with ``operands`` the op's name.
-    operands: their shapes, as :func:`cute_ops.fused` takes them, which makes one op of this name.
-    declaration: of that op, other keyword arguments of :func:`cute_ops.fused`.
+    name: with ``operands`` the op's name, otherwise the beginning of the ops' names; by default the function's.
+    operands: declared shapes, as in :func:`cute_ops.fused`, for a single op.
+    declaration: further arguments of :func:`cute_ops.fused` for that op.
 
 Raises:
     TraceError: the function does what an expression cannot say.
@@ -71,15 +71,13 @@ def decorate(
     function: Function | None, name: str, operands: Mapping[str, str] | None, declaration: Mapping[str, Any],
     register: Callable[[Op], Function], by_call: Callable[[ByCall], Function],
 ) -> Function:  # fmt: skip
-    """What the decorators of both adapters return.
+    """The decorated function, for the decorators of both adapters.
 
     Args:
-        function: what is decorated; None where that comes next.
-        name: as :data:`DOC` has it, and what follows.
-        operands: their shapes.
-        declaration: the rest of a declaration.
-        register: makes the function of an op.
-        by_call: makes the function of one whose operands' shapes each call gives.
+        function: the function; None for a decorator that is called with arguments, ``@fused(name="f")``.
+        name, operands, declaration: as in :data:`DOC`.
+        register: makes the adapter's function of an op.
+        by_call: makes the adapter's function of a :class:`ByCall`.
     """
     if operands is None and declaration:
         name = next(iter(declaration))
@@ -94,16 +92,16 @@ def decorate(
     of = ByCall(function, name)
     made = update_wrapper(by_call(of), function)
     made.__signature__, made.by_call = of.signature, of  # type: ignore[attr-defined]
-    del made.__wrapped__  # whose arguments tracers would count, xp with them
+    del made.__wrapped__  # tracers would read its signature, which begins with xp
     return made
 
 
 class ByCall:
-    """A function whose operands' shapes each call gives.
+    """A function without declared shapes, and the ops of its calls.
 
     Attributes:
         function: ``function(xp, *operands, **attrs)`` in array-API style; attributes are keyword-only.
-        name: what its ops are called.
+        name: the beginning of its ops' names.
         operands: the names of its operands.
     """
 
@@ -121,7 +119,7 @@ class ByCall:
         self.operands = tuple(p.name for p in own)
         taken = {"out", "dout", *(f"d{name}" for name in self.operands)}
         if clash := [name for name in self.operands if name in taken or re.fullmatch(r"d?out\d+", name)]:
-            raise ValueError(f"cute_ops.fused: {called}: an output or a gradient is called `{clash[0]}`, too")
+            raise ValueError(f"cute_ops.fused: {called}: operand `{clash[0]}` has the name of an output or a gradient")
         self._defaults = {p.name: p.default for p in own if p.default is not p.empty}
         self._attrs = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         self._halves: dict[tuple[Any, ...], str] = {}
@@ -129,7 +127,7 @@ class ByCall:
 
     @property
     def signature(self) -> inspect.Signature:
-        """That of its callers, who leave out the namespace."""
+        """The signature for callers, who leave out the namespace."""
         whole = inspect.signature(self.function)
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
@@ -137,7 +135,7 @@ class ByCall:
         """A call's operands, in order, and its attributes.
 
         Raises:
-            TypeError: an argument is missing, or there is none of that name.
+            TypeError: an argument is missing or unknown.
         """
         if len(args) == len(self.operands) and not kwargs and not self._attrs:
             return args, ()
@@ -166,10 +164,10 @@ class ByCall:
         return attrs
 
     def shapes(self, operands: Sequence[Any], array: Any) -> list[Sizes]:
-        """What is known of a call's operands, of which arrays are of this type, or these.
+        """The shapes of a call's operands, as :data:`Sizes`; ``array``: the type, or types, of the framework's arrays.
 
         Raises:
-            TypeError: one is neither an array nor a number.
+            TypeError: an operand is not an array, a number or None.
         """
         found: list[Sizes] = []
         for name, value in zip(self.operands, operands, strict=True):
@@ -178,7 +176,7 @@ class ByCall:
             elif value is None:
                 found.append(None)
             elif isinstance(value, bool):
-                problem = "is a bool, which Python decides on: make it an attribute, after a `*`."
+                problem = "is a bool, on which Python decides: make it an attribute, after a `*`."
                 self._refuse(TypeError, f"argument `{name}` {problem}")
             elif isinstance(value, Real):
                 found.append("number")
@@ -188,10 +186,10 @@ class ByCall:
         return found
 
     def halves(self, there: str, attrs: Attrs) -> str:
-        """Which operands are read by halves: a ``2`` for each of these, a ``1`` for others.
+        """Which operands are read by halves: ``2`` for each that is, ``1`` for each other one.
 
         Args:
-            there: a ``1`` for each operand that is there, a ``0`` for one that is left out.
+            there: from :func:`there`.
             attrs: the call's attributes.
 
         Raises:
@@ -212,14 +210,14 @@ class ByCall:
         return self._halves[key]
 
     def fits(self, shapes: Sequence[Sizes], halves: str) -> tuple[Fit | None, ...]:
-        """How each operand of a call meets the result, None for one that is left out.
+        """How each operand of a call broadcasts to the result; None for one that is left out.
 
         Raises:
             ValueError: they do not broadcast, or none has the shape of the result.
         """
         whole = self._broadcast(shapes, halves)
         if not whole:
-            self._refuse(ValueError, "no argument has a last dim, and results are made of rows.", shapes)
+            self._refuse(ValueError, "no argument has a last dim, so the result has no rows.", shapes)
         *rows, n = whole
         found: list[Fit | None] = []
         for name, shape, half in zip(self.operands, shapes, halves, strict=True):
@@ -230,7 +228,7 @@ class ByCall:
             else:
                 columns = n * 2 if half == "2" else n
                 how = fit(shape, rows, columns, False)
-                if how is None:  # halves of one column, which others do not share
+                if how is None:  # halves of one column, while others have more
                     problem = f"argument `{name}` has {shape[-1]} columns, expected {columns}, two halves."
                     self._refuse(ValueError, problem, shapes)
                 found.append(Fit(how.shape.replace("n", "2n"), how.sizes, how.own) if half == "2" else how)
@@ -239,14 +237,14 @@ class ByCall:
                 name for name, shape in zip(self.operands, shapes, strict=True) if not isinstance(shape, str | None)
             ]
             problem = (
-                f"no argument has the shape of the result, {whole}, as one must, which says the result's dtype: write "
+                f"no argument has the shape of the result, {whole}; one must, because its dtype is the result's: write "
                 f"broadcast_to({name}, {tuple(whole)})."
             )
             self._refuse(ValueError, problem, shapes)
         return tuple(found)
 
     def _broadcast(self, shapes: Sequence[Sizes], halves: str) -> list[Any]:
-        """What all shapes broadcast to, of two halves one."""
+        """The shape to which all operands broadcast; of an operand with halves, one half does."""
         whole: list[Any] = []
         for name, shape, half in zip(self.operands, shapes, halves, strict=True):
             if shape is None or isinstance(shape, str):
@@ -272,7 +270,7 @@ class ByCall:
 
         Raises:
             TraceError: the function does what an expression cannot say.
-            ValueError: it does what is not fused yet.
+            ValueError: it does something that cannot be fused yet.
         """
         key = self._key(kinds, attrs)
         if key not in self._ops:
@@ -280,7 +278,7 @@ class ByCall:
         return self._ops[key]
 
     def choose(self, operands: Sequence[Any], attrs: Attrs, array: Any) -> tuple[Op, tuple[Fit | None, ...]]:
-        """The op of a call, and how its operands meet the result."""
+        """The op of a call, and how its operands broadcast to the result."""
         shapes = self.shapes(operands, array)
         fits = self.fits(shapes, self.halves(there(shapes), attrs))
         return self.op(kinds(fits), attrs), fits
@@ -289,7 +287,7 @@ class ByCall:
         for name, value in attrs:
             if hasattr(value, "shape") or not isinstance(value, Hashable):
                 problem = (
-                    f"attribute `{name}` is part of the kernel: give a number or a text, not {type(value).__name__}"
+                    f"attribute `{name}` is a kernel's constant: give a number or text, not {type(value).__name__}"
                 )
                 self._refuse(TypeError, f"{problem}; an array is an operand, before the `*`.")
         return what, attrs, tuple(type(value) for _, value in attrs)
@@ -299,8 +297,8 @@ class ByCall:
         operands = {name: shape for name, kind in by_name.items() if (shape := SHAPES[kind]) is not None}
         known = {**{name: None for name in self.operands if name not in operands}, **attrs}
         function = update_wrapper(partial(self.function, **known), self.function) if known else self.function
-        parts = "; ".join([text_of(trace(function, operands)), kinds, *operands])
-        name = f"{self.name}_{kinds}_{hashlib.sha256(parts.encode()).hexdigest()[:12]}"
+        computed = "; ".join([text_of(trace(function, operands)), kinds, *operands])
+        name = f"{self.name}_{kinds}_{hashlib.sha256(computed.encode()).hexdigest()[:12]}"
         if name not in _known:
             numbers = tuple(key for key, kind in by_name.items() if kind == "n")
             doc = inspect.getdoc(self.function) or f"``{self.name}`` in one pass."
@@ -308,7 +306,7 @@ class ByCall:
         return _known[name]
 
     def default(self) -> Op:
-        """The op where all operands are tiles, but for those that have a default.
+        """The op whose operands without a default are all tiles.
 
         Raises:
             TypeError, ValueError: there is none.
@@ -323,7 +321,7 @@ class ByCall:
         )
 
     def find(self, text: str) -> Op:
-        """The op of ``trt``, or with attributes ``t(limit=2.0)``.
+        """The op of a text such as ``trt``, or with attributes ``t(limit=2.0)``.
 
         Raises:
             TypeError, ValueError: there is none.
@@ -332,8 +330,8 @@ class ByCall:
         kinds = _KIND.findall(found[1]) if found else []
         if found is None or len(kinds) != len(self.operands):
             raise ValueError(
-                f"{self.name} has no op {text!r}: write a letter for each of {', '.join(self.operands)}: t for a tile, "
-                "r for a row vector, c for a column vector, s for a scalar, n for a number, _ for what is left out, 2t "
+                f"{self.name} has no op {text!r}: write a kind for each of {', '.join(self.operands)}: t for a tile, "
+                "r for a row vector, c for a column vector, s for a scalar, n for a number, _ if it is left out, 2t "
                 "and 2r for two halves"
             )
         pairs = [pair.partition("=") for pair in (found[2] or "").split(",") if pair]
@@ -346,7 +344,7 @@ class ByCall:
         return self.op(found[1], self._with_defaults(given))
 
     def texts(self) -> dict[str, Op]:
-        """The ops that calls had so far, by what :meth:`find` takes; without those that no text says."""
+        """The ops of all calls so far, by the text that :meth:`find` takes, without ops that no text describes."""
         found = {}
         for (kinds, attrs, _), op in list(self._ops.items()):
             differing = {name: value for name, value in attrs if repr(value) != repr(self._attrs[name])}
@@ -356,7 +354,7 @@ class ByCall:
         return found
 
     def _refuse(self, error: type[Exception], problem: str, shapes: Sequence[Sizes] = ()) -> NoReturn:
-        """Raise an error that names the function, and lists what is known of its operands."""
+        """Raise an error that names the function and lists the shapes of its operands."""
         lines = [f"cute.{self.name}: {problem}"]
         for name, shape in zip(self.operands, shapes, strict=False):
             if shape is not None:
@@ -372,10 +370,10 @@ def _has_text(value: Any) -> bool:
 
 
 def there(shapes: Sequence[Sizes]) -> str:
-    """Which operands of a call are there: a ``1`` for these, a ``0`` for one that is left out."""
+    """Which operands of a call are given: ``1`` for each that is, ``0`` for each that is left out."""
     return "".join("0" if shape is None else "1" for shape in shapes)
 
 
 def kinds(fits: Sequence[Fit | None]) -> str:
-    """What a call's operands are, a letter each."""
+    """The kinds of a call's operands as one text."""
     return "".join("_" if how is None else KINDS[how.shape] for how in fits)

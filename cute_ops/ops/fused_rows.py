@@ -1,6 +1,6 @@
-"""How the kernels of expressions with reductions of rows are configured: heuristics and their search space.
+"""Heuristics and search space of the kernels of expressions with reductions of rows.
 
-Lengths are in 16-byte vectors of the tiles, which share a dtype.
+Lengths are in 16-byte vectors of the tiles, which share a dtype. A span is what one CTA holds of a row.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from cute_ops.ops.rows import (
     vary_threads,
 )
 
-# Values of a thread that it may keep in float32 from stage to stage, beside the operands.
+# The most values that a thread keeps in float32 from stage to stage, besides the operands.
 MOST_KEPT = 32
-# Rows of several tiles in registers: threads of a CTA where a thread has one vector of each. Two CTAs of 64 registers a
-# thread fit an SM, so that one loads while the other one computes.
+# Rows of several tiles in registers: the most threads of a CTA with one vector of each tile per thread. With 64
+# registers per thread two CTAs fit an SM, so one loads while the other computes.
 PAIR_THREADS = 512
 # With MANY_REDUCTIONS it has two: every warp exchanges what it has reduced by shuffles, of which an SM does one in a
 # cycle. An SM then has MANY_REDUCED_THREADS.
@@ -63,22 +63,22 @@ STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
 # Expressions with SLOW special instructions or more take many registers: a thread then has at most SLOW_VECTORS vectors
 # in registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
 SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
-# Expressions with so many per element take longer to compute than to load unless a thread has many vectors, for which
-# what is done once counts less, and an SM has REGISTER_THREADS threads, of 64 registers; and unless nothing is computed
-# twice, so that longer rows wait in the registers of a cluster.
+# Expressions with DEAR special instructions per element take longer to compute than to load, unless a thread has many
+# vectors, which share its overhead, an SM has REGISTER_THREADS threads with 64 registers each, and nothing is computed
+# twice, for which longer rows stay in the registers of a cluster.
 DEAR, REGISTER_THREADS = 3, 1024
-# Two tiles in the registers of clusters, whose reductions take longer: four vectors of each in 80 registers, so that
-# half as many bytes more are on their way.
+# Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
+# registers, so 1.5 times as many bytes are in flight.
 WIDE_THREADS = 768
-# Unaligned rows, one to a CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles reduced more than
-# twice, for a dear one and for all others. What a thread does at a row's ends counts less if it has more vectors.
+# Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
+# stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
 DEAR_CLUSTER_THREADS = 1280
-# Persistent CTAs of ALONE_THREADS that have an SM of their own, and three slots: for three tiles of at least
-# ALONE_VECTORS, and for two where a CTA of a cluster has more than HALVED_VECTORS. Two CTAs share longer rows.
+# Persistent CTAs of ALONE_THREADS, one per SM, with three slots: for three tiles of at least ALONE_VECTORS, and for two
+# with a span above HALVED_VECTORS. Two tiles longer than that are shared by two CTAs.
 ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
 # Rows of one tile in shared memory and one row vector: CTAs of an SM where they fit, which bounds the registers of the
 # row vectors on their way. Without row vectors as many run without a bound.
@@ -97,11 +97,11 @@ class RowExpression(NamedTuple):
 
     Attributes:
         expression: the expression.
-        tiles: tensors that rows are laid out by.
-        packed: those of which a row is two of the expression's.
-        read: tiles that are read, halves each.
-        sums: row vectors that are sums over rows, halves each.
-        texts: what configs say of it.
+        tiles: the names of the tiles that it reads and writes.
+        packed: the packed ones among them.
+        read: number of tiles that are read; halves count separately.
+        sums: number of row vectors that are sums over rows; halves count separately.
+        texts: the expression's fields of a config.
     """
 
     expression: Expression
@@ -130,8 +130,8 @@ class RowExpression(NamedTuple):
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
 
     def of_groups(self, problem: Problem) -> FusedRowConfig:
-        """Passes over rows by threads of :data:`GROUP_COLUMNS` each: the fewest that take a row in as many steps. With
-        sums over rows, as many CTAs as fit the GPU.
+        """The heuristic with groups of columns: passes over rows by threads with :data:`GROUP_COLUMNS` columns, as few
+        threads as do not add steps. With sums over rows, as many CTAs as fit the GPU.
         """
         vectors = GROUP_THREADS if problem.n is None else -(-problem.n // GROUP_COLUMNS)
         steps = -(-vectors // GROUP_THREADS)
@@ -163,7 +163,7 @@ class RowExpression(NamedTuple):
 
     @property
     def special(self) -> int:
-        """Special instructions per element: a row's numbers, and their reciprocals, are computed once."""
+        """Special instructions per element, without those for column vectors, which are computed once per row."""
         nodes, kinds = self.expression.nodes, self.expression.kinds
         return sum(
             WORDS[node.word].mufu
@@ -178,7 +178,7 @@ class RowExpression(NamedTuple):
         return sum(node.word == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
 
     def row(self, problem: Problem) -> RowProblem:
-        """Halves of packed rows start on a vector only if they are of whole ones."""
+        """The row; packed ones are aligned only if their halves have whole vectors."""
         row = row_of(problem, self.tiles)
         packed = any(name in problem.dtypes for name in self.packed)
         return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
@@ -249,7 +249,7 @@ class RowExpression(NamedTuple):
         return self._made("ring", threads, threads, cluster, max(resident, 1), row.align_vectors)
 
     def _persistent(self, problem: Problem, row: RowProblem) -> FusedRowConfig:
-        """Two slots or more, and the sums of a thread's columns in registers."""
+        """Persistent clusters with two or more slots, and the sums of a thread's columns in registers."""
         vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
         pair = self.read == 2 and self.sums == 1 and row.aligned and not self.slow
@@ -306,9 +306,7 @@ class RowExpression(NamedTuple):
         )  # fmt: skip
 
     def parts(self, problem: Problem, config: FusedRowConfig) -> tuple[int, int]:
-        """Rows of the workspaces of a row vector's sums and of a scalar's: what each cluster, each of a cluster's rows
-        has added up.
-        """
+        """Partial sums of a row vector, one per cluster, and of a scalar, one per row that clusters hold at a time."""
         rows = max(config.threads // config.threads_per_row, 1) if config.threads_per_row else 1
         groups = -(-max(problem.m, 1) // rows)
         clusters = config.clusters
@@ -329,13 +327,13 @@ PERIOD = WIDEST_VECTOR * 8
 
 
 def in_step(clusters: int, row: RowProblem, align_vectors: int) -> int:
-    """At most so many clusters, such that all unaligned rows of a cluster start at the same place of a vector."""
+    """At most ``clusters``, such that all unaligned rows of a cluster start at the same place of a vector."""
     period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
     return max(clusters // period, 1) * period
 
 
 def others(rows: RowExpression, problem: Problem, flat: Config) -> Iterator[FusedRowConfig]:
-    """Other threads per row, CTAs per SM and slots, values kept or not."""
+    """Other configs to try: threads per row, CTAs per SM, slots, and values kept or not."""
     config = FusedRowConfig.of(flat)
     if config.form == "one_pass":
         row = rows.row(problem)

@@ -338,19 +338,19 @@ CALLED = {
     "cute.biased: argument `bias` has shape [7], which does not broadcast with those before it.\n"
     "  x: [3, 8]\n  bias: [7]\n  residual: number": (biased, [(3, 8), (7,), 1.0], {}),
     "argument `residual` has shape [2, 1, 1, 7], which": (biased, [(3, 8), (8,), (2, 1, 1, 7)], {}),
-    "no argument has the shape of the result, [3, 8], as one must, which says the result's dtype: write "
+    "no argument has the shape of the result, [3, 8]; one must, because its dtype is the result's: write "
     "broadcast_to(x, (3, 8)).": (biased, [(3, 1), (8,), 1.0], {}),
-    "no argument has a last dim, and results are made of rows": (biased, [(), 1.0, 2], {}),
+    "no argument has a last dim, so the result has no rows": (biased, [(), 1.0, 2], {}),
     "argument `x` has 7 columns, which two halves cannot share": (gated, [(3, 7)], {}),
     "argument `bias` has shape [2, 2], which does not broadcast": (gated, [(3, 8), (2, 2)], {}),
     "argument `bias` has 2 columns, expected 8, two halves.": (gated, [(3, 8), (2,)], {}),
     "argument `bias` must be an array, a number or None, got list": (biased, [(3, 8), [1], 1.0], {}),
-    "argument `bias` is a bool, which Python decides on": (biased, [(3, 8), True, 1.0], {}),
+    "argument `bias` is a bool, on which Python decides": (biased, [(3, 8), True, 1.0], {}),
     "argument `residual` is required": (biased, [(3, 8), (8,)], {}),
     "4 operands were given; it takes `x`, `bias`, `residual`.": (biased, [(3, 8)] * 4, {}),
     "argument `bias` was given twice": (biased, [(3, 8), (8,)], {"bias": 1.0}),
     "unknown argument `limt` (did you mean limit?)": (gated, [(3, 8)], {"limt": 1.0}),
-    "attribute `limit` is part of the kernel: give a number or a text, not list": (gated, [(3, 8)], {"limit": [1]}),
+    "attribute `limit` is a kernel's constant: give a number or text, not list": (gated, [(3, 8)], {"limit": [1]}),
     "attribute `cap` is required": (lambda xp, x, *, cap: xp.clip(x, -cap, cap), [(3, 8)], {}),
     "add of None": (biased, [(3, 8), None, 1.0], {}),
     "an index of a value": (lambda xp, x: (x * 2)[..., : x.shape[-1] // 2], [(3, 8)], {}),
@@ -371,7 +371,7 @@ def test_what_a_call_cannot_be_says_why(text: str) -> None:
     [
         (lambda xp, *operands: operands[0], r"<lambda> does not name its operands: .* `def lambda\(xp, x, y, \*,"),
         (lambda xp: 1.0, "does not name its operands"),
-        (lambda xp, x, dx: x + dx, "an output or a gradient is called `dx`, too"),
+        (lambda xp, x, dx: x + dx, "operand `dx` has the name of an output or a gradient"),
     ],
 )
 def test_functions_that_no_call_can_have(function: Any, text: str) -> None:

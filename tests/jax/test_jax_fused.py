@@ -235,7 +235,7 @@ def test_calls_with_halves_and_attributes() -> None:
     assert gated.by_call.op("2t_", (("limit", 1.0),)).name.startswith("glu_in_jax_2t__")
     assert (by_call.__doc__, by_call.__module__) == ("``out = tanh(x + bias) * residual``", __name__)
     assert str(inspect.signature(gated)) == "(x, bias=None, *, limit=1.0)"
-    with pytest.raises(TypeError, match="attribute `limit` is part of the kernel: give a number or a text, not "):
+    with pytest.raises(TypeError, match="attribute `limit` is a kernel's constant: give a number or text, not "):
         jax.jit(gated)(x, bias, limit=0.5)
 
 

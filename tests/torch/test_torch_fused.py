@@ -240,5 +240,5 @@ def test_calls_that_are_refused() -> None:
         by_call(x, 1.0, x.bfloat16())
     with pytest.raises(TypeError, match="argument `bias` must be an array, a number or None, got list"):
         by_call(x, [1.0], x)
-    with pytest.raises(TypeError, match="`outputs` is for a declaration: say the shapes, `operands`, too"):
+    with pytest.raises(TypeError, match="`outputs` belongs to declared shapes: give `operands`, too"):
         fused(lambda xp, x: x, outputs=("y",))
