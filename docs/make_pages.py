@@ -52,7 +52,7 @@ _WRITTEN = [
 # Variables of others that this package reads or sets.
 _OTHERS = {
     "CUDA_VISIBLE_DEVICES": "which GPUs there are; JAX lowers for the first of them",
-    "CUTE_DSL_*": "settings of NVIDIA's compiler; but for those of its log they are part of a kernel's name: "
+    "CUTE_DSL_*": "settings of NVIDIA's compiler; all but those of its log belong to a kernel's name: "
     "another setting compiles it anew",
     "CUTE_DSL_ARCH": "set in processes that compile, unless you set it; each compile names its own target",
     "CUTE_DSL_DISABLE_FILE_CACHING": "set in processes that compile: kernels are in our own cache folder",

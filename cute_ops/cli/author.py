@@ -261,8 +261,8 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
             (out / f"{variant.symbol}.cubin").write_bytes(cubin)
         shared = json.loads((dump / "shared.json").read_text())
         for order, (name, threads) in enumerate(sass.threads_of(ptx).items()):
-            _, _, part = code.partition(f"Function : {name}")
-            text = part.partition("Function : ")[0]
+            _, _, rest = code.partition(f"Function : {name}")
+            text = rest.partition("Function : ")[0]
             dynamic = shared[order] if order < len(shared) else None
             yield CompiledKernel(short(name), threads, resources[name], dynamic, sass.accesses(text), text)
 

@@ -36,7 +36,7 @@ def tune(
     ] = None,
     dim: calls.Dims = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of OP. Default: as many as make 256 MB.")] = None,
-    least: Annotated[float, typer.Option(help="The part of the heuristic's time that a winner must save.")] = 0.02,
+    least: Annotated[float, typer.Option(help="The fraction of the heuristic's time that a winner must save.")] = 0.02,
     anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that have a winner already.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to add winners to. Default: the cache folder's tuning.json")
@@ -100,7 +100,7 @@ def _table(outcomes: Sequence[tuner.Outcome]) -> Table:
     table = Table("call", "us", "tuned", "less", "change", "tried", "refused")
     for o in outcomes:
         gain = f"{o.gain:.1%}" if o.changed else ""
-        times = (" ".join(f"{us:.2f}" for us in part) for part in (o.before, o.after if o.changed else ()))
+        times = (" ".join(f"{us:.2f}" for us in each) for each in (o.before, o.after if o.changed else ()))
         table.add_row(
             o.winner.call, *times, gain, tuner.changes(o.winner) if o.changed else "", str(o.tried), str(len(o.refused))
         )

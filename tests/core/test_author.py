@@ -1,4 +1,4 @@
-"""What a kernel's author asks of the command line: verify, inspect, bench; of our ops and of a file of one's own."""
+"""The commands for kernel authors, verify, inspect and bench, on our ops and on a user's file."""
 
 from __future__ import annotations
 

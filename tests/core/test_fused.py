@@ -401,7 +401,7 @@ def test_commands_and_manifests_find_the_ops_of_calls(tmp_path: Path) -> None:
     endless = sys.modules["ops_by_call"].gated.by_call.op("2tr", (("limit", 1e400), ("kind", "silu")))
     assert lookup.place(endless) is None  # no text says infinity
     refused = (
-        ("tx", "letter for each of x, bias"),
+        ("tx", "kind for each of x, bias"),
         ("2tr(cap=1)", "no attribute 'cap'"),
         ("2tr(cap)", "are no attributes"),
     )

@@ -1,4 +1,4 @@
-"""The Python of kernels that decides who holds what: sums, vectors, rows, rings and windows, at all small counts.
+"""The Python of kernels that decides which thread holds what: sums, vectors, rows, rings, windows, at all small counts.
 
 A sample of lengths; ``CUTE_OPS_SWEEP=1`` takes all from 1 to 2048 and those where a heuristic changes, up to 262144, in
 every dtype and layout.

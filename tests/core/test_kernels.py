@@ -1,4 +1,4 @@
-"""Every op and dtype compiles for every architecture without a GPU, and the machine code holds the gate:
+"""Every op and dtype compiles for every architecture without a GPU, and the machine code passes these checks:
 no stack, no spills, 16-byte loads and stores where rows are aligned, registers within reach of 1024 threads
 per CTA where the tile asks for them.
 """

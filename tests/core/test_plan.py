@@ -255,7 +255,7 @@ def test_a_table_that_broadcasts_along_an_inner_dim_is_read_in_place() -> None:
     assert table is not None and (table.layout, table.row_align) == ("strided", 16)
 
 
-LYING = lookup.load(str(Path(__file__).parent / "kernels" / "lying.py"))
+LAYOUTS = lookup.load(str(Path(__file__).parent / "kernels" / "layouts.py"))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_one_of_several_dims_is_contiguous(x: tuple[int, ...], shape: tuple, con
     """The key says which; what is no row-major array goes in as the view that is one."""
     arrays = {"x": Array((6, 8), "float32"), "w": Array((8, 4), "float32"), "bias": Array((4,), "float32")}
     memory = {"x": Memory(x), "w": Memory((1, 8)), "bias": Memory((3,))}
-    found = plan(bind(LYING.by_columns, arrays), memory, SM90)
+    found = plan(bind(LAYOUTS.by_columns, arrays), memory, SM90)
     key, w, bias = (found.variant.tensors[name] for name in ("x", "w", "bias"))
     assert key is not None and w is not None and bias is not None
     assert (key.shape, key.contiguous, found.views.get("x")) == (shape, contiguous, view)
@@ -281,10 +281,10 @@ def test_one_of_several_dims_is_contiguous(x: tuple[int, ...], shape: tuple, con
 
 def test_leading_dims_merge_into_a_contiguous_one() -> None:
     arrays = {"x": Array((2, 1, 3, 8), "float32"), "w": Array((8, 4), "float32"), "bias": Array((4,), "float32")}
-    found = plan(bind(LYING.by_columns, arrays), {"x": Memory((3, 99, 1, 6))}, SM90)
+    found = plan(bind(LAYOUTS.by_columns, arrays), {"x": Memory((3, 99, 1, 6))}, SM90)
     assert found.views["x"] == ((8, 6), (6, 1)) and found.views["out"] == ((6, 4), (4, 1))
     # One row of an outer group is no contiguous dim where the other rows are apart.
-    bound = bind(LYING.by_columns, {**arrays, "x": Array((6, 1, 8), "float32")})
+    bound = bind(LAYOUTS.by_columns, {**arrays, "x": Array((6, 1, 8), "float32")})
     with pytest.raises(ValueError, match=r"argument `x` has strides \(4, 1, 24\), expected 1 in k or m\."):
         plan(bound, {"x": Memory((4, 1, 24))}, SM90)
 
@@ -302,7 +302,7 @@ def test_leading_dims_merge_into_a_contiguous_one() -> None:
     ],
 )
 def test_what_is_not_aligned_is_refused_or_copied(x: Memory, y: Memory, problem: str) -> None:
-    bound = bind(LYING.aligned, {"x": Array((4, 8), "float32"), "y": Array((4, 8), "float32")})
+    bound = bind(LAYOUTS.aligned, {"x": Array((4, 8), "float32"), "y": Array((4, 8), "float32")})
     if problem not in ("", "copy"):
         with pytest.raises(ValueError, match=re.escape(problem)):
             plan(bound, {"x": x, "y": y}, SM90)
@@ -314,7 +314,7 @@ def test_what_is_not_aligned_is_refused_or_copied(x: Memory, y: Memory, problem:
 
 
 def test_a_copy_must_be_aligned_too() -> None:
-    bound = bind(LYING.aligned, {"x": Array((3, 8), "float32"), "y": Array((3, 8), "float32")})
+    bound = bind(LAYOUTS.aligned, {"x": Array((3, 8), "float32"), "y": Array((3, 8), "float32")})
     for memory in ({}, {"y": Memory((1, 3))}):
         with pytest.raises(ValueError, match="`y` has a stride of 3 elements, expected a multiple of 4: pad its rows"):
             plan(bound, memory, SM90)
@@ -322,6 +322,6 @@ def test_a_copy_must_be_aligned_too() -> None:
 
 def test_a_kernel_gets_dims_in_declared_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent / "kernels"), *sys.path])
-    variant = plan(bind(LYING.turned, {"x": Array((9, 3, 5), "float32")}), {}, SM90).variant
+    variant = plan(bind(LAYOUTS.turned, {"x": Array((9, 3, 5), "float32")}), {}, SM90).variant
     with pytest.raises(CompileError, match=r"\(None, 3, 5\): \[None, 3, 5\], \[1, None, None\]"):
         worker.compile(variant, tmp_path / "kernel.o")

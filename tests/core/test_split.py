@@ -1,4 +1,4 @@
-"""Ops on slices of a dim, combined, against the whole: what devices that share the dim do."""
+"""Ops on slices of a dim, merged as devices that share the dim do it, against the op on the whole dim."""
 
 from __future__ import annotations
 

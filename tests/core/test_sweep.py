@@ -1,4 +1,4 @@
-"""What a sweep tries, and that it sees what is wrong: without a GPU, of a runner that fails on purpose."""
+"""What a sweep tries, and that it finds faults: without a GPU, with a runner that fails on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose files are believed: nobody's but this user's and root's, on the whole way to them."""
+"""Files are trusted only if this user or root owns them, and nobody else can write them or a folder above them."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
     return outcome
 
 
-# --- candidates ----------------------------------------------------------------------------------------------------
+# --- configs -------------------------------------------------------------------------------------------------------
 
 
 def test_vary_is_every_combination_but_the_heuristics() -> None:
@@ -322,7 +322,7 @@ def test_ops_of_functions_have_configs_to_measure_and_to_remember() -> None:
 
 
 def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
-    """Bits of a row must not depend on its company: the heuristic does not look at it, and neither may candidates."""
+    """A row's bits must not depend on other rows, so neither heuristics nor search spaces look at their number."""
     for op in (*OPS, *PARTS):
         if op.space is None or op.space.buckets:
             continue
@@ -637,7 +637,7 @@ def silu_trial() -> Trial:
     "a config that is measured aborts, breaks the CUDA context or never ends",
     "another process continues with the other configs", "nothing",
 )  # fmt: skip
-def test_a_candidate_that_ends_its_process_is_left_out(
+def test_a_config_that_ends_its_process_is_left_out(
     other: BenchProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = tmp_path / "hangs"
@@ -774,7 +774,7 @@ def remembered(tile: Mapping[str, int], op: Op | None = None, path: Path | None 
 
 @pytest.mark.fault("a tuning file names a config that the op does not propose", "the config is not compiled", "nothing")
 def test_a_config_that_the_op_does_not_propose_is_never_used() -> None:
-    """Whoever wrote the file: it may only choose among candidates."""
+    """Whoever wrote the file: it may only choose among the op's configs."""
     op = remembered({"threads": 512})
     assert choose(*trial(op), SM90).variant.config == {"threads": 128}
     assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.config == {"threads": 128}, "decided"

@@ -1,4 +1,4 @@
-"""The JAX examples' training steps, lowered for a GPU that need not be here: nothing is compiled a second time."""
+"""The JAX examples' training steps, lowered for a GPU without one: nothing is compiled a second time."""
 
 from __future__ import annotations
 

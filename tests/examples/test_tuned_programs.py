@@ -1,4 +1,4 @@
-"""Tuning from outside, on a GPU: what programs and the command measure, other programs run with, without a compile."""
+"""Tuning on a GPU as users do it: programs use what other programs and the command measured, without a compile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What lock step hides: accesses that nothing puts in order, waits without an end, kernels that do not wait.
+"""Finds what lock step hides: unordered accesses, waits without an end, kernels that do not wait.
 
-Every thread has clocks for each thread of its cluster, of what it knows of that one's stores and of its loads. Barriers
-and mbarriers join them, shuffles those of loads. Two accesses of a byte, one of them a store, are a race if the later
-one's thread does not know of the earlier one; those of two clusters always are.
+Every thread has vector clocks: which stores and which loads of each thread of its cluster happened before. Barriers and
+mbarriers merge the clocks, shuffles those of loads only. Two accesses of a byte, one of them a store, are a race if the
+earlier one did not happen before the later one by these clocks; accesses of two clusters always are.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import cute_ops_jax
 from cute_ops import lookup
 from cute_ops.ops.gemm.linear import linear
 
-LYING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "lying.py"))
+LAYOUTS = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "layouts.py"))
 
 
 def operands(*lead: int) -> tuple[jax.Array, ...]:
@@ -35,7 +35,7 @@ def orders(fake_kernels: Any, op: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_transposed_operands_are_no_copies(turned: bool, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
-    function = through_ffi(LYING.by_columns)
+    function = through_ffi(LAYOUTS.by_columns)
     x, wt, bias = operands(6)
 
     def call(x: Any, wt: Any, bias: Any) -> Any:
@@ -50,7 +50,7 @@ def test_transposed_operands_are_no_copies(turned: bool, through_ffi: Any, fake_
 
 def test_what_is_not_transposed_is_laid_out(through_ffi: Any, fake_kernels: Any, close: Any) -> None:
     """The kernel that wants columns gets them from any array; the one that takes both takes what there is."""
-    function = through_ffi(LYING.by_columns)
+    function = through_ffi(LAYOUTS.by_columns)
     x, wt, bias = operands(2, 3)
     w = jnp.asarray(np.asarray(wt).T)
     close(jax.jit(function)(x, w, bias), plain(x, w, bias))
@@ -74,8 +74,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gradients(transform: str, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
-    function = through_ffi(LYING.by_columns)
-    fake_kernels.ops["by_columns_bwd"] = LYING.by_columns.grad
+    function = through_ffi(LAYOUTS.by_columns)
+    fake_kernels.ops["by_columns_bwd"] = LAYOUTS.by_columns.grad
     given = operands(6)
 
     def gradients(call: Callable[..., Any]) -> Any:
@@ -94,7 +94,7 @@ def test_weight_of_a_product_by_its_transpose(through_ffi: Any, fake_kernels: An
 
 
 def test_rows_that_are_not_aligned(fake_kernels: Any) -> None:
-    function = cute_ops_jax.register(LYING.aligned)
+    function = cute_ops_jax.register(LAYOUTS.aligned)
     assert jax.jit(function)(jnp.ones((4, 8)), jnp.ones((4, 8))).shape == (4, 8)
     for platform in ("cpu", "cuda"):
         with pytest.raises(ValueError, match="`x` has a stride of 9 elements, expected a multiple of 4: pad its rows"):

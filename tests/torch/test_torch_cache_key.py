@@ -1,4 +1,4 @@
-"""What Inductor's caches are told of our modules and of references."""
+"""The keys that Inductor's caches get for our modules and for references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tuning asks of PyTorch, references in place of kernels: buffers as calls have them, wrong results found."""
+"""PyTorch's side of tuning, with references in place of kernels: buffers laid out as in calls, wrong results found."""
 
 from __future__ import annotations
 

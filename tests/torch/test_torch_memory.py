@@ -20,8 +20,8 @@ from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.schema import takes_out
 from cute_ops_torch.registry import define
 
-LYING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "lying.py"))
-by_columns, aligned = (cute_ops_torch.register(op) for op in (LYING.by_columns, LYING.aligned))
+LAYOUTS = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "layouts.py"))
+by_columns, aligned = (cute_ops_torch.register(op) for op in (LAYOUTS.by_columns, LAYOUTS.aligned))
 
 
 def columns(*shape: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> list[tuple[Any, ...]
 @pytest.mark.parametrize("x", [torch.randn(6, 8), columns(6, 8), torch.randn(8, 9).t()[:6], torch.randn(6, 12)[:, :8]])
 def test_transposed_operands_are_read_in_place(x: torch.Tensor, seen: list[tuple[Any, ...]]) -> None:
     _, w, bias = operands()
-    launcher = Launcher(LYING.by_columns)
+    launcher = Launcher(LAYOUTS.by_columns)
     for _ in range(2):
         launcher.launch(x, w, bias)
     for given in seen:
@@ -67,10 +67,10 @@ def test_weight_of_a_product_by_its_transpose(seen: list[tuple[Any, ...]]) -> No
 
 
 def test_values_through_kernels(compiled: Any) -> None:
-    compiled.ops["by_columns"] = LYING.by_columns
+    compiled.ops["by_columns"] = LAYOUTS.by_columns
     for x in (torch.randn(2, 3, 8), torch.randn(8, 6).t().view(2, 3, 8), torch.randn(8, 2, 3).permute(1, 2, 0)):
         _, w, bias = operands()
-        torch.testing.assert_close(Launcher(LYING.by_columns).launch(x, w, bias), plain(x, w, bias))
+        torch.testing.assert_close(Launcher(LAYOUTS.by_columns).launch(x, w, bias), plain(x, w, bias))
 
 
 def test_a_dim_that_must_be_contiguous() -> None:
@@ -112,9 +112,9 @@ def test_torch_checks_the_registration() -> None:
 
 
 def test_what_is_not_aligned(compiled: Any) -> None:
-    compiled.ops["aligned"] = LYING.aligned
+    compiled.ops["aligned"] = LAYOUTS.aligned
     x, y = torch.randn(4, 8), torch.randn(4, 8)
-    launcher = Launcher(LYING.aligned)
+    launcher = Launcher(LAYOUTS.aligned)
     for other in (columns(4, 8), y, torch.randn(8, 5).t()[:4], torch.randn(33)[1:].view(8, 4).t()):
         for _ in range(2):
             torch.testing.assert_close(launcher.launch(x, other), x + other)

@@ -1,4 +1,4 @@
-"""``register``: what stands in a declaration reaches torch as it is, and a try that failed leaves nothing."""
+"""``register``: torch gets all that a declaration says, and a failed attempt leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows times a number each, which no function of ours shows: what the loss' backward scales its gradients with."""
+"""The internal op that multiplies each row by a number, with which the loss's backward scales its gradients."""
 
 from __future__ import annotations
 

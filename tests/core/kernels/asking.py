@@ -1,4 +1,4 @@
-"""For the programs of ``test_processes.py``: asks for kernels of ``quick.py``, and says what came of it."""
+"""For the programs of ``test_processes.py``: compiles kernels of ``quick.py`` and prints the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of which only the constructors run: what a compile process sees and what ends it, told within milliseconds.
+"""Kernels of which only the constructors run: they report what a compile process sees, or end it, in milliseconds.
 
 The compiler beside them, ``without_compiler``, is an empty package.
 """

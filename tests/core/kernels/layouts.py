@@ -1,4 +1,4 @@
-"""Small ops that say how their tensors lie in memory, for the tests of all frameworks."""
+"""Small ops that say which layouts their tensors have in memory, for the tests of all frameworks."""
 
 from cute_ops import FLOATS, Case, Op, Tensor, widen
 
@@ -23,12 +23,12 @@ CASES = (Case("", {"m": (6,), "k": 8, "n": 4}),)
 by_columns_bwd = Op(
     "by_columns_bwd", inputs={"x": X, "w": W, "dout": Tensor("*m n", "T", contiguous="m")},
     outputs={"dx": Tensor("*m k", "T"), "dw": Tensor("k n", "T"), "dbias": Tensor("n", "T")}, dtypes={"T": FLOATS},
-    static=(), reference=_gradient, kernel="lying_kernels:Told", cases=CASES,
+    static=(), reference=_gradient, kernel="layouts_kernels:Told", cases=CASES,
 )  # fmt: skip
 # Either operand by columns, a bias with any stride.
 by_columns = Op(
     "by_columns", inputs={"x": X, "w": W, "bias": BIAS}, outputs={"out": Tensor("*m n", "T")}, dtypes={"T": FLOATS},
-    static=(), reference=_product, kernel="lying_kernels:Told", cases=CASES, grad=by_columns_bwd,
+    static=(), reference=_product, kernel="layouts_kernels:Told", cases=CASES, grad=by_columns_bwd,
 )  # fmt: skip
 
 ALIGNED = Tensor("m n", "T", align=16)
@@ -36,11 +36,11 @@ ALIGNED = Tensor("m n", "T", align=16)
 aligned = Op(
     "aligned", inputs={"x": ALIGNED, "y": ALIGNED._replace(contiguous="m", otherwise="copy")},
     outputs={"out": Tensor("m n", "T")}, dtypes={"T": FLOATS}, reference=lambda xp, x, y: x + y, static=(),
-    kernel="lying_kernels:Told",
+    kernel="layouts_kernels:Told",
 )  # fmt: skip
 
 # Three dims, of which the first is contiguous: those of its kernel are in declared order.
 turned = Op(
     "turned", inputs={"x": Tensor("*m k d", "T", contiguous="m")}, outputs={"out": Tensor("*m", "T")},
-    dtypes={"T": FLOATS}, static=("k", "d"), reference=lambda xp, x: x[..., 0, 0], kernel="lying_kernels:Told",
+    dtypes={"T": FLOATS}, static=("k", "d"), reference=lambda xp, x: x[..., 0, 0], kernel="layouts_kernels:Told",
 )  # fmt: skip
