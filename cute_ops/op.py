@@ -345,7 +345,7 @@ class Program(NamedTuple):
             - ``chunks(inputs, attrs, wanted, share=False)``: the rows of a linear layer a few at a time
               (:class:`cute_ops.composite.chunks.Chunks`)
             - ``shared``: whether devices share the dim that the op splits
-        ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
+        ops: the ops that it calls. If there are none, XLA sees the framework's functions and may shard and fuse them.
         product: the product that it begins with, and that is all but the first of ``ops``: an adapter may run both
             without ``run``.
     """

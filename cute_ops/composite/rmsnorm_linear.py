@@ -40,11 +40,11 @@ Args:
         for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
         rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
         65536, n = 2048 to 28672 and k = 768 to 4096.
-    packed, transposed, halves, save, attrs: as :func:`linear` has them.
+    packed, transposed, halves, save, attrs: as in :func:`linear`.
 
 Returns:
-    ``T[*m n]``, or what the epilogue returns. Sums in float32, in a fixed order. Devices may share n; rows of x, which
-    are normalised, each has whole.
+    ``T[*m n]``, or what the epilogue returns. Sums are in float32, in a fixed order. Devices may share n; each has
+    whole rows of x, since they are normalised.
 
 Raises:
     TraceError: the epilogue does what an expression cannot say.
@@ -168,7 +168,7 @@ def rmsnorm_linear(
     """The op of an epilogue: see :data:`DOC`.
 
     Args:
-        epilogue, shapes, weight, save, attrs: as :func:`cute_ops.ops.gemm.by_call.op_of` has them.
+        epilogue, shapes, weight, save, attrs: as in :func:`cute_ops.ops.gemm.by_call.op_of`.
         halves: whether those of a packed weight are a dim.
     """
     check_save(save, "rmsnorm_linear")
@@ -180,7 +180,7 @@ def rmsnorm_linear(
 
 
 def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, save: str, attrs: Attrs) -> Op:
-    """The op of a call, whose weight may be a batch of them.
+    """The op of a call.
 
     Raises:
         NotImplementedError: the weight is a batch of weights.

@@ -115,7 +115,7 @@ def _dtype(name: str, shape: str) -> str:
 
 
 def space_of(formula: Callable[[Problem], Formula]) -> Space:
-    """The search space of the kernel that computes a call's formula."""
+    """The search space of the kernel of a call's formula."""
 
     def configs(problem: Problem, heuristic: Config) -> Iterable[Any]:
         if "form" in heuristic:

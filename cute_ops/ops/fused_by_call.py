@@ -84,7 +84,7 @@ def decorate(
         declared = list(inspect.signature(fused).parameters)[1:]
         if name not in declared:
             raise TypeError(f"cute_ops.fused: {unknown_argument(name, declared)}")
-        raise TypeError(f"cute_ops.fused: `{name}` is for a declaration: say the shapes, `operands`, too")
+        raise TypeError(f"cute_ops.fused: `{name}` belongs to declared shapes: give `operands`, too")
     if function is None:
         return lambda function: decorate(function, name, operands, declaration, register, by_call)
     if operands is not None:

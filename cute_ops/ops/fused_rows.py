@@ -50,8 +50,8 @@ PAIR_THREADS = 512
 # With MANY_REDUCTIONS it has two: every warp exchanges what it has reduced by shuffles, of which an SM does one in a
 # cycle. An SM then has MANY_REDUCED_THREADS.
 MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
-# Persistent clusters, by the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the
-# sums of one row vector. They are those of the norms' backward. A thread adds up at most MOST_SUMMED vectors.
+# Persistent clusters, by span: vectors of a thread, and threads of an SM that have registers for the sums of one row
+# vector, as in the norms' backward. A thread adds up at most MOST_SUMMED vectors.
 MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
@@ -112,9 +112,9 @@ class RowExpression(NamedTuple):
     texts: Texts
 
     def config(self, problem: Problem) -> FusedRowConfig:
-        """Rows in registers up to :data:`CTA_VECTORS`, unaligned ones a little further; longer ones in the registers
-        of a cluster if they are of several tiles or dear, else in its shared memory; the longest, and those of unknown
-        length, are read again for each stage. Sums over rows are those of persistent clusters.
+        """The heuristic. Rows up to :data:`CTA_VECTORS`, unaligned ones a little further, are held in registers; longer
+        ones in a cluster's, if the expression is costly, else in its shared memory; the longest, and rows of unknown
+        length, are read again for each stage. Sums over rows take persistent clusters.
         """
         if problem.n is None:
             return self._in_passes(problem, TWO_PASS_THREADS, 1)
@@ -322,7 +322,7 @@ def _busiest(part: int, per_thread: int) -> int:
     return -(-threads_for(part, per_thread) // (SCHEDULERS * WARP)) * per_thread
 
 
-# Rows of any length start at the same place of a cache line again after PERIOD rows.
+# After PERIOD rows, rows of any length start at the same place of a cache line again.
 PERIOD = WIDEST_VECTOR * 8
 
 

@@ -15,13 +15,13 @@ BATCH = 8
 class ColumnSum:
     """``out[c] = sum_p parts[p, c]`` in fp32, rounded once to out's dtype.
 
-    Tile: a CTA of 512 threads takes ``columns`` columns of one workspace, ``512 / columns`` threads share one and add
-    every so many rows; a warp per column adds what they found. Few columns per CTA where there are few altogether, so
-    many that all CTAs run at once where they can.
+    Tile: a CTA of 512 threads takes ``columns`` columns of one workspace. The ``512 / columns`` threads of a column add
+    every ``512 / columns``-th row each, then a warp adds their sums. CTAs take few columns if there are few altogether,
+    and so many that all CTAs run at once if possible.
     Shared memory: 2 KB. Bytes moved: the workspaces once, mostly from L2.
 
     Args:
-        n: columns of the workspaces together, None where not known; of one of them where they are as wide.
+        n: columns of all workspaces, or of one of them if they are equally wide; None if not known.
     """
 
     def __init__(self, n, arch):

@@ -152,7 +152,7 @@ class RowAccess:
         return column_vectors(mW, self.variant.tensors[name], self.tile, place.first, ks)
 
     def trim(self, rX, k, place):
-        """Make what a loaded vector holds of the row's neighbours ``empty``."""
+        """Overwrite a loaded vector's elements of neighbouring rows with ``empty``."""
         if self.tile.predicated(k):
             trim(rX, place.first[k], Int32(self.n), self.empty)
 

@@ -19,7 +19,7 @@ from cute_ops.kernels.lib.row_reduce import WARP
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 VECTOR_BYTES = 16
-# Enough for the sums and what the system keeps of any number of CTAs.
+# Percent of an SM's L1 that is shared memory: enough for the sums, and the system's share, of any number of CTAs.
 SMEM_PERCENT = 50
 MAX_GRID = 1 << 20  # CTAs that walk rows: further rows are theirs, too
 
@@ -126,7 +126,7 @@ class RowTile:
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
 
     def predicated(self, k):
-        """Whether some thread's k-th vector may be part inside, part outside the row."""
+        """Whether some thread's k-th vector may be partly inside and partly outside the row."""
         return self.starts_outside(k) or (self.v.masked and self.ends_outside(k))
 
     def predicate(self, k, first, bound=None):
@@ -175,7 +175,7 @@ def row_count(mX):
 
 
 class WalkedRow:
-    """``threads`` threads of each of ``cluster`` CTAs walk one row together, each CTA ``local`` parts of it."""
+    """``threads`` threads of each of ``cluster`` CTAs walk one row together, each CTA ``local`` segments of it."""
 
     def __init__(self, vectors, config, cluster=1, local=1):
         self.v = vectors

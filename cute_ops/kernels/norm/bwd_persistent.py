@@ -121,7 +121,7 @@ class NormBackward(RowWalk):
         rWeight = column_vectors(mWeight, key, tile, first)
         for k in range(tile.per_thread):
             if self.tile.predicated(k):
-                # The sums multiply it by zeros outside the row, which does not undo a NaN.
+                # Outside the row the sums multiply it by zeros, and a NaN times zero is NaN.
                 trim(rWeight[k], first[k], Int32(self.n))
         return rWeight
 

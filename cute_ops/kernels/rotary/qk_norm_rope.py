@@ -22,17 +22,17 @@ from cute_ops.kernels.rotary.layout import (
     token_count,
 )
 
-# Chunks of a head that a thread keeps in registers; heads of more go through memory twice.
+# Chunks of a head that a thread keeps in registers; heads that need more are read twice.
 MOST_KEPT = 2
 
 
 class HeadRows:
     """How heads spread over threads.
 
-    ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :class:`Rotary`), and each
-    unit of so many threads works on ``heads_per_thread`` heads of a token, for which it reads cosines, sines and
-    weights once. CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are
-    *long*: a warp walks over one of them twice.
+    ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :class:`Rotary`). Such a
+    *unit* of threads works on ``heads_per_thread`` heads of a token and reads cosines, sines and weights once for them.
+    CTAs work on q or on k, never on both. Heads that do not fit, or whose length is unknown at compile time, are
+    *long*: a warp walks over each of them twice.
     """
 
     def __init__(self, variant, config, names):

@@ -135,6 +135,6 @@ class OnePassRows:
         return tuple(rX[k].load().to(Float32) for rX in held)
 
     def _inside(self, k, first):
-        """What of the k-th vectors is inside the row."""
+        """Which elements of the k-th vectors are inside the row."""
         whole = not (self.tile.predicated(k) or self.tile.ends_outside(k))
         return Inside(self.tile.vec, first[k], Int32(self.n), whole)

@@ -12,7 +12,7 @@ from cute_ops.kernels.rowwise.config import ReduceConfig
 from cute_ops.kernels.rowwise.function import Columns
 from cute_ops.kernels.rowwise.one_pass import OnePassRows
 
-BATCH = 4  # vectors of a thread that are on their way together
+BATCH = 4  # vectors of a thread that are in flight together
 
 
 class WalkedRows:
@@ -30,7 +30,7 @@ class WalkedRows:
         self.function = function
         names = (*function.inputs, *function.outputs)
         vectors = Vectors(variant, names, variant.dims["n"], config.align_vectors)
-        self.tile = WalkedRow(vectors, config, config.cluster, config.parts_per_cta)
+        self.tile = WalkedRow(vectors, config, config.cluster, config.segments_per_cta)
         self.access = VectorAccess(self.tile.v, function.reduction.empty)
         self.sum = function.reduction.across(self.tile, 2)
         self.resident = config.resident
