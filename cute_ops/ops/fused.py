@@ -378,12 +378,12 @@ def sum_workspaces(
     made: dict[str, Array | None] = {}
     vectors, scalars = PARTIALS, 0
     if formula.by_rows:
-        vectors, scalars = formula.rows.parts(problem, FusedRowConfig.of(config))
+        vectors, scalars = formula.rows.partials(problem, FusedRowConfig.of(config))
     for name, shape in outputs.items():
         if SHAPES[shape].kind.rows:
             continue
         n, of_rows = problem.size("n") * (1 + SHAPES[shape].packed), formula.by_rows and shape == ""
-        made[f"{name}_parts"] = Array((scalars,) if of_rows else (vectors, n), "float32")
+        made[f"{name}_partials"] = Array((scalars,) if of_rows else (vectors, n), "float32")
         if shape == "" and not of_rows:
             made[f"{name}_totals"] = Array((n,), "float32")
     return made

@@ -184,7 +184,7 @@ class RowExpression(NamedTuple):
         return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
 
     def _in_registers(self, row: RowProblem, cluster: int = 1) -> FusedRowConfig:
-        part, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
+        span, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
         if self._uneven(row) and not short and cluster == 1:
             return self._unaligned(row)
         wide = cluster > 1 and self.read == 2 and not dear
@@ -192,17 +192,17 @@ class RowExpression(NamedTuple):
         if short:
             share = threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
         elif self.read > 1 and not wide:
-            single = part <= PAIR_THREADS and not self.special and not many
-            share = threads_for(part, 1 if single else 2)
+            single = span <= PAIR_THREADS and not self.special and not many
+            share = threads_for(span, 1 if single else 2)
         elif self.special >= SLOW:
-            share = threads_for(part, SLOW_VECTORS)
+            share = threads_for(span, SLOW_VECTORS)
         elif cluster > 1 or (dear and row.aligned):
-            share = threads_for(part, 4)
+            share = threads_for(span, 4)
         else:
             share = row_threads(row)
         room = max(256 if short else 128, share)
         threads = room // share * share
-        held = -(-part // share) * row.vector_elements
+        held = -(-span // share) * row.vector_elements
         few = self.depth <= 2 and 0 < self.special < SLOW
         keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few and not self.late else 1)
         resident = 1
@@ -211,7 +211,7 @@ class RowExpression(NamedTuple):
             if cluster > 1 and self.read == 1:
                 most = DEAR_CLUSTER_THREADS
             resident = max(most // room, 1)
-        elif many and not (self.special or short) and cluster == 1 and part <= PAIR_THREADS:
+        elif many and not (self.special or short) and cluster == 1 and span <= PAIR_THREADS:
             resident = max(MANY_REDUCED_THREADS // threads, 1)
         elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
             resident = 2
@@ -235,12 +235,12 @@ class RowExpression(NamedTuple):
         """One slot of a cluster's shared memory; None where a row does not fit."""
         vector = VECTOR_BYTES * max(self.read, 1)
         room = row.ring_bytes - RESERVED_BYTES
-        span = min(SMEM_VECTORS, room // (vector * SMEM_PER_THREAD * WARP) * SMEM_PER_THREAD * WARP)
-        cluster = cluster_for(row.touched, span, row.max_cluster)
-        part = -(-row.touched // cluster)
-        threads = threads_for(part, SMEM_PER_THREAD, SMEM_THREADS)
+        most_span = min(SMEM_VECTORS, room // (vector * SMEM_PER_THREAD * WARP) * SMEM_PER_THREAD * WARP)
+        cluster = cluster_for(row.touched, most_span, row.max_cluster)
+        span = -(-row.touched // cluster)
+        threads = threads_for(span, SMEM_PER_THREAD, SMEM_THREADS)
         slot = threads * SMEM_PER_THREAD * vector
-        if part > threads * SMEM_PER_THREAD or slot > room:
+        if span > threads * SMEM_PER_THREAD or slot > room:
             return None
         most = SLOW_SM_THREADS if self.slow else SMEM_SM_THREADS
         resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
@@ -255,24 +255,24 @@ class RowExpression(NamedTuple):
         pair = self.read == 2 and self.sums == 1 and row.aligned and not self.slow
         halved = pair and self.depth and cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
         cluster += halved
-        part = -(-row.touched // cluster)
-        per_thread, sm_threads = step(PERSISTENT, part)
-        alone = pair and part > HALVED_VECTORS
-        if self.read > 2 and self.sums == 1 and row.aligned and cluster == 1 and part >= ALONE_VECTORS:
+        span = -(-row.touched // cluster)
+        per_thread, sm_threads = step(PERSISTENT, span)
+        alone = pair and span > HALVED_VECTORS
+        if self.read > 2 and self.sums == 1 and row.aligned and cluster == 1 and span >= ALONE_VECTORS:
             alone = True
         if self.packed and row.n * row.itemsize % ASYNC_BYTES:
             sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
         elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         per_thread = max(per_thread // max(self.sums, 1), 1)
-        if self.sums == 2 and row.aligned and self.depth and part > SUMS_THREADS:
-            per_thread, sm_threads = min(SUMS_VECTORS, key=partial(_busiest, part)), SUMS_THREADS
+        if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
+            per_thread, sm_threads = min(SUMS_VECTORS, key=partial(_busiest, span)), SUMS_THREADS
         elif alone:
-            per_thread, sm_threads = -(-part // ALONE_THREADS), ALONE_THREADS
-        elif self._streams(part, cluster):
+            per_thread, sm_threads = -(-span // ALONE_THREADS), ALONE_THREADS
+        elif self._streams(span, cluster):
             per_thread, sm_threads = 1, STREAMED_THREADS
-        share = threads_for(part, per_thread, 1024)
-        per_thread = -(-part // share)
+        share = threads_for(span, per_thread, 1024)
+        per_thread = -(-span // share)
         threads = share if cluster > 1 else max(256 // share, 1) * share
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
@@ -285,9 +285,9 @@ class RowExpression(NamedTuple):
             clusters=in_step(clusters, row, row.align_vectors),
         )  # fmt: skip
 
-    def _streams(self, part: int, cluster: int) -> bool:
+    def _streams(self, span: int, cluster: int) -> bool:
         """Whether sums over rows of so many vectors wait for nothing, and two CTAs fit an SM."""
-        fits = STREAMED_VECTORS < part <= STREAMED_THREADS // 2
+        fits = STREAMED_VECTORS < span <= STREAMED_THREADS // 2
         return fits and not (self.depth or self.slow) and self.sums == cluster == 1
 
     def _in_passes(self, problem: Problem, threads: int, align_vectors: int) -> FusedRowConfig:
@@ -305,7 +305,7 @@ class RowExpression(NamedTuple):
             keep=keep, **self.texts._asdict(),
         )  # fmt: skip
 
-    def parts(self, problem: Problem, config: FusedRowConfig) -> tuple[int, int]:
+    def partials(self, problem: Problem, config: FusedRowConfig) -> tuple[int, int]:
         """Partial sums of a row vector, one per cluster, and of a scalar, one per row that clusters hold at a time."""
         rows = max(config.threads // config.threads_per_row, 1) if config.threads_per_row else 1
         groups = -(-max(problem.m, 1) // rows)
@@ -317,9 +317,9 @@ class RowExpression(NamedTuple):
         return clusters, clusters * rows
 
 
-def _busiest(part: int, per_thread: int) -> int:
-    """Vectors of the busiest of an SM's schedulers, where threads of one CTA have so many of a row's part."""
-    return -(-threads_for(part, per_thread) // (SCHEDULERS * WARP)) * per_thread
+def _busiest(span: int, per_thread: int) -> int:
+    """Vectors of the busiest of an SM's schedulers, where threads of one CTA have so many of a row's vectors."""
+    return -(-threads_for(span, per_thread) // (SCHEDULERS * WARP)) * per_thread
 
 
 # After PERIOD rows, rows of any length start at the same place of a cache line again.

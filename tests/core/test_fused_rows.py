@@ -160,7 +160,7 @@ def test_workspaces_stop_growing_with_the_rows() -> None:
 
     assert parts(10**5) == parts(10**4)
     assert {name: array.shape[0] for name, array in parts(20).items() if array} == {
-        "dweight_parts": 2, "dbias_parts": 2, "dfactor_parts": 32
+        "dweight_partials": 2, "dbias_partials": 2, "dfactor_partials": 32
     }  # fmt: skip
 
 

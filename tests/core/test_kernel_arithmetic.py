@@ -185,10 +185,10 @@ def test_neither_spans_nor_calls_change_the_bits_of_a_convolution() -> None:
 
 
 def test_convolutions_of_more_spans_than_fit_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where 32 bits do not count the spans of all sequences, a part of these follows another."""
+    """If 32 bits do not count the spans of all sequences, these are taken batch by batch."""
     with kernel_calls.interpreted():
         kernels = importlib.import_module("cute_ops.kernels.conv.causal_conv1d")
-    monkeypatch.setattr(kernels, "PART", 5)
+    monkeypatch.setattr(kernels, "BATCH_SPANS", 5)
     for rows, s in ((1, 13), (7, 1), (7, 13)):
         call = kernel_calls.made(CONV[0], rows, 64, "bfloat16", "compact", np.random.default_rng(rows), s=s)
         kernel_calls.check(call._replace(tile=ConvConfig(64, 8, 3, 1, 4, 3).flat()))

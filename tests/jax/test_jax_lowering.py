@@ -77,8 +77,8 @@ def test_workspaces_are_results_that_nobody_reads(fake_kernels: Any) -> None:
     text = cuda_text(jax.grad(lambda x, w: jnp.sum(cute_ops_jax.rmsnorm(x, w)), (0, 1)), many, weight)
     (call,) = [line for line in custom_calls(text) if "rmsnorm_bwd" in line]
     variant = next(v for v in fake_kernels.variants if v.op == "rmsnorm_bwd")
-    scratch = [name for name, key in variant.tensors.items() if key and name.endswith("_parts")]
-    assert scratch == ["dweight_parts"]
+    scratch = [name for name, key in variant.tensors.items() if key and name.endswith("_partials")]
+    assert scratch == ["dweight_partials"]
     results = re.search(r"%(\d+):3 = ", call)
     assert results, call
     assert f"%{results[1]}#0" in text

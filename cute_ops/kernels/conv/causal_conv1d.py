@@ -23,28 +23,28 @@ from cute_ops.kernels.lib.copy import (
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 
-PART = 2**30  # spans
+BATCH_SPANS = 2**30  # spans
 
 
 class Cuts(NamedTuple):
-    """How sequences are cut into spans. A part is some whole sequences, so many that 32 bits count their spans: a
+    """How sequences are cut into spans. A batch is some whole sequences, so few that 32 bits count their spans: a
     64-bit division is a call, around which a kernel spills registers.
 
     Attributes:
         span: rows of a span.
         each: spans of a sequence.
-        part: sequences of a part.
-        spans: those of a part.
+        batch: sequences of a batch.
+        spans: those of a batch.
         sequences: all of them.
-        parts: how many there are.
+        batches: how many there are.
     """
 
     span: Int32
     each: Int32
-    part: Int32
+    batch: Int32
     spans: Int32
     sequences: Int64
-    parts: Int32
+    batches: Int32
 
 
 class Shares(NamedTuple):
@@ -78,7 +78,7 @@ class CausalConv1d(Walk):
         cuts = self.cuts(mX)
         groups = (Int64(cuts.spans) + (self.depth - 1)) // self.depth
         self.kernel(mX, mWeight, mBias, mInitial, mOut, mFinal, cuts).launch(
-            grid=[Int32(groups * self.blocks(mX)), 1, cuts.parts],
+            grid=[Int32(groups * self.blocks(mX)), 1, cuts.batches],
             block=[self.lanes, self.depth, 1],
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=self.carveout,
@@ -95,9 +95,9 @@ class CausalConv1d(Walk):
         each = cutlass.max(walkers * rounds // sequences, 1)
         span = (seqlen + (each - 1)) // each
         each = (seqlen + (span - 1)) // span
-        part = cutlass.min(cutlass.max(PART // each, 1), sequences)
-        parts = (sequences + (part - 1)) // part
-        return Cuts(Int32(span), Int32(each), Int32(part), Int32(part * each), sequences, Int32(parts))
+        batch = cutlass.min(cutlass.max(BATCH_SPANS // each, 1), sequences)
+        batches = (sequences + (batch - 1)) // batch
+        return Cuts(Int32(span), Int32(each), Int32(batch), Int32(batch * each), sequences, Int32(batches))
 
     @cute.kernel
     def kernel(self, mX, mWeight, mBias, mInitial, mOut, mFinal, cuts):
@@ -150,11 +150,11 @@ class CausalConv1d(Walk):
             rOut = narrow(rOut.load(), rX.element_type, self.vec)
             store_if(before(first + u, end), rOut, rows["out"].address(first, u), True)
 
-    def bounds(self, mX, cuts, part, index):
-        """(sequence, first row, row after the last) of a part's span."""
+    def bounds(self, mX, cuts, batch, index):
+        """(sequence, first row, row after the last) of a batch's span."""
         sequence = index // cuts.each
         start = (index - sequence * cuts.each) * cuts.span
-        return Int64(part) * cuts.part + sequence, start, cutlass.min(start + cuts.span, self.seqlen(mX))
+        return Int64(batch) * cuts.batch + sequence, start, cutlass.min(start + cuts.span, self.seqlen(mX))
 
     def _store_final(self, rX, rows, end):
         for i in range(self.taps):
@@ -182,17 +182,17 @@ class CausalConv1dBackward(Walk):
 
     @cute.jit
     def __call__(
-        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDweight, mDbias, mDinitial, mWeightParts, mBiasParts,
-        stream,
+        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDweight, mDbias, mDinitial, mWeightPartials,
+        mBiasPartials, stream,
     ):  # fmt: skip
-        groups = Int32(mWeightParts.shape[0])
+        groups = Int32(mWeightPartials.shape[0])
         walkers = Int64(groups) * self.depth
         rows = Int64(self.seqlen(mX)) + self.ahead
         total = row_count(mX) // self.seqlen(mX) * rows
         share = (total + (walkers - 1)) // walkers
         shares = Shares(total, Int32(share), Int32((share - 1) // rows) + 2)
         self.kernel(
-            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, shares
+            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightPartials, mBiasPartials, shares
         ).launch(
             grid=[groups * Int32(self.blocks(mX)), 1, 1],
             block=[self.lanes, self.depth, 1],
@@ -201,11 +201,13 @@ class CausalConv1dBackward(Walk):
             stream=stream,
             use_pdl=self.pdl,
         )
-        columns = cute.make_tensor(mDweight.iterator, cute.make_layout(mWeightParts.shape[1]))
-        self.column_sum((mWeightParts, mBiasParts), (columns, mDbias), stream)
+        columns = cute.make_tensor(mDweight.iterator, cute.make_layout(mWeightPartials.shape[1]))
+        self.column_sum((mWeightPartials, mBiasPartials), (columns, mDbias), stream)
 
     @cute.kernel
-    def kernel(self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, shares):
+    def kernel(
+        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightPartials, mBiasPartials, shares
+    ):
         smem = cutlass.utils.SmemAllocator()
         ring = self.ring(smem, mX)
         group, channel, level, inside = self.place(mX)
@@ -235,12 +237,12 @@ class CausalConv1dBackward(Walk):
         let_next_start(self.pdl)
         # A thread's place in its CTA, from its channel: otherwise its index is in a register all the time.
         start, channel = self.ctas_place(mX)[1], compiler_barrier_value(channel)
-        for mParts, rSums in ((mWeightParts, rDweight), (mBiasParts, [rDbias])):
-            if const_expr(mParts is not None):
+        for mPartials, rSums in ((mWeightPartials, rDweight), (mBiasPartials, [rDbias])):
+            if const_expr(mPartials is not None):
                 if const_expr(self.depth == 1):
-                    self._store_sums(mParts, rSums, group, channel)
+                    self._store_sums(mPartials, rSums, group, channel)
                 else:
-                    self._add_levels(smem, mParts, rSums, group, start, channel - start, level)
+                    self._add_levels(smem, mPartials, rSums, group, start, channel - start, level)
 
     def _fetch_ahead(self, mX, mWeight, mDout, mBias, there, channel, sequence, start):
         """Have L2 fetch what a thread needs at first, before the kernel before this one ends."""
@@ -254,20 +256,20 @@ class CausalConv1dBackward(Walk):
                 fetch_ahead(row_address(mParameter, self.keys[name], Int64(channel), width), there)
 
     @cute.jit
-    def _store_sums(self, mParts, rSums: cutlass.Constexpr, group: Int32, channel: Int32):
+    def _store_sums(self, mPartials, rSums: cutlass.Constexpr, group: Int32, channel: Int32):
         """Write a thread's sums, ``len(rSums)`` for each of its channels, to its CTA's row of the workspace."""
         each, count = len(rSums), self.vec * len(rSums)
         rRow, vec = fragment(Float32, count), math.gcd(count, 4)
         for i in cutlass.range_constexpr(count):
             rRow[i] = rSums[i % each][i // each]
-        if channel * each < mParts.shape[1]:
-            start = mParts.iterator.toint() + (Int64(group) * mParts.shape[1] + channel * each) * 4
+        if channel * each < mPartials.shape[1]:
+            start = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + channel * each) * 4
             for i in cutlass.range_constexpr(0, count, vec):
                 store(cute.make_tensor(rRow.iterator + i, cute.make_layout(vec)), start + 4 * i)
 
     @cute.jit
     def _add_levels(
-        self, smem: cutlass.Constexpr, mParts, rSums: cutlass.Constexpr, group: Int32, start: Int32, place: Int32,
+        self, smem: cutlass.Constexpr, mPartials, rSums: cutlass.Constexpr, group: Int32, start: Int32, place: Int32,
         level: Int32,
     ):  # fmt: skip
         """As :meth:`_store_sums`, for CTAs in which several threads have the same channels."""
@@ -278,12 +280,12 @@ class CausalConv1dBackward(Walk):
             for j in cutlass.range_constexpr(each):
                 sSum[(place + c) * each + j, level] = rSums[j][c]
         cute.arch.barrier()
-        count = cutlass.min(row * each, Int32(mParts.shape[1]) - start * each)
+        count = cutlass.min(row * each, Int32(mPartials.shape[1]) - start * each)
         for column in cutlass.range(level * self.lanes + place // self.vec, count, self.threads, unroll=1):
             total = Float32(0.0)
             for d in cutlass.range_constexpr(self.depth):
                 total = total + sSum[column, d]
-            mParts[group, start * each + column] = total
+            mPartials[group, start * each + column] = total
 
     @cute.jit
     def _walk(

@@ -30,7 +30,7 @@ class ConvConfig(KernelConfig):
     span: int = 0
 
     def lanes(self, vectors: int | None) -> int:
-        """Vectors of a row that a CTA takes, side by side: whole warps where it takes a part of the row, so that it
+        """Vectors of a row that a CTA takes, side by side: whole warps if it takes a share of the row, so that it
         begins on a whole sector of memory. Fewer warps than allowed where that leaves fewer of them idle.
         """
         if vectors is None:

@@ -17,7 +17,7 @@ from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, w
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
-from cute_ops.kernels.rowwise.pointwise import Part, number_address
+from cute_ops.kernels.rowwise.pointwise import Piece, number_address
 
 VEC = 8  # columns of a thread: half of the smallest group, a 16th of the largest
 MOST_HELD = 4  # vectors of each tile, and of sums over rows, that a thread has in registers at once
@@ -50,32 +50,32 @@ class RowsOfGroups(RowsInPasses):
         self.emit = GroupEmitter(config.expression, self.emit.device)
         self.tile.v = ThreadColumns(VEC if sizes(expression) else math.gcd(VEC, self.n or 1))
         self.tile.vec = self.tile.v.vec
-        self.tile_part = next(
-            Part(name, 0, 1 + operand.packed)
+        self.tile_piece = next(
+            Piece(name, 0, 1 + operand.packed)
             for name, operand in zip(config.reads.split(), expression.operands)
-            if all(operand.kind[:2]) and not self._period(Part(name, 0, 1 + operand.packed))
+            if all(operand.kind[:2]) and not self._period(Piece(name, 0, 1 + operand.packed))
         )
         # Steps from one end of a row to the other if a thread holds its columns of all of them, else 0.
         steps = -(-self.n // (self.tile.threads * self.tile.vec)) if self.n is not None else 0
         self.steps = steps if steps * max(len(self.outputs["r"]), 1) <= MOST_HELD else 0
 
-    def _period(self, part):
+    def _period(self, piece):
         """ThreadColumns after which a tile repeats itself, 0 where it has whole rows."""
-        columns = self.variant.tensors[part.name].shape[-1]
-        whole = None if self.n is None else self.n * part.count
+        columns = self.variant.tensors[piece.name].shape[-1]
+        whole = None if self.n is None else self.n * piece.count
         return 0 if columns == whole else columns
 
-    def rows(self, tensors, parts, row, n):
+    def rows(self, tensors, pieces, row, n):
         """A tensor that repeats itself along the columns may also do so along the leading dims."""
         found = []
-        for i, part in parts:
-            at = row % row_count(tensors[part.name]) if self._period(part) else row
-            found += super().rows(tensors, [(i, part)], at, n)
+        for i, piece in pieces:
+            at = row % row_count(tensors[piece.name]) if self._period(piece) else row
+            found += super().rows(tensors, [(i, piece)], at, n)
         return found
 
-    def number_address(self, tensors, part, row):
-        mX = tensors[part.name]
-        return number_address(mX, self.variant.tensors[part.name], row) if part.rows else mX.iterator.toint()
+    def number_address(self, tensors, piece, row):
+        mX = tensors[piece.name]
+        return number_address(mX, self.variant.tensors[piece.name], row) if piece.rows else mX.iterator.toint()
 
     @cute.kernel
     def kernel(self, arguments):
@@ -108,11 +108,11 @@ class RowsOfGroups(RowsInPasses):
                 self._outputs(walk, values, Int32(group), tidx)
         for k, held in enumerate(sums):
             first = self._first(k, tidx)
-            for rSum, (_, part) in zip(held, self.outputs["r"]):
-                place = self._place(tensors[self.parts_of(part)], part, Int32(group), n) + Int64(first) * 4
+            for rSum, (_, piece) in zip(held, self.outputs["r"]):
+                place = self._place(tensors[self.partials_of(piece)], piece, Int32(group), n) + Int64(first) * 4
                 store_if(first < n, rSum, place)
-        for rSum, (_, part) in zip(scalars, self.outputs["s"]):
-            store_if(tidx == 0, rSum, tensors[self.parts_of(part)].iterator.toint() + Int64(group) * 4)
+        for rSum, (_, piece) in zip(scalars, self.outputs["s"]):
+            store_if(tidx == 0, rSum, tensors[self.partials_of(piece)].iterator.toint() + Int64(group) * 4)
         if const_expr(len(self.sums) > 0):
             let_next_start(self.pdl)
 
@@ -144,25 +144,25 @@ class RowsOfGroups(RowsInPasses):
 
     def _emit(self, walk, values, group, first):
         found = self._stored(walk, values, self._elements(walk, first), first)
-        for rX, (_, part) in zip(found, self.outputs["r"]):
-            self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
+        for rX, (_, piece) in zip(found, self.outputs["r"]):
+            self._add_to(walk.tensors[self.partials_of(piece)], piece, rX, group, first, walk.n)
 
     def _stored(self, walk, values, elements, first):
         """Store a thread's columns of the tiles; return the terms of sums over rows."""
         tiles, sums = self.outputs["t"], self.outputs["r"]
         vectors = self.computed(values, [*tiles, *sums], elements, self.tile.vec)
-        for rOut, (_, part), target in zip(vectors, tiles, walk.targets):
-            rX = narrow(rOut.load(), walk.tensors[part.name].element_type, self.tile.vec)
-            for j, piece in self._pieces(rX, part):
-                store_if(first < walk.n, piece, target.at(first + j))
+        for rOut, (_, piece), target in zip(vectors, tiles, walk.targets):
+            rX = narrow(rOut.load(), walk.tensors[piece.name].element_type, self.tile.vec)
+            for j, access in self._accesses(rX, piece):
+                store_if(first < walk.n, access, target.at(first + j))
         return vectors[len(tiles) :]
 
     @cute.jit
     def _add_to(
-        self, mParts: cute.Tensor, part: cutlass.Constexpr, rX: cute.Tensor, group: Int32, first: Int32, n: Int32
+        self, mPartials: cute.Tensor, piece: cutlass.Constexpr, rX: cute.Tensor, group: Int32, first: Int32, n: Int32
     ):  # fmt: skip
         if first < n:
-            rSum, address = fragment(Float32, self.tile.vec), self._place(mParts, part, group, n) + Int64(first) * 4
+            rSum, address = fragment(Float32, self.tile.vec), self._place(mPartials, piece, group, n) + Int64(first) * 4
             load(rSum, address)
             rSum.store(rSum.load() + rX.load())
             store(rSum, address)
@@ -170,26 +170,26 @@ class RowsOfGroups(RowsInPasses):
     def _elements(self, walk, first):
         """A thread's elements of operands with columns, and its columns' numbers, by node."""
         at = cutlass.min(first, walk.n - self.tile.vec)
-        held = [(i, part, source) for (i, part), source in zip(self.tiles, walk.sources)]
-        for i, part in self.vectors:
-            mW = self.column(walk.tensors, part, walk.n)
-            held.append((i, part, Row(mW.element_type, mW.iterator.toint())))
-        found = {i: self._loaded(source, part, at) for i, part, source in held}
+        held = [(i, piece, source) for (i, piece), source in zip(self.tiles, walk.sources)]
+        for i, piece in self.vectors:
+            mW = self.column(walk.tensors, piece, walk.n)
+            held.append((i, piece, Row(mW.element_type, mW.iterator.toint())))
+        found = {i: self._loaded(source, piece, at) for i, piece, source in held}
         places = [Float32(at + j) for j in range(self.tile.vec)]
         return found | {i: places for i, node in enumerate(self.emit.expression.nodes) if node.word == "column"}
 
-    def _loaded(self, source, part, first):
-        rX, period = fragment(source.element_type, self.tile.vec), self._period(part) if part.tile else 0
-        for j, piece in self._pieces(rX, part):
+    def _loaded(self, source, piece, first):
+        rX, period = fragment(source.element_type, self.tile.vec), self._period(piece) if piece.tile else 0
+        for j, access in self._accesses(rX, piece):
             column = (first + j) % period if period else first + j
-            load(piece, source.at(column))
+            load(access, source.at(column))
         wide = widen(rX)
         return [wide[j] for j in range(self.tile.vec)]
 
-    def _pieces(self, rX, part):
-        """A thread's vector of a part in pieces of one access each: (start, piece)."""
-        key, period = self.keys[part], self._period(part) if part.tile else 0
-        align = min(key.align, key.row_align) if part.rows else key.align
+    def _accesses(self, rX, piece):
+        """A thread's vector of a piece access by access: (start, access)."""
+        key, period = self.keys[piece], self._period(piece) if piece.tile else 0
+        align = min(key.align, key.row_align) if piece.rows else key.align
         count = math.gcd(self.tile.vec, max(align // ITEMSIZE[key.dtype], 1), period)
         layout = cute.make_layout(count)
         return [(j, cute.make_tensor(rX.iterator + j, layout)) for j in range(0, self.tile.vec, count)]

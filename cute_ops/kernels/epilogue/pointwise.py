@@ -13,7 +13,7 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import gmem_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
-from cute_ops.kernels.rowwise.pointwise import Part, Pointwise, number_address
+from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address
 
 WARP = 32
 
@@ -22,8 +22,8 @@ class FusedPointwise:
     """Computes the expression that its config names, its tiles by :class:`Pointwise`.
 
     Vectors and scalars among the outputs are sums of its values in fp32, in a fixed order. Kernels read the inputs
-    again for them: :class:`RowSums` gives column vectors, :class:`ColumnParts` parts of the sums over rows in the
-    workspace ``dbias_parts``, which :class:`ColumnSum` adds up: to the row vector ``dbias``, or for a scalar to the
+    again for them: :class:`RowSums` gives column vectors, :class:`ColumnPartials` partial sums over rows in the
+    workspace ``dbias_partials``, which :class:`ColumnSum` adds up: to the row vector ``dbias``, or for a scalar to the
     workspace ``dfactor_totals``, whose elements :class:`RowSums` adds up.
     """
 
@@ -35,21 +35,21 @@ class FusedPointwise:
         self.inputs, whole = [], []
         for i, (name, operand) in enumerate(zip(config.reads.split(), self.emit.expression.operands)):
             count, kind = 1 + operand.packed, operand.kind
-            parts = [Part(name, half, count, kind.rows, kind.columns) for half in range(count)]
-            whole += [part for part in parts if part.tile]
+            pieces = [Piece(name, half, count, kind.rows, kind.columns) for half in range(count)]
+            whole += [piece for piece in pieces if piece.tile]
             if i in self.read:
-                self.inputs += parts
+                self.inputs += pieces
         words = [word.partition("[") for word in config.writes.split()]
-        parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
+        pieces = [Piece(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
         # Outputs by kind, each with its index among the expression's outputs.
-        self.kinds = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
-        tiles = [part for _, part in self.kinds["t"]]
+        self.kinds = {kind: [(i, pieces[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+        tiles = [piece for _, piece in self.kinds["t"]]
         # A tile, whose shape gives the numbers of rows and columns.
         self.whole = (tiles or whole)[0]
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.kinds["t"]), config) if tiles else None
 
     def _only(self, outputs):
-        """A function from an element of each part to elements of these outputs."""
+        """A function from an element of each piece to elements of these outputs."""
 
         def compute(*elements):
             given = iter(elements)
@@ -65,8 +65,8 @@ class FusedPointwise:
     @cute.jit
     def __call__(self, *arguments):
         tensors, stream = dict(zip(self.names, arguments)), arguments[-1]
-        inputs = tuple([tensors[part.name] for part in self.inputs])
-        tiles = tuple([tensors[part.name] for _, part in self.kinds["t"]])
+        inputs = tuple([tensors[piece.name] for piece in self.inputs])
+        tiles = tuple([tensors[piece.name] for _, piece in self.kinds["t"]])
         if const_expr(self.tiles is not None):
             self.tiles(inputs, tiles, stream)
         mX = tensors[self.whole.name]
@@ -75,17 +75,17 @@ class FusedPointwise:
             terms = Terms(self.variant, self.inputs, self._only([output]))
             RowSums(self.variant.arch, terms)(inputs, tensors[output[1].name], rows, n, stream)
         for output in [*self.kinds["r"], *self.kinds["s"]]:
-            part = output[1]
+            piece = output[1]
             terms = Terms(self.variant, self.inputs, self._only([output]))
-            mParts = tensors[f"{part.name}_parts"]
-            ColumnParts(self.variant.arch, terms, part.index)(inputs, mParts, rows, n, stream)
-            if const_expr(part.index + 1 == part.count):
-                mTotals = tensors.get(f"{part.name}_totals", tensors[part.name])
-                ColumnSum(self.n, self.variant.arch)((mParts,), (mTotals,), stream)
-        for _, part in self.kinds["s"]:
-            mTotals = tensors[f"{part.name}_totals"]
-            terms = Terms(self.variant, (Part(f"{part.name}_totals", rows=False),), lambda x: (x,))
-            RowSums(self.variant.arch, terms)((mTotals,), tensors[part.name], Int64(1), n, stream)
+            mPartials = tensors[f"{piece.name}_partials"]
+            ColumnPartials(self.variant.arch, terms, piece.index)(inputs, mPartials, rows, n, stream)
+            if const_expr(piece.index + 1 == piece.count):
+                mTotals = tensors.get(f"{piece.name}_totals", tensors[piece.name])
+                ColumnSum(self.n, self.variant.arch)((mPartials,), (mTotals,), stream)
+        for _, piece in self.kinds["s"]:
+            mTotals = tensors[f"{piece.name}_totals"]
+            terms = Terms(self.variant, (Piece(f"{piece.name}_totals", rows=False),), lambda x: (x,))
+            RowSums(self.variant.arch, terms)((mTotals,), tensors[piece.name], Int64(1), n, stream)
 
 
 class Terms:
@@ -96,14 +96,14 @@ class Terms:
 
     def __call__(self, inputs, row, column, n):
         elements = []
-        for mX, part in zip(inputs, self.inputs):
-            address, key = mX.iterator.toint(), self.keys[part.name]
-            if part.rows and not part.columns:
+        for mX, piece in zip(inputs, self.inputs):
+            address, key = mX.iterator.toint(), self.keys[piece.name]
+            if piece.rows and not piece.columns:
                 address = number_address(mX, key, row)
-            elif part.rows:
+            elif piece.rows:
                 address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1])
-            if part.columns:
-                address = address + (Int64(column) + part.index * n) * (mX.element_type.width // 8)
+            if piece.columns:
+                address = address + (Int64(column) + piece.index * n) * (mX.element_type.width // 8)
             elements.append(gmem_elements(mX.element_type, address, 1)[0].to(Float32))
         return self.compute(*elements)[0]
 
@@ -146,10 +146,10 @@ class RowSums:
                 gmem_elements(mOut.element_type, target, 1)[0] = total.to(mOut.element_type)
 
 
-class ColumnParts:
-    """``parts[p, c]``: the sum of ``terms[r, c]`` over the rows ``p, p + parts, ...``, in fp32.
+class ColumnPartials:
+    """``partials[p, c]``: the sum of ``terms[r, c]`` over the rows ``p, p + partials, ...``, in fp32.
 
-    Tile: a CTA of 128 threads takes as many columns of a part. No shared memory. Bytes moved: every input once.
+    Tile: a CTA of 128 threads takes as many columns of a piece. No shared memory. Bytes moved: every input once.
     """
 
     threads = 128
@@ -158,23 +158,23 @@ class ColumnParts:
         self.terms, self.half, self.pdl = terms, half, can_use_pdl(arch)
 
     @cute.jit
-    def __call__(self, inputs, mParts, rows, n, stream):
-        self.kernel(inputs, mParts, rows, n).launch(
-            grid=[Int32((n + (self.threads - 1)) // self.threads), Int32(mParts.shape[0]), 1],
+    def __call__(self, inputs, mPartials, rows, n, stream):
+        self.kernel(inputs, mPartials, rows, n).launch(
+            grid=[Int32((n + (self.threads - 1)) // self.threads), Int32(mPartials.shape[0]), 1],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
         )
 
     @cute.kernel
-    def kernel(self, inputs, mParts, rows: Int64, n: Int64):
+    def kernel(self, inputs, mPartials, rows: Int64, n: Int64):
         tidx, _, _ = cute.arch.thread_idx()
-        bidx, part, _ = cute.arch.block_idx()
+        bidx, partial, _ = cute.arch.block_idx()
         column = bidx * self.threads + tidx
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         if column < Int32(n):
             total = Float32(0.0)
-            for row in cutlass.range(part, Int32(rows), Int32(mParts.shape[0]), unroll=4):
+            for row in cutlass.range(partial, Int32(rows), Int32(mPartials.shape[0]), unroll=4):
                 total = total + self.terms(inputs, Int64(row), column, n)
-            mParts[part, Int32(self.half * n) + column] = total
+            mPartials[partial, Int32(self.half * n) + column] = total

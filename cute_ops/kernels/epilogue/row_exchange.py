@@ -42,15 +42,15 @@ class RowExchange(RowSum):
         )
 
     def _combine(self, sSum, stage, lane, row):
-        few = self.parts <= 8
+        few = self.partials <= 8
         found = [Float32(neutral) for neutral in self.neutral]
-        for p in range(0, self.parts, 1 if few else WARP):
-            place, inside = (Int32(p), True) if few else (p + lane, p + WARP <= self.parts)
+        for p in range(0, self.partials, 1 if few else WARP):
+            place, inside = (Int32(p), True) if few else (p + lane, p + WARP <= self.partials)
             if not few and not inside:
-                place = cutlass.min(place, self.parts - 1)
+                place = cutlass.min(place, self.partials - 1)
             for i, combine in enumerate(self.combine):
                 value = sSum[i, place, row, stage]
                 if not inside:
-                    value = cutlass.select_(p + lane < self.parts, value, Float32(self.neutral[i]))
+                    value = cutlass.select_(p + lane < self.partials, value, Float32(self.neutral[i]))
                 found[i] = combine(found[i], value)
         return tuple(found) if few else self._across_lanes(found, WARP)

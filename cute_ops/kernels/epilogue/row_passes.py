@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.row_exchange import exchanges
-from cute_ops.kernels.epilogue.row_parts import RowParts, Shown
+from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown
 from cute_ops.kernels.lib.column_params import column_elements
 from cute_ops.kernels.lib.copy import (
     fragment,
@@ -20,7 +20,7 @@ from cute_ops.kernels.lib.row_copy import VectorAccess
 from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, readable
 
 
-class RowsInPasses(RowParts):
+class RowsInPasses(RowPieces):
     """Walks a row once for each stage of its reductions and once more for its outputs.
 
     Tile: a CTA takes a row; vector ``i`` of thread ``t`` is ``i * threads + t``. With gradients of row vectors a CTA
@@ -43,7 +43,7 @@ class RowsInPasses(RowParts):
         tensors = self.named(arguments)
         groups = cutlass.min(self.shape(tensors)[0], Int64(MAX_GRID))
         if const_expr(len(self.sums) > 0):
-            groups = tensors[self.parts_of(self.sums[0][1])].shape[0]
+            groups = tensors[self.partials_of(self.sums[0][1])].shape[0]
         self.kernel(arguments).launch(
             grid=[Int32(groups), 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
         )
@@ -81,14 +81,14 @@ class RowsInPasses(RowParts):
                 rSum[0] = rSum[0] + values.number(place)
             self._outputs(walk, values, Int32(group), tidx)
         if tidx == 0:
-            for rSum, (_, part) in zip(scalars, self.outputs["s"]):
-                store(rSum, tensors[self.parts_of(part)].iterator.toint() + Int64(group) * 4)
+            for rSum, (_, piece) in zip(scalars, self.outputs["s"]):
+                store(rSum, tensors[self.partials_of(piece)].iterator.toint() + Int64(group) * 4)
         if const_expr(len(self.sums) > 0):
             let_next_start(self.pdl)
 
     @cute.jit
     def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
-        """One walk over a row: a thread's part of a stage's reductions."""
+        """One walk over a row: a thread's share of a stage's reductions."""
         totals = self.nothing(stage)
         for v in cutlass.range(tidx, walk.vectors, self.tile.threads, unroll=2):
             totals = self._with(totals, walk, values, stage, v * self.tile.vec - walk.shift)
@@ -108,36 +108,36 @@ class RowsInPasses(RowParts):
         outputs = [*self.outputs["t"], *self.outputs["r"]]
         vectors = self.computed(values, outputs, walk.elements(first), self.tile.vec)
         self.store_inside(vectors, walk.targets, self.tile.v, first, walk.n)
-        for rX, (_, part) in zip(vectors[len(self.outputs["t"]) :], self.outputs["r"]):
-            self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
+        for rX, (_, piece) in zip(vectors[len(self.outputs["t"]) :], self.outputs["r"]):
+            self._add_to(walk.tensors[self.partials_of(piece)], piece, rX, group, first, walk.n)
 
     @cute.jit
     def _clear(self, tensors: cutlass.Constexpr, group: Int32, vectors: Int32, shift: Int32, n: Int32):
         """Set this thread's columns of the CTA's rows of the workspaces to 0."""
-        for _, part in self.outputs["r"]:
+        for _, piece in self.outputs["r"]:
             for v in cutlass.range(cute.arch.thread_idx()[0], vectors, self.tile.threads, unroll=1):
                 rZero = fragment(Float32, self.tile.vec)
                 rZero.fill(0.0)
                 first = v * self.tile.vec - shift
-                address = self._place(tensors[self.parts_of(part)], part, group, n) + Int64(first) * 4
+                address = self._place(tensors[self.partials_of(piece)], piece, group, n) + Int64(first) * 4
                 store_elements(rZero, address, first, n)
 
-    def _place(self, mParts, part, group, n):
-        return mParts.iterator.toint() + (Int64(group) * Int64(mParts.shape[1]) + Int64(part.index * n)) * 4
+    def _place(self, mPartials, piece, group, n):
+        return mPartials.iterator.toint() + (Int64(group) * Int64(mPartials.shape[1]) + Int64(piece.index * n)) * 4
 
     @cute.jit
     def _add_to(
-        self, mParts: cute.Tensor, part: cutlass.Constexpr, rX: cute.Tensor, group: Int32, first: Int32, n: Int32
+        self, mPartials: cute.Tensor, piece: cutlass.Constexpr, rX: cute.Tensor, group: Int32, first: Int32, n: Int32
     ):  # fmt: skip
         """Add a vector to the CTA's row of a workspace."""
-        gSum = gmem_elements(Float32, self._place(mParts, part, group, n) + Int64(first) * 4, self.tile.vec)
+        gSum = gmem_elements(Float32, self._place(mPartials, piece, group, n) + Int64(first) * 4, self.tile.vec)
         for j in cutlass.range_constexpr(self.tile.vec):
             if first + j >= 0 and first + j < n:
                 gSum[j] = gSum[j] + rX[j]
 
 
 class RowPass:
-    """One walk over a row: the row, and where its parts are."""
+    """One walk over a row: the row, and where its pieces are."""
 
     def __init__(self, rows, tensors, row, n, long_n, count):
         v = rows.tile.v
@@ -154,9 +154,9 @@ class RowPass:
         held = [
             (i, widen(access.load(gRow, first, self.readable))) for (i, _), gRow in zip(self.rows.tiles, self.sources)
         ]
-        for i, part in self.rows.vectors:
+        for i, piece in self.rows.vectors:
             rW = column_elements(
-                self.rows.column(self.tensors, part, self.n), self.rows.keys[part], self.rows.tile.v, first, self.n
+                self.rows.column(self.tensors, piece, self.n), self.rows.keys[piece], self.rows.tile.v, first, self.n
             )
             held.append((i, widen(rW)))
         return lambda j: {i: vector[j] for i, vector in held}

@@ -6,7 +6,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL, exchanges
-from cute_ops.kernels.epilogue.row_parts import RowParts, Shown, combined
+from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown, combined
 from cute_ops.kernels.lib.column_params import column_elements, column_vectors
 from cute_ops.kernels.lib.copy import (
     AHEAD,
@@ -30,7 +30,7 @@ from cute_ops.kernels.lib.smem_ring import RowRing
 BATCH = 4
 
 
-class HeldRows(RowParts):
+class HeldRows(RowPieces):
     """What the two forms have in common: a thread's vectors of a row, from stage to stage.
 
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
@@ -63,7 +63,7 @@ class HeldRows(RowParts):
             self.exchanges[0].ready()
 
     def _columns(self, tensors, first, vectors):
-        """Row vectors at this thread's columns, with their nodes and parts."""
+        """Row vectors at this thread's columns, with their nodes and pieces."""
         return [
             (each, column_vectors(self.column(tensors, each[1], self.n), self.keys[each[1]], self.tile, first))
             for each in vectors
@@ -71,13 +71,13 @@ class HeldRows(RowParts):
 
     def _reduced(self, values, totals, step, sSum, mbar, *, last=False):
         """Compute the stages of a row that its columns wait for or, ``last``, the others; ``totals(s)`` is this
-        thread's part of stage ``s``.
+        thread's share of stage ``s``.
         """
         for s in range(self.awaited, len(self.emit.words)) if last else range(self.awaited):
             values.reduced(s, self.exchanges[s](totals(s), sSum, mbar, step * len(self.emit.words) + s))
 
     def _totals(self, values, stage, read, columns, first):
-        """A thread's part of a stage's reductions; ``read(k)`` gives the k-th vectors."""
+        """A thread's share of a stage's reductions; ``read(k)`` gives the k-th vectors."""
         totals = self.nothing(stage)
         for k in range(self.tile.per_thread):
             totals = self._more(totals, values, stage, self._elements(read, columns, k), first[k], k)
@@ -125,13 +125,13 @@ class RowsInRegisters(HeldRows):
     def _vectors(self, shown):
         """The vectors of all tiles or, if these are wider, of those that are not packed; then halves lie apart."""
         self.apart, vectors = set(), super()._vectors(shown)
-        whole = [self.keys[part].name for _, part in (*self.tiles, *self.outputs["t"]) if part.count == 1]
-        if not whole or any(part.count > 1 for _, part in self.outputs["t"]):
+        whole = [self.keys[piece].name for _, piece in (*self.tiles, *self.outputs["t"]) if piece.count == 1]
+        if not whole or any(piece.count > 1 for _, piece in self.outputs["t"]):
             return vectors
         wider = Vectors(shown, whole, self.n, self.config.align_vectors)
         if wider.vec == vectors.vec:
             return vectors
-        self.apart = {part for _, part in self.tiles if part.count > 1}
+        self.apart = {piece for _, piece in self.tiles if piece.count > 1}
         return wider
 
     @cute.jit
@@ -183,7 +183,7 @@ class RowsInRegisters(HeldRows):
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
 
     def _store(self, tensors, values, read, columns, place):
-        """Store a row's columns. Returns this thread's part of the next stage, which the same registers serve."""
+        """Store a row's columns. Returns this thread's share of the next stage, which the same registers serve."""
         targets = self.rows(tensors, self.outputs["t"], place.row, self.n)
         last = self.awaited < len(self.emit.words)
         totals = self.nothing(self.awaited) if last else ()
@@ -197,19 +197,19 @@ class RowsInRegisters(HeldRows):
 
     def _load(self, tensors, place):
         """This thread's vectors of each tile, all on their way together."""
-        rows = dict(zip([part for _, part in self.tiles], self.rows(tensors, self.tiles, place.row, self.n)))
-        pairs = {part: self._load_pairs(rows[part], part, place) for part in rows if part in self.apart}
-        others = [part for part in rows if part not in pairs]
-        loaded = dict(zip(others, self.access.load([rows[part] for part in others], place, place.valid)))
-        return [settle_all(*pairs[part]) if part in pairs else loaded[part] for part in rows]
+        rows = dict(zip([piece for _, piece in self.tiles], self.rows(tensors, self.tiles, place.row, self.n)))
+        pairs = {piece: self._load_pairs(rows[piece], piece, place) for piece in rows if piece in self.apart}
+        others = [piece for piece in rows if piece not in pairs]
+        loaded = dict(zip(others, self.access.load([rows[piece] for piece in others], place, place.valid)))
+        return [settle_all(*pairs[piece]) if piece in pairs else loaded[piece] for piece in rows]
 
-    def _load_pairs(self, gRow, part, place):
+    def _load_pairs(self, gRow, piece, place):
         """The pairs that hold this thread's vectors of a half, and how many bytes past their beginning these begin."""
         vec, itemsize, base = self.tile.vec, gRow.element_type.width // 8, gRow.address
         past = bytes_past(base + Int64(place.first[0]) * itemsize, gRow.element_type, vec)
         end, bound, tail = cutlass.select_(place.valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
-        if part.index + 1 == part.count:  # behind it lies no other half
-            flat = self.variant.tensors[part.name].layout == "flat"
+        if piece.index + 1 == piece.count:  # behind it lies no other half
+            flat = self.variant.tensors[piece.name].layout == "flat"
             tail = place.row + 1 >= place.count if flat else Boolean(True)
             bound = cutlass.select_(tail, Int32(self.n - vec + 1), bound)
         pairs = [fragment(gRow.element_type, 2 * vec) for _ in place.first]
@@ -237,7 +237,7 @@ class RowsInRing(HeldRows):
 
     def __init__(self, variant):
         super().__init__(variant)
-        self.ring = RowRing(self.tile, [self.keys[part] for _, part in self.tiles], self.config.stages)
+        self.ring = RowRing(self.tile, [self.keys[piece] for _, piece in self.tiles], self.config.stages)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         width = self.tile.threads_per_row * self.tile.per_thread * self.tile.vec
         self.sum_layout = (width, self.tile.rows)
@@ -252,7 +252,7 @@ class RowsInRing(HeldRows):
         if const_expr(len(self.sums) > 0):
             # Each of a cluster's rows has its own sums of scalars.
             rows_of_sums = 1 if const_expr(len(self.outputs["r"]) > 0) else self.tile.rows
-            groups = tensors[self.parts_of(self.sums[0][1])].shape[0] // rows_of_sums
+            groups = tensors[self.partials_of(self.sums[0][1])].shape[0] // rows_of_sums
         elif const_expr(self.config.clusters > 0):
             groups = cutlass.min(groups, Int64(self.config.clusters))
         self.kernel(arguments).launch(
@@ -275,7 +275,7 @@ class RowsInRing(HeldRows):
         base, slots = None, []
         if const_expr(self.bytes > 0):
             base = smem.allocate(self.bytes, 16)
-            slots = [self.ring.view(base, tensors[part.name], self.keys[part].name) for _, part in self.tiles]
+            slots = [self.ring.view(base, tensors[piece.name], self.keys[piece].name) for _, piece in self.tiles]
         for sX in slots:
             self.ring.clear(sX)
         sSum, mbar = self._allocate(smem)
@@ -322,23 +322,23 @@ class RowsInRing(HeldRows):
             if row < count:
                 self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
         cute.arch.cp_async_wait_group(0)
-        for (_, part), rSums in zip(self.outputs["r"], sums):
-            self._store_columns(tensors[self.parts_of(part)], part, rSums, base, group, rank, first)
+        for (_, piece), rSums in zip(self.outputs["r"], sums):
+            self._store_columns(tensors[self.partials_of(piece)], piece, rSums, base, group, rank, first)
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], start, (t == 0) & (rank == 0))
 
     def _numbers(self, tensors, row, count):
         """What the operands have one number of, for a row."""
-        numbers = [cute.make_rmem_tensor((1,), tensors[part.name].element_type) for _, part in self.numbers]
+        numbers = [cute.make_rmem_tensor((1,), tensors[piece.name].element_type) for _, piece in self.numbers]
         self._load_numbers(tensors, numbers, row, count, scalars=True)
         return numbers
 
     def _load_numbers(self, tensors, numbers, row, count, scalars=False):
         """Without a condition, behind which loads would be waited for: past the last row that one's."""
         row = cutlass.min(row, count - 1)
-        for (_, part), rX in zip(self.numbers, numbers):
-            if part.rows or scalars:
-                mX = tensors[part.name]
-                rX[0] = gmem_elements(mX.element_type, self.number_address(tensors, part, row), 1)[0]
+        for (_, piece), rX in zip(self.numbers, numbers):
+            if piece.rows or scalars:
+                mX = tensors[piece.name]
+                rX[0] = gmem_elements(mX.element_type, self.number_address(tensors, piece, row), 1)[0]
 
     def _fetch(self, tensors, slots, first, row, count, stage):
         """Start loading a row into a slot."""
@@ -425,11 +425,11 @@ class RowsInRing(HeldRows):
 
     @cute.jit
     def _store_columns(
-        self, mParts: cute.Tensor, part: cutlass.Constexpr, rSums: cutlass.Constexpr, base: cutlass.Constexpr,
+        self, mPartials: cute.Tensor, piece: cutlass.Constexpr, rSums: cutlass.Constexpr, base: cutlass.Constexpr,
         group: Int32, rank, first: cutlass.Constexpr,
     ):  # fmt: skip
         """A cluster's sums of a row vector, those of a CTA's rows added up, to its row of the workspace."""
-        address = mParts.iterator.toint() + (Int64(group) * mParts.shape[1] + part.index * self.n) * 4
+        address = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + piece.index * self.n) * 4
         if const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 if const_expr(self.tile.v.masked):
@@ -447,19 +447,19 @@ class RowsInRing(HeldRows):
                 for j in cutlass.range_constexpr(self.tile.vec):
                     sRows[self.tile.vector(t, rank, k) * self.tile.vec + j, local] = rSums[k][j]
             cute.arch.barrier()
-            gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
+            gSums = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
             for column in cutlass.range(tidx, self.n, self.tile.threads, unroll=1):
                 total = Float32(0.0)
                 for r in cutlass.range_constexpr(self.tile.rows):
                     total = total + sRows[column + self.tile.v.shift(Int64(group) * self.tile.rows + r, self.n), r]
-                gParts[column] = total
+                gSums[column] = total
 
     @cute.jit
     def _store_scalars(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, place: Int64, alone: Boolean):
         """The sums of each of a cluster's rows."""
         if alone:
-            for rSum, (_, part) in zip(sums, self.outputs["s"]):
-                store(rSum, tensors[self.parts_of(part)].iterator.toint() + place * 4)
+            for rSum, (_, piece) in zip(sums, self.outputs["s"]):
+                store(rSum, tensors[self.partials_of(piece)].iterator.toint() + place * 4)
 
 
 class Slot:

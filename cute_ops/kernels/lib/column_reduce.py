@@ -13,7 +13,7 @@ BATCH = 8
 
 
 class ColumnSum:
-    """``out[c] = sum_p parts[p, c]`` in fp32, rounded once to out's dtype.
+    """``out[c] = sum_p partials[p, c]`` in fp32, rounded once to out's dtype.
 
     Tile: a CTA of 512 threads takes ``columns`` columns of one workspace. The ``512 / columns`` threads of a column add
     every ``512 / columns``-th row each, then a warp adds their sums. CTAs take few columns if there are few altogether,
@@ -30,12 +30,12 @@ class ColumnSum:
         self.pdl = can_use_pdl(arch)
 
     @cute.jit
-    def __call__(self, parts, outputs, stream):
+    def __call__(self, partials, outputs, stream):
         blocks = Int32(0)
-        for mParts in parts:
-            if const_expr(mParts is not None):
-                blocks = blocks + self._blocks(mParts)
-        self.kernel(parts, outputs).launch(
+        for mPartials in partials:
+            if const_expr(mPartials is not None):
+                blocks = blocks + self._blocks(mPartials)
+        self.kernel(partials, outputs).launch(
             grid=[blocks, 1, 1],
             block=[self.columns, self.depth, 1],
             stream=stream,
@@ -43,36 +43,36 @@ class ColumnSum:
         )
 
     @cute.kernel
-    def kernel(self, parts, outputs):
+    def kernel(self, partials, outputs):
         smem = cutlass.utils.SmemAllocator()
         sSum = smem.allocate_tensor(Float32, cute.make_layout((self.columns + 1, self.depth)), byte_alignment=16)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         block = cute.arch.block_idx()[0]
-        for mParts, mOut in zip(parts, outputs):
-            if const_expr(mParts is not None):
-                if block >= 0 and block < self._blocks(mParts):
-                    self._sum(mParts, mOut, sSum, block * self.columns)
-                block = block - self._blocks(mParts)
+        for mPartials, mOut in zip(partials, outputs):
+            if const_expr(mPartials is not None):
+                if block >= 0 and block < self._blocks(mPartials):
+                    self._sum(mPartials, mOut, sSum, block * self.columns)
+                block = block - self._blocks(mPartials)
 
-    def _blocks(self, mParts):
+    def _blocks(self, mPartials):
         """CTAs for the columns of a workspace."""
-        return cute.ceil_div(Int32(mParts.shape[1]), self.columns)
+        return cute.ceil_div(Int32(mPartials.shape[1]), self.columns)
 
     @cute.jit
-    def _sum(self, mParts, mOut, sSum, start: Int32):
+    def _sum(self, mPartials, mOut, sSum, start: Int32):
         x, level, _ = cute.arch.thread_idx()
-        n = Int32(mParts.shape[1])
+        n = Int32(mPartials.shape[1])
         total = Float32(0.0)
         if start + x < n:
-            count = Int32(mParts.shape[0])
+            count = Int32(mPartials.shape[0])
             for p in cutlass.range(level, count, self.depth * BATCH, unroll=1):
                 # BATCH loads at a time; past the end they load the last row again, which is then not counted.
-                rParts = cute.make_rmem_tensor((BATCH,), Float32)
+                rPartials = cute.make_rmem_tensor((BATCH,), Float32)
                 for i in cutlass.range_constexpr(BATCH):
-                    rParts[i] = mParts[cutlass.min(p + i * self.depth, count - 1), start + x]
+                    rPartials[i] = mPartials[cutlass.min(p + i * self.depth, count - 1), start + x]
                 for i in cutlass.range_constexpr(BATCH):
-                    total = total + cutlass.select_(p + i * self.depth < count, rParts[i], Float32(0.0))
+                    total = total + cutlass.select_(p + i * self.depth < count, rPartials[i], Float32(0.0))
         sSum[x, level] = total
         cute.arch.barrier()
         thread = level * self.columns + x

@@ -29,8 +29,8 @@ class RowSum:
         self.stages = stages
         self.warps = max(tile.threads_per_row // WARP, 1)
         # A CTA may stand for several of a cluster: then it contributes their partial sums one after another.
-        self.parts = self.warps * tile.cluster * getattr(tile, "local", 1)
-        self.alone = tile.threads_per_row <= WARP and self.parts == 1
+        self.partials = self.warps * tile.cluster * getattr(tile, "local", 1)
+        self.alone = tile.threads_per_row <= WARP and self.partials == 1
         # Half a warp sums up the first number of a pair, the other half the second.
         self.halved = values % 2 == 0 and tile.threads_per_row >= WARP
 
@@ -39,8 +39,8 @@ class RowSum:
         if self.alone:
             return None, None
         layout = cute.make_layout(
-            (self.values, self.parts, self.tile.rows, self.stages),
-            stride=(1, self.values, self.values * self.parts, self.values * self.parts * self.tile.rows),
+            (self.values, self.partials, self.tile.rows, self.stages),
+            stride=(1, self.values, self.values * self.partials, self.values * self.partials * self.tile.rows),
         )
         sSum = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         mbar = smem.allocate_array(Int64, self.stages) if self.tile.cluster > 1 else None
@@ -85,8 +85,8 @@ class RowSum:
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
-            part = local * self.warps + warp % self.warps
-            self._share(values, sSum, mbar, self._stage(step), tidx % WARP, warp // self.warps, part)
+            partial = local * self.warps + warp % self.warps
+            self._share(values, sSum, mbar, self._stage(step), tidx % WARP, warp // self.warps, partial)
         return values
 
     def _stage(self, step):
@@ -103,21 +103,21 @@ class RowSum:
         return cute.arch.warp_reduction(mine, operator.add, threads_in_group=WARP // 2)
 
     @cute.jit
-    def _share(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, part):
+    def _share(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, partial):
         half = WARP // 2 if const_expr(self.halved) else WARP
         # Which of the sums a lane holds; the lanes of a half hold the same one.
         which, stride = lane // half, WARP // half
         if const_expr(self.tile.cluster == 1):
             if lane % half == 0:
                 for i in cutlass.range_constexpr(len(values)):
-                    sSum[which + i * stride, part, row, stage] = values[i]
+                    sSum[which + i * stride, partial, row, stage] = values[i]
         else:
             if cute.arch.thread_idx()[0] == 0:
-                size = self.values * self.parts * self.tile.rows * 4
+                size = self.values * self.partials * self.tile.rows * 4
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar + stage, size)
             peer = lane % half
             if peer < self.tile.cluster:
-                index = cute.arch.block_idx_in_cluster() * self.warps + part
+                index = cute.arch.block_idx_in_cluster() * self.warps + partial
                 target = sSum.iterator + cute.crd2idx((which, index, row, stage), sSum.layout)
                 sTarget = cute.arch.map_dsmem_ptr(target, peer).toint()
                 sBarrier = cute.arch.map_dsmem_ptr(mbar + stage, peer).toint()
@@ -144,19 +144,19 @@ class RowSum:
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
-        if const_expr(self.parts <= 8):
+        if const_expr(self.partials <= 8):
             sums = [Float32(0.0) for _ in range(self.values)]
-            for p in cutlass.range_constexpr(self.parts):
+            for p in cutlass.range_constexpr(self.partials):
                 for i in cutlass.range_constexpr(self.values):
                     sums[i] = sums[i] + sSum[i, p, row, stage]
             return tuple(sums)
         lanes = [Float32(0.0) for _ in range(self.values)]
-        for p in cutlass.range_constexpr(0, self.parts, WARP):
-            if const_expr(p + WARP <= self.parts):
+        for p in cutlass.range_constexpr(0, self.partials, WARP):
+            if const_expr(p + WARP <= self.partials):
                 for i in cutlass.range_constexpr(self.values):
                     lanes[i] = lanes[i] + sSum[i, p + lane, row, stage]
             else:
-                inside = p + lane < self.parts
+                inside = p + lane < self.partials
                 place = cutlass.select_(inside, p + lane, Int32(0))
                 for i in cutlass.range_constexpr(self.values):
                     lanes[i] = lanes[i] + cutlass.select_(inside, sSum[i, place, row, stage], Float32(0.0))

@@ -58,12 +58,13 @@ class RowLogSum(RowSum):
         return (top, *(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in sums))
 
     def _combine(self, sSum, stage, lane, row):
-        if const_expr(self.parts <= 8):
-            places = [Int32(p) for p in range(self.parts)]
-            insides = [True] * self.parts
+        if const_expr(self.partials <= 8):
+            places = [Int32(p) for p in range(self.partials)]
+            insides = [True] * self.partials
         else:
-            places = [Int32(p) + lane for p in range(0, self.parts, WARP)]
-            insides = [True if p + WARP <= self.parts else p + lane < self.parts for p in range(0, self.parts, WARP)]
+            count, starts = self.partials, range(0, self.partials, WARP)
+            places = [Int32(p) + lane for p in starts]
+            insides = [True if p + WARP <= count else p + lane < count for p in starts]
         found = []
         for place, inside in zip(places, insides):
             if const_expr(inside is True):
@@ -79,10 +80,10 @@ class RowLogSum(RowSum):
             top = cute.arch.fmax(top, values[0])
         sums = [Float32(0.0) for _ in range(self.values - 1)]
         for values in found:
-            _, *parts = moved(values, top)
-            sums = [total + part for total, part in zip(sums, parts)]
+            _, *partials = moved(values, top)
+            sums = [total + partial for total, partial in zip(sums, partials)]
         combined = (top, *sums)
-        return combined if const_expr(self.parts <= 8) else self._reduce(combined, WARP)
+        return combined if const_expr(self.partials <= 8) else self._reduce(combined, WARP)
 
 
 class LogSum:

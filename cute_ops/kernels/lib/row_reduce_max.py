@@ -49,13 +49,13 @@ class RowMax(_Beside):
     @cute.jit
     def _combine(self, sMax, stage, lane, row):
         found = Float32(0.0)
-        if const_expr(self.parts <= 8):
-            for p in cutlass.range_constexpr(self.parts):
+        if const_expr(self.partials <= 8):
+            for p in cutlass.range_constexpr(self.partials):
                 found = cute.arch.fmax(found, sMax[0, p, row, stage])
             return (found,)
-        for p in cutlass.range_constexpr(0, self.parts, WARP):
+        for p in cutlass.range_constexpr(0, self.partials, WARP):
             # Lanes past the last number repeat it.
-            place = cutlass.min(p + lane, self.parts - 1)
+            place = cutlass.min(p + lane, self.partials - 1)
             found = cute.arch.fmax(found, sMax[0, place, row, stage])
         return (lanes_max(found, WARP),)
 
@@ -77,14 +77,14 @@ class SumAndMax(_Beside):
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
         total, largest = Float32(0.0), Float32(0.0)
-        if const_expr(self.parts <= 8):
-            for p in cutlass.range_constexpr(self.parts):
+        if const_expr(self.partials <= 8):
+            for p in cutlass.range_constexpr(self.partials):
                 total = total + sSum[0, p, row, stage]
                 largest = cute.arch.fmax(largest, sSum[1, p, row, stage])
             return total, largest
-        for p in cutlass.range_constexpr(0, self.parts, WARP):
+        for p in cutlass.range_constexpr(0, self.partials, WARP):
             # Lanes past the last pair repeat it, which does not change the maximum.
-            place = cutlass.min(p + lane, self.parts - 1)
-            total = total + cutlass.select_(p + lane < self.parts, sSum[0, place, row, stage], Float32(0.0))
+            place = cutlass.min(p + lane, self.partials - 1)
+            total = total + cutlass.select_(p + lane < self.partials, sSum[0, place, row, stage], Float32(0.0))
             largest = cute.arch.fmax(largest, sSum[1, place, row, stage])
         return cute.arch.warp_reduction(total, operator.add), lanes_max(largest, WARP)

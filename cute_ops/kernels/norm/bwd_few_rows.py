@@ -38,7 +38,7 @@ class NormBackwardFewRows(NormBackward):
         self.threads_sum = CTAColumnSum(tile.threads, self.share, tile.vec, self.depth)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
         cluster = self.tile.cluster
         self.kernel(inputs, columns[0], outputs, dcolumns).launch(
             grid=[self.replicas, cluster, 1],

@@ -34,9 +34,9 @@ class NormBackwardOverlapped(NormBackward):
         self.threads_sum = CTAColumnSum(self.threads, self.width, self.tile.vec, self.column_threads)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
         """Launch both kernels; see :class:`NormBackward`. The last workspace is (rows, 2), None without a weight."""
-        mTerms = parts[2]
+        mTerms = partials[2]
         rows = row_count(inputs[0])
         groups = Int32((rows + (self.tile.rows - 1)) // self.tile.rows)
         self.launch(inputs, columns[0], outputs, (mTerms,), groups, stream)
@@ -48,13 +48,13 @@ class NormBackwardOverlapped(NormBackward):
                 use_pdl=self.pdl,
             )
 
-    def _accumulate(self, parts):
-        return parts[0]
+    def _accumulate(self, partials):
+        return partials[0]
 
-    def _accumulate_nothing(self, parts, place, base, rank):
+    def _accumulate_nothing(self, partials, place, base, rank):
         pass
 
-    def _store_accumulated(self, parts, accumulated, base, place, rank, first):
+    def _store_accumulated(self, partials, accumulated, base, place, rank, first):
         pass
 
     def _postprocess(self, slots, outputs, rWeight, mTerms, first, row, step, sums):

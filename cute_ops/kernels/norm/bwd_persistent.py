@@ -41,7 +41,7 @@ class NormBackward(RowWalk):
         self.column_sum = ColumnSum(self.n, variant.arch)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
         """Launch both kernels.
 
         Args:
@@ -49,18 +49,18 @@ class NormBackward(RowWalk):
             columns: (mWeight or None, mBias or None).
             outputs: gradients of the normalised tensor, one per name in ``dx``, None where absent.
             dcolumns: (mDweight or None, mDbias or None).
-            parts: their workspaces, (parts, n) each.
+            partials: their workspaces, (partials, n) each.
         """
-        parts = parts[:2]
-        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        partials = partials[:2]
+        mPartials = partials[0] if const_expr(partials[0] is not None) else partials[1]
         rows = row_count(inputs[0])
-        if const_expr(mParts is not None):
-            groups = Int32(mParts.shape[0]) - max(self.sort_period - 1, 0)
+        if const_expr(mPartials is not None):
+            groups = Int32(mPartials.shape[0]) - max(self.sort_period - 1, 0)
         else:
             groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.config.clusters))
-        self.launch(inputs, columns[0], outputs, parts, groups, stream)
-        if const_expr(mParts is not None):
-            self.column_sum(parts, dcolumns, stream)
+        self.launch(inputs, columns[0], outputs, partials, groups, stream)
+        if const_expr(mPartials is not None):
+            self.column_sum(partials, dcolumns, stream)
 
     def _await(self, slots, first, stage, pending):
         """As in any walk; then overwrite the vectors' elements of neighbouring rows, once for both reads."""
@@ -125,31 +125,31 @@ class NormBackward(RowWalk):
                 trim(rWeight[k], first[k], Int32(self.n))
         return rWeight
 
-    def _accumulate(self, parts):
-        return tuple(self._accumulators(mParts) for mParts in parts)
+    def _accumulate(self, partials):
+        return tuple(self._accumulators(mPartials) for mPartials in partials)
 
-    def _accumulators(self, mParts):
-        if mParts is None:
+    def _accumulators(self, mPartials):
+        if mPartials is None:
             return None
         sums = [fragment(Float32, self.tile.vec) for _ in range(self.tile.per_thread)]
         for rSum in sums:
             rSum.fill(0.0)
         return sums
 
-    def _store_accumulated(self, parts, accumulated, base, place, rank, first):
-        for mParts, rSum in zip(parts, accumulated):
-            if mParts is not None:
-                self._store_parts(mParts, rSum, base, place, rank, first)
+    def _store_accumulated(self, partials, accumulated, base, place, rank, first):
+        for mPartials, rSum in zip(partials, accumulated):
+            if mPartials is not None:
+                self._store_partials(mPartials, rSum, base, place, rank, first)
 
-    def _accumulate_nothing(self, parts, place, base, rank):
+    def _accumulate_nothing(self, partials, place, base, rank):
         first = self.tile.columns(cute.arch.thread_idx()[0], rank, Int64(0))
-        self._store_accumulated(parts, self._accumulate(parts), base, place, rank, first)
+        self._store_accumulated(partials, self._accumulate(partials), base, place, rank, first)
 
     @cute.jit
-    def _store_parts(self, mParts, rSum: cutlass.Constexpr, base, place, rank, first: cutlass.Constexpr):
+    def _store_partials(self, mPartials, rSum: cutlass.Constexpr, base, place, rank, first: cutlass.Constexpr):
         """Write the CTA's column sums to a row of the workspace, after adding those of its rows."""
         n, vec = self.n, self.tile.vec
-        address = mParts.iterator.toint() + Int64(place) * (n * 4)
+        address = mPartials.iterator.toint() + Int64(place) * (n * 4)
         if const_expr(self.tile.rows == 1 and (self.tile.v.masked or (n * 4) % 16 != 0)):
             self._store_across(rSum, address, base, first)
         elif const_expr(self.tile.rows == 1):
@@ -168,13 +168,13 @@ class NormBackward(RowWalk):
                 for j in cutlass.range_constexpr(vec):
                     sRows[self.tile.vector(t, rank, k) * vec + j, local] = rSum[k][j]
             cute.arch.barrier()
-            gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(n))
+            gPartials = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(n))
             for column in cutlass.range(tidx, n, self.tile.threads, unroll=1):
                 total = Float32(0.0)
                 for r in cutlass.range_constexpr(self.tile.rows):
                     shifted = column + self.tile.v.shift(Int64(place) * self.tile.rows + r, n)
                     total = total + sRows[shifted, r]
-                gParts[column] = total
+                gPartials[column] = total
 
     @cute.jit
     def _store_across(self, rSum: cutlass.Constexpr, address: Int64, base, first: cutlass.Constexpr):
@@ -188,7 +188,7 @@ class NormBackward(RowWalk):
         sums = cute.recast_ptr(base, dtype=Float32)
         sVectors = cute.make_tensor(sums, cute.make_layout((vec, threads), stride=(1, vec)))
         sElements = cute.make_tensor(sums, cute.make_layout((WARP, vec, threads // WARP)))
-        gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
+        gPartials = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
         # After the barrier no thread reads the slots; after the next one they are free for the next walk.
         cute.arch.barrier()
         for k in cutlass.range_constexpr(self.tile.per_thread):
@@ -198,6 +198,6 @@ class NormBackward(RowWalk):
             for i in cutlass.range_constexpr(vec):
                 column = start + i * WARP
                 if column >= 0 and column < self.n:
-                    gParts[column] = sElements[lane, i, tidx // WARP]
+                    gPartials[column] = sElements[lane, i, tidx // WARP]
             cute.arch.sync_warp()
         cute.arch.barrier()

@@ -50,10 +50,10 @@ class RowWalk:
         # Whether the next kernel may start right after this one's wait, because it reads this one's inputs first.
         self.early = False
 
-    def launch(self, inputs, columns, outputs, parts, groups, stream):
-        """Launch ``groups`` clusters; ``parts`` are the workspaces of the walks' sums."""
+    def launch(self, inputs, columns, outputs, partials, groups, stream):
+        """Launch ``groups`` clusters; ``partials`` are the workspaces of the walks' sums."""
         cluster = self.tile.cluster
-        self.kernel(inputs, columns, outputs, parts).launch(
+        self.kernel(inputs, columns, outputs, partials).launch(
             grid=[groups, cluster, 1],
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if cluster > 1 else None,
@@ -64,7 +64,7 @@ class RowWalk:
         )
 
     @cute.kernel
-    def kernel(self, inputs, columns, outputs, parts):
+    def kernel(self, inputs, columns, outputs, partials):
         tidx, _, _ = cute.arch.thread_idx()
         group, rank, _ = cute.arch.block_idx()
         groups, _, _ = cute.arch.grid_dim()
@@ -90,19 +90,19 @@ class RowWalk:
                 low, high = height * remainder, height * (remainder + 1)
                 start, stop = cutlass.max(begin, low), cutlass.min(end, high)
                 self._walk(
-                    inputs, slots, columns, outputs, parts, (start - low) * self.sort_period + remainder,
+                    inputs, slots, columns, outputs, partials, (start - low) * self.sort_period + remainder,
                     Int64(self.sort_period), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
                     sSum, mbar,
                 )  # fmt: skip
                 if (group > 0) & (begin == low):
                     # The previous cluster's last walk ended with its remainder, so no walk fills the row in between.
-                    self._accumulate_nothing(parts, place + remainder - 1, base, rank)
+                    self._accumulate_nothing(partials, place + remainder - 1, base, rank)
         else:
             tiles = (count + (self.tile.rows - 1)) // self.tile.rows
             steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
             local = tidx // self.tile.threads_per_row
             self._walk(
-                inputs, slots, columns, outputs, parts, Int64(group) * self.tile.rows + local,
+                inputs, slots, columns, outputs, partials, Int64(group) * self.tile.rows + local,
                 Int64(groups) * self.tile.rows, steps, 0, base, rank, place, sSum, mbar,
             )  # fmt: skip
         if const_expr(not self.early):
@@ -110,13 +110,13 @@ class RowWalk:
 
     @cute.jit
     def _walk(
-        self, inputs, slots: cutlass.Constexpr, columns, outputs, parts, start: Int64, stride: Int64, steps: Int32,
+        self, inputs, slots: cutlass.Constexpr, columns, outputs, partials, start: Int64, stride: Int64, steps: Int32,
         before: cutlass.Constexpr, base, rank, place: Int32, sSum, mbar,
     ):  # fmt: skip
         """Go through rows that start at the same place of a vector.
 
         Args:
-            inputs, slots, columns, outputs, parts: as in the kernel.
+            inputs, slots, columns, outputs, partials: as in the kernel.
             start, stride: this thread's first row, and the distance to its next one.
             steps: steps of this walk.
             before: steps of the walks before.
@@ -133,7 +133,7 @@ class RowWalk:
         for stage in cutlass.range_constexpr(self.ring.stages - 1):
             self._fetch(inputs, slots, first, row_of(Int32(stage)), count, Int32(stage))
         kept = self._keep(columns, first)
-        accumulated = self._accumulate(parts)
+        accumulated = self._accumulate(partials)
         counts = self.sum.counts(first)
         pending = self.ring.stages - (2 if self.skewed else 1)
         if const_expr(self.skewed):
@@ -154,7 +154,7 @@ class RowWalk:
                 self._postprocess(slots, outputs, kept, accumulated, first, row, step, sums)
 
         cute.arch.cp_async_wait_group(0)
-        self._store_accumulated(parts, accumulated, base, place, rank, first)
+        self._store_accumulated(partials, accumulated, base, place, rank, first)
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
@@ -200,11 +200,11 @@ class RowWalk:
         """How many remainders are distributed, whether or not rows have them."""
         return self.sort_period
 
-    def _accumulate(self, parts):
+    def _accumulate(self, partials):
         return None
 
-    def _accumulate_nothing(self, parts, place, base, rank):
+    def _accumulate_nothing(self, partials, place, base, rank):
         """Called for a row of the workspace that no walk fills."""
 
-    def _store_accumulated(self, parts, accumulated, base, place, rank, first):
+    def _store_accumulated(self, partials, accumulated, base, place, rank, first):
         """Called at the end of a walk."""

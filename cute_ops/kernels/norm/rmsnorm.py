@@ -52,6 +52,6 @@ class RMSNormBackward:
     def __call__(self, *arguments):
         tensors = dict(zip(self.names, arguments))
         named = (self.x, "dout", "dresidual_out"), ("weight", "bias"), self.dx, ("dweight", "dbias")
-        parts = ("dweight_parts", "dbias_parts", "terms")
-        groups = [tuple([tensors.get(name) for name in names]) for names in (*named, parts)]
+        partials = ("dweight_partials", "dbias_partials", "terms")
+        groups = [tuple([tensors.get(name) for name in names]) for names in (*named, partials)]
         self.form(*groups, arguments[-1])

@@ -332,41 +332,41 @@ class Moments(Statistics):
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
         # Each lane takes the sums of one warp: those of all warps would take a vector's registers per sum.
-        group = min(1 << (self.parts - 1).bit_length(), WARP)
-        parts, pivot = [], sSum[0, 0, row, stage]
-        for p in cutlass.range_constexpr(0, self.parts, group):
+        group = min(1 << (self.partials - 1).bit_length(), WARP)
+        partials, pivot = [], sSum[0, 0, row, stage]
+        for p in cutlass.range_constexpr(0, self.partials, group):
             place = p + lane % group
-            inside = place < self.parts
-            if const_expr(p + group > self.parts):
+            inside = place < self.partials
+            if const_expr(p + group > self.partials):
                 place = cutlass.select_(inside, place, Int32(0))
-            part = self._part(sSum, place, row, stage)
-            if const_expr(p + group > self.parts):
-                part = [cutlass.select_(inside, Float32(v), Float32(0.0)) for v in part]
-            parts.append(part)
-        return self._merge(parts, pivot, lambda v: cute.arch.warp_reduction(v, operator.add, threads_in_group=group))
+            partial = self._partial(sSum, place, row, stage)
+            if const_expr(p + group > self.partials):
+                partial = [cutlass.select_(inside, Float32(v), Float32(0.0)) for v in partial]
+            partials.append(partial)
+        return self._merge(partials, pivot, lambda v: cute.arch.warp_reduction(v, operator.add, threads_in_group=group))
 
-    def _part(self, sSum, p, row, stage):
+    def _partial(self, sSum, p, row, stage):
         """(count, mean, gradients, squares, products) of a warp; (count, mean, squares) in the forward."""
         values = [sSum[i, p, row, stage] for i in range(self.values)]
         count = float(self.tile.per_thread * self.tile.vec * WARP) if self.tile.even else values[-1]
         return [count, *values[: 4 if self.backward else 2]]
 
-    def _merge(self, parts, pivot, across):
+    def _merge(self, partials, pivot, across):
         """The row's mean and sums from those of its warps, which ``across`` adds up over the lanes."""
         if self.tile.n is not None:
             inverse = 1.0 / self.tile.n
         else:
             count = Float32(0.0)
-            for part in parts:
-                count = count + part[0]
+            for partial in partials:
+                count = count + partial[0]
             inverse = _reciprocal(across(count))
         moved, gradients, squares, products = (Float32(0.0) for _ in range(4))
-        for part in parts:
-            apart = part[1] - pivot
-            step = apart * part[0]
-            moved, squares = moved + step, squares + part[3 if self.backward else 2] + apart * step
+        for partial in partials:
+            apart = partial[1] - pivot
+            step = apart * partial[0]
+            moved, squares = moved + step, squares + partial[3 if self.backward else 2] + apart * step
             if self.backward:
-                gradients, products = gradients + part[2], products + part[4] + apart * part[2]
+                gradients, products = gradients + partial[2], products + partial[4] + apart * partial[2]
         moved, squares = across(moved), across(squares)
         shift = moved * inverse
         mean, squares = pivot + shift, squares - shift * moved

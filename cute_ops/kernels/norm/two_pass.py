@@ -136,7 +136,7 @@ class NormForwardTwoPass(TwoPassRows):
 class NormBackwardTwoPass(TwoPassRows):
     """Backward of the norms; see :class:`~cute_ops.kernels.norm.bwd_persistent.NormBackward` for the maths.
 
-    Persistent: CTA ``c`` of ``parts`` takes the rows ``c, c + parts, ...`` and keeps its column sums in its row of the
+    Persistent: CTA ``c`` of ``ctas`` takes the rows ``c, c + ctas, ...`` and keeps its column sums in its row of the
     workspace. A thread always holds the same columns, so no other thread touches its elements of that row.
     Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x and dout twice (the second time from L2
     where the row fits), dx once, the workspace's row read and written per row.
@@ -149,22 +149,22 @@ class NormBackwardTwoPass(TwoPassRows):
         self.column_sum = ColumnSum(self.static_n, variant.arch)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
-        parts = parts[:2]
-        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
+        partials = partials[:2]
+        mPartials = partials[0] if const_expr(partials[0] is not None) else partials[1]
         rows = row_count(inputs[0])
-        if const_expr(mParts is not None):
-            groups = Int32(mParts.shape[0])
+        if const_expr(mPartials is not None):
+            groups = Int32(mPartials.shape[0])
         else:
             groups = Int32(cutlass.min(rows, Int64(self.config.clusters)))
-        self.kernel(inputs, columns[0], outputs, parts).launch(
+        self.kernel(inputs, columns[0], outputs, partials).launch(
             grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
         )
-        if const_expr(mParts is not None):
-            self.column_sum(parts, dcolumns, stream)
+        if const_expr(mPartials is not None):
+            self.column_sum(partials, dcolumns, stream)
 
     @cute.kernel
-    def kernel(self, inputs, mWeight, outputs, parts):
+    def kernel(self, inputs, mWeight, outputs, partials):
         tidx, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
         groups, _, _ = cute.arch.grid_dim()
@@ -177,12 +177,12 @@ class NormBackwardTwoPass(TwoPassRows):
         shift = self.tile.v.shift(Int64(group), long_n)
         count = self.vectors(n, shift)
         wait_for_previous(self.pdl)
-        for mParts in parts:
-            if const_expr(mParts is not None):
+        for mPartials in partials:
+            if const_expr(mPartials is not None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
                     zero = fragment(Float32, vec)
                     zero.fill(0.0)
-                    self._store_part(zero, mParts, group, v * vec - shift, n)
+                    self._store_partial(zero, mPartials, group, v * vec - shift, n)
         for step in cutlass.range(steps, unroll=1):
             row = Int64(group) + Int64(step) * Int64(groups)
             rows = [self.row(m, name, row) for m, name in zip(inputs, self.names)]
@@ -207,11 +207,11 @@ class NormBackwardTwoPass(TwoPassRows):
                 for gDx in targets:
                     if const_expr(gDx is not None):
                         self.write(dx, gDx, first, n)
-                for mParts, term in zip(parts, (dout * (x * rstd), dout)):
-                    if const_expr(mParts is not None):
-                        rSum = self._load_part(mParts, group, first, n)
+                for mPartials, term in zip(partials, (dout * (x * rstd), dout)):
+                    if const_expr(mPartials is not None):
+                        rSum = self._load_partial(mPartials, group, first, n)
                         rSum.store(rSum.load() + term)
-                        self._store_part(rSum, mParts, group, first, n)
+                        self._store_partial(rSum, mPartials, group, first, n)
         let_next_start(self.pdl)
 
     def _terms(self, gX, gDout, mWeight, first, n, within):
@@ -220,23 +220,23 @@ class NormBackwardTwoPass(TwoPassRows):
             return x, dout, dout
         return x, dout, dout * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
 
-    def _part_address(self, mParts, group, first):
-        return mParts.iterator.toint() + (Int64(group) * Int64(mParts.shape[1]) + Int64(first)) * 4
+    def _partial_address(self, mPartials, group, first):
+        return mPartials.iterator.toint() + (Int64(group) * Int64(mPartials.shape[1]) + Int64(first)) * 4
 
     def _whole(self):
         return not self.tile.v.masked and self.tile.vec % 4 == 0
 
-    def _load_part(self, mParts, group, first, n):
+    def _load_partial(self, mPartials, group, first, n):
         rSum = fragment(Float32, self.tile.vec)
-        address = self._part_address(mParts, group, first)
+        address = self._partial_address(mPartials, group, first)
         if self._whole():
             load(rSum, address)
         else:
             load_elements(rSum, address, first, n)
         return rSum
 
-    def _store_part(self, rSum, mParts, group, first, n):
-        address = self._part_address(mParts, group, first)
+    def _store_partial(self, rSum, mPartials, group, first, n):
+        address = self._partial_address(mPartials, group, first)
         if self._whole():
             store(rSum, address)
         else:

@@ -40,16 +40,16 @@ class EmbeddingBackward:
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mEnds, mClasses, mOrder, mDout, mDweight, mParts, stream):
+    def __call__(self, mEnds, mClasses, mOrder, mDout, mDweight, mPartials, stream):
         segments = self._segments(mDweight)
         chunks = Int32(extent(mClasses, 0)) // self.chunk
-        self.sum_chunks(mClasses, mOrder, mDout, mParts).launch(
+        self.sum_chunks(mClasses, mOrder, mDout, mPartials).launch(
             grid=[cutlass.max(chunks, 1) * segments, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
         )
-        self.write_rows(mEnds, mClasses, mOrder, mDout, mDweight, mParts).launch(
+        self.write_rows(mEnds, mClasses, mOrder, mDout, mDweight, mPartials).launch(
             grid=[self._blocks(mEnds) * segments, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -85,9 +85,9 @@ class EmbeddingBackward:
         )
 
     @cute.kernel
-    def sum_chunks(self, mClasses, mOrder, mDout, mParts):
+    def sum_chunks(self, mClasses, mOrder, mDout, mPartials):
         sSum, _ = self._allocate()
-        chunk, group, column, inside = self._place(mParts)
+        chunk, group, column, inside = self._place(mPartials)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         first = chunk * self.chunk
@@ -99,10 +99,10 @@ class EmbeddingBackward:
                     rSum, mOrder, mDout, first, Int32(self.chunk), Int32(0), self.chunk, group, column, inside
                 )
                 self._combine(rSum, sSum, group)
-                store_if(inside & (group == 0), rSum, self._address(mParts, "parts", chunk, column))
+                store_if(inside & (group == 0), rSum, self._address(mPartials, "partials", chunk, column))
 
     @cute.kernel
-    def write_rows(self, mEnds, mClasses, mOrder, mDout, mDweight, mParts):
+    def write_rows(self, mEnds, mClasses, mOrder, mDout, mDweight, mPartials):
         sSum, sLong = self._allocate()
         block, group, column, inside = self._place(mDweight)
         if cute.arch.thread_idx()[0] == 0:
@@ -124,7 +124,7 @@ class EmbeddingBackward:
         self._walk(mClasses, mOrder, mDout, mDweight, sLong, begin, end, column, inside)
         cute.arch.barrier()
         if sLong[0] != 0:
-            self._together(mEnds, mOrder, mDout, mDweight, mParts, sSum, block, group, column, inside)
+            self._together(mEnds, mOrder, mDout, mDweight, mPartials, sSum, block, group, column, inside)
 
     def _blocks(self, mEnds):
         of_block = self.groups * self.classes
@@ -187,7 +187,7 @@ class EmbeddingBackward:
 
     @cute.jit
     def _together(
-        self, mEnds, mOrder, mDout, mDweight, mParts, sSum: cute.Tensor, block: Int32, group: Int32, column: Int32,
+        self, mEnds, mOrder, mDout, mDweight, mPartials, sSum: cute.Tensor, block: Int32, group: Int32, column: Int32,
         inside: Boolean,
     ):  # fmt: skip
         """The classes of all marked groups, one after another, by the whole CTA."""
@@ -201,13 +201,13 @@ class EmbeddingBackward:
                     if end > begin:
                         rSum = fragment(Float32, self.vec)
                         rSum.fill(0.0)
-                        self._add_class(rSum, mOrder, mDout, mParts, begin, end, group, column, inside)
+                        self._add_class(rSum, mOrder, mDout, mPartials, begin, end, group, column, inside)
                         self._combine(rSum, sSum, group)
                         self._store(mDweight, rSum, c, column, inside & (group == 0))
 
     @cute.jit
     def _add_class(
-        self, rSum: cute.Tensor, mOrder, mDout, mParts, begin: Int32, end: Int32, group: Int32, column: Int32,
+        self, rSum: cute.Tensor, mOrder, mDout, mPartials, begin: Int32, end: Int32, group: Int32, column: Int32,
         inside: Boolean,
     ):  # fmt: skip
         """Add this group's share of a class: of the tokens before and after the whole chunks, and of these chunks."""
@@ -219,11 +219,11 @@ class EmbeddingBackward:
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
             held = []
             for u in cutlass.range_constexpr(UNROLL):
-                rPart = fragment(Float32, self.vec)
-                rPart.fill(0.0)
+                rPartial = fragment(Float32, self.vec)
+                rPartial.fill(0.0)
                 place = k + u * self.groups
-                load_if(inside & (place < whole), rPart, self._address(mParts, "parts", low + place, column))
-                held.append(rPart)
+                load_if(inside & (place < whole), rPartial, self._address(mPartials, "partials", low + place, column))
+                held.append(rPartial)
             for u in cutlass.range_constexpr(UNROLL):
                 rSum.store(rSum.load() + held[u].load())
 

@@ -198,21 +198,22 @@ class QKNormRopeBackward(HeadRows):
 
     @cute.jit
     def __call__(
-        self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mDqOut, mDkOut, mDq, mDk, mDqWeight, mDkWeight, mQParts, mKParts,
-        stream,
+        self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mDqOut, mDkOut, mDq, mDk, mDqWeight, mDkWeight, mQPartials,
+        mKPartials, stream,
     ):  # fmt: skip
-        self.kernel((mQ, mQWeight, mDqOut, mDq, mQParts), (mK, mKWeight, mDkOut, mDk, mKParts), mCos, mSin).launch(
-            grid=[self._ctas(mQParts) + self._ctas(mKParts), 1, 1],
+        q, k = (mQ, mQWeight, mDqOut, mDq, mQPartials), (mK, mKWeight, mDkOut, mDk, mKPartials)
+        self.kernel(q, k, mCos, mSin).launch(
+            grid=[self._ctas(mQPartials) + self._ctas(mKPartials), 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=50,
             stream=stream,
             use_pdl=self.pdl,
         )
-        self.column_sum((mQParts, mKParts), (mDqWeight, mDkWeight), stream)
+        self.column_sum((mQPartials, mKPartials), (mDqWeight, mDkWeight), stream)
 
-    def _ctas(self, mParts):
-        rows = Int32(mParts.shape[0])
+    def _ctas(self, mPartials):
+        rows = Int32(mPartials.shape[0])
         return rows // self.warps if self.long else rows
 
     @cute.kernel
@@ -231,13 +232,13 @@ class QKNormRopeBackward(HeadRows):
         let_next_start(self.pdl)
 
     @cute.jit
-    def _some(self, mX, mWeight, mDout, mDx, mParts, mCos, mSin, sSum, block: Int32, names: cutlass.Constexpr):
+    def _some(self, mX, mWeight, mDout, mDx, mPartials, mCos, mSin, sSum, block: Int32, names: cutlass.Constexpr):
         if const_expr(self.long):
-            part = block * self.warps + cute.arch.thread_idx()[0] // WARP
-            self._long(mX, mWeight, mDout, mDx, mParts, mCos, mSin, part, names)
+            partial = block * self.warps + cute.arch.thread_idx()[0] // WARP
+            self._long(mX, mWeight, mDout, mDx, mPartials, mCos, mSin, partial, names)
         else:
             d, r = self.rotary.sizes(mX, mCos)
-            ctas = Int32(mParts.shape[0])
+            ctas = Int32(mPartials.shape[0])
             places = self.places(d, r)
             weights = [self.rotary.column(mWeight, self.key(names[1]), p[1], *p[3:], d) for p in places]
             sums = [fragment(Float32, 2 * self.rotary.vec) for _ in places]
@@ -247,7 +248,7 @@ class QKNormRopeBackward(HeadRows):
             for step in cutlass.range(steps, unroll=1):
                 at = Int64(block) + Int64(step) * Int64(ctas)
                 self._step(mX, mDout, mDx, mCos, mSin, at, places, weights, sums, names)
-            self._store_sums(mParts, sSum, block, places, sums)
+            self._store_sums(mPartials, sSum, block, places, sums)
 
     @cute.jit
     def _step(
@@ -290,7 +291,7 @@ class QKNormRopeBackward(HeadRows):
                 self.rotary.store(rX, mDx.element_type, address, ok & p[1], *p[3:], d)
 
     @cute.jit
-    def _store_sums(self, mParts, sSum, block: Int32, places: cutlass.Constexpr, sums: cutlass.Constexpr):
+    def _store_sums(self, mPartials, sSum, block: Int32, places: cutlass.Constexpr, sums: cutlass.Constexpr):
         """Add the sums of a warp's units, then those of the warps, into the CTA's row of the workspace."""
         tidx = cute.arch.thread_idx()[0]
         vec, d = self.rotary.vec, self.rotary.d
@@ -309,22 +310,22 @@ class QKNormRopeBackward(HeadRows):
             total = Float32(0.0)
             for w in cutlass.range_constexpr(self.warps):
                 total = total + sSum[column, w]
-            mParts[block, column] = total
+            mPartials[block, column] = total
 
     @cute.jit
-    def _long(self, mX, mWeight, mDout, mDx, mParts, mCos, mSin, part: Int32, names: cutlass.Constexpr):
+    def _long(self, mX, mWeight, mDout, mDx, mPartials, mCos, mSin, partial: Int32, names: cutlass.Constexpr):
         """A warp's heads one by one; its row of the workspace holds the sums, each element one lane's own."""
         d, r = self.rotary.sizes(mX, mCos)
-        count, parts = Int32(self.rotary.chunks(d, r)), Int32(mParts.shape[0])
+        count, partials = Int32(self.rotary.chunks(d, r)), Int32(mPartials.shape[0])
         units = token_count(mX) * Int64(head_count(mX))
-        steps = Int32((units - Int64(part) + Int64(parts - 1)) // Int64(parts))
+        steps = Int32((units - Int64(partial) + Int64(partials - 1)) // Int64(partials))
         for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
             _, first, second = self.rotary.place(chunk, d, r)
             zero = fragment(Float32, 2 * self.rotary.vec)
             zero.fill(0.0)
-            self._set_part(mParts, part, zero, first, second, d)
+            self._set_partial(mPartials, partial, zero, first, second, d)
         for step in cutlass.range(steps, unroll=1):
-            at = Int64(part) + Int64(step) * Int64(parts)
+            at = Int64(partial) + Int64(step) * Int64(partials)
             token = at // Int64(head_count(mX))
             head = Int32(at - token * Int64(head_count(mX)))
             row, yes = self.rotary.row(mCos, token), cutlass.Boolean(True)
@@ -341,9 +342,9 @@ class QKNormRopeBackward(HeadRows):
             pull = rstd * rstd * rstd * (self.total(products) / Float32(d))
             for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
                 rX, rDout, rG, first, second = self._terms(mX, mWeight, mDout, mCos, mSin, addresses, chunk, row, names)
-                rSum = self._get_part(mParts, part, first, second, d)
+                rSum = self._get_partial(mPartials, partial, first, second, d)
                 rSum.store(rSum.load() + rDout.load() * (rX.load() * rstd))
-                self._set_part(mParts, part, rSum, first, second, d)
+                self._set_partial(mPartials, partial, rSum, first, second, d)
                 rX.store(rG.load() * rstd - rX.load() * pull)
                 self.rotary.store(rX, mDx.element_type, addresses[2], yes, first, second, d)
 
@@ -360,21 +361,21 @@ class QKNormRopeBackward(HeadRows):
         return rX, rDout, rG, first, second
 
     @cute.jit
-    def _set_part(self, mParts, part: Int32, rSum: cute.Tensor, first: Int32, second: Int32, d: Int32):
+    def _set_partial(self, mPartials, partial: Int32, rSum: cute.Tensor, first: Int32, second: Int32, d: Int32):
         for j in cutlass.range_constexpr(cute.size(rSum)):
             vec = cute.size(rSum) // 2
             column = first + j if const_expr(j < vec) else second + (j - vec)
             if column < d:
-                mParts[part, column] = rSum[j]
+                mPartials[partial, column] = rSum[j]
 
     @cute.jit
-    def _get_part(self, mParts, part: Int32, first: Int32, second: Int32, d: Int32):
+    def _get_partial(self, mPartials, partial: Int32, first: Int32, second: Int32, d: Int32):
         rSum = fragment(Float32, 2 * self.rotary.vec)
         rSum.fill(0.0)
         for j in cutlass.range_constexpr(2 * self.rotary.vec):
             column = first + j if const_expr(j < self.rotary.vec) else second + (j - self.rotary.vec)
             if column < d:
-                rSum[j] = mParts[part, column]
+                rSum[j] = mPartials[partial, column]
         return rSum
 
 

@@ -28,8 +28,8 @@ from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
 VECTOR_BYTES = 16
 
 
-class Part(NamedTuple):
-    """The ``index``-th of ``count`` equal parts of a tensor's rows, each ``n`` elements long.
+class Piece(NamedTuple):
+    """A tensor, or a half of a packed one: the ``index``-th of ``count`` equal pieces of its rows, ``n`` elements each.
 
     Inputs may be smaller: without ``rows`` it is a vector that all rows share, without ``columns`` each row has one
     element, without both it is a scalar.
@@ -60,24 +60,24 @@ class Pointwise:
 
     Args:
         variant: the kernel's variant.
-        inputs, outputs: names of tensors, or parts of them.
+        inputs, outputs: names of tensors, or pieces of them.
         compute: fp32 elements to a tuple of fp32 elements.
         config: a :class:`PointwiseConfig`; by default made from the variant's config.
     """
 
     def __init__(self, variant, inputs, outputs, compute, config=None):
-        self.inputs, self.outputs = _parts(inputs), _parts(outputs)
+        self.inputs, self.outputs = _pieces(inputs), _pieces(outputs)
         self.keys = variant.tensors
         self.compute = compute
         self.n = variant.dims["n"]
-        parts = (*self.inputs, *self.outputs)
-        self.one_row = all(map(self._follows, parts))
+        pieces = (*self.inputs, *self.outputs)
+        self.one_row = all(map(self._follows, pieces))
         read = [p for p in self.inputs if p.tile] or self.outputs
         widest = VECTOR_BYTES // max(self._itemsize(p) for p in read)
-        starts = [(self._start(p), self._itemsize(p)) for p in parts if p.columns]
+        starts = [(self._start(p), self._itemsize(p)) for p in pieces if p.columns]
         self.vec = min([widest, *(start // size for start, size in starts if start < VECTOR_BYTES)])
         config, self.shifted = config or PointwiseConfig.of(variant.config), None
-        tiles = all(p.tile for p in parts)
+        tiles = all(p.tile for p in pieces)
         if tiles and 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
             self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
         self.threads = config.threads
@@ -92,22 +92,22 @@ class Pointwise:
         self.tiled = bool(self.even) or (self.one_row and self.whole)
         self.pdl = can_use_pdl(variant.arch)
 
-    def _itemsize(self, part):
-        return ITEMSIZE[self.keys[part.name].dtype]
+    def _itemsize(self, piece):
+        return ITEMSIZE[self.keys[piece.name].dtype]
 
-    def _follows(self, part):
-        """Whether each row of a part follows on the one before, so that they are one long row; scalars fit any."""
-        if not part.tile:
-            return not part.rows and not part.columns
-        return part.count == 1 and self.keys[part.name].layout == "flat"
+    def _follows(self, piece):
+        """Whether each row of a piece follows on the one before, so that they are one long row; scalars fit any."""
+        if not piece.tile:
+            return not piece.rows and not piece.columns
+        return piece.count == 1 and self.keys[piece.name].layout == "flat"
 
-    def _start(self, part):
-        """Bytes, a power of two, that divide the address of every row of a part."""
-        key = self.keys[part.name]
+    def _start(self, piece):
+        """Bytes, a power of two, that divide the address of every row of a piece."""
+        key = self.keys[piece.name]
         if self.one_row:
             return key.align
-        start = min(key.align, key.row_align) if part.rows else key.align
-        if part.count > 1:
+        start = min(key.align, key.row_align) if piece.rows else key.align
+        if piece.count > 1:
             # If the length of rows is not known, halves start on any element.
             step = self.n * ITEMSIZE[key.dtype] if self.n is not None else ITEMSIZE[key.dtype]
             start = min(start, step & -step)
@@ -133,17 +133,17 @@ class Pointwise:
         )
 
     def _shape(self, mOut):
-        """(rows, elements of a row's part) as the kernel walks them, in 64 bits."""
+        """(rows, elements of a row's piece) as the kernel walks them, in 64 bits."""
         rows, n = row_count(mOut), self._length(mOut)
         return (Int64(1), rows * n) if self.one_row else (rows, n)
 
     def _length(self, mOut):
-        """Elements of a row's part."""
+        """Elements of a row's piece."""
         return Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count if self.n is None else self.n
 
     @cute.kernel
     def tiles(self, inputs, outputs):
-        """A CTA takes a part of one row, and gives it to its threads by a tiled copy."""
+        """A CTA takes a segment of one row, and gives it to its threads by a tiled copy."""
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         _, n = self._shape(outputs[0])
@@ -158,20 +158,20 @@ class Pointwise:
         sources = []
         for lane, here in zip(lanes, inside):
             place = lane if const_expr(here is True) else cutlass.select_(here, lane, 0)
-            sources.append([self._vector(mX, part, n, row, segment, place) for mX, part in zip(inputs, self.inputs)])
+            sources.append([self._vector(mX, piece, n, row, segment, place) for mX, piece in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
             for vectors in sources:
-                for tXgX, part in zip(vectors, self.inputs):
-                    fetch_ahead(tXgX.iterator.toint(), self._fetches(part, bidx, tidx, row))
+                for tXgX, piece in zip(vectors, self.inputs):
+                    fetch_ahead(tXgX.iterator.toint(), self._fetches(piece, bidx, tidx, row))
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         loaded = []
         for lane, vectors in zip(lanes, sources):
-            loaded.append([self._load(tXgX, part, lane) for tXgX, part in zip(vectors, self.inputs)])
+            loaded.append([self._load(tXgX, piece, lane) for tXgX, piece in zip(vectors, self.inputs)])
         for lane, here, vectors in zip(lanes, inside, loaded):
             results = self._computed([widen(rX) for rX in vectors])
-            for mX, part, rX in zip(outputs, self.outputs, results):
-                tXgX = self._vector(mX, part, n, row, segment, lane)
+            for mX, piece, rX in zip(outputs, self.outputs, results):
+                tXgX = self._vector(mX, piece, n, row, segment, lane)
                 copy = self._lane(CopyR2GOp(), mX.element_type, lane, store_cache_mode=StoreCacheMode.STREAMING)
                 store_vector(copy, narrow(rX.load(), mX.element_type, self.vec), tXgX, here)
 
@@ -187,31 +187,31 @@ class Pointwise:
         cX = cute.make_identity_tensor((width,))
         return [self._lane(CopyG2ROp(), Uint8, lane).partition_S(cX)[0, 0][0] < left for lane in lanes]
 
-    def _vector(self, mX, part, n, row, segment, lane):
-        """A lane's vector of a part of a row, ((access, accesses)), or the number that stands for it."""
-        if not part.columns:
-            return gmem_elements(mX.element_type, self._address(mX, part, n, row, 0), 1)
+    def _vector(self, mX, piece, n, row, segment, lane):
+        """A lane's vector of a piece of a row, ((access, accesses)), or the number that stands for it."""
+        if not piece.columns:
+            return gmem_elements(mX.element_type, self._address(mX, piece, n, row, 0), 1)
         gRow = mX
         if self.one_row:
             gRow = cute.make_tensor(mX.iterator, cute.make_layout((n,)))
-        elif part.rows:
-            gRow = as_rows(mX, self.keys[part.name], n * part.count)[(row, None)]
-        gPart = gRow if part.count == 1 else cute.local_tile(gRow, (n,), (part.index,))
-        gX = cute.local_tile(gPart, (self.block * self.vec,), (segment,))
+        elif piece.rows:
+            gRow = as_rows(mX, self.keys[piece.name], n * piece.count)[(row, None)]
+        gPiece = gRow if piece.count == 1 else cute.local_tile(gRow, (n,), (piece.index,))
+        gX = cute.local_tile(gPiece, (self.block * self.vec,), (segment,))
         return self._lane(CopyG2ROp(), mX.element_type, lane).partition_S(gX)[None, 0]
 
-    def _fetches(self, part, bidx, tidx, row):
-        """Whether a thread prefetches what it will load of a part to L2. One thread does so for what many threads load,
-        because requests for the same line wait for each other.
+    def _fetches(self, piece, bidx, tidx, row):
+        """Whether a thread prefetches what it will load of a piece to L2. One thread does so for what several load:
+        requests for the same line wait for each other.
         """
-        if part.tile:
+        if piece.tile:
             return bidx < AHEAD
-        if part.columns:
+        if piece.columns:
             return (bidx < AHEAD) & (row == 0)
-        return (bidx < (AHEAD if part.rows else 1)) & (tidx == 0)
+        return (bidx < (AHEAD if piece.rows else 1)) & (tidx == 0)
 
-    def _load(self, tXgX, part, lane):
-        if part.columns:
+    def _load(self, tXgX, piece, lane):
+        if piece.columns:
             return load_vector(self._lane(CopyG2ROp(), tXgX.element_type, lane), tXgX)
         rX = fragment(tXgX.element_type, 1)
         rX[0] = tXgX[0]
@@ -229,11 +229,11 @@ class Pointwise:
             places.append(self._place(start, Int32(u * self.threads) + tidx, rows, n))
         sources = []
         for row, first, _ in places:
-            sources.append([self._address(mX, part, n, row, first) for mX, part in zip(inputs, self.inputs)])
+            sources.append([self._address(mX, piece, n, row, first) for mX, piece in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
             for (row, _, _), addresses in zip(places, sources):
-                for address, part in zip(addresses, self.inputs):
-                    fetch_ahead(address, self._fetches(part, bidx, tidx, row))
+                for address, piece in zip(addresses, self.inputs):
+                    fetch_ahead(address, self._fetches(piece, bidx, tidx, row))
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         loaded = []
@@ -248,14 +248,14 @@ class Pointwise:
             loaded.append(vectors)
         for place, vectors in zip(places, loaded):
             results = self._computed([widen(rX) for rX in vectors])
-            for mX, part, rX in zip(outputs, self.outputs, results):
-                self._store(rX, mX, part, n, *place)
+            for mX, piece, rX in zip(outputs, self.outputs, results):
+                self._store(rX, mX, piece, n, *place)
 
     def _computed(self, given):
         """fp32 fragments of the outputs."""
         results = [fragment(Float32, self.vec) for _ in self.outputs]
         for j in range(self.vec):
-            elements = [g[j if part.columns else 0] for g, part in zip(given, self.inputs)]
+            elements = [g[j if piece.columns else 0] for g, piece in zip(given, self.inputs)]
             for rX, x in zip(results, self.compute(*elements)):
                 rX[j] = x
         return results
@@ -279,20 +279,20 @@ class Pointwise:
         left = cutlass.select_(row < rows, Int32(n) - first, Int32(0))
         return cutlass.min(row, rows - 1), Int64(first), left
 
-    def _address(self, mX, part, n, row, first):
+    def _address(self, mX, piece, n, row, first):
         itemsize = mX.element_type.width // 8
-        if not part.columns:
-            return number_address(mX, self.keys[part.name], row) if part.rows else mX.iterator.toint()
+        if not piece.columns:
+            return number_address(mX, self.keys[piece.name], row) if piece.rows else mX.iterator.toint()
         if self.one_row:
             return mX.iterator.toint() + first * itemsize
-        first = first + part.index * Int64(n)
-        if not part.rows:
+        first = first + piece.index * Int64(n)
+        if not piece.rows:
             return mX.iterator.toint() + first * itemsize
-        return row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
+        return row_address(mX, self.keys[piece.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
 
-    def _store(self, rX, mX, part, n, row, first, left):
+    def _store(self, rX, mX, piece, n, row, first, left):
         rOut = narrow(rX.load(), mX.element_type, self.vec)
-        address = self._address(mX, part, n, row, first)
+        address = self._address(mX, piece, n, row, first)
         if self.whole:
             store_if(left > 0, rOut, address, True)
         else:
@@ -304,5 +304,5 @@ def number_address(mX, key, row):
     return element_address(mX, key, row) if key.layout == "scattered" else row_address(mX, key, row, 1)
 
 
-def _parts(names):
-    return tuple(name if isinstance(name, Part) else Part(name) for name in names)
+def _pieces(names):
+    return tuple(name if isinstance(name, Piece) else Piece(name) for name in names)

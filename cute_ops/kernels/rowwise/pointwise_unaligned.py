@@ -30,21 +30,21 @@ class PointwiseShifted:
         self.threads, self.unroll = config.threads, config.unroll
         self.pdl = can_use_pdl(variant.arch)
         self.groups = []
-        for i, part in enumerate(outputs):
+        for i, piece in enumerate(outputs):
             for group in self.groups:
-                if self._apart(part, outputs[group[0]]) == 0:
+                if self._apart(piece, outputs[group[0]]) == 0:
                     group.append(i)
                     break
             else:
                 self.groups.append([i])
 
-    def _apart(self, part, other):
-        """By how many elements a part's rows start later in a vector than another's; None if that is not known."""
-        keys = self.keys[part.name], self.keys[other.name]
-        same = keys[0].dtype == keys[1].dtype and part.count == other.count
+    def _apart(self, piece, other):
+        """By how many elements a piece's rows start later in a vector than another's; None if that is not known."""
+        keys = self.keys[piece.name], self.keys[other.name]
+        same = keys[0].dtype == keys[1].dtype and piece.count == other.count
         if self.n is None or not same or any(key.layout != "flat" or key.align < 16 for key in keys):
             return None
-        return (part.index - other.index) * self.n % self.vec
+        return (piece.index - other.index) * self.n % self.vec
 
     @cute.jit
     def __call__(self, inputs, outputs, rows, n, stream):
@@ -85,18 +85,18 @@ class PointwiseShifted:
             for group, (shift, pairs) in zip(self.groups, groups):
                 self._postprocess(outputs, group, n, place, shift, pairs)
 
-    def _row(self, mX, part, n, row):
-        """Byte address of the first element of a part of a row."""
-        address = row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1])
-        return address + Int64(n) * (part.index * ITEMSIZE[self.keys[part.name].dtype])
+    def _row(self, mX, piece, n, row):
+        """Byte address of the first element of a piece of a row."""
+        address = row_address(mX, self.keys[piece.name], row, mX.shape[len(mX.shape) - 1])
+        return address + Int64(n) * (piece.index * ITEMSIZE[self.keys[piece.name].dtype])
 
-    def _edge(self, part, n, row, rows):
-        """As :meth:`RowTile.edge`, for a part of a row: a compact row is followed by the next one."""
+    def _edge(self, piece, n, row, rows):
+        """As :meth:`RowTile.edge`, for a piece of a row: a compact row is followed by the next one."""
         # Rows shorter than a vector are never loaded whole.
         tail = Boolean(n < self.vec)
-        if self.keys[part.name].layout != "flat":
+        if self.keys[piece.name].layout != "flat":
             tail = Boolean(True)
-        elif part.index + 1 == part.count:
+        elif piece.index + 1 == piece.count:
             tail = tail | (row + 1 >= rows)
         return cutlass.select_(tail, Int32(n - self.vec + 1), Int32(n)), tail
 
@@ -109,12 +109,12 @@ class PointwiseShifted:
         shift = bytes_past(out, mOut.element_type, self.vec) // ITEMSIZE[self.keys[target.name].dtype]
         first = column - shift
         pairs = []
-        for mX, part in zip(inputs, self.inputs):
-            itemsize = ITEMSIZE[self.keys[part.name].dtype]
+        for mX, piece in zip(inputs, self.inputs):
+            itemsize = ITEMSIZE[self.keys[piece.name].dtype]
             rPair = cute.make_rmem_tensor((2 * self.vec,), mX.element_type)
-            address = self._row(mX, part, n, row) + Int64(first) * itemsize
-            bound, tail = self._edge(part, n, row, rows)
-            past = self._apart(part, target)
+            address = self._row(mX, piece, n, row) + Int64(first) * itemsize
+            bound, tail = self._edge(piece, n, row, rows)
+            past = self._apart(piece, target)
             if past == 0:
                 low = cute.make_tensor(rPair.iterator, cute.make_layout(self.vec))
                 load_if((first + self.vec > 0) & (first < cutlass.min(end, bound)), low, address)

@@ -37,10 +37,10 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     vec = min(config.channels, min(problem.aligns[name] for name in ROWS if name in problem.aligns) // itemsize)
     vectors = None if problem.n is None else problem.n // vec
     blocks = -(-dims["n"] // (config.lanes(vectors) * vec))
-    parts = max(config.ctas(vectors) * config.sms // blocks, 1)
+    partials = max(config.ctas(vectors) * config.sms // blocks, 1)
     return {
-        "dweight_parts": Array((parts, dims["n"] * dims["w"]), "float32"),
-        "dbias_parts": Array((parts, dims["n"]), "float32") if "dbias" in problem.dtypes else None,
+        "dweight_partials": Array((partials, dims["n"] * dims["w"]), "float32"),
+        "dbias_partials": Array((partials, dims["n"]), "float32") if "dbias" in problem.dtypes else None,
     }
 
 

@@ -372,9 +372,9 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     summed = config.form in ("persistent", "two_pass")
     shape = (_partial_sums(problem, config) if summed else 0, problem.dims["n"])
     present = {d: d in problem.dtypes and summed for d in ("dweight", "dbias")}
-    parts = {f"{d}_parts": Array(shape, "float32") if here else None for d, here in present.items()}
+    partials = {f"{d}_partials": Array(shape, "float32") if here else None for d, here in present.items()}
     terms = config.form == "overlapped" and "dweight" in problem.dtypes
-    return parts | {"terms": Array((problem.m, 2), "float32") if terms else None}
+    return partials | {"terms": Array((problem.m, 2), "float32") if terms else None}
 
 
 def _partial_sums(problem: Problem, config: NormConfig) -> int:

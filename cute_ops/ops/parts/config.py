@@ -1,4 +1,4 @@
-"""How the kernels of our functions' parts are configured: heuristics, a search space and a workspace."""
+"""Heuristics, a search space and a workspace of the kernels of parts, which only our own functions call."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def embedding_bwd(problem: Problem) -> EmbeddingConfig:
 def embedding_bwd_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """Sums of chunks of tokens of one class."""
     chunks = problem.dims["t"] // EmbeddingConfig.of(flat).chunk
-    return {"parts": Array((max(chunks, 1), problem.dims["n"]), "float32")}
+    return {"partials": Array((max(chunks, 1), problem.dims["n"]), "float32")}
 
 
 def scale(problem: Problem) -> ScaleConfig:

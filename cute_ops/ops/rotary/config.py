@@ -9,9 +9,9 @@ from cute_ops.shapes import Array
 
 # Elements of a head that one thread takes: two vectors of 16-bit elements.
 CHUNK = 16
-# The workspace of the weights' gradients has a multiple of PARTS rows: where heads are long, each of a CTA's 8 warps
-# writes one. It has at most PARTS rows for every HEADS_OF_PARTS heads, since more would have nothing to add up.
-PARTS, HEADS_OF_PARTS = 8, 64
+# The workspace of the weights' gradients has a multiple of PARTIALS rows: where heads are long, each of a CTA's 8 warps
+# writes one. It has at most PARTIALS rows for every HEADS_OF_PARTIALS heads, since more would have nothing to add up.
+PARTIALS, HEADS_OF_PARTIALS = 8, 64
 
 
 def rope(problem: Problem) -> RotaryConfig:
@@ -37,10 +37,10 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """
     total = problem.sm_count * RotaryBackwardConfig.of(flat).resident
     dims = problem.dims
-    share = {"k": max(round(total * dims["hk"] / (dims["hq"] + dims["hk"]) / PARTS), 1)}
-    share["q"] = max(total // PARTS - share["k"], 1)
-    parts = {n: PARTS * min(share[n], -(-problem.m * dims[f"h{n}"] // HEADS_OF_PARTS)) for n in ("q", "k")}
-    return {f"d{n}_weight_parts": Array((parts[n], dims["d"]), "float32") for n in ("q", "k")}
+    share = {"k": max(round(total * dims["hk"] / (dims["hq"] + dims["hk"]) / PARTIALS), 1)}
+    share["q"] = max(total // PARTIALS - share["k"], 1)
+    partials = {n: PARTIALS * min(share[n], -(-problem.m * dims[f"h{n}"] // HEADS_OF_PARTIALS)) for n in ("q", "k")}
+    return {f"d{n}_weight_partials": Array((partials[n], dims["d"]), "float32") for n in ("q", "k")}
 
 
 SPACE = vary(threads=(64, 128, 256), heads_per_thread=(1, 2, 4))

@@ -1,4 +1,4 @@
-"""The operands and outputs of an expression with reductions of rows, as tensors and parts of tensors."""
+"""The operands and outputs of an expression with reductions of rows, as tensors and pieces of tensors."""
 
 from typing import NamedTuple
 
@@ -13,27 +13,27 @@ from cute_ops.kernels.epilogue.words import device_for
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
-from cute_ops.kernels.rowwise.pointwise import Part
+from cute_ops.kernels.rowwise.pointwise import Piece
 
 
 class Column(NamedTuple):
-    """A part of a row vector, as a tensor of its own."""
+    """A piece of a row vector, as a tensor of its own."""
 
     element_type: object
     iterator: object
 
 
-class RowParts:
+class RowPieces:
     """What an expression reads and writes.
 
     Attributes:
         emit: the expression.
-        tiles, vectors, numbers: operands that are read, as (node, part): with rows and columns, with columns only, and
+        tiles, vectors, numbers: operands that are read, as (node, piece): with rows and columns, with columns only, and
             without columns.
-        outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, part).
+        outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, piece).
         awaited: how many stages of reductions outputs with columns wait for. Others come last: numbers alone need them.
-        keys: descriptions of the parts of tiles and of vectors, by part.
-        tile_part: one of the tiles.
+        keys: descriptions of the pieces of tiles and of vectors, by piece.
+        tile_piece: one of the tiles.
     """
 
     def __init__(self, variant):
@@ -45,76 +45,76 @@ class RowParts:
         for i in self.emit.read:
             node = nodes[i]
             operand = operands[node.operand]
-            part = Part(names[node.operand], int(node.half == "[n:]"), 1 + operand.packed, *operand.kind[:2])
-            read.append((i, part))
-        self.tiles = [(i, part) for i, part in read if part.tile]
-        self.vectors = [(i, part) for i, part in read if part.columns and not part.rows]
-        self.numbers = [(i, part) for i, part in read if not part.columns]
+            piece = Piece(names[node.operand], int(node.half == "[n:]"), 1 + operand.packed, *operand.kind[:2])
+            read.append((i, piece))
+        self.tiles = [(i, piece) for i, piece in read if piece.tile]
+        self.vectors = [(i, piece) for i, piece in read if piece.columns and not piece.rows]
+        self.numbers = [(i, piece) for i, piece in read if not piece.columns]
         words = [word.partition("[") for word in config.writes.split()]
-        parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
-        self.outputs = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+        pieces = [Piece(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
+        self.outputs = {kind: [(i, pieces[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
         self.awaited = self.emit.awaited(config.kinds)
-        rows = [part for _, part in (*self.tiles, *self.outputs["t"])]
+        rows = [piece for _, piece in (*self.tiles, *self.outputs["t"])]
         if not rows:  # outputs without columns, computed from row vectors: a tile gives the number of rows
             tile = next(i for i, operand in enumerate(operands) if all(operand.kind[:2]))
-            rows = [Part(names[tile], 0, 1 + operands[tile].packed)]
-        self.tile_part = rows[0]
-        self.keys = {part: self._key(part) for part in (*rows, *(part for _, part in self.vectors))}
+            rows = [Piece(names[tile], 0, 1 + operands[tile].packed)]
+        self.tile_piece = rows[0]
+        self.keys = {piece: self._key(piece) for piece in (*rows, *(piece for _, piece in self.vectors))}
         # What rows are laid out by, as Vectors takes it.
-        self.names = [self.keys[part].name for part in rows]
-        self.tensors = {self.keys[part].name: self.keys[part] for part in rows}
+        self.names = [self.keys[piece].name for piece in rows]
+        self.tensors = {self.keys[piece].name: self.keys[piece] for piece in rows}
 
-    def _key(self, part):
-        """The description of a part: halves of packed rows have other starts, and a stride between rows."""
-        key = self.variant.tensors[part.name]
-        if part.count == 1:
+    def _key(self, piece):
+        """The description of a piece: halves of packed rows have other starts, and a stride between rows."""
+        key = self.variant.tensors[piece.name]
+        if piece.count == 1:
             return key
         step = ITEMSIZE[key.dtype] * (1 if self.n is None else self.n)
         step &= -step
-        layout = "strided" if part.rows else key.layout
+        layout = "strided" if piece.rows else key.layout
         align, row_align = min(key.align, step), min(key.row_align, step)
-        return key._replace(name=f"{part.name}[{part.index}]", layout=layout, align=align, row_align=row_align)
+        return key._replace(name=f"{piece.name}[{piece.index}]", layout=layout, align=align, row_align=row_align)
 
     def named(self, arguments):
         """The tensors by name."""
         return dict(zip(self.variant.names, arguments))
 
-    def parts_of(self, part):
-        """The name of the workspace that holds parts of an output's sums over rows."""
-        return f"{part.name}_parts"
+    def partials_of(self, piece):
+        """The name of the workspace that holds partial sums of an output."""
+        return f"{piece.name}_partials"
 
     def shape(self, tensors):
-        """(rows, elements of a row's part), the former in 64 bits."""
-        part = self.tile_part
-        mX = tensors[part.name]
+        """(rows, elements of a row's piece), the former in 64 bits."""
+        piece = self.tile_piece
+        mX = tensors[piece.name]
         n = mX.shape[len(mX.shape) - 1]
-        return row_count(mX), self.n if self.n is not None else n // part.count
+        return row_count(mX), self.n if self.n is not None else n // piece.count
 
-    def rows(self, tensors, parts, row, n):
-        """A row's parts."""
+    def rows(self, tensors, pieces, row, n):
+        """A row's pieces."""
         found = []
-        for _, part in parts:
-            mX = tensors[part.name]
-            address = row_address(mX, self.variant.tensors[part.name], row, mX.shape[len(mX.shape) - 1])
-            step = Int64(n) * (part.index * (mX.element_type.width // 8))
+        for _, piece in pieces:
+            mX = tensors[piece.name]
+            address = row_address(mX, self.variant.tensors[piece.name], row, mX.shape[len(mX.shape) - 1])
+            step = Int64(n) * (piece.index * (mX.element_type.width // 8))
             found.append(Row(mX.element_type, address + step))
         return found
 
-    def column(self, tensors, part, n):
+    def column(self, tensors, piece, n):
         """A row vector, or a half of one."""
-        mW = tensors[part.name]
-        return Column(mW.element_type, mW.iterator + n * part.index if part.index else mW.iterator)
+        mW = tensors[piece.name]
+        return Column(mW.element_type, mW.iterator + n * piece.index if piece.index else mW.iterator)
 
     def row_numbers(self, tensors, row, valid):
         """The operands of which a row has one number, in fp32, by node."""
         return {
-            i: number(tensors[part.name], self.number_address(tensors, part, row), valid if part.rows else True)
-            for i, part in self.numbers
+            i: number(tensors[piece.name], self.number_address(tensors, piece, row), valid if piece.rows else True)
+            for i, piece in self.numbers
         }
 
-    def number_address(self, tensors, part, row):
-        mX = tensors[part.name]
-        return row_address(mX, self.variant.tensors[part.name], row, 1) if part.rows else mX.iterator.toint()
+    def number_address(self, tensors, piece, row):
+        mX = tensors[piece.name]
+        return row_address(mX, self.variant.tensors[piece.name], row, 1) if piece.rows else mX.iterator.toint()
 
     @cute.jit
     def store_numbers(self, tensors: cutlass.Constexpr, values: cutlass.Constexpr, row: Int64, alone: Boolean):
@@ -124,9 +124,9 @@ class RowParts:
                 self._store_each(tensors, values, row)
 
     def _store_each(self, tensors, values, row):
-        for place, part in self.outputs["c"]:
-            mOut = tensors[part.name]
-            address = row_address(mOut, self.variant.tensors[part.name], row, 1)
+        for place, piece in self.outputs["c"]:
+            mOut = tensors[piece.name]
+            address = row_address(mOut, self.variant.tensors[piece.name], row, 1)
             gmem_elements(mOut.element_type, address, 1)[0] = values.number(place).to(mOut.element_type)
 
     def terms(self, values, stage, elements, vec):
@@ -142,7 +142,7 @@ class RowParts:
         return tuple(Float32(NEUTRAL[word]) for word in self.emit.words[stage])
 
     def added(self, totals, values, stage, elements, v, first, n):
-        """A stage's reductions with one more vector, a part of which may lie outside the row."""
+        """A stage's reductions with one more vector, of which some elements may lie outside the row."""
         found = []
         for word, total, rTerm in zip(self.emit.words[stage], totals, self.terms(values, stage, elements, v.vec)):
             if v.masked:
@@ -159,13 +159,13 @@ class RowParts:
         return vectors
 
     def store_inside(self, vectors, targets, v, first, n):
-        """Store vectors of the tiles, parts of which may lie outside the row."""
+        """Store vectors of the tiles, of which some elements may lie outside the row."""
         for rOut, gOut in zip(vectors, targets):
             VectorAccess(v).store(gOut, narrow(rOut.load(), gOut.element_type, v.vec), first, n)
 
 
 class Shown:
-    """Parts of tensors, as :class:`Vectors` and :class:`RowAccess` take a variant's."""
+    """Pieces of tensors, as :class:`Vectors` and :class:`RowAccess` take a variant's."""
 
     def __init__(self, tensors):
         self.tensors = tensors
