@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cute_ops import lists
-from cute_ops.errors import message, suggesting, wrong_arguments
+from cute_ops.errors import message, wrong_arguments
 from cute_ops.op import Op, check_declaration
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
@@ -24,7 +24,6 @@ from cute_ops_jax.primitive.vjp import StaticCall, differentiable
 _KNOWN = (jax.Array, np.generic, int, float, complex, list, tuple, jax.ShapeDtypeStruct)
 
 
-@suggesting
 @one_for_each
 def register(op: Op) -> Callable[..., Any]:
     """Turn a declaration into a JAX function.
@@ -41,7 +40,8 @@ def register(op: Op) -> Callable[..., Any]:
         The function, the same one for the same declaration. It returns the output, or a tuple where several are
         declared, with None for an absent one.
     """
-    check_declaration(op, "cute_ops_jax.register")
+    if not isinstance(op, Op):
+        check_declaration(op, "cute_ops_jax.register")  # type: ignore[unreachable]
     header = signature(op)
     if op.numbers:
         return _of_lists(op, header)

@@ -301,7 +301,7 @@ def test_errors_come_through(make: Any, compiled: Any) -> None:
         with pytest.raises(TypeError, match="argument `weight` has dtype float64"):
             call(x, w.double())
     for wrong in (3.0, [1.0], x.numpy()):
-        with pytest.raises((TypeError, RuntimeError), match="Expected a value of type 'Tensor' for argument 'x'"):
+        with pytest.raises((TypeError, RuntimeError), match="argument (`x` must be one dense tensor|'x')"):
             made.function(wrong)
     with pytest.raises(NotImplementedError, match="no tensor arguments"):
         made.function(None)

@@ -62,13 +62,6 @@ class EpilogueTensor(NamedTuple):
         column = cutlass.min(chunk.columns[c] + j + partner(chunk.at[c], self.turned), most)
         return column % self.period if self.period else column
 
-    def place(self, chunk):
-        """Which of the elements that its tile reads a chunk reads: the same for chunks that read the same."""
-        if not self.columns:
-            return chunk.below if self.rows else 0
-        at = [c + partner(c, self.turned) for c in chunk.at]
-        return chunk.below, *(c % self.period if self.period else c for c in at)
-
     def address(self, tensor, row, n):
         """The byte address of a row of ``n`` elements; in a batch each vector counts as a row."""
         address = tensor.iterator.toint()
@@ -162,6 +155,16 @@ class Epilogue:
     def itemsizes(self):
         """The element sizes of the tensors whose subtiles go through shared memory."""
         return [part.key.itemsize for part in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
+
+    def place(self, part, chunk):
+        """Which of the elements that its tile reads a chunk reads of an operand: the same for chunks that may share what
+        was loaded. Registers suffice for that where two operands with columns are loaded, cosines and sines say.
+        """
+        if not part.columns:
+            return chunk.below if part.rows else 0
+        shared = part.period and len([each for each in self.operands if each.columns]) - len(self.by_tma) <= 2
+        at = [c + partner(c, part.turned) for c in chunk.at]
+        return chunk.below, *(c % part.period if shared else c for c in at)
 
     def load(self, part, tensor, chunk):
         """What a thread needs of an operand for a chunk: an element for each accumulator, column or row, or just one.

@@ -416,7 +416,7 @@ class GemmSm90:
         """
         loaded = []
         for i, (part, tensor) in enumerate(zip(self.epilogue.operands, operands)):
-            place = None if i in self.epilogue.by_tma else (i, part.place(chunk))
+            place = None if i in self.epilogue.by_tma else (i, self.epilogue.place(part, chunk))
             if place is not None and place not in held:
                 held[place] = self.epilogue.load(part, tensor, chunk)
             loaded.append(None if place is None else held[place])
