@@ -101,12 +101,13 @@ def test_arguments_that_jit_refuses_are_named(call: Any, text: str) -> None:
     assert str(caught.value) == f"cute.rmsnorm: {text}"
 
 
-PUBLIC = {
-    f"{home.__name__}.{name}": getattr(home, name)
-    for home in (cute_ops_jax, nnx, equinox)
-    for name in (cute_ops_jax.__all__ if home is cute_ops_jax else vars(home))
-    if home is cute_ops_jax or (isinstance(getattr(home, name), type) and getattr(home, name).__module__ == home.__name__)
-}  # fmt: skip
+PUBLIC = {f"cute_ops_jax.{name}": getattr(cute_ops_jax, name) for name in cute_ops_jax.__all__}
+PUBLIC |= {
+    f"{home.__name__}.{name}": found
+    for home in (nnx, equinox)
+    for name, found in vars(home).items()
+    if isinstance(found, type) and found.__module__ == home.__name__
+}
 del PUBLIC["cute_ops_jax.register"]  # Python names its only argument
 
 

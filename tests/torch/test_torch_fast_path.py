@@ -301,9 +301,9 @@ def test_errors_come_through(make: Any, compiled: Any) -> None:
         with pytest.raises(TypeError, match="argument `weight` has dtype float64"):
             call(x, w.double())
     for wrong in (3.0, [1.0], x.numpy()):
-        with pytest.raises((TypeError, RuntimeError), match="argument (`x` must be one dense tensor|'x')"):
+        with pytest.raises((TypeError, RuntimeError), match=r"argument (`x` must be one dense tensor|'x')"):
             made.function(wrong)
-    with pytest.raises(NotImplementedError, match="no tensor arguments"):
+    with pytest.raises(TypeError, match="argument `x` is required, but None was given"):
         made.function(None)
     assert len(compiled.calls) == 1
 

@@ -157,8 +157,8 @@ class Epilogue:
         return [part.key.itemsize for part in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
 
     def place(self, part, chunk):
-        """Which of the elements that its tile reads a chunk reads of an operand: the same for chunks that may share what
-        was loaded. Registers suffice for that where two operands with columns are loaded, cosines and sines say.
+        """Which elements of an operand a chunk reads, of those that its tile reads: the same for chunks that may share
+        what was loaded. Registers suffice for that where two operands with columns are loaded, cosines and sines say.
         """
         if not part.columns:
             return chunk.below if part.rows else 0
