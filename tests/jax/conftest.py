@@ -174,7 +174,7 @@ class FakeKernels:
 
 
 @pytest.fixture
-def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeKernels:
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     """``cache.get`` returns fakes, so no compiler is needed. Their variants name a toolchain that does not exist, so
     that no fake is ever taken for a kernel.
     """
@@ -182,7 +182,8 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
     monkeypatch.setattr(cache, "get", fakes.get)
     monkeypatch.setattr(ffi, "cuda_devices", list)
-    monkeypatch.setattr(toolchain, "versions", lambda: ("fake", request.node.nodeid))
+    monkeypatch.setattr(toolchain, "versions", lambda: ("fake", ""))
+    monkeypatch.setattr(ffi, "_known", {})
     return fakes
 
 
@@ -194,16 +195,29 @@ class ProgramOnCpu(Composite):
     platforms = ("cuda", "cpu")
 
 
+# By target, the function of the test that runs: a process has 1024 targets for all of its tests.
+FUNCTIONS: dict[str, Any] = {}
+
+
+def call_function(name: str, *given: Any) -> None:
+    FUNCTIONS[name](*given)
+
+
 @pytest.fixture
 def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Stage]:
     """``ffi_stage(op)``: a stage of the op whose CUDA lowering runs on the CPU."""
     import jax_tvm_ffi
+    import tvm_ffi
 
     real = jax_tvm_ffi.register_ffi_target
 
-    def register_on_cpu(name: str, function: Any, *, arg_spec: list[str], platform: str, allow_cuda_graph: bool) -> Any:
+    def register_on_cpu(
+        name: str, function: Any, *, arg_spec: list[str], platform: str, allow_cuda_graph: bool
+    ) -> None:
         assert (platform, allow_cuda_graph) == ("gpu", True)
-        return real(name, function, arg_spec=arg_spec, platform="cpu")
+        if name not in FUNCTIONS:
+            real(name, tvm_ffi.convert(partial(call_function, name)), arg_spec=arg_spec, platform="cpu")
+        FUNCTIONS[name] = function
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", register_on_cpu)
     stages: dict[Op, Stage] = {}
