@@ -86,8 +86,8 @@ def _marked(name: str, token: Any) -> Any:
 
 def build(function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers]) -> Program:
     """Compile. A backward call takes what the forward call, made here, has saved. A gradient that serves two inputs is
-    returned once, since XLA copies what a program returns twice. A buffer that passes two barriers would be copied:
-    hence one call per set.
+    returned once, and one that is an output's cotangent not at all, since XLA copies what a program returns twice, or
+    as it was given. A buffer that passes two barriers would be copied: hence one call per set.
     """
     import jax
 
@@ -103,7 +103,7 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
     else:
         made = problem.binding("bwd").outputs
         names = [name for name, w in zip(problem.arrays(), problem.wanted, strict=True) if w]
-        returned = [i for i, name in enumerate(names) if made[f"d{name}"] is not None]
+        returned = [i for i, name in enumerate(names) if made.get(f"d{name}") is not None]
 
         def pull_of(inputs: Any) -> Any:
             of_wanted, some = only(function, inputs, problem.wanted)
