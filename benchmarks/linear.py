@@ -133,6 +133,12 @@ def xla_gelu(x: Any, weight: Any, bias: Any) -> Any:
     return jax.nn.gelu(x @ weight.T + bias, approximate=True)
 
 
+def xla_softcap(x: Any, weight: Any) -> Any:
+    import jax
+
+    return 30.0 * jax.numpy.tanh(x @ weight.T / 30.0)
+
+
 EPILOGUES = {
     "bias": Epilogue(
         fused_linear(lambda xp, acc, bias: acc + bias, operands={"bias": "n"}, name="linear_bias"), {}, F.linear,
@@ -143,6 +149,11 @@ EPILOGUES = {
         lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
         xla_gelu,
         lambda x, weight, bias: torch._addmm_activation(bias, x.flatten(0, -2), weight.T, use_gelu=True),
+    ),
+    "softcap": Epilogue(  # step 8 of docs/own_kernel.md
+        fused_linear(lambda xp, acc: 30.0 * xp.tanh(acc / 30.0), name="linear_softcap"), {},
+        lambda x, weight: 30.0 * torch.tanh(F.linear(x, weight) / 30.0),
+        xla_softcap,
     ),
     "residual": Epilogue(
         linear_add, {},
