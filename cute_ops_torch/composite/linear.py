@@ -38,7 +38,8 @@ def linear(
 
     The op is ``torch.ops.cute.linear_<function>_<digest>``, the same in every process that has made this call.
     """
-    by_call.check_there(x, weight, "linear")
+    if x is None or weight is None:
+        by_call.check_there(x, weight, "linear")  # type: ignore[unreachable]  # but for callers that mypy does not see
     if enabled():
         x, weight = autocast(x, weight)
     if epilogue is None:
@@ -111,7 +112,8 @@ def gated_linear(
     halves: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
-    by_call.check_there(x, weight, "gated_linear")
+    if x is None or weight is None:
+        by_call.check_there(x, weight, "gated_linear")  # type: ignore[unreachable]
     if enabled():
         x, weight = autocast(x, weight)
     options = transposed, weight.ndim > 2 + halves, halves
