@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import metadata
@@ -52,6 +53,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before any folder's conftest imports JAX or torch.
 if not target.device_count():
     _compile_quickly()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=float, default=1.0, metavar="PART", help="this part of the tests, by chance")
+    parser.addoption("--sample-seed", default="0", metavar="TEXT", help="another text takes another part")
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what ``--sample`` does not draw: by each test's name, so that all processes draw the same."""
+    part, seed = config.getoption("--sample"), config.getoption("--sample-seed")
+    drawn = [item for item in items if zlib.crc32(f"{seed} {item.nodeid}".encode()) < part * 2**32]
+    if len(drawn) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(drawn)])
+        items[:] = drawn
 
 
 def pytest_collection_finish() -> None:
@@ -170,6 +185,7 @@ def _skipped(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``gpu`` tests skip only where there is no GPU. One case of each says so: thousands take half a minute."""
+    _leave_out(config, items)
     if target.device_count():
         return
     left: dict[str, pytest.Item] = {}
