@@ -22,7 +22,7 @@ from cute_ops.tools.sweep import SweepCall, memory, trials
 from cute_ops.tools.verify import problem_of
 
 # Trials whose kernels compile before they run, and how long that may take.
-CHUNK, STEP_SECONDS = 48, 600.0
+CHUNK, STEP_SECONDS = 16, 600.0
 IDLE_SECONDS = 60.0
 
 
@@ -56,7 +56,7 @@ def sweep(
         runner: module of an adapter's runner.
         number, seed, fraction: of the round; see :func:`cute_ops.tools.sweep.trials`.
         workers: processes.
-        seconds: no chunk of trials starts later.
+        seconds: no trial starts later; at most the kernels of one chunk are compiled then.
 
     Raises:
         ValueError: no module holds an op, so no other process can find it.
@@ -151,6 +151,8 @@ def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator
                 variants[planned.variant.symbol] = planned.variant
             compiled = sum(built.seconds > 0 for built in cache.build_all(variants.values()))
         for i, trial in enumerate(chunk):
+            if time.time() > end:
+                break
             yield start + i, trial, compiled if i == 0 else 0
     cache.clear()  # of this process alone; what is loaded stays
 
