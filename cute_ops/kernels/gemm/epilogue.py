@@ -79,8 +79,8 @@ class Chunk(NamedTuple):
 
     Accumulator ``4 * c + 2 * r + j`` lies in row ``rows[r]`` and column ``columns[c] + j``, by the layout of the matrix
     instructions. ``shape`` is that of the outputs: what lies outside is neither read nor stored. ``at`` are the places
-    of the columns in the tile for the thread that has the first one, and ``below`` the place of the rows, in blocks of
-    a subtile's: both are known at compile time. ``batch`` is the matrix of a batch, empty where there is none.
+    of the columns in the tile for the thread that has the first one, ``below`` counts the subtiles above: both are
+    known at compile time. ``batch`` is the matrix of a batch, empty where there is none.
     """
 
     rows: tuple[Any, Any]
@@ -157,12 +157,14 @@ class Epilogue:
         return [part.key.itemsize for part in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
 
     def place(self, part, chunk):
-        """Which elements of an operand a chunk reads, of those that its tile reads: the same for chunks that may share
-        what was loaded. Registers suffice for that where two operands with columns are loaded, cosines and sines say.
+        """A key for what a chunk reads of an operand: chunks of a tile with equal keys share what the first one loads.
+
+        Chunks share a table that repeats itself only where threads load at most two operands with columns, such as
+        cosines and sines: with more of them registers would spill.
         """
         if not part.columns:
             return chunk.below if part.rows else 0
-        shared = part.period and len([each for each in self.operands if each.columns]) - len(self.by_tma) <= 2
+        shared = part.period and sum(each.columns for each in self.operands) - len(self.by_tma) <= 2
         at = [c + partner(c, part.turned) for c in chunk.at]
         return chunk.below, *(c % part.period if shared else c for c in at)
 

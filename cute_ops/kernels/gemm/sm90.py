@@ -299,7 +299,7 @@ class GemmSm90:
             if const_expr(pingpong):
                 slot.advance(steps)
             storing = group if const_expr(pingpong) else 0
-            tile_slot = self._store(mma, rAcc, (ahead, held), inputs, outputs, places, storing, tile_slot)
+            tile_slot = self._store(mma, rAcc, ahead, held, inputs, outputs, places, storing, tile_slot)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -339,13 +339,13 @@ class GemmSm90:
 
     @cute.jit
     def _store(
-        self, mma, rAcc, ahead: cutlass.Constexpr, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr,
-        places: cutlass.Constexpr, group, tile_slot,
+        self, mma, rAcc, ahead: cutlass.Constexpr, held: cutlass.Constexpr, inputs: cutlass.Constexpr,
+        outputs: cutlass.Constexpr, places: cutlass.Constexpr, group, tile_slot,
     ):  # fmt: skip
         """Compute and store a tile, subtile by subtile through shared memory; TMA stores the last ones during the next
-        config.
+        tile.
         """
-        config, (sub_m, sub_n), (at, _, thread), (ahead, held) = self.config, self.subtile, places, ahead
+        config, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
         stages, across = config.store_stages, self.columns // sub_n
         (operands, tiles, tile_ring), (outputs, mParts) = inputs, outputs
         size = sub_m * sub_n // self.consumers  # of a thread
@@ -380,7 +380,7 @@ class GemmSm90:
                 rOut.store(cute.make_tensor(rX.iterator, rOut.layout).load().to(sD.element_type))
                 cute.copy(copy, rOut, copy.partition_D(sD)[None, None, None, slot])
             cute.arch.fence_view_async_shared()
-            # The fence waits for loads before it, too.
+            # After the fence, which would wait for these loads, too.
             if const_expr(i + 1 < self.subtiles):
                 ahead = self._load_chunk(operands, self._chunk(i + 1, places), held)
             # A warp that arrives here is done with the previous subtile, and the warp that stores has waited for the
@@ -411,8 +411,8 @@ class GemmSm90:
         return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at, tuple(batch), below)
 
     def _load_chunk(self, operands, chunk, held):
-        """The epilogue's operands that a thread loads itself; None for those that TMA loads. ``held`` are elements of
-        this tile that later chunks read again.
+        """The epilogue's operands that a thread loads itself; None for those that TMA loads. ``held`` keeps what
+        was loaded for this tile, by :meth:`Epilogue.place`.
         """
         loaded = []
         for i, (part, tensor) in enumerate(zip(self.epilogue.operands, operands)):
