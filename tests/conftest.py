@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from itertools import count
@@ -266,3 +266,23 @@ def product(request: pytest.FixtureRequest) -> Product:
 
 def rows(a: Any) -> Any:
     return a.reshape(-1, a.shape[-1])
+
+
+@pytest.fixture
+def what_loads() -> Callable[[str, str, int], str]:
+    """``what_loads(framework, adapter, limit)``: a program that prints which rooms of ours and which modules of others
+    an adapter's import adds to the framework's, and whether it adds fewer modules than ``limit``.
+    """
+
+    def program(framework: str, adapter: str, limit: int) -> str:
+        return f"""
+import sys, {framework}
+before = set(sys.modules)
+import {adapter}
+loaded = set(sys.modules) - before
+others = {{n for n in loaded if not n.startswith("cute_ops")}}
+rooms = {{".".join(n.split(".")[:2]) for n in loaded - others}}
+print(sorted(others | {{r for r in rooms if "." in r}}), len(loaded) < {limit})
+"""
+
+    return program

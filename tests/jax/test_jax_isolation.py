@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,16 +50,9 @@ def test_the_check_can_fail(name: str) -> None:
     assert f"blocked: {name}" in result.stderr
 
 
-def test_what_the_import_loads() -> None:
+def test_what_the_import_loads(what_loads: Callable[[str, str, int], str]) -> None:
     """Rooms of ours, and nothing of others: what is added here is paid at every start."""
-    program = """
-import sys, jax
-before = set(sys.modules)
-import cute_ops_jax
-loaded = set(sys.modules) - before
-rooms = {".".join(n.split(".")[:2]) for n in loaded if n.startswith("cute_ops")}
-print(sorted({n for n in loaded if not n.startswith("cute_ops")} | {r for r in rooms if "." in r}), len(loaded) < 165)
-"""
+    program = what_loads("jax", "cute_ops_jax", 165)
     core = (
         "array_api autotune binding composite config dims dispatch env errors expressions files hardware jit kernels "
         "lists op op_checks ops processes shapes sharding"

@@ -116,16 +116,9 @@ def test_import_does_not_search_all_modules(run: Run) -> None:
     assert run("import torch; del torch.library.register_fake; import cute_ops_torch; print('short')") == "short"
 
 
-def test_what_the_import_loads(run: Run) -> None:
+def test_what_the_import_loads(run: Run, what_loads: Callable[[str, str, int], str]) -> None:
     """Rooms of ours, and nothing of others: what is added here is paid at every start."""
-    program = """
-import sys, torch
-before = set(sys.modules)
-import cute_ops_torch
-loaded = set(sys.modules) - before
-rooms = {".".join(n.split(".")[:2]) for n in loaded if n.startswith("cute_ops")}
-print(sorted({n for n in loaded if not n.startswith("cute_ops")} | {r for r in rooms if "." in r}), len(loaded) < 175)
-"""
+    program = what_loads("torch", "cute_ops_torch", 175)
     core = (
         "array_api autotune binding composite config dims dispatch env errors expressions files hardware jit kernels "
         "lists op op_checks ops processes shapes"
