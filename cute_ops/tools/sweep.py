@@ -98,7 +98,9 @@ def swept(op: Op) -> str:
     return "n" if "n" in names else "d"
 
 
-def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[SweepCall]:
+def trials(
+    op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0, part: int = 0, parts: int = 1
+) -> Iterator[SweepCall]:
     """A round of an op's sweep.
 
     Args:
@@ -107,13 +109,14 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
         number: the round's number; twelve consecutive rounds cover every pair of dtype and layout at every length.
         seed: seed of everything that is drawn at random.
         fraction: of the lengths that are tried, drawn at random.
+        part, parts: take the part-th of so many shares. Where several find a threshold, each takes another pair there.
     """
     salt = zlib.crc32(op.name.encode())
-    rng = np.random.default_rng([seed, salt, number])
-    for n in lengths(op, target, rng):
+    rng = np.random.default_rng([seed, salt, number, part])
+    for n in lengths(op, target, np.random.default_rng([seed, salt, number]), part, parts):
         if rng.random() >= fraction:
             continue
-        pair = (number + 5 * n + salt) % len(PAIRS)
+        pair = (number + 5 * n + salt + part) % len(PAIRS)
         dtype, base = PAIRS[pair]
         drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))
         # One more trial, with another number of rows, for the kernel that serves any length.
@@ -126,19 +129,23 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
                 yield SweepCall(op, case, dtype, base, fixed)
 
 
-def lengths(op: Op, target: Target, rng: np.random.Generator) -> list[int]:
-    """The lengths of a round, ascending: all short ones, both sides of every threshold, and random ones."""
-    found = set(range(1, SHORTEST + 1))
-    if swept(op) == "n":
-        found |= {n for edge in thresholds(op, target) for n in (edge - 1, edge, edge + 1)}
-        found |= set(np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist())
-    return sorted(n for n in found if n <= LONGEST)
+def lengths(op: Op, target: Target, rng: np.random.Generator, part: int = 0, parts: int = 1) -> list[int]:
+    """A share of the lengths of a round, ascending: all short ones, both sides of every threshold, and random ones."""
+    found = list(range(1, SHORTEST + 1))
+    if swept(op) != "n":
+        return found[part::parts]
+    found += np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist()
+    edges = [] if op.instead else thresholds(op, target, part, parts)  # a product's kernel serves any length
+    near = {n for edge in edges for n in (edge - 1, edge, edge + 1)}
+    return sorted(n for n in near.union(found[part::parts]) if n <= LONGEST)
 
 
-def thresholds(op: Op, target: Target) -> list[int]:
-    """The lengths from which a heuristic chooses another form, in any dtype and layout, with few or many rows."""
+def thresholds(op: Op, target: Target, part: int = 0, parts: int = 1) -> list[int]:
+    """The lengths from which a heuristic chooses another form, with few or many rows, in a share of the pairs of dtype
+    and layout.
+    """
     found: set[int] = set()
-    for dtype, base in PAIRS:
+    for dtype, base in PAIRS[part::parts]:
         for rows in (ROWS[0], ROWS[2], ROWS[-1]):
             form = _Form(op, target, dtype, base, rows)
             # Between two neighbours on this grid with the same form no threshold is looked for.
@@ -180,14 +187,16 @@ def _edges(form: _Form, low: int, high: int) -> Iterator[int]:
 def _draw(op: Op, n: int, dtype: str, rng: np.random.Generator) -> Case | None:
     """A case of one row with other sizes, dtypes, attributes and optional inputs drawn at random.
 
-    None if the op refuses every draw.
+    None if the op refuses every draw, or has no kernel for the dtype.
     """
     for _ in range(DRAWS):
         case = _case(op, n, rng)
         try:
-            bind(op, specs(op, case, dtype), case.attrs)
+            binding = bind(op, specs(op, case, dtype), case.attrs)
         except (TypeError, ValueError):  # the op refuses this combination of dtypes or sizes
             continue
+        if any(binding.dtypes.get(v) in names for v, names in (op.instead.dtypes if op.instead else {}).items()):
+            continue  # the framework computes it
         return case
     return None
 
@@ -205,6 +214,8 @@ def _case(op: Op, n: int, rng: np.random.Generator) -> Case:
             if name in options:
                 options[name].append(value)
     options |= {name: list(values) for name, values in op.choices.items()}
+    if op.instead:  # it is our kernels that are tried, not the framework's
+        options["fused"] = ["always"]
     attrs = {name: values[rng.integers(len(values))] for name, values in options.items()}
     # The first dtype variable has the trial's dtype.
     first = next(t.dtype for t in op.inputs.values() if t.dtype in op.dtypes)

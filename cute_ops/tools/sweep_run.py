@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from cute_ops import dispatch, lookup, processes, testing
@@ -24,6 +24,8 @@ from cute_ops.tools.verify import problem_of
 # Trials whose kernels compile before they run, and how long that may take.
 CHUNK, STEP_SECONDS = 16, 600.0
 IDLE_SECONDS = 60.0
+# What compiles or runs this long after the last moment at which a trial may start is given up.
+GRACE_SECONDS = 15.0
 
 
 class Task(NamedTuple):
@@ -56,7 +58,7 @@ def sweep(
         runner: module of an adapter's runner.
         number, seed, fraction: of the round; see :func:`cute_ops.tools.sweep.trials`.
         workers: processes.
-        seconds: no trial starts later; at most the kernels of one chunk are compiled then.
+        seconds: no trial starts later; what has not ended after another 15 seconds is given up.
 
     Raises:
         ValueError: no module holds an op, so no other process can find it.
@@ -73,15 +75,22 @@ def sweep(
     ended: SimpleQueue[Progress | None] = SimpleQueue()
     end = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="cute_ops-sweep-") as folder:
+        working = []
         for _, device in zip(range(workers), itertools.cycle(target.device_names() or [""]), strict=False):
             process = processes.Process(
                 "cute_ops.tools.sweep_run", runner, CUDA_VISIBLE_DEVICES=device, CUTE_OPS_COMPILE_WORKERS="1",
                 CUTE_OPS_CACHE_DIR=tempfile.mkdtemp(dir=folder), CUTE_OPS_TUNE="0",
             )  # fmt: skip
             threading.Thread(target=_work, args=(process, tasks, end, ended), daemon=True).start()
+            working.append(process)
         left = workers
         while left:
-            progress = ended.get()
+            try:
+                progress = ended.get(timeout=min(max(end + GRACE_SECONDS - time.time(), 0.1), threading.TIMEOUT_MAX))
+            except Empty:
+                for process in working:
+                    process.kill()
+                continue
             if progress is None:
                 left -= 1
             else:
@@ -98,13 +107,15 @@ def _work(process: processes.Process, tasks: deque[Task], end: float, ended: Sim
             ended.put(Progress(step["trial"], step["problem"], step["kernels"]))
 
     try:
-        while tasks:
+        while tasks and time.time() < end:
             task = tasks.popleft()
             trying.update(index=None, trial=f"{task.place} from its trial {task.start} on")
             try:
                 with process.lock:
                     process.ask({"task": task, "end": end}, STEP_SECONDS, told)
             except processes.Ended as error:
+                if time.time() > end + GRACE_SECONDS:  # it was given up
+                    break
                 ended.put(Progress(trying["trial"], f"the process {error}: {error.log[-500:]}", 0))
                 if trying["index"] is not None:  # else the process died before its first trial
                     tasks.appendleft(task._replace(start=trying["index"] + 1))
@@ -135,8 +146,7 @@ def serve(runner: str) -> None:
 def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, SweepCall, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = lookup.find(task.place)
-    whole = trials(op, where, task.number, task.seed, task.fraction)
-    every = [trial for i, trial in enumerate(whole) if i // 6 % task.parts == task.part]
+    every = list(trials(op, where, task.number, task.seed, task.fraction, task.part, task.parts))
     for start in range(task.start, len(every), CHUNK):
         chunk, compiled = every[start : start + CHUNK], 0
         if time.time() > end:

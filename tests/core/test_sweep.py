@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from cute_ops import Array, Case, Op, Tensor
 from cute_ops.config import Problem, Tuning
 from cute_ops.jit.target import parse
-from cute_ops.ops import rope, scale
+from cute_ops.lookup import ours
+from cute_ops.ops import rope, scale, softmax
 from cute_ops.shapes import FLOATS
-from cute_ops.tools import sweep
+from cute_ops.tools import sweep, sweep_run
 from cute_ops.tools.sweep_run import sweep as run
 
 SM90 = parse("sm_90a:132")
@@ -46,6 +48,21 @@ def test_both_sides_of_a_threshold() -> None:
     assert {12344, 12345, 12346} <= set(sweep.lengths(op, SM90, np.random.default_rng(0)))
 
 
+def test_shares_take_all_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "thresholds", lambda _op, _target, part=0, parts=1: [400, 5000, 70000][part::parts])
+    whole = sweep.lengths(softmax, SM90, np.random.default_rng(3))
+    shares = [sweep.lengths(softmax, SM90, np.random.default_rng(3), part, 4) for part in range(4)]
+    assert set().union(*shares) == set(whole)
+    short = sorted(n for share in shares for n in share if n <= sweep.SHORTEST)
+    assert short[: sweep.SHORTEST - 1] == list(range(1, sweep.SHORTEST))  # each of them once
+
+
+def test_our_kernel_of_a_product_is_tried() -> None:
+    tried = list(sweep.trials(ours()["linear_gelu"], SM90, 0, fraction=0.2))
+    assert {trial.dtype for trial in tried} == {"float16", "bfloat16"}
+    assert all(trial.case.attrs["fused"] == "always" for trial in tried)
+
+
 @pytest.mark.parametrize("base", sweep.BASES)
 def test_views_end_where_their_buffers_end(base: str) -> None:
     for shape in ((1,), (7,), (5, 1), (5, 16), (2, 3, 9)):
@@ -66,3 +83,11 @@ def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch)
         n = int(re.search(r"n=(\d+)", one.trial)[1])  # type: ignore[index]
         dead, wrong = n % 50 == 0, n % 2 == 0 and n % 50
         assert (f"length {n}" == one.problem) == bool(wrong) and ("died with signal 9" in one.problem) == dead
+
+
+def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(KERNELS))
+    monkeypatch.setattr(sweep_run, "GRACE_SECONDS", 0.5)
+    start = time.monotonic()
+    assert not list(run([scale], "hanging_runner", number=0, seed=8, workers=2, seconds=1.0))
+    assert time.monotonic() - start < 60
