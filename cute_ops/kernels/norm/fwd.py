@@ -123,7 +123,7 @@ class NormForward:
         for k, (rWeight, rBias) in enumerate(columns):
             if self.keep_dtype:
                 compiler_barrier(rH[k])
-            y = normalised(widen(rH[k]), mean, rstd, rH[k].element_type)
+            y = normalised(widen(rH[k]), mean, rstd)
             if rWeight is not None:
                 y = y * scale(rWeight, self.weight_offset)
             if rBias is not None:

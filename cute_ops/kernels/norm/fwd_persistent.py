@@ -75,7 +75,7 @@ class NormForwardPersistent(RowWalk):
             rH = self._hidden(slots, first, k, step % self.ring.stages) if held is None else held[k]
             if const_expr(mResidualOut is not None):
                 self._store_row(beside, rH, first[k], k)
-            y = normalised(widen(rH), mean, rstd, rH.element_type)
+            y = normalised(widen(rH), mean, rstd)
             for rColumns in (rWeight, rBias):
                 if rColumns is not None:
                     # It stays in registers in its own dtype, not widened.

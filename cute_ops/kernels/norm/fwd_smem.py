@@ -60,7 +60,7 @@ class NormForwardSmem(NormForward):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
                 self.access.store(gSum, rH, place, k)
-            y = normalised(widen(rH), mean, rstd, rH.element_type)
+            y = normalised(widen(rH), mean, rstd)
             delayed = const_expr(self.delay_weight_load)
             rWeight, rBias = self._columns(mWeight, mBias, place, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):

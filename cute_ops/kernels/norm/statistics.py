@@ -34,14 +34,11 @@ def centre(x, mean):
     return x if mean is None else x - mean
 
 
-def normalised(x, mean, rstd, dtype):
-    """``(x - mean) * rstd`` of a vector in fp32 that was loaded as ``dtype``.
-
-    For 16-bit inputs use one FMA (x*rstd - mean*rstd): rounding mean*rstd loses less than the input's own rounding.
+def normalised(x, mean, rstd):
+    """``(x - mean) * rstd``. One FMA less in each element, ``x*rstd - mean*rstd``, would leave the rounding error of
+    ``mean*rstd`` where a row's elements are all equal.
     """
-    if mean is None:
-        return x * rstd
-    return (x - mean) * rstd if dtype.width == 32 else x * rstd + (0.0 - mean) * rstd
+    return centre(x, mean) * rstd
 
 
 def total(x):
