@@ -282,8 +282,8 @@ def in_turns(samplers: Mapping[str, Sampler], turns: Turns) -> dict[str, list[fl
     return found
 
 
-def sampler(calls: Sequence[Call], stream: torch.cuda.Stream) -> Sampler:
-    """Microseconds of a call."""
+def sampler(calls: Sequence[Call], stream: torch.cuda.Stream, sample_us: float = SAMPLE_US) -> Sampler:
+    """Microseconds of a call, from samples of about ``sample_us``."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
         start.record()
@@ -292,7 +292,7 @@ def sampler(calls: Sequence[Call], stream: torch.cuda.Stream) -> Sampler:
         end.record()
     end.synchronize()
     once = start.elapsed_time(end) * 1e3 / len(calls)
-    return graph_sampler(calls, len(calls) * math.ceil(SAMPLE_US / once / len(calls)), stream)
+    return graph_sampler(calls, len(calls) * math.ceil(sample_us / once / len(calls)), stream)
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:

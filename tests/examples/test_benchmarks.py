@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ import pytest
 import returns
 import startup
 import summary
+import tensor_cores
 import torch
 import tuning_gap
 import tutorial
@@ -36,6 +39,8 @@ from cute_ops.autotune.tuner import Outcome
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import bind
 from cute_ops.jit import target
+from cute_ops.jit.compile_pool import worker
+from cute_ops.tools import sass
 from cute_ops_torch.library.tensors import bind_tensors
 
 
@@ -466,6 +471,47 @@ def test_products_with_epilogues(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     (exact,) = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), linear.attributes(op))
     got = linear.contenders(op)[linear.CUBLAS](*tensors, None)
     assert linear.difference(got, exact) == ""
+
+
+@pytest.mark.parametrize("form", ["cooperative-128x256-cluster2x1", "pingpong-128x128-cluster1x2"])
+def test_parts_of_products(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is switched off is gone from the machine code, the matrix instructions are those of the product."""
+    monkeypatch.setattr(target, "of_device", lambda: target.parse("sm_90a"))
+    op, case = linear.linear_dweight, Case("small", {"m": (512,), "n": 256, "k": 256})
+    tensors = linear.inputs(op, case, torch.device("cpu"))
+    plans = linear.plans(bind_tensors(op, tensors, [*linear.attributes(op).values()]), tensors, form, {})
+    products, stores, waits = [], [], []
+    for (label, config), plan in tensor_cores.plans(plans).items():
+        assert (label in tensor_cores.PARTS, config) == (True, form)
+        path = tmp_path / f"{plan.variant.symbol}.cubin"
+        worker.compile(plan.variant, path)
+        (kernel,) = sass.resources(path)
+        assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0)
+        code = sass.sass(path)
+        products.append(re.findall(r"HGMMA\S*", code)[-1])
+        assert code.count("HGMMA") >= 8 and code.count("WARPGROUP.DEPBAR") == 2
+        stores.append("UTMASTG" in code)
+        waits.append(code.count("SYNCS.ARRIVE"))
+    assert len(set(products)) == 1 and stores == [True, False, False, False]
+    assert waits[-1] < waits[-2] == waits[0]  # of the last nobody gives a slot back
+
+
+def test_readings_of_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_cores, "HOT_SECONDS", 0.3)
+    table = common.Table(tmp_path / "tensor_cores.csv", tensor_cores.COLUMNS)
+    row = {"op": "linear", "case": "small", "m": 1000, "n": 1000, "k": 1000, "numbers": "normal", "state": "hot"}
+    readings = {
+        (linear.CUBLAS, ""): tensor_cores.Reading([4.0, 5.0, 3.0], 700.0, 1500.0),
+        ("resident", "a"): tensor_cores.Reading([2.0, 2.0, 3.0]),
+    }
+    tensor_cores.write(row, readings, table, Console())
+    first, second = common.read(tmp_path / "tensor_cores.csv")
+    assert (first["us"], first["tflops"], first["watts"], first["mhz"]) == ("4", "500", "700", "1500")
+    assert (second["us_max"], second["of_cublas"], second["watts"]) == ("3", "2", "")
+    driver = SimpleNamespace(joules=count().__next__, mhz=lambda: 1500.0)
+    given = tensor_cores.both_orders({("a", ""): lambda: 1.0, ("b", ""): lambda: 2.0}, driver)  # type: ignore[arg-type]
+    assert {name: set(reading.us) for name, reading in given.items()} == {("a", ""): {1.0}, ("b", ""): {2.0}}
+    assert all(reading.mhz == 1500.0 and reading.watts > 0 for reading in given.values())
 
 
 def test_contenders_of_products_change_who_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
