@@ -37,9 +37,10 @@ class FastPath:
     ) -> None:
         """``saving``: makes the CUDA implementation of an op that saves more for the gradient."""
         self._op, self.launcher, self._nodes, self._saving = op, launcher, nodes, saving
-        self._calls = GuardedCalls(no_match)
+        self._calls = GuardedCalls(op, no_match)
         self.table: dict[Any, Call] = self._calls.table
         self._fill_defaults = filler(op)
+        self._gradients: framework_gradient.Known = {}
 
     def specialize(self, *args: Any) -> Any:
         """Run a call that no mode observes, and put a guarded call for others like it into the table."""
@@ -51,15 +52,13 @@ class FastPath:
         if differentiated:
             refuse_gradients(self._op, tensors)
         constants = len(self._op.attrs)
-        by_torch = framework_gradient.differentiates(self._op, self.launcher, tensors, attrs)
+        by_torch = framework_gradient.differentiates(self._op, self.launcher, tensors, attrs, self._gradients)
         node = self._nodes.of(tensors, attrs[:constants]) if differentiated and not by_torch else None
         more = None if node is None or self._saving is None else node.saving
         launcher = self._saving(more) if more and self._saving else self.launcher()
         call = launcher.find(tensors, attrs)
         key = call, kinds(tensors), by_torch, call.without_autocast and autocast()
-        known = self._calls.put(
-            tensors[0].shape, key, lambda: self._guard(call, tensors, attrs, differentiated, by_torch)
-        )
+        known = self._calls.put(tensors, key, lambda: self._guard(call, tensors, attrs, differentiated, by_torch))
         out = known(*args)
         if out is not None:
             return out
@@ -75,11 +74,8 @@ class FastPath:
         given = ", ".join([*names, *op.scalars])
         values: dict[str, Any] = {"_run": call.run, "_ad": forward_ad}
         conditions, result = ["_ad._current_level < 0"], f"_run({given})"
-        if call.without_autocast:
-            values["_autocast"] = autocast
-            conditions.append("_autocast()" if autocast() else "not _autocast()")
-            if not autocast():
-                values["_run"] = call.without_autocast
+        if call.without_autocast and not autocast():  # which the guard sees by the dispatch keys
+            values["_run"] = call.without_autocast
         if any(t is not None and t.requires_grad for t in tensors) and not by_torch:
             values["_grad_enabled"] = torch.is_grad_enabled
             node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cute_ops.op import Op
+from cute_ops.op import Tensor as Declared
 from cute_ops_torch.host import codegen
 from cute_ops_torch.library.mutation import apart
 from cute_ops_torch.library.remembered import make_room
@@ -22,8 +23,9 @@ Call = Callable[..., Any]
 # A call without its successor: `link(_otherwise=f)` is a function that hands calls which do not fit on to f.
 Link = Callable[..., Call]
 Kinds = tuple[tuple[type, bool], ...]
-# Guarded calls per shape: each that does not fit costs a call 0.5 us.
-CHAIN = 3
+# Guarded calls per shape. Each that does not fit costs a call 0.5 us, but one that was dropped is planned again, for 20 us
+# and more. Layers are called with gradients and without, with frozen weights, and by several values of `fused`.
+CHAIN = 8
 _TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 
@@ -78,17 +80,19 @@ def kinds(tensors: Sequence[torch.Tensor | None]) -> Kinds:
 
 
 class GuardedCalls:
-    """Guarded calls of an op, found by the shape of their first input.
+    """Guarded calls of an op, found by the shape of their first input; where weights of several shapes meet one x, then
+    by the weight's.
 
     Attributes:
         table: the first guarded call of each shape. It hands on what does not fit it, at last to ``otherwise``.
     """
 
-    def __init__(self, otherwise: Call) -> None:
+    def __init__(self, op: Op, otherwise: Call) -> None:
         self.table: dict[Any, Call] = {}
-        self._otherwise = otherwise
+        self._otherwise, self._second = otherwise, _second(op)
         self._links: dict[Any, Link] = {}
         self._chains: dict[Any, list[Link]] = {}
+        self._branches: dict[Any, dict[Any, Call]] = {}
 
     def call(self) -> Call:
         """``call(*args)`` goes to the guarded calls."""
@@ -99,15 +103,49 @@ class GuardedCalls:
 
         return call
 
-    def put(self, shape: Any, key: Any, make: Callable[[], Link]) -> Call:
-        """Put a guarded call before the others of its shape; ``make`` makes it where the key is new."""
+    def put(self, tensors: Sequence[Any], key: Any, make: Callable[[], Link]) -> Call:
+        """Put a guarded call before the others of its shapes; ``make`` makes it where the key is new."""
+        shape = tensors[0].shape
+        second = None if self._second is None else tensors[self._second].shape
         link = self._links.get(key)
         if link is None:
-            make_room(self.table, self._links, self._chains)
+            make_room(self.table, self._links, self._chains, self._branches)
             link = self._links[key] = make()
-        chain = self._chains[shape] = [link, *(k for k in self._chains.get(shape, ()) if k is not link)][:CHAIN]
+        before = self._chains.get((shape, second), ())
+        chain = self._chains[shape, second] = [link, *(k for k in before if k is not link)][:CHAIN]
         call = self._otherwise
         for one in reversed(chain):
             call = one(_otherwise=call)
-        self.table[shape] = call
+        branches = self._branches.setdefault(shape, {})
+        make_room(branches)
+        branches[second] = call
+        self.table[shape] = call if len(branches) == 1 else self._branching(branches)
         return call
+
+    def _branching(self, branches: dict[Any, Call]) -> Call:
+        get, otherwise, place = branches.get, self._otherwise, self._second
+        assert place is not None
+
+        def call(*args: Any) -> Any:
+            try:
+                known = get(args[place].shape, otherwise)
+            except (AttributeError, TypeError):  # no tensor; a symbolic shape, which has no hash
+                known = otherwise
+            return known(*args)
+
+        return call
+
+
+def _second(op: Op) -> int | None:
+    """The place of the input whose shape tells calls with one x apart: it must be given and has sizes that the first
+    one lacks, as a weight ``n k`` has. By the shape of x alone, layers of a model would share a chain.
+    """
+    first, *others = op.inputs.values()
+    for place, tensor in enumerate(others, 1):
+        if not (tensor.optional or tensor.many or _sizes(tensor) <= _sizes(first)):
+            return place
+    return None
+
+
+def _sizes(tensor: Declared) -> set[str]:
+    return {name for dim in tensor.dims for name in dim.names}

@@ -43,7 +43,7 @@ class Launcher:
         self.op = op
         self.calls: dict[tuple[Any, ...], CompiledCall] = {}
         self._fill_defaults = filler(op)
-        self._launches, self._fills = GuardedCalls(self._specialize_launch), GuardedCalls(self._specialize_into)
+        self._launches, self._fills = GuardedCalls(op, self._specialize_launch), GuardedCalls(op, self._specialize_into)
         self.launch, self.into = self._launches.call(), self._fills.call()
 
     def write(self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -106,7 +106,7 @@ class Launcher:
                 arguments=", ".join((*op.inputs, *op.keywords)), result=f"_run({', '.join((*given, *op.scalars))})",
             )  # fmt: skip
 
-        self._launches.put(tensors[0].shape, (call, kinds(tensors)), guard)
+        self._launches.put(tensors, (call, kinds(tensors)), guard)
         return call.run(*given.values(), *attrs[len(op.attrs) :])
 
     def _specialize_into(self, *args: Any) -> Any:
@@ -127,7 +127,7 @@ class Launcher:
                 result=f"_fill({', '.join((*given, *op.scalars))})",
             )  # fmt: skip
 
-        self._fills.put(tensors[0].shape, (call, kinds(tensors), wanted), guard)
+        self._fills.put(tensors, (call, kinds(tensors), wanted), guard)
         return fill(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
 
 

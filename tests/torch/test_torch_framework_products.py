@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gated_dgrad import gated_dgrad_again
 from cute_ops.ops.gemm.named import linear_add, linear_gelu
 from cute_ops_torch.composite import linear as composite
-from cute_ops_torch.host import compiled_call, framework_gradient, function, launch
+from cute_ops_torch.host import compiled_call, framework_gradient, function, guards, launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.library import products, program
 from cute_ops_torch.library.tensors import bind_tensors
@@ -215,6 +216,47 @@ def test_a_gradient_that_a_kernel_computes_takes_a_node(
         one = {"linear_dx": weight, "linear_dweight": x}[ours]  # whose gradient torch's product computes
         others_frozen = [t.detach() if t is not one else t for t in (x, weight)]
         assert not type(call(*others_frozen, *others).grad_fn).__name__.startswith("cute")
+
+
+def test_weights_of_many_sizes_that_read_one_x_are_all_known(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, gate and head of a model, with gradients and without, also by another `fused`."""
+    call = fast(linear.linear)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    weights = [torch.randn(8 * n, 8, dtype=torch.bfloat16, requires_grad=n % 2 == 0) for n in range(1, 13)]
+
+    def every() -> None:
+        for weight in weights:
+            for fused in ("auto", "never"):
+                assert torch.equal(call(x, weight, fused), F.linear(x, weight))
+                assert torch.equal(call(x, weight.detach(), fused), F.linear(x, weight))
+
+    every()
+    with monkeypatch.context() as patch:
+        patch.setattr(FastPath, "specialize", None)
+        every()
+    with pytest.raises(TypeError, match="argument `weight` is required, but None was given"):
+        call(x, None)
+
+
+def test_gradients_of_a_call_are_planned_once(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where kinds of calls of the same shapes are more than are known at a time."""
+    done, planned = list[Any](), framework_gradient._products_are_faster
+    monkeypatch.setattr(
+        framework_gradient, "_products_are_faster", lambda *call: done.append(call[-1]) or planned(*call)
+    )
+    call, tensors = fast(linear.linear), made(linear.linear, (3,))
+    kinds = [
+        [kind(t, grad) for kind, t, grad in zip(types, tensors, grads, strict=True)]
+        for types in itertools.product((torch.nn.Parameter, lambda t, grad: t.detach().requires_grad_(grad)), repeat=2)
+        for grads in itertools.product((True, False), repeat=2)
+    ]
+    assert len(kinds) > guards.CHAIN
+    for _ in range(3):
+        for given in kinds:
+            out = call(*given)
+            assert (out.grad_fn is None) == (not any(t.requires_grad for t in given))
+            assert not type(out.grad_fn).__name__.startswith("cute")
+    assert sorted(done) == [("weight",), ("x",), ("x", "weight")]
 
 
 def test_a_gradient_in_autocast_takes_a_node(fast: Any) -> None:
