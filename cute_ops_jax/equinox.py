@@ -6,7 +6,7 @@ parameters have the same names. The result has the dtype of ``x``, whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -304,28 +304,32 @@ class GatedLinear(eqx.nn.Linear):
         activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         dtype: of the weight.
         fused: the function's.
+        halves: the weight is ``[2, out_features, in_features]``, which devices share by the dim in the middle.
         key: for the initial values.
     """
 
     activation: str = eqx.field(static=True)
     fused: str = eqx.field(static=True)
+    halves: bool = eqx.field(static=True)
 
     @suggesting
     def __init__(
         self, in_features: int, out_features: int, activation: str = "silu", dtype: Any = None, *, fused: str = "auto",
-        key: Any,
+        halves: bool = False, key: Any,
     ) -> None:  # fmt: skip
         super().__init__(in_features, 2 * out_features, False, dtype, key=key)
-        self.activation, self.fused = activation, fused
+        self.activation, self.fused, self.halves = activation, fused, halves
+        if halves:
+            self.weight = jnp.reshape(self.weight, (2, out_features, in_features))  # type: ignore[has-type]
 
     @classmethod
     def from_linear(cls, gate: eqx.nn.Linear, up: eqx.nn.Linear, **options: Any) -> Self:
         """The layer of two without biases, whose weights are copied side by side."""
         shape = partial(cls, gate.in_features, gate.out_features, **options)
-        return _holding(shape, lambda m: m.weight, jnp.concatenate([gate.weight, up.weight]))
+        return _holding(shape, lambda m: m.weight, _packed(gate, up, options))
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
-        out: Array = cute_ops_jax.gated_linear(x, self.weight, self.activation, self.fused)
+        out: Array = cute_ops_jax.gated_linear(x, self.weight, self.activation, self.fused, halves=self.halves)
         return out
 
 
@@ -334,6 +338,10 @@ def _holding(make: Callable[..., T], places: Callable[[T], Any], parameters: Any
     made = eqx.filter_eval_shape(make, key=jax.random.key(0))
     found: T = eqx.tree_at(places, made, parameters, is_leaf=lambda x: x is None)
     return found
+
+
+def _packed(gate: eqx.nn.Linear, up: eqx.nn.Linear, options: Mapping[str, Any]) -> Array:
+    return (jnp.stack if options.get("halves") else jnp.concatenate)([gate.weight, up.weight])
 
 
 def _check_norm(name: str, norm: eqx.nn.RMSNorm, columns: int) -> None:
@@ -350,10 +358,12 @@ class GatedMLP(eqx.Module):
         activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
         dtype: of the weights.
         fused, save: the function's.
+        halves: the first weight is ``[2, hidden_features, in_features]``. Devices that share hidden features then
+            gather nothing.
         key: for the initial values.
     """
 
-    gate_up: eqx.nn.Linear
+    gate_up: GatedLinear
     down: eqx.nn.Linear
     activation: str = eqx.field(static=True)
     fused: str = eqx.field(static=True)
@@ -362,10 +372,12 @@ class GatedMLP(eqx.Module):
     @suggesting
     def __init__(
         self, in_features: int, hidden_features: int, activation: str = "silu", dtype: Any = None, *,
-        fused: str = "auto", save: str = "pre", key: Any,
+        fused: str = "auto", save: str = "pre", halves: bool = False, key: Any,
     ) -> None:  # fmt: skip
         first, second = jax.random.split(key)
-        self.gate_up = eqx.nn.Linear(in_features, 2 * hidden_features, False, dtype, key=first)
+        self.gate_up = GatedLinear(
+            in_features, hidden_features, activation, dtype, fused=fused, halves=halves, key=first
+        )
         self.down = eqx.nn.Linear(hidden_features, in_features, False, dtype, key=second)
         self.activation, self.fused, self.save = activation, fused, save
 
@@ -373,9 +385,10 @@ class GatedMLP(eqx.Module):
     def from_linear(cls, gate: eqx.nn.Linear, up: eqx.nn.Linear, down: eqx.nn.Linear, **options: Any) -> Self:
         """The MLP of three layers without biases."""
         shape = partial(cls, gate.in_features, gate.out_features, **options)
-        weights = jnp.concatenate([gate.weight, up.weight]), down.weight
+        weights = _packed(gate, up, options), down.weight
         return _holding(shape, lambda mlp: (mlp.gate_up.weight, mlp.down.weight), weights)
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         weights = self.gate_up.weight, self.down.weight
-        return cute_ops_jax.gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save)
+        halves = self.gate_up.halves
+        return cute_ops_jax.gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save, halves=halves)

@@ -377,28 +377,39 @@ class GatedLinear(nnx.Linear):
         out_features: size of the output's last dim.
         activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         fused: the function's.
+        halves: the kernel is ``[in_features, 2, out_features]``, which devices share by its last dim.
         options: of ``nnx.Linear``.
     """
 
     @suggesting
     def __init__(
-        self, in_features: int, out_features: int, *, activation: str = "silu", fused: str = "auto", **options: Any
-    ) -> None:
+        self, in_features: int, out_features: int, *, activation: str = "silu", fused: str = "auto",
+        halves: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        if halves:
+            options["kernel_init"] = _in_halves(options.get("kernel_init", nnx.initializers.lecun_normal()))
         super().__init__(in_features, 2 * out_features, use_bias=False, **options)
-        self.activation, self.fused = activation, fused
+        self.activation, self.fused, self.halves = activation, fused, halves
 
     @classmethod
     def from_linear(cls, gate: nnx.Linear, up: nnx.Linear, **options: Any) -> Self:
         """The layer of two without biases, whose kernels are copied side by side."""
         sizes = gate.in_features, gate.out_features
         made: Self = nnx.eval_shape(lambda: cls(*sizes, dtype=gate.dtype, rngs=nnx.Rngs(0), **options))
-        made.kernel = nnx.Param(jnp.concatenate([gate.kernel[...], up.kernel[...]], axis=1))
+        side_by_side = jnp.stack if made.halves else jnp.concatenate
+        made.kernel = nnx.Param(side_by_side([gate.kernel[...], up.kernel[...]], axis=1))
         return made
 
     def __call__(self, x: Array) -> Array:
         x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
-        out: Array = cute_ops_jax.gated_linear(x, kernel, self.activation, self.fused, transposed=True)
+        options: dict[str, Any] = {"transposed": True, "halves": self.halves}
+        out: Array = cute_ops_jax.gated_linear(x, kernel, self.activation, self.fused, **options)
         return out
+
+
+def _in_halves(init: Initializer) -> Initializer:
+    """An initializer of the same numbers, with halves as a dim."""
+    return lambda key, shape, dtype: init(key, shape, dtype).reshape(shape[0], 2, shape[1] // 2)
 
 
 def _check_columns(name: str, norm: nnx.RMSNorm, columns: int) -> None:
@@ -415,6 +426,8 @@ class PackedGatedMLP(nnx.Module):
         activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
         dtype, param_dtype, kernel_init: of both ``nnx.Linear``.
         fused, save: the function's.
+        halves: the first kernel is ``[num_features, 2, hidden_features]``. Devices that share hidden features then
+            gather nothing.
         rngs: keys for the initializers.
     """
 
@@ -422,13 +435,15 @@ class PackedGatedMLP(nnx.Module):
     def __init__(
         self, num_features: int, hidden_features: int, *, activation: str = "silu", dtype: Any = None,
         param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", save: str = "pre",
-        rngs: nnx.Rngs,
+        halves: bool = False, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         init = {} if kernel_init is None else {"kernel_init": kernel_init}
-        linear = partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **init)
+        given: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **init}
         self.activation, self.fused, self.save = activation, fused, save
-        self.gate_up = linear(num_features, 2 * hidden_features)
-        self.down = linear(hidden_features, num_features)
+        self.gate_up = GatedLinear(
+            num_features, hidden_features, activation=activation, fused=fused, halves=halves, **given
+        )
+        self.down = nnx.Linear(hidden_features, num_features, use_bias=False, **given)
 
     @classmethod
     def from_linear(cls, gate: nnx.Linear, up: nnx.Linear, down: nnx.Linear, **options: Any) -> Self:
@@ -436,12 +451,12 @@ class PackedGatedMLP(nnx.Module):
         made: Self = nnx.eval_shape(
             lambda: cls(gate.in_features, gate.out_features, dtype=gate.dtype, rngs=nnx.Rngs(0), **options)
         )
-        made.gate_up.kernel = nnx.Param(jnp.concatenate([gate.kernel[...], up.kernel[...]], axis=1))
+        made.gate_up.kernel = GatedLinear.from_linear(gate, up, halves=made.gate_up.halves).kernel
         made.down.kernel = down.kernel
         return made
 
     def __call__(self, x: Array) -> Array:
         kernels = self.gate_up.kernel[...], self.down.kernel[...]
         x, gate_up, down = self.down.promote_dtype((x, *kernels), dtype=self.down.dtype)
-        given = x, gate_up, down, self.activation
-        return cute_ops_jax.gated_mlp(*given, fused=self.fused, save=self.save, transposed=True)
+        options: dict[str, Any] = {"fused": self.fused, "save": self.save, "halves": self.gate_up.halves}
+        return cute_ops_jax.gated_mlp(x, gate_up, down, self.activation, transposed=True, **options)

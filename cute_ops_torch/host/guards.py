@@ -23,8 +23,8 @@ Call = Callable[..., Any]
 # A call without its successor: `link(_otherwise=f)` is a function that hands calls which do not fit on to f.
 Link = Callable[..., Call]
 Kinds = tuple[tuple[type, bool], ...]
-# Guarded calls per shape. Each that does not fit costs a call 0.5 us, but one that was dropped is planned again, for 20 us
-# and more. Layers are called with gradients and without, with frozen weights, and by several values of `fused`.
+# Guarded calls per shape. Each that does not fit costs a call 0.5 us, but one that was dropped is planned again, for
+# 20 us and more. Layers are called with gradients and without, with frozen weights, by several values of `fused`.
 CHAIN = 8
 _TensorGuards = torch._C._dynamo.guards.TensorGuards
 

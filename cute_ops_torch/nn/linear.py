@@ -202,15 +202,19 @@ class GatedLinear(nn.Linear):
         device: where the parameter is.
         dtype: of the parameter.
         fused: the function's.
+        halves: the parameter is ``[2, out_features, in_features]``, which devices share by ``Shard(1)``. State dicts
+            with either shape are loaded.
     """
 
     @suggesting
     def __init__(
         self, in_features: int, out_features: int, activation: str = "silu", device: Device = None,
-        dtype: torch.dtype | None = None, *, fused: str = "auto",
+        dtype: torch.dtype | None = None, *, fused: str = "auto", halves: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(in_features, 2 * out_features, False, device, dtype)
-        self.activation, self.fused = activation, fused
+        self.activation, self.fused, self.halves = activation, fused, halves
+        if halves:
+            self.weight = nn.Parameter(self._shaped(self.weight.detach()))
 
     @classmethod
     def from_linear(cls, gate: nn.Linear, up: nn.Linear, **options: Any) -> Self:
@@ -221,11 +225,30 @@ class GatedLinear(nn.Linear):
         """
         weight = _packed(gate, up)
         made = cls(gate.in_features, gate.out_features, device="meta", **options)
-        made.weight = nn.Parameter(weight, gate.weight.requires_grad)
+        made.weight = nn.Parameter(made._shaped(weight), gate.weight.requires_grad)
         return made.train(gate.training)
 
+    def reset_parameters(self) -> None:
+        if self.weight.ndim == 2:
+            super().reset_parameters()
+        elif self.weight.numel():  # torch would count the terms of a sum otherwise
+            nn.init.uniform_(self.weight, -(self.in_features**-0.5), self.in_features**-0.5)
+
     def forward(self, x: Tensor) -> Tensor:
-        return gated_linear(x, self.weight, self.activation, self.fused)
+        return gated_linear(x, self.weight, self.activation, self.fused, halves=self.halves)
+
+    def _shaped(self, weight: Tensor) -> Tensor:
+        """A weight as the parameter is, and other ones as they are."""
+        if self.halves and weight.ndim == 2 and weight.shape[0] % 2 == 0:
+            weight = weight.unflatten(0, (2, weight.shape[0] // 2))
+        elif not self.halves and weight.ndim == 3:
+            weight = weight.flatten(0, 1)
+        return weight
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if isinstance(weight := state_dict.get(f"{prefix}weight"), Tensor):
+            state_dict[f"{prefix}weight"] = self._shaped(weight)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features // 2}, activation={self.activation!r}"
@@ -241,15 +264,19 @@ class GatedMLP(nn.Module):
         device: where the parameters are.
         dtype: of the parameters.
         fused, save: the function's.
+        halves: the first parameter is ``[2, hidden_features, in_features]``. Devices that share it and the other one by
+            ``Shard(1)`` gather nothing, and their outputs are partial sums. State dicts with either shape are loaded.
     """
 
     @suggesting
     def __init__(
         self, in_features: int, hidden_features: int, activation: str = "silu", device: Device = None,
-        dtype: torch.dtype | None = None, *, fused: str = "auto", save: str = "pre",
+        dtype: torch.dtype | None = None, *, fused: str = "auto", save: str = "pre", halves: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.gate_up_proj = nn.Linear(in_features, 2 * hidden_features, False, device, dtype)
+        self.gate_up_proj = GatedLinear(
+            in_features, hidden_features, activation, device, dtype, fused=fused, halves=halves
+        )  # fmt: skip
         self.down_proj = nn.Linear(hidden_features, in_features, False, device, dtype)
         self.activation, self.fused, self.save = activation, fused, save
 
@@ -260,17 +287,18 @@ class GatedMLP(nn.Module):
         Raises:
             ValueError: layers have biases, or do not fit together.
         """
-        weight = _packed(gate, up)
+        first = GatedLinear.from_linear(gate, up, halves=options.get("halves", False))
         if _has_bias(down) or down.weight.shape != (gate.in_features, gate.out_features):
             raise ValueError(f"GatedMLP: down is {down}, expected {gate.out_features} columns and no bias.")
         made = cls(gate.in_features, gate.out_features, device="meta", **options)
-        made.gate_up_proj.weight = nn.Parameter(weight, gate.weight.requires_grad)
+        made.gate_up_proj.weight = first.weight
         made.down_proj.weight = down.weight
         return made.train(down.training)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate_up_proj.weight, self.down_proj.weight
-        return gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save)
+        halves = self.gate_up_proj.halves
+        return gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save, halves=halves)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

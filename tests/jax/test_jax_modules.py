@@ -178,6 +178,38 @@ def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: 
     assert equinox.GatedMLP(N, 40, key=jax.random.key(0)).gate_up.weight.shape == (80, N)
 
 
+def test_halves_that_devices_may_share(nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
+    """The same numbers in the same order."""
+    from cute_ops_jax import equinox
+    from cute_ops_jax import nnx as ours
+
+    gate, up, down = (
+        nnx.Linear(*size, use_bias=False, rngs=nnx.Rngs(k)) for k, size in enumerate([(N, 40)] * 2 + [(40, N)])
+    )
+    first, mlp = nnx.silu(gate(x)) * up(x), down(nnx.silu(gate(x)) * up(x))
+    layers = []
+    for layer in (gate, up, down):
+        made = eqx.nn.Linear(*layer.kernel.shape, False, key=jax.random.key(0))
+        layers.append(eqx.tree_at(lambda m: m.weight, made, layer.kernel[...].T))
+    for made, wanted, shape in (
+        (ours.GatedLinear.from_linear(gate, up, halves=True), first, (N, 2, 40)),
+        (equinox.GatedLinear.from_linear(*layers[:2], halves=True), first, (2, 40, N)),
+        (ours.PackedGatedMLP.from_linear(gate, up, down, halves=True), mlp, (N, 2, 40)),
+        (equinox.GatedMLP.from_linear(*layers, halves=True), mlp, (2, 40, N)),
+    ):
+        close(made(x), wanted)
+        assert shape in [a.shape for a in jax.tree.leaves(made)]
+    for pair in (
+        [ours.GatedLinear(N, 40, halves=halves, rngs=nnx.Rngs(0)) for halves in (True, False)],
+        [ours.PackedGatedMLP(N, 40, halves=halves, rngs=nnx.Rngs(0)) for halves in (True, False)],
+        [equinox.GatedLinear(N, 40, halves=halves, key=jax.random.key(0)) for halves in (True, False)],
+        [equinox.GatedMLP(N, 40, halves=halves, key=jax.random.key(0)) for halves in (True, False)],
+    ):
+        close(pair[0](x), pair[1](x))
+        gradients = [jax.grad(lambda m, x: jnp.sum(jnp.sin(m(x))), allow_int=True)(m, x) for m in pair]
+        close(*([np.ravel(a) for a in jax.tree.leaves(g)] for g in gradients))
+
+
 def heads() -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal(s, np.float32) for s in ((2, 5, 4, 8), (2, 5, 2, 8), (5, 4), (5, 4)))

@@ -434,6 +434,26 @@ def test_halves_of_packed_weights_are_shared(transposed: bool, kind: AxisType, c
     assert collectives(compiled.as_text()) == {"all-reduce": 2}  # of the output, and of the gradient of x
 
 
+@pytest.mark.parametrize("library", ["nnx", "equinox"])
+def test_modules_of_halves_gather_nothing(library: str, close: Close) -> None:
+    """Devices share hidden features, so their outputs are added up."""
+    x, mesh = np.random.default_rng(0).standard_normal((8, 16), np.float32), mesh_of(AxisType.Auto)
+    if library == "nnx":
+        nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+        module = pytest.importorskip("cute_ops_jax.nnx").PackedGatedMLP(16, 32, halves=True, rngs=nnx.Rngs(0))
+    else:
+        pytest.importorskip("equinox", reason="equinox is not installed")
+        module = pytest.importorskip("cute_ops_jax.equinox").GatedMLP(16, 32, halves=True, key=jax.random.key(0))
+    leaves, structure = jax.tree.flatten(module)
+    run = jax.jit(lambda leaves, x: jax.tree.unflatten(structure, leaves)(x))
+    specs = [jax.P(*("data" if size == 32 else None for size in leaf.shape)) for leaf in leaves]
+    with jax.set_mesh(mesh):
+        given = placed(mesh, leaves, specs)
+        compiled = run.lower(given, x).compile()
+        close(jax.device_get(compiled(given, x)), jax.device_get(module(x)))
+    assert collectives(compiled.as_text()) == {"all-reduce": 1}
+
+
 def gated_with_bias(xp: Any, acc: Any, bias: Any) -> Any:
     n = acc.shape[-1] // 2
     return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])

@@ -806,11 +806,10 @@ class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = cute_ops_torch.nn.LinearGELU(16, 32), cute_ops_torch.nn.LinearAdd(32, 16)
-        self.gated = cute_ops_torch.nn.GatedMLP(16, 24)
+        self.gated = cute_ops_torch.nn.GatedMLP(16, 24, halves=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.down(self.up(x), x)
-        return self.gated(out.to_local() if isinstance(out, DTensor) else out)
+        return self.gated(self.down(self.up(x), x))
 
 
 @check
@@ -822,16 +821,22 @@ def fsdp_over_tensor_parallel_products(world: World) -> None:
     whole, rows = Products(), torch.randn(2 * world.grid.size(0), 3, 16)
     model, mesh = copy.deepcopy(whole), world.grid["tp"]
     cuts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "down.bias": Replicate()}
+    cuts |= {"gated.gate_up_proj.weight": Shard(1), "gated.down_proj.weight": Shard(1)}
     for name, cut in cuts.items():
-        layer, _, kind = name.partition(".")
+        layer, _, kind = name.rpartition(".")
         own = getattr(model.get_submodule(layer), kind).data
         setattr(model.get_submodule(layer), kind, nn.Parameter(spread(own, mesh, [cut])))
     for layer in (model.up, model.down, model.gated, model):
-        fully_shard(layer, mesh=world.grid["dp"])
+        fully_shard(layer, mesh=world.grid["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     count, mine = world.grid.size(0), world.grid.get_local_rank(0)
     each = [whole(part) for part in rows.chunk(count)]
     (sum(out.sin().mean() for out in each) / count).backward()
-    out = model(spread(rows.chunk(count)[mine], mesh, [SAME]))
+    with CommDebugMode() as moved:
+        out = model(spread(rows.chunk(count)[mine], mesh, [SAME]))
+    assert out.placements == (PART,)  # and nothing was gathered, but by FSDP
+    names = {str(which).split(".")[-1]: n for which, n in moved.get_comm_counts().items()}
+    assert names[REDUCE] == 1 and not {GATHER, SCATTER} & names.keys(), names
+    out = out.redistribute(placements=[SAME])
     world.close(out.detach(), each[mine].detach())
     out.sin().mean().backward()
     same_gradients(world, model, whole, "products")

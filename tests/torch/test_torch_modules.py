@@ -152,6 +152,52 @@ def test_gated_layers_of_linear_ones(activation: str) -> None:
         cute_ops_torch.nn.GatedMLP.from_linear(gate, up, nn.Linear(16, 16, bias=False))
 
 
+@pytest.mark.parametrize("make", [cute_ops_torch.nn.GatedLinear, cute_ops_torch.nn.GatedMLP])
+def test_halves_that_devices_may_share(make: Any) -> None:
+    """The same numbers in the same memory, and either shape in state dicts."""
+    torch.manual_seed(0)
+    packed = make(16, 24)
+    torch.manual_seed(0)
+    apart = make(16, 24, "silu", halves=True)
+    name = "weight" if make is cute_ops_torch.nn.GatedLinear else "gate_up_proj.weight"
+    assert apart.get_parameter(name).shape == (2, 24, 16)
+    for ours, theirs in zip(apart.parameters(), packed.parameters(), strict=True):
+        assert torch.equal(ours.flatten(), theirs.flatten())
+    x = torch.randn(2, 3, 16)
+    assert torch.equal(apart(x), packed(x))
+    wanted, got = (torch.autograd.grad(m(x).sin().sum(), [*m.parameters()]) for m in (packed, apart))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.flatten(), other.flatten())
+    other = make(16, 24, halves=True)
+    other.load_state_dict(packed.state_dict())
+    packed.load_state_dict(apart.state_dict())
+    assert torch.equal(other(x), apart(x))
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}: copying a param with shape .*\[2, 20, 16\]"):
+        other.load_state_dict(make(16, 20).state_dict())
+    meta = make(16, 24, device="meta", halves=True).to_empty(device="cpu")
+    for layer in meta.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    weight = meta.get_parameter(name)
+    assert weight.shape == (2, 24, 16) and weight.abs().max() <= 0.25 and weight.std() > 0.1
+    with pytest.warns(UserWarning, match="zero-element"):
+        none = make(0, 24, halves=True)
+    none.get_submodule(name.rpartition(".")[0]).reset_parameters()
+    assert none(torch.randn(3, 0)).shape[0] == 3
+
+
+def test_halves_of_layers() -> None:
+    gate, up, down = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+    x = torch.randn(2, 3, 16)
+    hidden = nn.functional.silu(gate(x)) * up(x)
+    half = cute_ops_torch.nn.GatedLinear.from_linear(gate.requires_grad_(False), up, halves=True)
+    assert half.weight.shape == (2, 24, 16) and not half.weight.requires_grad
+    torch.testing.assert_close(half(x), hidden)
+    mlp = cute_ops_torch.nn.GatedMLP.from_linear(gate, up, down, halves=True)
+    assert mlp.gate_up_proj.weight.shape == (2, 24, 16)
+    torch.testing.assert_close(mlp(x), down(hidden))
+
+
 def test_modules_with_options() -> None:
     loss = cute_ops_torch.nn.CrossEntropy(reduction="sum", label_smoothing=0.1)
     assert repr(loss) == "CrossEntropy(label_smoothing=0.1, reduction='sum')"
