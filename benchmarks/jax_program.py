@@ -8,6 +8,7 @@ do: it slows some kernels, whoever launches them, by up to 6%.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,7 +94,7 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
 
     sets = sets[:MAX_CALLS]
     # A set that is given several times is imported once.
-    imported = {id(s): tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in s) for s in sets}
+    imported = {id(s): tuple(tuple(map(to_jax, part)) for part in s) for s in sets}
     if direction == "fwd":
         returned = list(range(len(problem.declaration.shown)))
 
@@ -164,6 +165,41 @@ def only(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[b
         return function(*(next(given) if w else a for a, w in zip(inputs, wanted, strict=True)))
 
     return of_wanted, [a for a, w in zip(inputs, wanted, strict=True) if w]
+
+
+class _Handed:
+    """A tensor to be imported, and the capsule that was made of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.capsule = tensor, None
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.capsule = self.tensor.__dlpack__(**options)
+        return self.capsule
+
+
+def to_jax(tensor: torch.Tensor) -> Any:
+    """A JAX array on a tensor's memory.
+
+    On a GPU, XLA takes a capsule's tensor over before it records an event, and frees the tensor if that fails, as after
+    a fault of the GPU. JAX raises then without marking the capsule as used, so that PyTorch's destructor of the capsule
+    frees the tensor a second time: a segmentation fault in place of the error. Hence a capsule that was refused has no
+    destructor. If XLA had not taken it over, its memory stays until the process ends.
+    """
+    import jax
+
+    handed = _Handed(tensor)
+    try:
+        return jax.dlpack.from_dlpack(handed)
+    except BaseException:
+        if handed.capsule is not None:
+            release = ctypes.pythonapi.PyCapsule_SetDestructor
+            release.argtypes = (ctypes.py_object, ctypes.c_void_p)
+            release(handed.capsule, None)
+        raise
 
 
 def to_torch(array: Any) -> torch.Tensor:

@@ -362,9 +362,7 @@ def measure(
 
 def program(call: Callable[..., Any], sets: Sequence[Tensors]) -> jax_program.Program:
     """One of JAX, of a few milliseconds."""
-    import jax
-
-    return jax_program.of_calls(call, [tuple(map(jax.dlpack.from_dlpack, each)) for each in sets], [0])
+    return jax_program.of_calls(call, [tuple(map(jax_program.to_jax, each)) for each in sets], [0])
 
 
 def write(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -200,6 +202,35 @@ def test_expressions_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [(row["op"], row["contender"], row["status"]) for row in rows] == [
         (op, name, "ok") for op, name in zip(ops, names * 4, strict=True)
     ]
+
+
+REFUSED = """
+import ctypes, jax, torch, jax_program
+from cute_ops.jit.loader import _Managed
+
+def refuse(array):
+    capsule = array.__dlpack__()
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    managed = _Managed.from_address(address(capsule, b"dltensor"))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(ctypes.addressof(managed))
+    raise RuntimeError("no event could be recorded")
+
+jax.dlpack.from_dlpack = refuse
+for _ in range(100):
+    try:
+        jax_program.to_jax(torch.zeros(8, 8))
+    except RuntimeError as error:
+        print(error)
+    again = [torch.zeros(1) for _ in range(4)]
+"""
+
+
+def test_a_tensor_that_xla_frees_and_refuses_is_freed_once() -> None:
+    """As on a GPU whose context is lost. In a process of its own: freed twice, it would end the process."""
+    folder = Path(jax_program.__file__).parent
+    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "no event could be recorded\n" * 100), done.stderr
 
 
 def test_figures_of_expressions() -> None:
