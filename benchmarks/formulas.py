@@ -95,6 +95,12 @@ def row_add_rms(xp: Any, x: Any, residual: Any, weight: Any) -> Any:
     return row_rms(xp, x + residual, weight)
 
 
+def row_rms_beside_sum(xp: Any, x: Any, residual: Any, weight: Any) -> tuple[Any, Any]:
+    """What enters a block of a transformer, and its residual stream."""
+    added = x + residual
+    return row_rms(xp, added, weight), added
+
+
 def row_gated_rms(xp: Any, x: Any, weight: Any) -> Any:
     gate, up = halves(x)
     return row_rms(xp, xp.silu(gate) * up, weight)
@@ -159,7 +165,7 @@ FUNCTIONS: dict[str, Call] = {
         softcap, gelu_add, mish, hardswish, reglu, gated_tanh, layer_scale, modulate, dequantized, softplus_shifted,
         scaled_sigmoid, gated_mix, huber, row_rms, row_add_rms, row_gated_rms, row_layernorm, row_centred, row_unit,
         row_range, row_softmax, row_tempered_softmax, row_relu2_attention, row_capped_log_softmax, row_log_sum_exp,
-        row_cosine,
+        row_cosine, row_rms_beside_sum,
     )
 }  # fmt: skip
 # The same by functions that the frameworks have, whose gradients are better than those of what they are written with.
@@ -200,7 +206,11 @@ def in_torch() -> dict[str, Call]:
     """By name: computed in float32, rounded once."""
 
     def call(function: Call) -> Call:
-        return lambda *tensors: function(Torch, *(t.float() for t in tensors)).to(tensors[0].dtype)
+        def rounded(*tensors: torch.Tensor) -> Any:
+            found, dtype = function(Torch, *(t.float() for t in tensors)), tensors[0].dtype
+            return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
+
+        return rounded
 
     return {name: call(function) for name, function in {**FUNCTIONS, **BY_LIBRARY}.items()}
 
@@ -218,6 +228,10 @@ def in_jax() -> dict[str, Call]:
     words.clip = lambda x, low, high: jnp.where(x < low, low, jnp.where(x > high, high, x))
 
     def call(function: Call) -> Call:
-        return lambda *arrays: function(words, *(a.astype(jnp.float32) for a in arrays)).astype(arrays[0].dtype)
+        def rounded(*arrays: Any) -> Any:
+            found = function(words, *(a.astype(jnp.float32) for a in arrays))
+            return jax.tree.map(lambda each: each.astype(arrays[0].dtype), found)
+
+        return rounded
 
     return {name: call(function) for name, function in {**FUNCTIONS, **BY_LIBRARY}.items()}

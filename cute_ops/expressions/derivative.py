@@ -25,6 +25,10 @@ from cute_ops.expressions.vanishing import Polynomials
 from cute_ops.expressions.words import WORDS
 
 MOST_ADDENDS = 32  # larger sums are not taken apart further
+# A sum, a difference or a product that was rounded is that of operands of which one was rounded once more.
+ROUNDED_AS_OPERANDS = ("add", "subtract", "multiply")
+# What a small change of an argument changes by more than a little.
+JUMPING = ("equal", "less", "less_equal", "sign", "floor", "astype")
 
 
 class Source(NamedTuple):
@@ -89,6 +93,42 @@ def differentiate(
     choices = (tuple(saved), ()) if saved else ((),)
     found = [_derivative(expression, wanted, given, sum_columns, again) for given in choices]
     return min(found, key=_price)
+
+
+def worth_saving(expression: Expression, wanted: Sequence[int], *, sum_columns: bool = False) -> tuple[int, ...]:
+    """The outputs with which a derivative reads fewer tiles, by index: of ``(norm(x + y), x + y)`` the second, which
+    takes the place of x and y. None can be left out of them.
+
+    An output was rounded to its dtype, and the derivative is the one at what it was rounded to. So only sums,
+    differences and products are taken, and none from which the derivative computes something that jumps, such as
+    whether it exceeds a bound.
+    """
+
+    def made(saved: Sequence[int]) -> Derivative:
+        return _derivative(expression, wanted, saved, sum_columns, False)
+
+    def tiles(saved: Sequence[int]) -> int:
+        return _price(made(saved))[0]
+
+    words = [expression.nodes[i].word for i in expression.outputs]
+    kept = [i for i, word in enumerate(words) if word in ROUNDED_AS_OPERANDS and not _jumps(made((i,)))]
+    for i in tuple(kept):
+        others = [j for j in kept if j != i]
+        if tiles(others) <= tiles(kept):
+            kept = others
+    return tuple(kept) if kept and tiles(kept) < tiles(()) else ()
+
+
+def _jumps(derivative: Derivative) -> bool:
+    """Whether a word that jumps has an argument that follows from an output."""
+    following: set[int] = set()
+    for i, node in enumerate(derivative.expression.nodes):
+        is_output = node.word == "operand" and derivative.sources[node.operand].role == "output"
+        if is_output or following.intersection(node.args):
+            following.add(i)
+            if node.word in JUMPING:
+                return True
+    return False
 
 
 def _price(derivative: Derivative) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import suggesting
-from cute_ops.expressions.derivative import Source, differentiate
+from cute_ops.expressions.derivative import Source, differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.reference import evaluate
@@ -69,7 +69,8 @@ def fused(
         grad_doc: the gradient's docstring.
 
     A gradient that is an output's cotangent itself, as that of ``residual`` above, is not written. A gradient that two
-    operands share is written once.
+    operands share is written once. Where that reads fewer tiles, gradients read an output in place of the operands that
+    it is the sum of, as it was rounded: ``x + residual`` of a function that returns it beside its norm.
 
     Raises:
         TraceError: the function does what an expression cannot say.
@@ -101,7 +102,7 @@ def fused_again(
         return *made.reference_again(xp, arrays, attrs), *made.reference(xp, arrays[: len(operands)], attrs)
 
     return Op(
-        name, inputs=made.grad_inputs, outputs=made.gradients | made.results, doc=doc,
+        name, inputs=made.inputs | made.cotangents, outputs=made.gradients | made.results, doc=doc,
         reference=made.reference_of(both), tuning=made.tuning(made.again), **made.common,
     )  # fmt: skip
 
@@ -220,6 +221,8 @@ class _Fused:
         forward = self.forward(defaults)
         # Other values of attributes may give other gradients.
         self.handed_on, self.twins = ({}, {}) if attrs else self._passed_on(forward.expression)
+        computed, by_rows = self._computed(), self._backward_by_rows(forward)
+        self.saved = () if attrs else worth_saving(forward.expression, computed, sum_columns=by_rows)
         backward = self.backward(defaults)
         self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
         self.results = {out: Tensor(shape, "T") for out, shape in self.outputs.items()}
@@ -227,9 +230,8 @@ class _Fused:
         written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
         twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
         self.written_gradients = {key: tensor._replace(same_as=twins.get(key)) for key, tensor in written.items()}
-        needed = operands.keys() if attrs else set(backward.reads)
-        self.grad_inputs = {key: tensor._replace(unread=key not in needed) for key, tensor in self.inputs.items()}
-        self.grad_inputs |= {f"d{out}": tensor for out, tensor in self.results.items()}
+        self.cotangents = {f"d{out}": tensor for out, tensor in self.results.items()}
+        self.grad_inputs = self._kept(operands.keys() if attrs else {*backward.reads}) | self.cotangents
         counts = any(node.word == "n" for each in (forward, backward) for node in each.expression.nodes)
         alone = forward.by_rows or any("2n" in shape for shape in operands.values())
         self.common: dict[str, Any] = {
@@ -240,6 +242,17 @@ class _Fused:
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"cute_ops.fused: {self.name} cannot be fused: {why}")
+
+    def _kept(self, needed: Collection[str]) -> dict[str, Tensor]:
+        """What the gradient gets beside cotangents. A tile that it does not read is left out, so that nothing keeps it,
+        if a cotangent says the shape and the dtype of tiles.
+        """
+        told = "*m n" in self.outputs.values()
+        kept = {
+            key: tensor._replace(unread=key not in needed) for key, tensor in self.inputs.items()
+            if key in needed or not (told and _is_tile(tensor.shape))
+        }  # fmt: skip
+        return kept | {name: self.results[name] for i, name in enumerate(self.outputs) if i in self.saved}
 
     def forward(self, attrs: Mapping[str, Any]) -> Formula:
         """The function itself."""
@@ -310,22 +323,31 @@ class _Fused:
 
     def _differentiated(self, attrs: tuple[tuple[str, Any], ...], again: bool = False) -> Formula:
         forward = self._forward(attrs)
-        # For gradients that are sums, kernels of rows read each tile only once.
-        by_rows = forward.by_rows or not all(map(_is_tile, self.wanted.values()))
-        idle = set() if again else {*self.handed_on, *self.twins}
-        wanted = [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
-        found = differentiate(forward.expression, wanted, sum_columns=by_rows, again=again)
-        tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
+        by_rows, wanted = self._backward_by_rows(forward), self._computed(again)
+        saved = () if again else self.saved
+        found = differentiate(forward.expression, wanted, saved, sum_columns=by_rows, again=again)
+        tensors, outputs = [*self.operands], [*self.outputs]
+        names = {"operand": tensors, "output": outputs, "cotangent": [f"d{out}" for out in outputs]}
 
         def source(each: Source) -> str:
-            return (tensors if each.role == "operand" else cotangents)[each.position]
+            return names[each.role][each.position]
 
         writes = tuple(f"d{tensors[addend.operand]}{addend.half}" for addend in found.addends)
         kinds = "".join(str(SHAPES[self.operands[tensors[addend.operand]]].kind) for addend in found.addends)
         if again:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         reads = tuple(map(source, found.sources))
-        return Formula(found.expression, by_rows, reads, writes, kinds, self.tile)
+        tile = next((f"d{out}" for out, shape in self.outputs.items() if shape == "*m n"), self.tile)
+        return Formula(found.expression, by_rows, reads, writes, kinds, tile)
+
+    def _computed(self, again: bool = False) -> list[int]:
+        """The operands, by index, whose gradient the backward op computes; with ``again`` all that have one."""
+        idle = set() if again else {*self.handed_on, *self.twins}
+        return [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
+
+    def _backward_by_rows(self, forward: Formula) -> bool:
+        """For gradients that are sums, kernels of rows read each tile only once."""
+        return forward.by_rows or not all(map(_is_tile, self.wanted.values()))
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
         gradients = {f"d{name}": shape for name, shape in self.wanted.items()}
@@ -338,19 +360,20 @@ class _Fused:
 
     def reference_bwd(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The gradients that the backward op writes; None for one that another output stands for."""
-        found = self._gradients(xp, self.backward(attrs), arrays)
+        found = self._gradients(xp, self.backward(attrs), dict(zip(self.grad_inputs, arrays, strict=True)))
         return tuple(found.get(name) for name in self.written_gradients)
 
     def reference_again(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The gradients of all operands."""
-        return tuple(self._gradients(xp, self.again(attrs), arrays).values())
+        given = dict(zip((*self.inputs, *self.cotangents), arrays, strict=True))
+        return tuple(self._gradients(xp, self.again(attrs), given).values())
 
-    def _gradients(self, xp: Any, formula: Formula, arrays: Sequence[Any]) -> dict[str, Any]:
+    def _gradients(self, xp: Any, formula: Formula, given: Mapping[str, Any]) -> dict[str, Any]:
         """The gradients that a formula computes, by name."""
-        given = dict(zip((*self.operands, *(f"d{out}" for out in self.outputs)), arrays, strict=True))
-        tile, gradients = given[self.tile], {}
-        shape = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[self.operands[self.tile]].packed))
-        terms = dict.fromkeys(formula.writes, xp.zeros_like(arrays[-1]))
+        tile, gradients = given[formula.tile], {}
+        packed = SHAPES[self.operands.get(formula.tile, "*m n")].packed
+        shape = (*tile.shape[:-1], tile.shape[-1] // (1 + packed))
+        terms = dict.fromkeys(formula.writes, xp.zeros_like(given[next(iter(self.cotangents))]))
         if formula.reads:  # else all gradients are 0
             found = evaluate(formula.expression, xp, [given[name] for name in formula.reads])
             terms = dict(zip(formula.writes, found, strict=True))
@@ -359,7 +382,7 @@ class _Fused:
             if halves[0] in terms:
                 sums = [summed(xp, terms[half], shape, operand, formula.by_rows) for half in halves]
                 whole = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-                gradients[f"d{name}"] = xp.astype(whole, given[name].dtype)
+                gradients[f"d{name}"] = xp.astype(whole, (tile if _is_tile(operand) else given[name]).dtype)
         return gradients
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cute_ops.expressions import differentiate, evaluate, parse, text_of, trace
-from cute_ops.expressions.derivative import Derivative
+from cute_ops.expressions.derivative import Derivative, worth_saving
 from cute_ops.expressions.words import WORDS
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
@@ -123,6 +123,32 @@ def test_values_and_gradients_are_torch_s(start: int) -> None:
         )
         for i, gradient in enumerate(theirs):
             close(mine[i], gradient, 1e-8)
+
+
+def test_gradients_that_read_sums() -> None:
+    """Every sum, difference and product of tiles is an output, too. Those that are read change no gradient."""
+
+    def tiles_of(derivative: Derivative) -> int:
+        return sum(1 + o.packed for o in derivative.expression.operands if str(o.kind)[0] == "t")
+
+    fewer = 0
+    for seed in range(60):
+        expression, given = program(seed).traced(), [*arrays(seed).values()]
+        tiles = [i for i, kind in enumerate(expression.kinds) if str(kind) == "t"]
+        more = [i for i in tiles if expression.nodes[i].word in ("add", "subtract", "multiply")]
+        expression = expression._replace(outputs=(*expression.outputs, *more)[:8])
+        outputs = evaluate(expression, np, given)
+        cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(outputs)]
+        wanted = [i for i, operand in enumerate(expression.operands) if operand.kind.dtype != "bool"]
+        saved = worth_saving(expression, wanted)
+        plain, reading = differentiate(expression), differentiate(expression, saved=saved)
+        read = {source.position for source in reading.sources if source.role == "output"}
+        assert read == {*saved} and (tiles_of(reading) < tiles_of(plain) if saved else reading == plain)
+        fewer += bool(saved)
+        exact = gradients(plain, given, cotangents)
+        for i, gradient in gradients(reading, given, cotangents, outputs).items():
+            close(gradient, exact[i], 1e-9)
+    assert fewer > 3
 
 
 @pytest.mark.no_cover  # the test above runs the same lines of the core

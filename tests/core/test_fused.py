@@ -81,13 +81,49 @@ def test_rows_that_are_whole_ctas(name: str, layout: str) -> None:
 
 
 def test_a_gradient_keeps_what_it_reads() -> None:
-    def unread(name: str) -> list[str]:
-        return [key for key, tensor in BY_NAME[name].inputs.items() if tensor.unread]
+    def total(xp: Any, x: Any) -> Any:
+        return xp.sum(x, axis=-1, keepdims=True)
 
-    assert unread("biased_gelu_bwd") == ["residual"]
-    assert unread("by_length_bwd") == ["x", "bias"]
-    assert unread("averaged_bwd") == ["x", "y"]
-    assert unread("clipped_bwd") == []  # with other attributes it may read others
+    def kept(op: Op) -> str:
+        """Those of which only the shape and the dtype are used in brackets."""
+        return " ".join(f"({key})" if tensor.unread else key for key, tensor in op.inputs.items())
+
+    assert kept(BY_NAME["biased_gelu_bwd"]) == "x bias dout"  # no residual
+    assert kept(BY_NAME["by_length_bwd"]) == "(bias) dout"
+    assert kept(BY_NAME["averaged_bwd"]) == "dout"
+    assert kept(BY_NAME["clipped_bwd"]) == "x dout"
+    assert kept(BY_NAME["chosen_bwd"]) == "x y dout"  # with other attributes it may read others
+    assert kept(fused(total, operands={"x": TILE}).grad) == "(x) dout"
+
+
+def rms_norm(xp: Any, x: Any) -> Any:
+    return x * xp.rsqrt(xp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (lambda xp, x, y, b: (rms_norm(xp, x + y), x + y), "(b) out1 dout0 dout1"),
+        (lambda xp, x, y, b: (x - y + b, xp.gelu(x - y + b)), "(b) out0 dout0 dout1"),
+        # Two sums, of which each takes the place of what the other one needs, or one serves for both.
+        (lambda xp, x, y, b: (xp.exp(x + y) * b, x + y, x + y + b), "b out1 dout0 dout1 dout2"),
+        # No fewer tiles are read with the output, nothing is read, or only the output's gradient is.
+        (lambda xp, x, y, b: (rms_norm(xp, x + b), x + b), "x b dout0 dout1"),
+        (lambda xp, x, y, b: (x + y, x + b), "(b) dout0 dout1"),
+        (lambda xp, x, y, b: (xp.tanh(x + y) * b, x * y, x + y), "x y b dout0 dout1 dout2"),
+        # What was rounded might be on the other side of a bound.
+        (lambda xp, x, y, b: (xp.clip(x + y, -1.0, 1.0), x + y), "x y (b) dout0 dout1"),
+        (lambda xp, x, y, b: (xp.maximum(x + y, b), x + y), "x y b dout0 dout1"),
+        (lambda xp, x, y, b: (x + y - xp.max(x + y, axis=-1, keepdims=True), x + y), "x y (b) dout0 dout1"),
+        # The derivative at an element where the result is 1 after rounding is not 0.
+        (lambda xp, x, y, b: xp.tanh(x + y), "x y (b) dout"),
+    ],
+)  # fmt: skip
+def test_a_gradient_reads_an_output_in_place_of_several_tiles(function: Any, reads: str) -> None:
+    op = fused(function, name="made", operands={"x": TILE, "y": TILE, "b": ROW})
+    assert op.grad is not None
+    assert " ".join(f"({key})" if tensor.unread else key for key, tensor in op.grad.inputs.items()) == reads
+    gradient.check(op, Case("", {"m": (3,), "n": 5}))
 
 
 def test_gradients_that_are_another_tensor_are_not_written() -> None:

@@ -76,7 +76,9 @@ FORMS = {
 
 
 # Those that add up over rows, for row vectors and scalars, go from row to row.
-SUMMED = [BY_NAME[name] for name in ("rms_bwd", "rms_of_gated_bwd", "spread_bwd", "rms_of_sum_bwd")]
+SUMMED = [
+    BY_NAME[name] for name in ("rms_bwd", "rms_of_gated_bwd", "spread_bwd", "rms_of_sum_bwd", "rms_beside_sum_bwd")
+]
 IN_FORMS = [(op, form) for op in ALL for form in FORMS if op not in SUMMED or "clusters" in FORMS[form]]
 
 

@@ -56,6 +56,14 @@ def test_values_and_gradients_under_jit_and_vmap(declared: Op) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
 
 
+def test_a_gradient_keeps_one_sum() -> None:
+    declared = next(op for op in PLAIN if op.name == "rms_beside_sum")
+    x, weight = jnp.ones((3, 8)), jnp.ones(8)
+    outputs, pull = jax.vjp(register(declared), x, 2 * x, weight)
+    kept = [a for a in jax.tree.leaves(pull) if a.size > weight.size]
+    assert len(kept) == 1 and kept[0] is outputs[1]
+
+
 def test_a_decorated_function_is_called_without_a_namespace() -> None:
     @fused(operands={"x": "*m n", "weight": "n"}, name="weighted_in_jax")
     def weighted(xp, x, weight):

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,30 @@ def test_values_and_gradients(declared: Op) -> None:
     gradients = torch.autograd.grad(found, given, [c.float() for c in cotangents])
     for gradient, wanted in zip(gradients, torch.autograd.grad(exact, wide, cotangents), strict=True):
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_saved_sum_takes_the_place_of_what_it_is_the_sum_of(dtype: torch.dtype) -> None:
+    """As rounded, within the tolerance rule, PyTorch's own functions in this dtype being the reference run."""
+    declared = next(op for op in PLAIN if op.name == "rms_beside_sum")
+    torch.manual_seed(0)
+    given = [2 * torch.randn(64, 512), 2 * torch.randn(64, 512), 1 + torch.randn(512) / 4]
+    cotangents = [torch.randn(64, 512).to(dtype) for _ in range(2)]
+
+    def run(function: Callable[..., Any], wide: torch.dtype) -> Any:
+        leaves = [t.to(dtype).to(wide).requires_grad_() for t in given]
+        outputs = function(*leaves)
+        return outputs, torch.autograd.grad(outputs, leaves, [c.to(wide) for c in cotangents])
+
+    own, kept = partial(reducing.rms_beside_sum, xp), list[torch.Tensor]()
+    exact, rounded = run(own, torch.float64)[1], run(own, dtype)[1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        outputs, found = run(register(declared), dtype)
+    assert {t.data_ptr() for t in kept if t.ndim > 1} == {outputs[1].data_ptr()}
+    unit = torch.finfo(dtype).eps
+    for got, low, wanted in zip(found, rounded, exact, strict=True):
+        loss = ((low - wanted).abs() - unit * wanted.abs()).max()
+        assert bool(((got - wanted).abs() <= 2 * (unit * wanted.abs() + loss)).all())
 
 
 @each

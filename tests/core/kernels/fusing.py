@@ -54,6 +54,12 @@ def gated_relu(xp, x, row):
     return xp.square(xp.relu(x)) * row
 
 
+def gelu_beside_sum(xp, x, y, bias):
+    """A gradient that reads an output."""
+    added = x + y - bias
+    return xp.gelu(added), added
+
+
 TILE, ROW, COLUMN, SCALAR, PACKED = "*m n", "n", "*m 1", "", "*m 2n"
 OPS = (
     fused(biased_gelu, operands={"x": TILE, "bias": ROW, "residual": TILE}),
@@ -68,6 +74,7 @@ OPS = (
     fused(by_length, operands={"x": TILE, "bias": ROW}),
     fused(rounded, operands={"x": TILE, "y": TILE}),
     fused(gated_relu, operands={"x": TILE, "row": ROW}),
+    fused(gelu_beside_sum, operands={"x": TILE, "y": TILE, "bias": ROW}),
 )
 # Those that frameworks can compute, and differentiate, from the function alone.
 PLAIN = [op for op in OPS if not op.attrs and op.name != "rounded"]

@@ -49,6 +49,12 @@ def rms_of_sum(xp, x, residual, weight):
     return rms(xp, x + residual, weight)
 
 
+def rms_beside_sum(xp, x, residual, weight):
+    """The sum is returned, too, and its gradient reads it in place of what it is the sum of."""
+    added = x + residual
+    return rms(xp, added, weight), added
+
+
 def total(xp, x):
     return xp.sum(x, **ROW)
 
@@ -65,6 +71,7 @@ OPS = (
     fused(spread, operands={"x": TILE, "weight": "2n", "bias": "n", "factor": ""}),
     fused(rms_of_sum, operands={"x": TILE, "residual": TILE, "weight": "n"}),
     fused(total, operands={"x": TILE}),
+    fused(rms_beside_sum, operands={"x": TILE, "residual": TILE, "weight": "n"}),
 )
 FIVE = OPS[:5]
 # Those that frameworks can compute, and differentiate, from the function alone.
