@@ -16,7 +16,8 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import Formula, fused
-from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, traced
+from cute_ops.ops.gemm.batches import each
+from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gradient import ACC
 from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
@@ -31,7 +32,8 @@ DOC = """``out = epilogue(rmsnorm(x, norm_weight, eps=eps) @ weight.T, *operands
 Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     norm_weight: ``W[k]``, a float dtype of its own, or None.
-    weight: ``T[n k]``; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``.
+    weight: ``T[n k]``; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``. With leading dims,
+        ``T[*b n k]``, it is one matrix for each of x, ``T[*b m k]``; all of them have the same ``norm_weight``.
     operands: what the epilogue reads besides the product, as in :func:`linear`; by default a bias ``[n]``, or None.
     eps: what is added to the mean of squares.
     epilogue: as in :func:`linear`; ``"bias"`` for no activation.
@@ -50,7 +52,7 @@ Raises:
     TraceError: the epilogue does what an expression cannot say.
     TypeError: a dtype that is not listed, operands that the epilogue does not have.
     ValueError: shapes that do not fit together.
-    NotImplementedError: a batch of weights.
+    NotImplementedError: a batch of weights with an epilogue that reduces rows or looks at groups of columns.
 """
 Call = Callable[..., Any]
 Arrays = Mapping[str, Any]
@@ -163,42 +165,49 @@ def _norm_bwd(name: str = "rmsnorm_linear_norm_bwd", wanted: tuple[str, ...] = (
 
 def rmsnorm_linear(
     epilogue: Epilogue, shapes: Shapes = (), weight: str = "n k", save: str = "pre", attrs: Attrs = (),
-    halves: bool = False,
+    halves: bool = False, batched: bool = False,
 ) -> Op:  # fmt: skip
     """The op of an epilogue: see :data:`DOC`.
 
     Args:
         epilogue, shapes, weight, save, attrs: as in :func:`cute_ops.ops.gemm.by_call.op_of`.
         halves: whether those of a packed weight are a dim.
+        batched: whether the weight is a batch of weights.
+
+    Raises:
+        NotImplementedError: it is, and the epilogue reduces rows or looks at groups of columns.
     """
     check_save(save, "rmsnorm_linear")
     found = traced(epilogue, shapes, weight, attrs, "rmsnorm_linear")
     allowed = [(f"operand{i}" if name in TAKEN else name, shape) for i, (name, shape) in enumerate(found.operands)]
     kind = epilogue if isinstance(epilogue, str) and epilogue in KINDS else ""
     named = weight == "n k" and save == "pre" and allowed in ([], [("bias", "n")])
-    return _op(found._replace(operands=tuple(allowed)), kind if named else "", weight, save, halves)
+    made = _op(found._replace(operands=tuple(allowed)), kind if named else "", weight, save, halves, batched)
+    if made is None:
+        refuse_batch(epilogue, "rmsnorm_linear")
+    return made
 
 
 def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, save: str, attrs: Attrs) -> Op:
-    """The op of a call.
-
-    Raises:
-        NotImplementedError: the weight is a batch of weights.
-    """
-    if batched:
-        problem = "argument `weight` has more than 2 dims: batches of weights are for linear, or for vmap."
-        raise NotImplementedError(f"cute.rmsnorm_linear: {problem}")
-    return rmsnorm_linear(epilogue, shapes, layout.replace(APART, PACKED), save, attrs, APART in layout)
+    """The op of a call; raises as :func:`rmsnorm_linear` does."""
+    return rmsnorm_linear(epilogue, shapes, layout.replace(APART, PACKED), save, attrs, APART in layout, batched)
 
 
 @cache
-def _op(found: Traced, kind: str, weight: str, save: str, halves: bool) -> Op:
+def _op(found: Traced, kind: str, weight: str, save: str, halves: bool, batched: bool) -> Op | None:
     biased = bool(found.operands)
     plain = kind == "bias" and not biased
     name = "rmsnorm_linear" + "_bias" * biased + ("" if kind == "bias" else f"_{kind}") if kind else ""
     product = linear if plain else op_of_traced(found, weight, save)
-    op = Layer(name, product, found.text).op()
+    if batched and product.batched is None:
+        return None
+    op = Layer(name and f"{name}{'_batched' * batched}", product, found.text, batched).op()
     return halves_apart(op, whole=product.batched is None) if halves else op
+
+
+def _of_batch(op: Op) -> Op:
+    assert op.batched is not None
+    return op.batched
 
 
 class Layer:
@@ -208,12 +217,16 @@ class Layer:
         name: the op's name; empty for a name that is made from the product's.
         product: the layer's product, of normalised rows.
         text: the epilogue's expression.
+        batched: whether each matrix of x has a weight of its own.
     """
 
-    def __init__(self, name: str, product: Op, text: str) -> None:
-        self.name, self.product, self.text = name or f"rmsnorm_{product.name}", product, text
-        self.operands = {key: t for key, t in product.inputs.items() if key not in ("x", "weight")}
-        self.weight = product.inputs["weight"].shape
+    def __init__(self, name: str, product: Op, text: str, batched: bool) -> None:
+        # The weight of one example, and its operands.
+        self.weight, self.text, self.batched = product.inputs["weight"].shape, text, batched
+        self.shapes = {key: t.shape for key, t in product.inputs.items() if key not in ("x", "weight")}
+        self.product = product = _of_batch(product) if batched else product
+        self.name = name or f"rmsnorm_{product.name}"
+        self.operands = {key: product.inputs[key] for key in self.shapes}
 
     def op(self) -> Op:
         """The op of the layer, with the gradient of the product of normalised rows, then that of the norm."""
@@ -229,13 +242,14 @@ class Layer:
     def _declare(self, name: str, product: Op, **more: Any) -> Op:
         across = self.weight.startswith("k")
         behind, scaled = self._behind(name, product), scaled_weight(across)
+        behind = _of_batch(behind) if self.batched else behind
 
         def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
             given, how = {key: inputs[key] for key in self.operands}, {"fused": attrs["fused"]}
             x, weight, norm_weight, eps = inputs["x"], inputs["weight"], inputs["norm_weight"], {"eps": attrs["eps"]}
             if how["fused"] == "always":
                 if norm_weight is not None:
-                    factors = norm_weight.reshape(-1, 1) if across else norm_weight
+                    factors = xp.broadcast_to(norm_weight[:, None], (*weight.shape[:-1], 1)) if across else norm_weight
                     weight = call(scaled, {"weight": weight, "norm_weight": factors}, {})["out"]
                 rstd = call(row_factors(), {"x": x}, eps)["rstd"]
                 found = call(behind, {"x": x, "weight": weight, "rstd": rstd, **given}, how)
@@ -249,8 +263,10 @@ class Layer:
             operands, norm_weight = others[:count], others[count] if len(others) > count else None
             return product.reference(xp, _reference_normed(xp, x, norm_weight, eps=eps), weight, *operands)
 
+        inputs = {"x": ROWS, "weight": Tensor(self.weight, "T")}
+        inputs = each(inputs) if self.batched else inputs
         return Op(
-            name, inputs={"x": ROWS, "weight": Tensor(self.weight, "T"), **self.operands, "norm_weight": NORM},
+            name, inputs={**inputs, **self.operands, "norm_weight": NORM},
             outputs=product.outputs, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
             kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind)), static=(), cases=CASES,
             dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}",
@@ -260,9 +276,11 @@ class Layer:
     def _behind(self, name: str, product: Op) -> Op:
         """The op of the product of x itself, with the norm's factor and the epilogue behind it."""
         shapes = {"pre" if key == ACC else key: tensor.shape for key, tensor in product.outputs.items()}
+        if self.batched:
+            shapes = {key: shape.replace("*b m", "*m") for key, shape in shapes.items()}
         return fused_linear(
             _behind_norm(self.text, "pre" in shapes), name=f"{name}_behind", weight=self.weight, outputs=shapes,
-            operands={"rstd": "*m 1"} | {key: tensor.shape for key, tensor in self.operands.items()},
+            operands={"rstd": "*m 1"} | self.shapes,
         )  # fmt: skip
 
 

@@ -333,6 +333,25 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str,
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("fused", ["always", "auto"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rmsnorm_linear_of_a_batch_of_weights(transposed: bool, fused: str) -> None:
+    """With gradients; the norm's weight is that of all."""
+    rng = np.random.default_rng(0)
+    shapes = (4, 3, 16), (16,), ((4, 16, 8) if transposed else (4, 8, 16)), (4, 1, 8)
+    arrays = [rng.standard_normal(shape, np.float32) / 2 for shape in shapes]
+    one = partial(cute_ops_jax.rmsnorm_linear, epilogue="gelu", transposed=transposed, fused=fused)
+
+    def each(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
+        return jnp.stack([one(x[i], norm_weight, weight[i], bias[i]) for i in range(len(x))])
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1, 2, 3)))(*arrays) for f in (one, each)
+    )
+    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("arch", "rows"), [("sm_90a", 512), ("sm_90a", 64), ("sm_80", 520)])
 def test_the_next_norm_is_fused_where_that_gains(arch: str, rows: int, fake_kernels: Any, monkeypatch: Any) -> None:
     """On Hopper, for more than a few rows."""

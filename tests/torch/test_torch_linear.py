@@ -891,18 +891,69 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
         torch.testing.assert_close(ours.double(), gradient, rtol=2**-6, atol=2**-6 * gradient.abs().max().item())
 
 
-@NORMED
-def test_rmsnorm_linear_is_a_good_citizen(epilogue: str, biased: bool, weighted: bool) -> None:
-    op = rmsnorm_linear(epilogue, ("n",) if biased else ())
-    check_gradient(op, Case("", {"m": (3,), "n": 8, "k": 4}, absent=() if weighted else ("norm_weight",)))
-    cute_ops_torch.register(op)
-    x, norm_weight, weight, bias = (t if t is None else t.detach() for t in normed_inputs(biased, weighted))
-    given = [t for t in (x, weight, bias) if t is not None]
-    torch.library.opcheck(getattr(torch.ops.cute, op.name).default, (*given, norm_weight))
+@pytest.mark.parametrize("fused", ["auto", "always"])
+@pytest.mark.parametrize("save", ["pre", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["bias", "gelu", "swiglu", "halves"])
+def test_rmsnorm_linear_of_a_batch_of_weights(kind: str, transposed: bool, save: str, fused: str) -> None:
+    """One op for all of them, with gradients; the norm's weight is that of all."""
+    torch.manual_seed(0)
+    packed = kind in ("swiglu", "halves")
+    x, norm_weight, bias = torch.randn(2, 3, 5, 8), torch.rand(8) + 0.5, torch.randn(2, 3, 1, 12)
+    weight = torch.randn(2, 3, 2, 6, 8) if packed else torch.randn(2, 3, 12, 8)
+    weight = (weight if kind == "halves" or not packed else weight.flatten(2, 3)) / 3
+    weight = weight.movedim(-1, 2) if transposed else weight
+    given = [t.clone().requires_grad_() for t in (x, norm_weight, weight, bias)]
+    options: dict[str, Any] = {
+        "epilogue": swiglu if packed else kind,
+        "transposed": transposed,
+        "save": save,
+        "eps": 1e-2,
+    }
+    options |= {"packed": packed, "halves": kind == "halves", "fused": fused}
+    with Ran() as ran:
+        out = cute_ops_torch.rmsnorm_linear(*given, **options)
+        got = torch.autograd.grad(out.sin().sum(), given)
+    assert len(set(ran.names)) == len(ran.names)
+    each = [
+        cute_ops_torch.rmsnorm_linear(given[0][i, j], given[1], *(t[i, j] for t in given[2:]), **options)
+        for i in range(2)
+        for j in range(3)
+    ]
+    expected = torch.stack(each).unflatten(0, (2, 3))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(got, torch.autograd.grad(expected.sin().sum(), given), rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_batch_behind_a_norm() -> None:
     torch._dynamo.reset()
-    function = lambda *given: cute_ops_torch.rmsnorm_linear(*given, epilogue=epilogue)  # noqa: E731
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(x, norm_weight, weight, bias), function(x, norm_weight, weight, bias))
+    compiled = torch.compile(cute_ops_torch.rmsnorm_linear, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (5, 7):
+        given = [torch.randn(s).requires_grad_() for s in ((2, m, 8), (8,), (2, 12, 8), (2, 1, 12))]
+        results = []
+        for function in (compiled, cute_ops_torch.rmsnorm_linear):
+            out = function(*given, epilogue="gelu")
+            results.append([out, *torch.autograd.grad(out.sum(), given)])
+        torch.testing.assert_close(*results)
+    op = rmsnorm_linear("gelu", ("n",), batched=True)
+    x, norm_weight, weight, bias = given
+    torch.library.opcheck(getattr(torch.ops.cute, op.name).default, (x, weight, bias[:, 0], norm_weight))
+
+
+def test_a_batch_that_rmsnorm_linear_refuses() -> None:
+    x, weight = torch.randn(2, 5, 8), torch.randn(2, 12, 8)
+    refused: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (NotImplementedError, "with_sums reduces rows, .* a batch of weights", (None, weight), {"epilogue": with_sums}),
+        (ValueError, r"argument `norm_weight` has 2 dims, expected 1: W\[k\]", (torch.ones(2, 8), weight), {}),
+        (ValueError, r"argument `x` has the leading dims \[2, 5\], but `weight` \[1\]", (None, weight[:1]), {}),
+    ]
+    for error, problem, arrays, options in refused:
+        with pytest.raises(error, match=rf"cute\.rmsnorm_linear: .*{problem}"):
+            cute_ops_torch.rmsnorm_linear(x, *arrays, **options)
+
+
+def with_sums(xp: Any, acc: Any) -> Any:
+    return acc, xp.sum(acc, axis=-1, keepdims=True)
 
 
 @pytest.mark.parametrize(
@@ -977,7 +1028,6 @@ def test_refused_epilogues_behind_a_norm() -> None:
         (TypeError, "unknown attribute `slope`", (weight, bias), {"slope": 1.0}),
         (ValueError, "argument `bias` has shape .*does not broadcast", (weight, bias[1:]), {}),
         (ValueError, "option `save` is 'all'", (weight, bias), {"save": "all"}),
-        (NotImplementedError, "`weight` has more than 2 dims", (weight.expand(2, -1, -1),), {}),
     ]
     for error, problem, arrays, options in refused:
         with pytest.raises(error, match=rf"cute\.rmsnorm_linear: .*{problem}"):

@@ -271,12 +271,17 @@ def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, s
     one = op_of(epilogue, shapes, layout.replace(APART, PACKED), save, attrs)
     made = one.batched if batched else one
     if made is None:
-        name = epilogue if isinstance(epilogue, str) else _name(epilogue)
-        raise NotImplementedError(
-            f"cute.linear: {name} reduces rows, looks at groups of columns or repeats an operand, which is not fused "
-            "with a batch of weights: call it for each of them."
-        )
+        refuse_batch(epilogue)
     return halves_apart(made, whole=one.batched is None) if APART in layout else made
+
+
+def refuse_batch(epilogue: Epilogue, caller: str = "linear") -> NoReturn:
+    """Raise NotImplementedError for an epilogue that is not fused with a batch of weights."""
+    name = epilogue if isinstance(epilogue, str) else _name(epilogue)
+    raise NotImplementedError(
+        f"cute.{caller}: {name} reduces rows, looks at groups of columns or repeats an operand, which is not fused "
+        "with a batch of weights: call it for each of them."
+    )
 
 
 def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", attrs: Attrs = ()) -> Op:
