@@ -593,6 +593,20 @@ def test_the_norm_before(sizes: tuple[int, int, int], weighted: bool, epilogue: 
         assert (ours - theirs).abs().max() <= 2.0**-5 * max(1.0, theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_norm_before_a_batch_of_layers(transposed: bool) -> None:
+    """One norm's weight for all of them, and a bias for each."""
+    shapes = (3, 130, 264), (264,), ((3, 264, 520) if transposed else (3, 520, 264)), (3, 1, 520)
+    given = [torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in shapes]
+    found = []
+    for fused in ("always", "never"):
+        out = cute_ops_torch.rmsnorm_linear(*given, epilogue="gelu", transposed=transposed, fused=fused)
+        found.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+        finish(f"rmsnorm_linear of a batch, {fused}")
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 2.0**-5 * max(1.0, theirs.abs().max().item())
+
+
 @pytest.mark.parametrize("size", [64, 128])
 def test_qkv_rope(size: int) -> None:
     """Forward and backward by our kernels, against the framework's."""
