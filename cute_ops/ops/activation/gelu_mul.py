@@ -28,22 +28,12 @@ gelu_mul = fused(
     attrs=APPROXIMATE,
     cases=CASES,
     grad_doc="Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.",
-    doc=f"""GELU of the gate times up: the pointwise half of GEGLU.
-
-    ``out = gelu(gate) * up``
-
-    Args:
-        gate: {docs.ROWS}.
-        up: ``T[*m n]``.
-        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.
-
-    Returns:
-        ``T[*m n]``, compact. Computed in float32, rounded once.
-
-    Raises:
-        TypeError: a dtype that is not listed, or two different ones.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, another ``approximate``.
-
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
-    """,
+    doc=docs.elementwise(
+        "GELU of the gate times up: the pointwise half of GEGLU.",
+        "gelu(gate) * up",
+        f"{docs.PAIR}\n        {docs.APPROXIMATE}",
+        docs.GLU,
+        other_dtypes=", or two different ones",
+        wrong="shapes that do not fit, a last dim that is not contiguous, another ``approximate``",
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import Case
+from cute_ops.ops import docs
 from cute_ops.ops.activation.maths import APPROXIMATE, gelu, halves
 from cute_ops.ops.fused import fused, fused_again
 
@@ -20,22 +21,9 @@ GEGLU_CASES = (
     Case("gemma3-4b", {"m": (67,), "n": 10240}),
     Case("modernbert-base", {"m": (129,), "n": 1152}, attrs={"approximate": "none"}),
 )
-_DOC = """{what}
-
-    ``out = {formula}`` with ``gate, up = x[..., :n], x[..., n:]``
-
-    Args:
-        x: ``T[*m 2n]``, gate then up; float32, float16 or bfloat16; any leading shape, any row stride.{attributes}
-
-    Returns:
-        ``T[*m n]``, compact. Computed in float32, rounded once.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a last dim that is odd or not contiguous{errors}.
-
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
-    """
+PACKED = "x: ``T[*m 2n]``, gate then up; float32, float16 or bfloat16; any leading shape, any row stride."
+HALVES = "gate, up = x[..., :n], x[..., n:]"
+ODD = "a last dim that is odd or not contiguous"
 
 
 def _swiglu(xp: Any, x: Any) -> Any:
@@ -51,19 +39,18 @@ def _geglu(xp: Any, x: Any, *, approximate: str) -> Any:
 swiglu = fused(
     _swiglu, name="swiglu", operands=X, cases=SWIGLU_CASES,
     grad_doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
-    doc=_DOC.format(
-        what="SiLU of the first half of each row times the second.", formula="gate * sigmoid(gate) * up",
-        attributes="", errors="",
+    doc=docs.elementwise(
+        "SiLU of the first half of each row times the second.", f"gate * sigmoid(gate) * up`` with ``{HALVES}", PACKED,
+        docs.GLU, wrong=ODD,
     ),
 )  # fmt: skip
 
 geglu = fused(
     _geglu, name="geglu", operands=X, attrs=APPROXIMATE, cases=GEGLU_CASES,
     grad_doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
-    doc=_DOC.format(
-        what="GELU of the first half of each row times the second.", formula="gelu(gate) * up",
-        attributes="\n        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.",
-        errors=", another ``approximate``",
+    doc=docs.elementwise(
+        "GELU of the first half of each row times the second.", f"gelu(gate) * up`` with ``{HALVES}",
+        f"{PACKED}\n        {docs.APPROXIMATE}", docs.GLU, wrong=f"{ODD}, another ``approximate``",
     ),
 )  # fmt: skip
 
@@ -72,15 +59,15 @@ swiglu_again = fused_again(
     name="swiglu_again",
     operands=X,
     cases=SWIGLU_CASES,
-    doc="""Gradient of :func:`swiglu`, and its output again.
+    doc=f"""Gradient of :func:`swiglu`, and its output again.
 
-    ``dx`` as :func:`swiglu_bwd`, ``out = gate * sigmoid(gate) * up`` with ``gate, up = x[..., :n], x[..., n:]``
+    ``dx`` as :func:`swiglu_bwd`, ``out = gate * sigmoid(gate) * up`` with ``{HALVES}``
 
     For a backward that needs the output, as that of the linear layer behind it does: the forward then need not keep it.
     The bits are those of the two ops.
 
     Args:
-        x: ``T[*m 2n]``, gate then up; float32, float16 or bfloat16; any leading shape, any row stride.
+        {PACKED}
         dout: ``T[*m n]``, the cotangent of the output.
 
     Returns:
@@ -90,6 +77,6 @@ swiglu_again = fused_again(
         TypeError: a dtype that is not listed, or two different ones.
         ValueError: shapes that do not fit, a last dim that is odd or not contiguous.
 
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    Source: {docs.GLU}
     """,
 )

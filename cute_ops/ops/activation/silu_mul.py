@@ -32,21 +32,12 @@ silu_mul = fused(
 
     With ``s = sigmoid(gate)``: ``dgate = dout * up * s * (1 + gate * (1 - s))``, ``dup = dout * gate * s``.
     """,
-    doc=f"""SiLU of the gate times up: the pointwise half of SwiGLU.
-
-    ``out = gate * sigmoid(gate) * up``
-
-    Args:
-        gate: {docs.ROWS}.
-        up: ``T[*m n]``.
-
-    Returns:
-        ``T[*m n]``, compact. Computed in float32, rounded once.
-
-    Raises:
-        TypeError: a dtype that is not listed, or two different ones.
-        ValueError: shapes that do not fit, a last dim that is not contiguous.
-
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
-    """,
+    doc=docs.elementwise(
+        "SiLU of the gate times up: the pointwise half of SwiGLU.",
+        "gate * sigmoid(gate) * up",
+        docs.PAIR,
+        docs.GLU,
+        other_dtypes=", or two different ones",
+        wrong="shapes that do not fit, a last dim that is not contiguous",
+    ),
 )
