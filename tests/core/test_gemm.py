@@ -87,14 +87,14 @@ DEMANDS = {
 @pytest.mark.parametrize(("name", "sm_count"), list(product(DEMANDS, [132, 114])))
 def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
     demand = DEMANDS[name]
-    for config in configs("sm_90a", sm_count, 2, demand):
+    for config in configs("sm_90a", sm_count, demand):
         sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
         columns = config.tile_n // (1 + demand.packed)
         subtiles, left = divmod(config.tile_m * columns, sub_m * sub_n)
         assert (left, config.tile_m % sub_m, columns % sub_n) == (0, 0, 0)
         assert subtiles % config.store_stages == 0 and config.store_stages >= 2
         assert bool(config.tile_stages) == bool(demand.tiles)
-        assert config.shared(2, demand.outputs, demand.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
+        assert config.shared(demand.outputs, demand.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert config.stages >= 3
         assert config.accumulators <= 192
         assert columns // config.cluster_m % demand.blocks == 0
@@ -103,7 +103,7 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
 
 
 def chosen(m: int, n: int, k: int, demand: Demand = Demand()) -> GemmConfig:  # noqa: B008 (an immutable value)
-    config = choose(GemmSize(m, n, k), 2, demand, "sm_90a", 132)
+    config = choose(GemmSize(m, n, k), demand, "sm_90a", 132)
     assert config is not None
     return config
 
@@ -128,8 +128,8 @@ def test_warpgroups_share_a_tile_where_its_epilogue_takes_a_small_part_of_the_ti
 
 def test_a_tile_more_than_clusters_takes_another_wave() -> None:
     config = GemmConfig("cooperative", 128, 256, 4, 66, 2)
-    one, two = (cycles(config, GemmSize(tiles * 256, 256, 4096), 2) for tiles in (66, 67))
-    assert (two, one) == (2 * one, cycles(config, GemmSize(1, 1, 4096), 2))
+    one, two = (cycles(config, GemmSize(tiles * 256, 256, 4096)) for tiles in (66, 67))
+    assert (two, one) == (2 * one, cycles(config, GemmSize(1, 1, 4096)))
 
 
 def test_few_rows_take_small_tiles() -> None:
@@ -150,7 +150,7 @@ def test_sums_of_few_rows_are_divided_among_all_sms(m: int, n: int, k: int, tile
         made = plan(bind(op, arrays(op, **sizes)), {}, TARGET)
         config = GemmConfig.of(made.variant.config)
         assert (config.tile_m, config.tile_n, config.split_k) == (128, tile_n, parts)
-        assert config.stages == 8 and config.shared(2, (4,)) + 1024 <= ARCHES["sm_90a"].shared_per_cta
+        assert config.stages == 8 and config.shared((4,)) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert made.workspaces == {"sums": Array((parts, n, -(-m // 4) * 4), "float32")}
 
 

@@ -10,9 +10,9 @@ from cute_ops.expressions.groups import REDUCTIONS, sizes
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
-from cute_ops.kernels.epilogue.row_exchange import COMBINE
 from cute_ops.kernels.epilogue.row_passes import RowPass, RowsInPasses
 from cute_ops.kernels.epilogue.select import FusedRows
+from cute_ops.kernels.epilogue.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row
@@ -93,15 +93,8 @@ class RowsOfGroups(RowsInPasses):
         if const_expr(self.steps == 0):
             self._clear(tensors, Int32(group), (n + (self.tile.vec - 1)) // self.tile.vec, Int32(0), n)
         for step in cutlass.range(rows, unroll=1):
-            row = Int64(group) + Int64(step) * Int64(groups)
-            walk = RowPass(self, tensors, row, n, long_n, count)
-            values = self.emit.begin(self.row_numbers(tensors, row, row < count), n)
-            for s in cutlass.range_constexpr(len(self.emit.words)):
-                totals = self._stage(walk, values, s, tidx)
-                values.reduced(s, self.exchanges[s](totals, sSum, mbar, step * len(self.emit.words) + s))
-            self.store_numbers(tensors, values, row, tidx == 0)
-            for rSum, (place, _) in zip(scalars, self.outputs["s"]):
-                rSum[0] = rSum[0] + values.number(place)
+            walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
+            values = self._reduced(walk, step, sSum, mbar, scalars)
             if const_expr(self.steps > 0):
                 self._outputs_at_once(walk, values, sums, tidx)
             else:

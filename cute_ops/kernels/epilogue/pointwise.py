@@ -18,6 +18,13 @@ from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address
 WARP = 32
 
 
+def outputs_of(config):
+    """The pieces that a config's expression is stored in, by kind, each with its index among the outputs."""
+    words = [word.partition("[") for word in config.writes.split()]
+    pieces = [Piece(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
+    return {kind: [(i, pieces[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+
+
 class FusedPointwise:
     """Computes the expression that its config names, its tiles by :class:`Pointwise`.
 
@@ -39,14 +46,11 @@ class FusedPointwise:
             whole += [piece for piece in pieces if piece.tile]
             if i in self.read:
                 self.inputs += pieces
-        words = [word.partition("[") for word in config.writes.split()]
-        pieces = [Piece(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
-        # Outputs by kind, each with its index among the expression's outputs.
-        self.kinds = {kind: [(i, pieces[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
-        tiles = [piece for _, piece in self.kinds["t"]]
+        self.outputs = outputs_of(config)
+        tiles = [piece for _, piece in self.outputs["t"]]
         # A tile, whose shape gives the numbers of rows and columns.
         self.whole = (tiles or whole)[0]
-        self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.kinds["t"]), config) if tiles else None
+        self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.outputs["t"]), config) if tiles else None
 
     def _only(self, outputs):
         """A function from an element of each piece to elements of these outputs."""
@@ -66,15 +70,15 @@ class FusedPointwise:
     def __call__(self, *arguments):
         tensors, stream = dict(zip(self.names, arguments)), arguments[-1]
         inputs = tuple([tensors[piece.name] for piece in self.inputs])
-        tiles = tuple([tensors[piece.name] for _, piece in self.kinds["t"]])
+        tiles = tuple([tensors[piece.name] for _, piece in self.outputs["t"]])
         if const_expr(self.tiles is not None):
             self.tiles(inputs, tiles, stream)
         mX = tensors[self.whole.name]
         rows, n = row_count(mX), extent(mX, len(mX.shape) - 1) // self.whole.count
-        for output in self.kinds["c"]:
+        for output in self.outputs["c"]:
             terms = Terms(self.variant, self.inputs, self._only([output]))
             RowSums(self.variant.arch, terms)(inputs, tensors[output[1].name], rows, n, stream)
-        for output in [*self.kinds["r"], *self.kinds["s"]]:
+        for output in [*self.outputs["r"], *self.outputs["s"]]:
             piece = output[1]
             terms = Terms(self.variant, self.inputs, self._only([output]))
             mPartials = tensors[f"{piece.name}_partials"]
@@ -82,7 +86,7 @@ class FusedPointwise:
             if const_expr(piece.index + 1 == piece.count):
                 mTotals = tensors.get(f"{piece.name}_totals", tensors[piece.name])
                 ColumnSum(self.n, self.variant.arch)((mPartials,), (mTotals,), stream)
-        for _, piece in self.kinds["s"]:
+        for _, piece in self.outputs["s"]:
             mTotals = tensors[f"{piece.name}_totals"]
             terms = Terms(self.variant, (Piece(f"{piece.name}_totals", rows=False),), lambda x: (x,))
             RowSums(self.variant.arch, terms)((mTotals,), tensors[piece.name], Int64(1), n, stream)

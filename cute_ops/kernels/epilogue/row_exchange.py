@@ -1,33 +1,27 @@
 """The reductions of a row's stages over its threads: sums, largest and smallest numbers beside each other."""
 
-import operator
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_ops.kernels.epilogue.words import maximum, minimum
+from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
-# How a word combines two numbers, and its neutral element. NaN stays NaN.
-COMBINE = {"sum": operator.add, "mean": operator.add, "max": maximum, "min": minimum}
-NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -Float32.inf, "min": Float32.inf}
+COPIES = 2  # of the shared memory: a row takes its stages one after another, see :class:`RowSum`
 
 
-def exchanges(tile, stages, copies):
-    """One reduction over the threads for each stage. All use the shared memory and mbarriers of the first: a row takes
-    them one after another, so two copies suffice, see :class:`RowSum`.
-    """
+def exchanges(tile, stages):
+    """One reduction over the threads for each stage. All use the shared memory and mbarriers of the first."""
     most = max(map(len, stages), default=0)
     plain = all(len(words) == most and {*words} <= {"sum", "mean"} for words in stages)
-    return [RowSum(tile, most, copies) if plain else RowExchange(tile, words, most, copies) for words in stages]
+    return [RowSum(tile, most, COPIES) if plain else RowExchange(tile, words, most) for words in stages]
 
 
 class RowExchange(RowSum):
     """A :class:`RowSum` in which each number has its own word; numbers beyond the words are not used."""
 
-    def __init__(self, tile, words, values, stages):
-        super().__init__(tile, values, stages)
+    def __init__(self, tile, words, values):
+        super().__init__(tile, values, COPIES)
         self.halved = False
         self.combine, self.neutral = [COMBINE[word] for word in words], [NEUTRAL[word] for word in words]
 

@@ -34,7 +34,7 @@ class RowsInPasses(RowPieces):
         super().__init__(variant)
         config = FusedRowConfig.of(variant.config)
         self.tile = WalkedRow(Vectors(Shown(self.tensors), self.names, self.n, config.align_vectors), config)
-        self.exchanges = exchanges(self.tile, self.emit.words, 2)
+        self.exchanges = exchanges(self.tile, self.emit.words)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         self.pdl = can_use_pdl(variant.arch)
 
@@ -70,21 +70,26 @@ class RowsInPasses(RowPieces):
         for rSum in scalars:
             rSum.fill(0.0)
         for step in cutlass.range(steps, unroll=1):
-            row = Int64(group) + Int64(step) * Int64(groups)
-            walk = RowPass(self, tensors, row, n, long_n, count)
-            values = self.emit.begin(self.row_numbers(tensors, row, row < count), n)
-            for s in cutlass.range_constexpr(len(self.emit.words)):
-                totals = self._stage(walk, values, s, tidx)
-                values.reduced(s, self.exchanges[s](totals, sSum, mbar, step * len(self.emit.words) + s))
-            self.store_numbers(tensors, values, row, tidx == 0)
-            for rSum, (place, _) in zip(scalars, self.outputs["s"]):
-                rSum[0] = rSum[0] + values.number(place)
+            walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
+            values = self._reduced(walk, step, sSum, mbar, scalars)
             self._outputs(walk, values, Int32(group), tidx)
         if tidx == 0:
             for rSum, (_, piece) in zip(scalars, self.outputs["s"]):
                 store(rSum, tensors[self.partials_of(piece)].iterator.toint() + Int64(group) * 4)
         if const_expr(len(self.sums) > 0):
             let_next_start(self.pdl)
+
+    def _reduced(self, walk, step, sSum, mbar, scalars):
+        """The values of a row after its last stage; its numbers are stored and added to their sums over rows."""
+        tidx, stages = cute.arch.thread_idx()[0], len(self.emit.words)
+        values = self.emit.begin(self.row_numbers(walk.tensors, walk.row, walk.row < walk.count), walk.n)
+        for s in range(stages):
+            totals = self._stage(walk, values, s, tidx)
+            values.reduced(s, self.exchanges[s](totals, sSum, mbar, step * stages + s))
+        self.store_numbers(walk.tensors, values, walk.row, tidx == 0)
+        for rSum, (place, _) in zip(scalars, self.outputs["s"]):
+            rSum[0] = rSum[0] + values.number(place)
+        return values
 
     @cute.jit
     def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
@@ -141,7 +146,7 @@ class RowPass:
 
     def __init__(self, rows, tensors, row, n, long_n, count):
         v = rows.tile.v
-        self.rows, self.tensors, self.n = rows, tensors, n
+        self.rows, self.tensors, self.row, self.n, self.count = rows, tensors, row, n, count
         self.shift = v.shift(row, long_n)
         self.vectors = (n + self.shift + (v.vec - 1)) // v.vec
         self.readable = readable(v, n, row, count)

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64, const_expr
 
 from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.epilogue.pointwise import outputs_of
 from cute_ops.kernels.epilogue.row_emit import RowEmitter
-from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL
-from cute_ops.kernels.epilogue.words import device_for
+from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
@@ -50,9 +50,7 @@ class RowPieces:
         self.tiles = [(i, piece) for i, piece in read if piece.tile]
         self.vectors = [(i, piece) for i, piece in read if piece.columns and not piece.rows]
         self.numbers = [(i, piece) for i, piece in read if not piece.columns]
-        words = [word.partition("[") for word in config.writes.split()]
-        pieces = [Piece(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
-        self.outputs = {kind: [(i, pieces[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+        self.outputs = outputs_of(config)
         self.awaited = self.emit.awaited(config.kinds)
         rows = [piece for _, piece in (*self.tiles, *self.outputs["t"])]
         if not rows:  # outputs without columns, computed from row vectors: a tile gives the number of rows

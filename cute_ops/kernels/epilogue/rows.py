@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.epilogue.config import FusedRowConfig
-from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL, exchanges
+from cute_ops.kernels.epilogue.row_exchange import exchanges
 from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown, combined
+from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.column_params import column_elements, column_vectors
 from cute_ops.kernels.lib.copy import (
     AHEAD,
@@ -44,7 +45,7 @@ class HeldRows(RowPieces):
         shown = Shown(self.tensors)
         self.tile = RowTile(self._vectors(shown), self.config)
         self.access = RowAccess(shown, self.tile)
-        self.exchanges = exchanges(self.tile, self.emit.words, 2)
+        self.exchanges = exchanges(self.tile, self.emit.words)
         self.pdl = can_use_pdl(variant.arch)
 
     def _vectors(self, shown):
@@ -487,8 +488,11 @@ class Slot:
     def columns(self, k):
         """The row vectors at the k-th vectors, with their nodes."""
         rows, first = self.rows, self.first(k)
-        parts = [(i, part, rows.column(self.tensors, part, rows.n)) for i, part in rows.vectors]
-        return [(i, column_elements(mW, rows.keys[part], rows.tile.v, first, Int32(rows.n))) for i, part, mW in parts]
+        found = []
+        for i, piece in rows.vectors:
+            mW = rows.column(self.tensors, piece, rows.n)
+            found.append((i, column_elements(mW, rows.keys[piece], rows.tile.v, first, Int32(rows.n))))
+        return found
 
     def elements(self, k, columns):
         """From j to the operands' j-th elements of the k-th vectors, by node."""

@@ -4,6 +4,8 @@ Reciprocals and roots are the hardware's, right to 2 units in the last place; de
 tanh, erf and logarithms are the math library's, because the hardware's lose bits of large arguments or small results.
 """
 
+import operator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32
@@ -68,6 +70,11 @@ def minimum(x, y):
 
 def maximum(x, y):
     return cute.arch.fmax(x, y, nan=True)
+
+
+# How reductions combine two numbers, and what changes none. NaN stays NaN.
+COMBINE = {"sum": operator.add, "mean": operator.add, "max": maximum, "min": minimum}
+NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -Float32.inf, "min": Float32.inf}
 
 
 def astype(x, dtype):

@@ -12,8 +12,9 @@ Form = Literal["cooperative", "pingpong", "mma_sync"]
 WARPGROUP = 128  # threads
 MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
 WARPS = 8  # of ``mma_sync``
-ROW_PARTS = "row_parts"  # the workspace of reductions of rows
-SUMS = "sums"  # the workspace of a split k: sums over each part
+ROW_PARTIALS = "row_partials"  # the workspace of reductions of rows
+SUMS = "sums"  # the workspace of the partial sums of a split k
+ITEMSIZE = 2  # bytes of an element of both operands
 STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
 
 
@@ -44,8 +45,8 @@ class GemmConfig(KernelConfig):
             call's last tensor.
         half_align: bytes, at most 16, that divide the offset of the second half in a row of a packed tensor.
         warps_n: warps of ``mma_sync`` beside one another.
-        split_k: for few rows: the parts that k is split into. Then tiles have rows of the second operand, and a second
-            kernel adds up the parts and computes the epilogue. 0 for one kernel.
+        split_k: for few rows: the partial sums that k is split into. Then tiles have rows of the second operand, and a
+            second kernel adds these up and computes the epilogue. 0 for one kernel.
     """
 
     form: Form
@@ -79,7 +80,7 @@ class GemmConfig(KernelConfig):
 
     @property
     def accumulators(self) -> int:
-        """Registers of a thread that hold its part of a tile."""
+        """Registers of a thread that hold its elements of a tile."""
         return self.tile_m * self.tile_n // (WARPGROUP * self.sharing)
 
     @property
@@ -87,28 +88,27 @@ class GemmConfig(KernelConfig):
         """Groups of warps that store, each its own tiles."""
         return 2 // self.sharing
 
-    def row_parts(self, n: int, packed: bool) -> int:
-        """The parts of a row of n columns that are reduced separately: one for each warp along the row, including those
-        of tiles past the last column that fill a cluster.
+    def row_partials(self, n: int, packed: bool) -> int:
+        """Partial results of each reduction of a row of n columns: one for each warp along the row, including those of
+        tiles past the last column that fill a cluster.
         """
         tiles = -(-n // (self.tile_n // (1 + packed) * self.cluster_n)) * self.cluster_n
         return tiles * (self.warps_n if self.form == "mma_sync" else 1)
 
     def subtile(self, *itemsizes: int) -> tuple[int, int]:
-        """Rows and columns of the part of a tile that is stored at once, for outputs and operands of these sizes."""
+        """Rows and columns of a tile that are stored at once, for outputs and operands of these sizes."""
         return MMA_M * self.sharing, STORE_BYTES // min(itemsizes)
 
-    def load_bytes(self, itemsize: int) -> int:
-        """Shared memory of the ring."""
-        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of a slot of the ring."""
+        return (self.tile_m + self.tile_n) * self.tile_k * ITEMSIZE
 
-    def subtile_bytes(self, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
-        """Shared memory of subtiles on their way out and in, of outputs and operands of these sizes."""
+    def shared(self, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
+        """Bytes of shared memory: ring, subtiles on their way out and in, and a full and an empty barrier of 8 bytes
+        for each slot of operands; ``outputs`` and ``tiles`` are the sizes of their elements.
+        """
         rows, columns = self.subtile(*outputs, *tiles)
         slots = self.store_stages * sum(outputs) + self.tile_stages * sum(tiles)
-        return self.groups * slots * rows * columns
-
-    def shared(self, itemsize: int, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
-        """Bytes of shared memory: ring, subtiles, and a full and an empty barrier of 8 bytes for each slot."""
         barriers = self.stages + self.groups * self.tile_stages
-        return self.load_bytes(itemsize) + self.subtile_bytes(outputs, tiles) + 16 * barriers
+        return self.stages * self.slot_bytes + self.groups * slots * rows * columns + 16 * barriers

@@ -11,7 +11,8 @@ from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowReductions
+from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
+from cute_ops.kernels.gemm.rows import FinishRows, RowReductions
 from cute_ops.kernels.gemm.views import by_row, each_by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
 from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
@@ -52,9 +53,15 @@ class EpilogueTensor(NamedTuple):
         one_stride = self.batched or self.key.layout == "flat" or self.key.rank == 2
         return self.tile and not self.period and self.align == 16 and one_stride
 
-    def matrix(self, tensor):
+    def loaded_at(self, v):
+        """Where :meth:`Epilogue.load` puts the element for the accumulator with this index."""
+        if self.tile:
+            return v
+        return v // 4 * 2 + v % 2 if self.columns else v // 2 % 2 if self.rows else 0
+
+    def matrix(self, mX):
         """A tile as a matrix, or as a batch of them."""
-        whole = (each_by_row if self.batched else by_row)(tensor, self.key)
+        whole = (each_by_row if self.batched else by_row)(mX, self.key)
         return half(whole, self.index, 1, self.align) if self.packed else whole
 
     def column(self, chunk, c, j, most):
@@ -62,15 +69,15 @@ class EpilogueTensor(NamedTuple):
         column = cutlass.min(chunk.columns[c] + j + partner(chunk.at[c], self.turned), most)
         return column % self.period if self.period else column
 
-    def address(self, tensor, row, n):
+    def address(self, mX, row, n):
         """The byte address of a row of ``n`` elements; in a batch each vector counts as a row."""
-        address = tensor.iterator.toint()
+        address = mX.iterator.toint()
         if (self.rows or self.batched) and self.key.layout == "scattered":
-            address = element_address(tensor, self.key, Int64(row))
+            address = element_address(mX, self.key, Int64(row))
         elif self.rows or self.batched:
             # A tensor that repeats itself along the columns may also do so along the leading dims.
-            row = row % Int32(row_count(tensor)) if self.period else row
-            address = row_address(tensor, self.key, Int64(row), tensor.shape[-1] if self.columns else 1)
+            row = row % Int32(row_count(mX)) if self.period else row
+            address = row_address(mX, self.key, Int64(row), mX.shape[-1] if self.columns else 1)
         return address + self.index * Int64(n) * self.key.itemsize if self.packed else address
 
 
@@ -90,12 +97,12 @@ class Chunk(NamedTuple):
     batch: tuple[Any, ...] = ()
     below: int = 0
 
-    def row_of(self, part, row):
+    def row_of(self, tensor, row):
         """The row of a tensor, after those of the matrices before it, that is this row of a matrix."""
-        if not part.batched:
+        if not tensor.batched:
             return row
         (batch,) = self.batch
-        return Int64(batch) * self.shape[0] + row if part.rows else batch
+        return Int64(batch) * self.shape[0] + row if tensor.rows else batch
 
     @property
     def size(self):
@@ -112,8 +119,8 @@ class Epilogue:
     def __init__(self, variant, config, batched):
         self.batched = batched
         whole = parse(config.expression)
-        parts = split(whole)
-        self.expression, self.rows = parts.elements, RowReductions(parts.reductions)
+        divided = split(whole)
+        self.expression, self.rows = divided.elements, RowReductions(divided.reductions)
         self.packed = self.expression.operands[0].packed
         self.half_align = config.half_align
         self.names = config.reads.split()
@@ -122,21 +129,21 @@ class Epilogue:
         self.operands = []
         for read in self.read:
             operand, name = self.expression.operands[read.operand], self.names[read.operand - 1]
-            part = self._part(variant, name, operand.kind, int(read.half == "[n:]"), operand.packed)
-            self.operands.append(part._replace(turned=read.turned))
+            tensor = self._tensor(variant, name, operand.kind, int(read.half == "[n:]"), operand.packed)
+            self.operands.append(tensor._replace(turned=read.turned))
         words = [word.partition("[") for word in config.writes.split() or variant.names[-1:]]
         outputs = [
-            self._part(variant, name, kind, int(which == "n:]"), bool(which))
+            self._tensor(variant, name, kind, int(which == "n:]"), bool(which))
             for (name, _, which), kind in zip(words, whole.output_kinds)
         ]
-        self.outputs, columns = ([part for part in outputs if part.columns == which] for which in (True, False))
-        self.finish = self._finish(variant, parts, columns) if columns else None
+        self.outputs, columns = ([tensor for tensor in outputs if tensor.columns == which] for which in (True, False))
+        self.finish = self._finish(variant, divided, columns) if columns else None
         # Places of the operands that TMA loads.
-        self.by_tma = [i for i, part in enumerate(self.operands) if part.by_tma and config.tile_stages]
+        self.by_tma = [i for i, tensor in enumerate(self.operands) if tensor.by_tma and config.tile_stages]
         # Whether rows have an even number of elements: then both of two neighbours lie inside, or neither.
-        self.even = all(part.align >= 2 * part.key.itemsize for part in self.outputs)
+        self.even = all(tensor.align >= 2 * tensor.key.itemsize for tensor in self.outputs)
 
-    def _part(self, variant, name, kind, index, packed):
+    def _tensor(self, variant, name, kind, index, packed):
         name, _, period = name.partition("%")
         key, period = variant.tensors[name], int(period or 0)
         rows = kind.rows or self.batched
@@ -144,48 +151,48 @@ class Epilogue:
         align = math.gcd(align, period * key.itemsize)
         return EpilogueTensor(key, kind.rows, kind.columns, index, packed, align, period, self.batched)
 
-    def _finish(self, variant, parts, outputs):
+    def _finish(self, variant, divided, outputs):
         """The kernel of the outputs without columns; of its operands the first is the product itself."""
-        count, read = len(parts.reductions), {}
-        for i in [read.operand for read in reads(parts.rows) if read.operand >= count]:
-            read[i] = self._part(variant, self.names[i - count - 1], parts.rows.operands[i].kind, 0, False)
-        return FinishRows(parts.rows, parts.reductions, read, outputs, variant.arch)
+        count, read = len(divided.reductions), {}
+        for i in [read.operand for read in reads(divided.rows) if read.operand >= count]:
+            read[i] = self._tensor(variant, self.names[i - count - 1], divided.rows.operands[i].kind, 0, False)
+        return FinishRows(divided.rows, divided.reductions, read, outputs, variant.arch)
 
     @property
     def itemsizes(self):
         """The element sizes of the tensors whose subtiles go through shared memory."""
-        return [part.key.itemsize for part in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
+        return [tensor.key.itemsize for tensor in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
 
-    def place(self, part, chunk):
+    def place(self, tensor, chunk):
         """A key for what a chunk reads of an operand: chunks of a tile with equal keys share what the first one loads.
 
         Chunks share a table that repeats itself only where threads load at most two operands with columns, such as
         cosines and sines: with more of them registers would spill.
         """
-        if not part.columns:
-            return chunk.below if part.rows else 0
-        shared = part.period and sum(each.columns for each in self.operands) - len(self.by_tma) <= 2
-        at = [c + partner(c, part.turned) for c in chunk.at]
-        return chunk.below, *(c % part.period if shared else c for c in at)
+        if not tensor.columns:
+            return chunk.below if tensor.rows else 0
+        shared = tensor.period and sum(each.columns for each in self.operands) - len(self.by_tma) <= 2
+        at = [c + partner(c, tensor.turned) for c in chunk.at]
+        return chunk.below, *(c % tensor.period if shared else c for c in at)
 
-    def load(self, part, tensor, chunk):
+    def load(self, tensor, mX, chunk):
         """What a thread needs of an operand for a chunk: an element for each accumulator, column or row, or just one.
 
         No load depends on a condition: a place outside loads an element inside, whose result is not stored.
         """
         m, n = chunk.shape
-        count = 2 if self.even and part.align >= 2 * part.key.itemsize else 1  # of neighbours that one load takes
-        rows = [cutlass.min(row, m - 1) for row in chunk.rows] if part.rows else [0]
-        places = [part.address(tensor, chunk.row_of(part, row), n) for row in rows]
-        if not part.columns:
-            loaded = fragment(tensor.element_type, len(rows))
+        count = 2 if self.even and tensor.align >= 2 * tensor.key.itemsize else 1  # of neighbours that one load takes
+        rows = [cutlass.min(row, m - 1) for row in chunk.rows] if tensor.rows else [0]
+        places = [tensor.address(mX, chunk.row_of(tensor, row), n) for row in rows]
+        if not tensor.columns:
+            loaded = fragment(mX.element_type, len(rows))
             for r, place in enumerate(places):
                 self._load(loaded, r, 1, place)
             return loaded
-        loaded = fragment(tensor.element_type, 2 * len(rows) * len(chunk.columns))
+        loaded = fragment(mX.element_type, 2 * len(rows) * len(chunk.columns))
         for c in range(len(chunk.columns)):
             for j in range(0, 2, count):
-                column = Int64(part.column(chunk, c, j, n - count)) * part.key.itemsize
+                column = Int64(tensor.column(chunk, c, j, n - count)) * tensor.key.itemsize
                 for r, place in enumerate(places):
                     self._load(loaded, 2 * (len(rows) * c + r) + j, count, place + column)
         return loaded
@@ -222,31 +229,31 @@ class Epilogue:
         """Reduce the groups of columns that a chunk lies in; four lanes hold those of a row."""
         nodes = self.expression.nodes
         for i, size in [(i, int(node.value)) for i, node in enumerate(nodes) if node.word in REDUCTIONS]:
-            combine, start = COMBINE[nodes[i].word[len("group_") :]], IDENTITY[nodes[i].word[len("group_") :]]
+            word = nodes[i].word.removeprefix("group_")
             for group in sorted({at // size for at in chunk.at} - {group for j, group in groups if i == j}):
                 results = []
                 for r in range(2):
-                    x = Float32(start)
+                    x = Float32(NEUTRAL[word])
                     for at in range(group * size, (group + 1) * size, 8):
                         for j in range(2):
                             element = Element(self, sums, loaded, chunk, 2 * r + j, groups, at - chunk.at[0])
-                            x = combine(x, element(nodes[i].args[0]))
-                    results.append(cute.arch.warp_reduction(x, combine, threads_in_group=4))
+                            x = COMBINE[word](x, element(nodes[i].args[0]))
+                    results.append(cute.arch.warp_reduction(x, COMBINE[word], threads_in_group=4))
                 groups[i, group] = results
 
     @cute.jit
-    def store(self, part: cutlass.Constexpr, tensor, rX, chunk: cutlass.Constexpr):
+    def store(self, tensor: cutlass.Constexpr, mX, rX, chunk: cutlass.Constexpr):
         """Store a chunk of an output from registers."""
         (m, n), count = chunk.shape, 2 if const_expr(self.even) else 1
         for r in cutlass.range_constexpr(2):
-            place = part.address(tensor, chunk.row_of(part, chunk.rows[r]), n)
+            place = tensor.address(mX, chunk.row_of(tensor, chunk.rows[r]), n)
             for c in cutlass.range_constexpr(len(chunk.columns)):
                 for j in cutlass.range_constexpr(0, 2, count):
-                    piece = fragment(tensor.element_type, count)
+                    piece = fragment(mX.element_type, count)
                     for v in cutlass.range_constexpr(count):
-                        piece[v] = rX[4 * c + 2 * r + j + v].to(tensor.element_type)
+                        piece[v] = rX[4 * c + 2 * r + j + v].to(mX.element_type)
                     column = chunk.columns[c] + j
-                    address = place + Int64(column) * part.key.itemsize
+                    address = place + Int64(column) * tensor.key.itemsize
                     store_if((chunk.rows[r] < m) & (column < n), piece, address)
 
 
@@ -259,7 +266,7 @@ class Element:
         self.nodes, self.kinds = epilogue.expression.nodes, epilogue.expression.kinds
         self.sums, self.chunk, self.v, self.groups, self.shift = sums, chunk, v, groups, shift
         self.loaded = {
-            read: values[part_index(part, v)] for read, part, values in zip(epilogue.read, epilogue.operands, loaded)
+            read: values[tensor.loaded_at(v)] for read, tensor, values in zip(epilogue.read, epilogue.operands, loaded)
         }
         self.values = {}
 
@@ -290,10 +297,3 @@ def partner(at, turned):
     if not turned:
         return 0
     return turned // 2 if 2 * (at % turned) < turned else -(turned // 2)
-
-
-def part_index(part, v):
-    """Where :meth:`Epilogue.load` puts an operand's element for the accumulator with this index."""
-    if part.tile:
-        return v
-    return v // 4 * 2 + v % 2 if part.columns else v // 2 % 2 if part.rows else 0

@@ -5,7 +5,7 @@ from functools import partial
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_ops.kernels.gemm.config import ROW_PARTS, SUMS, GemmConfig
+from cute_ops.kernels.gemm.config import ROW_PARTIALS, SUMS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
@@ -38,24 +38,24 @@ class Product:
     def __call__(self, *arguments):
         first, second = (view(m, key) for view, m, key in zip(self.views, arguments, self.keys))
         tensors = dict(zip(self.names, arguments))
-        operands = tuple([tensors[part.key.name] for part in self.epilogue.operands])
-        outputs = tuple([tensors[part.key.name] for part in self.epilogue.outputs])
-        halves, mParts, stream = self._parts(second), tensors.get(ROW_PARTS), arguments[-1]
+        operands = tuple([tensors[tensor.key.name] for tensor in self.epilogue.operands])
+        outputs = tuple([tensors[tensor.key.name] for tensor in self.epilogue.outputs])
+        halves, mPartials, stream = self._halves(second), tensors.get(ROW_PARTIALS), arguments[-1]
         if const_expr(self.few):
             mSums, shape = tensors[SUMS], (Int32(first.shape[0]), Int32(halves[0].shape[0]))
             self.form.launch(second, (first,), (), (mSums,), None, stream)
             self.add(mSums, self.form.split_count(second), operands, outputs, shape, stream)
         else:
-            self.form.launch(first, halves, operands, outputs, mParts, stream)
+            self.form.launch(first, halves, operands, outputs, mPartials, stream)
         finish = self.epilogue.finish
         if const_expr(finish is not None):
             read, made = (
-                tuple([tensors[part.key.name] for part in parts])
-                for parts in (finish.operands.values(), finish.outputs)
+                tuple([tensors[tensor.key.name] for tensor in group])
+                for group in (finish.operands.values(), finish.outputs)
             )
-            finish(mParts, read, made, Int32(halves[0].shape[0]), stream)
+            finish(mPartials, read, made, Int32(halves[0].shape[0]), stream)
 
-    def _parts(self, mB):
+    def _halves(self, mB):
         """The second operand whole, or the halves of a packed one."""
         if not self.epilogue.packed:
             return (mB,)

@@ -6,20 +6,17 @@ from cutlass import Float32, Int32, Int64
 
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.epilogue.emit import Emitter
-from cute_ops.kernels.epilogue.words import maximum, minimum
+from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.copy import fragment, load, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-
-COMBINE = {"sum": lambda x, y: x + y, "max": maximum, "min": minimum}
-IDENTITY = {"sum": 0.0, "max": -float("inf"), "min": float("inf")}
 
 
 class RowReductions:
     """Reductions over a warp's columns of a tile. Lanes ``4 r .. 4 r + 3`` hold the rows ``r`` and ``r + 8``, by the
     layout of the matrix instructions.
 
-    The results go to the workspace ``row_parts``, ``(rows, parts, reductions)`` in fp32: each warp along a row reduces
-    one part of it.
+    The results go to the workspace ``row_partials``, ``(rows, partials, reductions)`` in fp32: each warp along a row
+    has one.
 
     Args:
         reductions: a word of :data:`COMBINE` each.
@@ -32,7 +29,7 @@ class RowReductions:
         """The results for no columns: two rows for each reduction."""
         found = [fragment(Float32, 2) for _ in self.reductions]
         for word, rX in zip(self.reductions, found):
-            rX.fill(IDENTITY[word])
+            rX.fill(NEUTRAL[word])
         return found
 
     def add(self, results, v, chunk, values):
@@ -40,32 +37,32 @@ class RowReductions:
         r = v // 2 % 2
         for word, rX, x in zip(self.reductions, results, values):
             inside = chunk.columns[v // 4] + v % 2 < chunk.shape[1]
-            rX[r] = COMBINE[word](rX[r], cutlass.select_(inside, x, Float32(IDENTITY[word])))
+            rX[r] = COMBINE[word](rX[r], cutlass.select_(inside, x, Float32(NEUTRAL[word])))
 
     @cute.jit
-    def store(self, results: cutlass.Constexpr, mParts, rows: cutlass.Constexpr, m, part):
-        """Store the results of two rows, as this part of them."""
+    def store(self, results: cutlass.Constexpr, mPartials, rows: cutlass.Constexpr, m, partial):
+        """Store the results of two rows, as this one of their partial results."""
         count = len(self.reductions)
         for r in cutlass.range_constexpr(2):
             rX = fragment(Float32, count)
             for i, word in enumerate(self.reductions):
                 rX[i] = cute.arch.warp_reduction(results[i][r], COMBINE[word], threads_in_group=4)
-            place = address(mParts, rows[r], part, count)
+            place = address(mPartials, rows[r], partial, count)
             for i in cutlass.range_constexpr(count):
                 one = fragment(Float32, 1)
                 one[0] = rX[i]
                 store_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), one, place + 4 * i)
 
 
-def address(mParts, row, part, count):
-    """Where a part's ``count`` results are."""
-    return mParts.iterator.toint() + (Int64(row) * Int64(mParts.shape[1]) + part) * (4 * count)
+def address(mPartials, row, partial, count):
+    """Where one of a row's partial results is: a number for each of ``count`` reductions."""
+    return mPartials.iterator.toint() + (Int64(row) * Int64(mPartials.shape[1]) + partial) * (4 * count)
 
 
 class FinishRows:
-    """Combines the parts of each row's reductions, in a fixed order, and computes the outputs without columns.
+    """Combines the partial results of each row, in a fixed order, and computes the outputs without columns.
 
-    Tile: 8 threads take a row, each every eighth part. No shared memory. Bytes moved: the parts, from L2, and the
+    Tile: 8 threads take a row, each every eighth partial result. No shared memory. Bytes moved: these, from L2, and the
     outputs once.
 
     Args:
@@ -83,37 +80,37 @@ class FinishRows:
         self.operands, self.outputs, self.pdl = operands, outputs, can_use_pdl(arch)
 
     @cute.jit
-    def __call__(self, mParts, operands, outputs, n, stream):
-        m = Int32(mParts.shape[0])
-        self.kernel(mParts, operands, outputs, n).launch(
+    def __call__(self, mPartials, operands, outputs, n, stream):
+        m = Int32(mPartials.shape[0])
+        self.kernel(mPartials, operands, outputs, n).launch(
             grid=[cute.ceil_div(m, self.threads // self.lanes), 1, 1], block=[self.threads, 1, 1], stream=stream,
             use_pdl=self.pdl,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, mParts, operands, outputs, n: Int32):
+    def kernel(self, mPartials, operands, outputs, n: Int32):
         tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        m, parts = Int32(mParts.shape[0]), Int32(mParts.shape[1])
+        m, partials = Int32(mPartials.shape[0]), Int32(mPartials.shape[1])
         place, lane = bidx * (self.threads // self.lanes) + tidx // self.lanes, tidx % self.lanes
         row = cutlass.min(place, m - 1)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         results = fragment(Float32, max(len(self.reductions), 1))
         for i, word in enumerate(self.reductions):
-            results[i] = Float32(IDENTITY[word])
-        for part in cutlass.range(lane, parts, self.lanes, unroll=4):
+            results[i] = Float32(NEUTRAL[word])
+        for partial in cutlass.range(lane, partials, self.lanes, unroll=4):
             for i, word in enumerate(self.reductions):
                 one = fragment(Float32, 1)
-                load(one, address(mParts, row, part, len(self.reductions)) + 4 * i)
+                load(one, address(mPartials, row, partial, len(self.reductions)) + 4 * i)
                 results[i] = COMBINE[word](results[i], one[0])
         elements = [None] * len(self.emit.expression.operands)
         for i, word in enumerate(self.reductions):
             elements[i] = cute.arch.warp_reduction(results[i], COMBINE[word], threads_in_group=self.lanes)
-        for (i, part), mX in zip(self.operands.items(), operands):
+        for (i, tensor), mX in zip(self.operands.items(), operands):
             one = fragment(mX.element_type, 1)
-            load(one, part.address(mX, row, n))
+            load(one, tensor.address(mX, row, n))
             elements[i] = one[0].to(Float32)
-        for part, mX, x in zip(self.outputs, outputs, self.emit(*elements, length=n)):
+        for tensor, mX, x in zip(self.outputs, outputs, self.emit(*elements, length=n)):
             one = fragment(mX.element_type, 1)
             one[0] = x.to(mX.element_type)
-            store_if((lane == 0) & (place < m), one, part.address(mX, row, n))
+            store_if((lane == 0) & (place < m), one, tensor.address(mX, row, n))

@@ -34,7 +34,7 @@ class GemmSm80:
         self.warps_m, self.warps_n = WARPS // self.config.warps_n, self.config.warps_n
 
     @cute.jit
-    def launch(self, mA, mB, operands, outputs, mParts, stream):
+    def launch(self, mA, mB, operands, outputs, mPartials, stream):
         config = self.config
         self.dtype = mA.element_type
         mma = cute.make_tiled_mma(
@@ -46,12 +46,12 @@ class GemmSm80:
         grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, config.group, Int64(m), Int64(n))
         batch = (cute.size(mA, mode=[2]),) if const_expr(self.epilogue.batched) else ()
         order = (rows, columns, Int32(grouped_columns < grouped_rows), *batch)
-        self.kernel(mma, mA, mB, operands, outputs, mParts, order).launch(
+        self.kernel(mma, mA, mB, operands, outputs, mPartials, order).launch(
             grid=[tile_count(order), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, mParts, order):
+    def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, mPartials, order):
         config, tidx = self.config, cute.arch.thread_idx()[0]
         row, column, *batch = tile_of_batch(cute.arch.block_idx()[0], order, config.group)
         if const_expr(self.epilogue.batched):
@@ -60,8 +60,8 @@ class GemmSm80:
         sA, sB = (self._slots(smem, m, size) for m, size in ((mA, config.tile_m), (mB[0], config.tile_n)))
         loaders = [self._loader(mA, sA, (config.tile_m, config.tile_k), row, config.vec_a, tidx)]
         for i, m in enumerate(mB):
-            part = (self.columns, config.tile_k)
-            loaders.append(self._loader(m, cute.local_tile(sB, part, (i, 0, None)), part, column, config.vec_b, tidx))
+            tile = (self.columns, config.tile_k)
+            loaders.append(self._loader(m, cute.local_tile(sB, tile, (i, 0, None)), tile, column, config.vec_b, tidx))
         mine = mma.get_slice(tidx)
         tCrA = mma.make_fragment_A(mine.partition_A(sA[None, None, 0]))
         tCrB = mma.make_fragment_B(mine.partition_B(sB[None, None, 0]))
@@ -92,8 +92,10 @@ class GemmSm80:
             cute.arch.barrier()
         let_next_start(self.pdl)
         # Warps are numbered down the rows first.
-        part = column * self.warps_n + tidx // (32 * self.warps_m)
-        self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column, batch), (mParts, part))
+        partial = column * self.warps_n + tidx // (32 * self.warps_m)
+        self._store(
+            mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column, batch), (mPartials, partial)
+        )
 
     def _slots(self, smem, m, size):
         """Two slots of an operand: (size, tile_k, slot), contiguous as in memory."""
@@ -153,13 +155,13 @@ class GemmSm80:
                 these = range(first, min(first + CHUNK, across))
                 columns, at = tuple(tCcD[0, i, c][1] for c in these), tuple(c * size for c in these)
                 chunk = Chunk(rows, columns, shape, at, batch)
-                loaded = [self.epilogue.load(part, m, chunk) for part, m in zip(self.epilogue.operands, operands)]
+                loaded = [self.epilogue.load(tensor, m, chunk) for tensor, m in zip(self.epilogue.operands, operands)]
                 # In shared memory all columns of one half come before those of the other.
                 results = self.epilogue.compute(
                     lambda h, v, distance: rAcc[v % 4, i, first + v // 4 + h * across + distance // size],
                     loaded, chunk, totals, groups,
                 )  # fmt: skip
-                for part, m, rX in zip(self.epilogue.outputs, outputs, results):
-                    self.epilogue.store(part, m, rX, chunk)
+                for tensor, m, rX in zip(self.epilogue.outputs, outputs, results):
+                    self.epilogue.store(tensor, m, rX, chunk)
             if const_expr(len(totals) > 0):
                 self.epilogue.rows.store(totals, to[0], rows, shape[0], to[1])

@@ -40,7 +40,7 @@ class GemmSm90:
     matrix is loaded as zeros and not stored. A CTA takes the same rows of both halves of a packed b, one half after the
     other in shared memory, so that a thread accumulates both.
     In a batch, a ``(m, k, batch)`` and b ``(n, k, batch)``, tiles of one matrix come after those of another. With
-    ``split_k`` k is split into so many parts, and each tile is computed once for each into an output ``(parts, m, n)``.
+    ``split_k`` so many partial sums of each tile are computed, over a range of k each: an output ``(partials, m, n)``.
     Shared memory: ``stages`` slots of ``(tile_m + tile_n) x tile_k`` elements; ``store_stages`` subtiles of each output
     and ``tile_stages`` of each tile that TMA loads, for each group of warps that stores.
     Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, all others
@@ -60,7 +60,7 @@ class GemmSm90:
             raise ValueError(f"{self.subtiles} subtiles of {shape} cannot take {config.store_stages} slots in turn")
 
     @cute.jit
-    def launch(self, mA, mB, operands, outputs, mParts, stream):
+    def launch(self, mA, mB, operands, outputs, mPartials, stream):
         config = self.config
         majors = [
             LayoutEnum.ROW_MAJOR if const_expr(is_last_contiguous(m)) else LayoutEnum.COL_MAJOR for m in (mA, mB[0])
@@ -73,20 +73,18 @@ class GemmSm90:
         )  # fmt: skip
         a_layout = hopper.make_smem_layout_a(majors[0], shape, dtype, config.stages)
         b_layout = hopper.make_smem_layout_b(majors[1], shape, dtype, config.stages)
-        part_layout = hopper.make_smem_layout_b(
+        half_layout = hopper.make_smem_layout_b(
             majors[1], (config.tile_m, self.columns, config.tile_k), dtype, config.stages
         )
         a = self._load_atom(mA, a_layout, (config.tile_m, config.tile_k), config.cluster_n)
-        b = tuple([self._load_atom(m, part_layout, (self.columns, config.tile_k), config.cluster_m) for m in mB])
-        parts = [self.epilogue.operands[i] for i in self.epilogue.by_tma]
-        loaded = [operands[i] for i in self.epilogue.by_tma]
+        b = tuple([self._load_atom(m, half_layout, (self.columns, config.tile_k), config.cluster_m) for m in mB])
+        loaded = [(self.epilogue.operands[i], operands[i]) for i in self.epilogue.by_tma]
+        stored = [*zip(self.epilogue.outputs, outputs)]
         operands = tuple([None if i in self.epilogue.by_tma else m for i, m in enumerate(operands)])
-        self.dtypes = [[m.element_type for m in each] for each in (loaded, outputs)]
+        self.dtypes = [[m.element_type for _, m in each] for each in (loaded, stored)]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tiles = tuple([self._by_subtile(load, part, m, config.tile_stages) for part, m in zip(parts, loaded)])
-        stored = tuple([
-            self._by_subtile(store, part, m, config.store_stages) for part, m in zip(self.epilogue.outputs, outputs)
-        ])  # fmt: skip
+        tiles = tuple([self._by_subtile(load, tensor, m, config.tile_stages) for tensor, m in loaded])
+        stored = tuple([self._by_subtile(store, tensor, m, config.store_stages) for tensor, m in stored])
 
         m, n = Int32(mA.shape[0]), Int32(mB[0].shape[0])
         rows = cute.ceil_div(m, config.tile_m * config.cluster_m)
@@ -97,33 +95,33 @@ class GemmSm90:
             batch = (self.split_count(mA),)
         order = (rows, columns, Int32(by_columns < by_rows), *batch)
         clusters = cutlass.min(tile_count(order), config.clusters)
-        self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mParts, (m, n), order).launch(
+        self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mPartials, (m, n), order).launch(
             grid=[config.cluster_m, config.cluster_n, clusters], block=[config.threads, 1, 1],
             cluster=list(self.cluster), stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
 
     def split_count(self, mA):
-        """The parts that k is split into, none of which is empty."""
+        """The ranges that k is split into, none of which is empty."""
         return cutlass.min(Int32(self.config.split_k), cute.ceil_div(Int32(mA.shape[1]), self.config.tile_k))
 
-    def _by_subtile(self, operation, part, m, slots):
+    def _by_subtile(self, operation, tensor, m, slots):
         """A TMA copy of a tensor's subtiles, None where TMA cannot take it; the tensor as a matrix; slots' layout."""
         layout = hopper.make_smem_layout_epi(
             m.element_type, LayoutEnum.ROW_MAJOR, self.subtile, slots * self.config.groups
         )
-        matrix = part.matrix(m)
-        if not part.by_tma:
+        matrix = tensor.matrix(m)
+        if not tensor.by_tma:
             return None, matrix, layout
         return *cpasync.make_tiled_tma_atom(operation, matrix, cute.select(layout, mode=[0, 1]), self.subtile), layout
 
     def _load_atom(self, m, layout, tile, sharers):
-        """A TMA load of a tile. Each of the CTAs that share the tile loads a part of it for all."""
+        """A TMA load of a tile. Each of the CTAs that share the tile loads some of it for all."""
         shared = sharers > 1
         operation = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile, num_multicast=sharers)
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, a, b, operands, tiles, outputs, mParts, shape, order):
+    def kernel(self, mma: cute.TiledMma, a, b, operands, tiles, outputs, mPartials, shape, order):
         config, (tma_a, mA, a_layout), (halves, b_layout) = self.config, a, b
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -141,7 +139,7 @@ class GemmSm90:
         ring = PipelineTmaAsync.create(
             num_stages=config.stages, producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=CooperativeGroup(Agent.Thread, self.consumers),
-            tx_count=config.load_bytes(self.dtype.width // 8) // config.stages,
+            tx_count=config.slot_bytes,
             barrier_storage=smem.allocate_array(Int64, 2 * config.stages),
             cta_layout_vmnk=cute.make_layout((1, *self.cluster)), enable_multicast_signaling=True, defer_sync=True,
         )  # fmt: skip
@@ -167,7 +165,7 @@ class GemmSm90:
                     self._load_tiles(tile_ring, warp - 1, order, tiles)
         else:
             cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
-            inputs, results = (operands, tiles, tile_ring), (outputs, mParts)
+            inputs, results = (operands, tiles, tile_ring), (outputs, mPartials)
             self._multiply_and_store(mma, ring, order, sA, sB, inputs, results, shape, cute.size(mA, mode=[1]))
 
     def _slots(self, smem, dtype, layout):
@@ -187,14 +185,14 @@ class GemmSm90:
         tAsA, tAgA = cpasync.tma_partition(
             tma_a, place[1], beside, cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
         )  # (tma, stages), (tma, rest_m, rest_k)
-        parts = []
+        b_copies = []
         for i, (tma_b, mB) in enumerate(halves):
             rows = (self.columns, config.tile_k)
-            sPart, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(mB, rows, every)
+            sHalf, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(mB, rows, every)
             partition = cpasync.tma_partition(
-                tma_b, place[0], below, cute.group_modes(sPart, 0, 2), cute.group_modes(gB, 0, 2)
+                tma_b, place[0], below, cute.group_modes(sHalf, 0, 2), cute.group_modes(gB, 0, 2)
             )  # (tma, stages), (tma, rest_n, rest_k)
-            parts.append((tma_b, *partition))
+            b_copies.append((tma_b, *partition))
         a_sharers = cute.make_layout_image_mask(ranks, place, mode=1) if const_expr(config.cluster_n > 1) else None
         b_sharers = cute.make_layout_image_mask(ranks, place, mode=0) if const_expr(config.cluster_m > 1) else None
 
@@ -209,7 +207,7 @@ class GemmSm90:
                 cute.copy(
                     tma_a, tAgA[(None, row, k, *batch)], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_sharers
                 )
-                for tma_b, tBsB, tBgB in parts:
+                for tma_b, tBsB, tBgB in b_copies:
                     to = tBsB[None, slot.index]
                     cute.copy(tma_b, tBgB[(None, column, k, *batch)], to, tma_bar_ptr=full, mcast_mask=b_sharers)
                 slot.advance()
@@ -255,7 +253,7 @@ class GemmSm90:
         return row * config.cluster_m + x, column * config.cluster_n + y, *batch
 
     def _steps(self, count, order, batch):
-        """The first step of k that a tile adds up, and the one after the last: all of them, or a part of a split k."""
+        """The first step of k that a tile adds up, and the one after the last: all of them, or a range of a split k."""
         if self.config.split_k == 0:
             return 0, count
         return batch[0] * count // order[3], (batch[0] + 1) * count // order[3]
@@ -347,7 +345,7 @@ class GemmSm90:
         """
         config, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
         stages, across = config.store_stages, self.columns // sub_n
-        (operands, tiles, tile_ring), (outputs, mParts) = inputs, outputs
+        (operands, tiles, tile_ring), (outputs, mPartials) = inputs, outputs
         size = sub_m * sub_n // self.consumers  # of a thread
         to_smem = [self._subtile_copy(mma, sD.element_type, thread) for *_, sD in outputs]
         from_smem = [self._subtile_copy(mma, sC.element_type, thread, load=True) for *_, sC in tiles]
@@ -373,7 +371,7 @@ class GemmSm90:
                 lambda h, v, distance: rAcc[first + h * half + v + distance // 2], loaded, chunk, totals, groups
             )
             if const_expr(i % across == across - 1 and len(totals) > 0):
-                self.epilogue.rows.store(totals, mParts, chunk.rows, chunk.shape[0], at[1])
+                self.epilogue.rows.store(totals, mPartials, chunk.rows, chunk.shape[0], at[1])
             slot = group * stages + i % stages
             for (*_, sD), copy, rX in zip(outputs, to_smem, results):
                 rOut = cute.make_rmem_tensor(copy.partition_S(sD).shape[:3], sD.element_type)
@@ -387,9 +385,9 @@ class GemmSm90:
             # next slot.
             cute.arch.barrier(barrier_id=STORED + group, number_of_threads=self.consumers)
             sub_at = (at[0] * (config.tile_m // sub_m) + i // across, at[1] * across + i % across, *at[2:])
-            for part, (tma, m, sD) in zip(self.epilogue.outputs, outputs):
+            for tensor, (tma, m, sD) in zip(self.epilogue.outputs, outputs):
                 if const_expr(tma is None):
-                    self._store_rows(part, sD[None, None, slot], m, sub_at, thread)
+                    self._store_rows(tensor, sD[None, None, slot], m, sub_at, thread)
             if const_expr(by_tma):
                 if cute.arch.make_warp_uniform(thread // 32) == 0:
                     for (tma, *_), target in zip(outputs, targets):
@@ -415,10 +413,10 @@ class GemmSm90:
         was loaded for this tile, by :meth:`Epilogue.place`.
         """
         loaded = []
-        for i, (part, tensor) in enumerate(zip(self.epilogue.operands, operands)):
-            place = None if i in self.epilogue.by_tma else (i, self.epilogue.place(part, chunk))
+        for i, (tensor, m) in enumerate(zip(self.epilogue.operands, operands)):
+            place = None if i in self.epilogue.by_tma else (i, self.epilogue.place(tensor, chunk))
             if place is not None and place not in held:
-                held[place] = self.epilogue.load(part, tensor, chunk)
+                held[place] = self.epilogue.load(tensor, m, chunk)
             loaded.append(None if place is None else held[place])
         return loaded
 
@@ -438,9 +436,9 @@ class GemmSm90:
         return cute.make_tensor(rC.iterator, cute.make_layout(cute.size(rC)))
 
     @cute.jit
-    def _store_rows(self, part: cutlass.Constexpr, sD, mD, at: cutlass.Constexpr, thread):
+    def _store_rows(self, tensor: cutlass.Constexpr, sD, mD, at: cutlass.Constexpr, thread):
         """Store a subtile of an output whose rows TMA cannot take, in vectors that their alignment allows."""
-        vec = part.align // part.key.itemsize
+        vec = tensor.align // tensor.key.itemsize
         across = self.subtile[1] // vec
         threads = cute.make_layout((self.consumers // across, across), stride=(across, 1))
         bits = vec * mD.element_type.width

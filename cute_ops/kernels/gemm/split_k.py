@@ -1,4 +1,4 @@
-"""The second kernel of a product whose k is split: it adds up the parts and computes the epilogue."""
+"""The second kernel of a product whose k is split: it adds up the partial sums and computes the epilogue."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,12 +12,12 @@ PAIR = 2  # neighbouring rows of a thread, and neighbouring columns
 
 
 class ReduceSplitK:
-    """``outputs = epilogue(sum of parts)``, in a fixed order.
+    """``outputs = epilogue(sum of the partial sums)``, in a fixed order.
 
-    The parts are ``(parts, columns, rows)`` in fp32, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90` stores them;
+    These are ``(partials, columns, rows)`` in fp32, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90` stores them;
     packed columns have both halves.
     Tile: 16 rows and 32 columns; a warp has 8 of the columns, a thread two neighbours in two rows. No shared memory.
-    Bytes moved: the parts, from L2, operands and outputs once.
+    Bytes moved: the partial sums, from L2, operands and outputs once.
     """
 
     warps, below, beside = 4, 8, 4  # threads of a warp below and beside one another
@@ -27,40 +27,40 @@ class ReduceSplitK:
         self.epilogue, self.pdl = epilogue, can_use_pdl(arch)
 
     @cute.jit
-    def __call__(self, mParts, count, operands, outputs, shape: cutlass.Constexpr, stream):
+    def __call__(self, mPartials, count, operands, outputs, shape: cutlass.Constexpr, stream):
         m, n = shape
         below, beside = cute.ceil_div(m, self.rows), cute.ceil_div(n, self.columns)
-        self.kernel(mParts, count, operands, outputs, m, n).launch(
+        self.kernel(mPartials, count, operands, outputs, m, n).launch(
             grid=[below * beside, 1, 1], block=[32 * self.warps, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, mParts, count: Int32, operands, outputs, m: Int32, n: Int32):
+    def kernel(self, mPartials, count: Int32, operands, outputs, m: Int32, n: Int32):
         tidx, bidx, tiles = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.ceil_div(m, self.rows)
         row = bidx % tiles * self.rows + tidx % self.below * PAIR
         column = bidx // tiles * self.columns + tidx // self.below * PAIR
         chunk = Chunk((row, row + 1), (column,), (m, n), (0,))
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
-        loaded = [self.epilogue.load(part, mX, chunk) for part, mX in zip(self.epilogue.operands, operands)]
+        loaded = [self.epilogue.load(tensor, mX, chunk) for tensor, mX in zip(self.epilogue.operands, operands)]
         halves = [fragment(Float32, PAIR * PAIR) for _ in range(1 + self.epilogue.packed)]
         for h, rSums in enumerate(halves):
-            self._sum(rSums, mParts, count, row, [cutlass.min(column + j, n - 1) + h * n for j in range(PAIR)])
+            self._sum(rSums, mPartials, count, row, [cutlass.min(column + j, n - 1) + h * n for j in range(PAIR)])
         results = self.epilogue.compute(lambda h, v, distance: halves[h][v], loaded, chunk, [], {})
-        for part, mX, rX in zip(self.epilogue.outputs, outputs, results):
-            self.epilogue.store(part, mX, rX, chunk)
+        for tensor, mX, rX in zip(self.epilogue.outputs, outputs, results):
+            self.epilogue.store(tensor, mX, rX, chunk)
 
     @cute.jit
-    def _sum(self, rSums, mParts, count, row, columns: cutlass.Constexpr):
+    def _sum(self, rSums, mPartials, count, row, columns: cutlass.Constexpr):
         """This thread's sums, row by row. A thread past the last row adds up the last rows again."""
-        rows = Int64(mParts.shape[2])
-        address, step = mParts.iterator.toint(), Int64(mParts.shape[1]) * rows * 4
+        rows = Int64(mPartials.shape[2])
+        address, step = mPartials.iterator.toint(), Int64(mPartials.shape[1]) * rows * 4
         row = cutlass.min(row, Int32(rows) - PAIR)
         rSums.fill(0.0)
         for _ in cutlass.range(count, unroll=4):
             for j, column in enumerate(columns):
-                rPart = fragment(Float32, PAIR)
-                load(rPart, address + (column * rows + row) * 4)
+                rPartial = fragment(Float32, PAIR)
+                load(rPartial, address + (column * rows + row) * 4)
                 for r in range(PAIR):
-                    rSums[PAIR * r + j] += rPart[r]
+                    rSums[PAIR * r + j] += rPartial[r]
             address += step

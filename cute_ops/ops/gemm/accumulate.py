@@ -26,7 +26,7 @@ from cute_ops.ops.gemm.linear import (
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
-# Registers of a thread for a total that TMA cannot load, per byte of an element: a thread holds parts of two subtiles.
+# Registers of a thread for a total that TMA cannot load, per byte of an element: a thread has elements of two subtiles.
 BY_THREADS = 8
 
 

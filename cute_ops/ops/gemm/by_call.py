@@ -374,8 +374,8 @@ def _there(names: Sequence[str], shapes: Shapes) -> tuple[tuple[str, str], ...]:
 @cache
 def op_of_traced(found: Traced, weight: str, save: Any) -> Op:
     """The op of a product with an epilogue that is traced."""
-    parts = "; ".join([found.text, *(name for name, _ in found.operands), weight, save])
+    text = "; ".join([found.text, *(name for name, _ in found.operands), weight, save])
     readable = re.sub(r"\W+", "_", found.name).strip("_")
-    full = "_".join(filter(None, ["linear", readable, hashlib.sha256(parts.encode()).hexdigest()[:12]]))
+    full = "_".join(filter(None, ["linear", readable, hashlib.sha256(text.encode()).hexdigest()[:12]]))
     operands = dict(found.operands)
     return fused_linear(found.text, operands=operands, weight=weight, name=full, save=save, called="linear")

@@ -44,7 +44,7 @@ def instead(
         if sizes is None:
             return ""
         size = GemmSize.of(problem, sizes)
-        used = busy(chosen, size, 2, problem.sm_count)
+        used = busy(chosen, size, problem.sm_count)
         if size.n % (VECTOR_BYTES // 2) or used >= LEAST_BUSY:
             return ""
         return f"its tiles keep the Tensor Cores busy for {used:.0%} of the time, less than {LEAST_BUSY:.0%}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from cute_ops.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES
-from cute_ops.kernels.gemm.config import MMA_M, WARPGROUP, Form, GemmConfig
+from cute_ops.kernels.gemm.config import ITEMSIZE, MMA_M, WARPGROUP, Form, GemmConfig
 from cute_ops.ops.gemm.batches import batch_of
-from cute_ops.shapes import ITEMSIZE
 
 # Form, rows and columns of a tile. Larger tiles leave too few registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
@@ -23,9 +22,9 @@ TILES: tuple[tuple[Form, int, int], ...] = (
 )  # fmt: skip
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1))
 # With up to FEW_ROWS rows a product takes as long as reading the other operand. Then a tile has FEW_TILE rows of that
-# operand, ENOUGH_SMS of all SMs suffice to read it, and a part of k has at least LEAST_STEPS steps.
+# operand, ENOUGH_SMS of all SMs suffice to read it, and k has at least LEAST_STEPS steps for each partial sum.
 FEW_ROWS, FEW_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
-MOST_PARTS = 32  # of k, that are measured
+MOST_SPLITS = 32  # partial sums of a split k, that are measured
 # Slots of the ring at most and at least, and slots for subtiles: fewer of these where the ring would otherwise have
 # fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
@@ -66,8 +65,8 @@ class Demand(NamedTuple):
         outputs: bytes of an element of each output.
         tiles: bytes of an element of each operand ``(m, n)``.
         packed: whether an element needs two columns of the product, one of each half of the weight.
-        blocks: columns of b that share a row of 128 bytes in shared memory. A CTA's part of a tile is a multiple of
-            them, so that TMA writes whole rows.
+        blocks: columns of b that share a row of 128 bytes in shared memory. A CTA loads a multiple of them, so
+            that TMA writes whole rows.
         vectors: registers of a thread for row and column vectors.
         live: float32 values of an element that are needed at once.
         mufu: instructions for each element that an SM does 16 of in a cycle.
@@ -99,14 +98,14 @@ PLAIN = Demand()
 
 
 @lru_cache(maxsize=256)
-def configs(arch: str, sm_count: int, itemsize: int, demand: Demand = PLAIN) -> tuple[GemmConfig, ...]:
+def configs(arch: str, sm_count: int, demand: Demand = PLAIN) -> tuple[GemmConfig, ...]:
     """All configs whose registers suffice, with as many slots in the ring as shared memory holds. They take most of the
     time of a choice, and are the same for products of all sizes.
     """
-    return tuple(_configs(arch, sm_count, itemsize, demand))
+    return tuple(_configs(arch, sm_count, demand))
 
 
-def _configs(arch: str, sm_count: int, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
+def _configs(arch: str, sm_count: int, demand: Demand) -> Iterator[GemmConfig]:
     for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
         config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
         _, sub_n = config.subtile(*demand.outputs, *demand.tiles)
@@ -115,48 +114,49 @@ def _configs(arch: str, sm_count: int, itemsize: int, demand: Demand) -> Iterato
             continue
         if demand.registers(config) > MULTIPLY_REGISTERS:
             continue
-        fitting = list(_with_slots(config, arch, itemsize, demand))
+        fitting = list(_with_slots(config, arch, demand))
         if fitting:
             yield next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1])
 
 
-def _with_slots(config: GemmConfig, arch: str, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
+def _with_slots(config: GemmConfig, arch: str, demand: Demand) -> Iterator[GemmConfig]:
     """A config with fewer and fewer slots for subtiles, and so more and more for the ring."""
     sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
     subtiles = config.tile_m * (config.tile_n // (1 + demand.packed)) // (sub_m * sub_n)
     for count in SUBTILE_STAGES:
         if subtiles % count == 0:
             made = replace(config, store_stages=count, tile_stages=count if demand.tiles else 0, stages=0)
-            room = ARCHES[arch].shared_per_cta - ALIGNMENT - made.shared(itemsize, demand.outputs, demand.tiles)
-            slot = replace(made, stages=1).shared(itemsize, (2,)) - made.shared(itemsize, (2,))
-            stages = min(room // slot, MAX_STAGES)
-            if stages >= LEAST_STAGES:
-                yield replace(made, stages=stages)
+            made = _with_full_ring(made, arch, demand.outputs, demand.tiles)
+            if made.stages >= LEAST_STAGES:
+                yield made
 
 
-def choose(size: GemmSize, itemsize: int, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
+def _with_full_ring(config: GemmConfig, arch: str, outputs: Sequence[int], tiles: Sequence[int] = ()) -> GemmConfig:
+    """A config that has no slots with as many as fit beside subtiles of outputs and operands of these sizes."""
+    room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(outputs, tiles)
+    slot = replace(config, stages=1).shared(outputs, tiles) - config.shared(outputs, tiles)
+    return replace(config, stages=min(room // slot, MAX_STAGES))
+
+
+def choose(size: GemmSize, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
     """The config that takes the fewest cycles by the model, of equals the one that loads least, of these the first;
     None where the epilogue fits none.
     """
-    possible = configs(arch, sm_count, itemsize, demand)
-    return min(possible, key=lambda config: (cycles(config, size, itemsize, demand), loaded(config)), default=None)
+    possible = configs(arch, sm_count, demand)
+    return min(possible, key=lambda config: (cycles(config, size, demand), loaded(config)), default=None)
 
 
-def few_rows(size: GemmSize, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
-    """The config for few rows: tiles of the other operand's rows, with k split into as few parts as keep enough SMs
-    loading.
-    """
-    tiles, steps, parts = -(-size.n // FEW_TILE), -(-size.k // SWIZZLED), 1
-    while tiles * parts < ENOUGH_SMS * sm_count and steps >= 2 * parts * LEAST_STEPS:
-        parts *= 2
-    return _split(parts, 32 if size.m <= 32 else 64, itemsize, arch, sm_count)
+def few_rows(size: GemmSize, arch: str, sm_count: int) -> GemmConfig:
+    """The config for few rows: tiles of the other operand's rows, with k split no more than keeps enough SMs busy."""
+    tiles, steps, count = -(-size.n // FEW_TILE), -(-size.k // SWIZZLED), 1
+    while tiles * count < ENOUGH_SMS * sm_count and steps >= 2 * count * LEAST_STEPS:
+        count *= 2
+    return _split(count, 32 if size.m <= 32 else 64, arch, sm_count)
 
 
-def _split(parts: int, tile_n: int, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
-    config = GemmConfig("cooperative", FEW_TILE, tile_n, 0, sm_count, store_stages=2, split_k=parts)
-    room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(itemsize, (4,))
-    slot = replace(config, stages=1).shared(itemsize, (4,)) - config.shared(itemsize, (4,))
-    return replace(config, stages=min(room // slot, MAX_STAGES))
+def _split(count: int, tile_n: int, arch: str, sm_count: int) -> GemmConfig:
+    config = GemmConfig("cooperative", FEW_TILE, tile_n, 0, sm_count, store_stages=2, split_k=count)
+    return _with_full_ring(config, arch, (4,))
 
 
 def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
@@ -164,7 +164,7 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 
-def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = PLAIN) -> int:
+def cycles(config: GemmConfig, size: GemmSize, demand: Demand = PLAIN) -> int:
     """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
 
     An instruction reads its 64 rows and all of the tile's columns from shared memory. Two warpgroups that share a tile
@@ -172,7 +172,7 @@ def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = P
     multiplies, except for the last tile.
     """
     rows, columns, steps = config.tile_m, config.tile_n, -(-size.k // config.tile_k)
-    row_bytes = config.tile_k * itemsize
+    row_bytes = config.tile_k * ITEMSIZE
     multiply = rows * columns * config.tile_k // MMA
     shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
     multiply += max(shared - multiply, 0) // CONTENTION
@@ -190,13 +190,13 @@ def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = P
 
 
 def loaded(config: GemmConfig) -> int:
-    """Rows of both operands that a CTA loads; what its cluster shares counts in parts."""
+    """Rows of both operands that a CTA loads; what the CTAs of a cluster share counts for each by its share."""
     return config.tile_m // config.cluster_n + config.tile_n // config.cluster_m
 
 
-def busy(config: GemmConfig, size: GemmSize, itemsize: int, sm_count: int) -> float:
-    """The part of a product's time in which the Tensor Cores multiply."""
-    return math.prod(size) / (MMA * sm_count * cycles(config, size, itemsize))
+def busy(config: GemmConfig, size: GemmSize, sm_count: int) -> float:
+    """The fraction of a product's time in which the Tensor Cores multiply."""
+    return math.prod(size) / (MMA * sm_count * cycles(config, size))
 
 
 # --- search space
@@ -227,7 +227,6 @@ def space_of(sizes: tuple[str, str, str], demand: Callable[[Problem], Demand], b
         demand: of its epilogue, in a call.
         batched: whether it is a batch of products.
     """
-    itemsize = ITEMSIZE["bfloat16"]
 
     def configs(problem: Problem, flat: Config) -> Iterator[GemmConfig]:
         heuristic, target = GemmConfig.of(flat), (problem.arch, problem.sm_count)
@@ -236,36 +235,32 @@ def space_of(sizes: tuple[str, str, str], demand: Callable[[Problem], Demand], b
         if heuristic.form == "mma_sync":
             return
         if heuristic.split_k:
-            found = other_splits(heuristic, size, itemsize, *target)
+            found = other_splits(heuristic, size, *target)
         else:
-            found = others(heuristic, size, itemsize, demand(problem), *target)
+            found = others(heuristic, size, demand(problem), *target)
         names = ("expression", "reads", "writes", "half_align")
         yield from (replace(config, **{name: getattr(heuristic, name) for name in names}) for config in found)
 
     def needs(problem: Problem, flat: Config) -> Needs:
         config, wanted = GemmConfig.of(flat), demand(problem)
         moved = ((4,), ()) if config.split_k else (wanted.outputs, wanted.tiles)
-        return Needs(config.threads, START_REGISTERS, config.shared(itemsize, *moved) + ALIGNMENT)
+        return Needs(config.threads, START_REGISTERS, config.shared(*moved) + ALIGNMENT)
 
     return Space(configs, needs, {**BUCKETS, **(BATCH if batched else {})})
 
 
-def others(
-    heuristic: GemmConfig, size: GemmSize, itemsize: int, demand: Demand, arch: str, sm_count: int
-) -> Iterator[GemmConfig]:
+def others(heuristic: GemmConfig, size: GemmSize, demand: Demand, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other slots and another walk over tiles."""
-    times = {c: cycles(c, size, itemsize, demand) for c in configs(arch, sm_count, itemsize, demand)}
+    times = {c: cycles(c, size, demand) for c in configs(arch, sm_count, demand)}
     least = min(times.values())
     yield from (config for config, time in times.items() if time <= NEAR * least)
-    yield from _with_slots(heuristic, arch, itemsize, demand)
+    yield from _with_slots(heuristic, arch, demand)
     yield from (replace(heuristic, group=group) for group in RASTERS)
 
 
-def other_splits(
-    heuristic: GemmConfig, size: GemmSize, itemsize: int, arch: str, sm_count: int
-) -> Iterator[GemmConfig]:
-    """Of few rows: k in more parts, or fewer, each of at least two steps."""
-    steps, parts = -(-size.k // heuristic.tile_k), 1
-    while parts <= MOST_PARTS and steps >= parts * 2:
-        yield _split(parts, heuristic.tile_n, itemsize, arch, sm_count)
-        parts *= 2
+def other_splits(heuristic: GemmConfig, size: GemmSize, arch: str, sm_count: int) -> Iterator[GemmConfig]:
+    """Of few rows: k split into more partial sums, or fewer, each of at least two steps."""
+    steps, count = -(-size.k // heuristic.tile_k), 1
+    while count <= MOST_SPLITS and steps >= count * 2:
+        yield _split(count, heuristic.tile_n, arch, sm_count)
+        count *= 2

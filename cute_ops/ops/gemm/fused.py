@@ -23,7 +23,7 @@ from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
+from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
@@ -443,10 +443,10 @@ class _Epilogue:
         )  # fmt: skip
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
-        """The workspace of reductions of rows, of which each tile computes a part."""
-        parts = GemmConfig.of(config).row_parts(problem.size("n"), self.packed)
+        """The workspace of reductions of rows: partial results, of each tile."""
+        partials = GemmConfig.of(config).row_partials(problem.size("n"), self.packed)
         words = split(self.expression(problem.attrs)).reductions
-        return {ROW_PARTS: Array((problem.size("m"), parts, len(words)), "float32")}
+        return {ROW_PARTIALS: Array((problem.size("m"), partials, len(words)), "float32")}
 
 
 def _with_acc(expression: Expression) -> Expression:

@@ -120,7 +120,7 @@ def gradient(forward: Forward, save: bool) -> Gradient:
 
 
 class _Gradient:
-    """The parts of a gradient.
+    """What a gradient is made of.
 
     Attributes:
         handed_on: operands whose gradient is an output's cotangent.
@@ -222,7 +222,7 @@ class _Gradient:
         return pointwise(
             name, lambda attrs: formula(tuple(attrs.items())), inputs, outputs, forward.attrs, forward.defaults,
             groups=self.in_groups, narrow=narrow, module=forward.module,
-            doc=f"A part of the gradient of :func:`{forward.name}`.",
+            doc=f"A step of the gradient of :func:`{forward.name}`.",
         )  # fmt: skip
 
     def of_acc(self, wanted: tuple[str, ...]) -> Op:
@@ -237,7 +237,7 @@ class _Gradient:
         return pointwise(
             f"{forward.name}_bwd_{first}", lambda attrs: formula,
             {self.d_acc: Tensor("*m n", "T"), **{key: t._replace(unread=True) for key, t in given.items()}}, outputs,
-            {}, {}, module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`: a sum.",
+            {}, {}, module=forward.module, doc=f"A step of the gradient of :func:`{forward.name}`: a sum.",
         )  # fmt: skip
 
     @property
@@ -294,8 +294,8 @@ class _Gradient:
 
         nodes = copied(found.expression, graph, operand)
         outputs = [nodes[i] for i in found.expression.outputs]
-        parts = groupby(range(len(outputs)), key=lambda i: found.addends[i].operand)
-        return EpilogueDerivative(graph.finish(outputs), {names[key]: tuple(group) for key, group in parts})
+        grouped = groupby(range(len(outputs)), key=lambda i: found.addends[i].operand)
+        return EpilogueDerivative(graph.finish(outputs), {names[key]: tuple(group) for key, group in grouped})
 
 
 def _is_tile(tensor: Tensor) -> bool:

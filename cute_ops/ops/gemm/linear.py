@@ -175,7 +175,7 @@ def configure(
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
         size = GemmSize.of(problem, sizes)
-        chosen = choose(size, ITEMSIZE["bfloat16"], demand, problem.arch, problem.sm_count)
+        chosen = choose(size, demand, problem.arch, problem.sm_count)
     return chosen or without_tma(vec_a, vec_b)
 
 
@@ -188,18 +188,18 @@ def of_few_rows(
     if sm(problem.arch) != 90 or problem.size("m") > FEW_ROWS or not all(by_tma for _, by_tma in vectors):
         return None
     m, n, k = map(problem.size, sizes)
-    return few_rows(GemmSize(m, n * halves, k), ITEMSIZE["bfloat16"], problem.arch, problem.sm_count)
+    return few_rows(GemmSize(m, n * halves, k), problem.arch, problem.sm_count)
 
 
 def sums_of_few_rows(
     sizes: tuple[str, str, str], halves: int = 1
 ) -> Callable[[Problem, Config], dict[str, Array | None]]:
-    """The workspace of such a product: its sums over each part of k, in rows of whole vectors."""
+    """The workspace of such a product: its partial sums, in rows of whole vectors."""
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
         m, n, _ = map(problem.size, sizes)
-        parts = GemmConfig.of(config).split_k
-        return {SUMS: Array((parts, n * halves, -(-m // 4) * 4), "float32")} if parts else {}
+        count = GemmConfig.of(config).split_k
+        return {SUMS: Array((count, n * halves, -(-m // 4) * 4), "float32")} if count else {}
 
     return workspace
 
