@@ -101,6 +101,10 @@ class RowAccess:
         """A row of a tensor."""
         return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
 
+    def rows(self, tensors, names, row):
+        """A row of each of several tensors, one after another: an address is computed where its loads are."""
+        return (self.row(mX, name, row) for mX, name in zip(tensors, names))
+
     def fetch_ahead(self, gRow, place, predicate):
         """Prefetch this thread's vectors of a row that exists to L2."""
         for start in place.first:

@@ -47,14 +47,17 @@ class RowSum:
         return sSum, mbar
 
     @cute.jit
-    def prepare(self, mbar):
-        """Initialise the mbarriers; :meth:`ready` waits until the whole cluster has done so."""
+    def prepare(self, mbar, last: cutlass.Constexpr = True):
+        """Initialise the mbarriers; :meth:`ready` waits until the whole cluster has done so. Of several exchanges the
+        ``last`` one tells the cluster.
+        """
         if const_expr(self.tile.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(mbar + stage, 1)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.cluster_arrive_relaxed()
+            if const_expr(last):
+                cute.arch.mbarrier_init_fence()
+                cute.arch.cluster_arrive_relaxed()
 
     def ready(self):
         if self.tile.cluster > 1:

@@ -16,75 +16,39 @@ def lanes_max(value, lanes):
     return cute.arch.warp_reduction(value, cute.arch.fmax, threads_in_group=lanes)
 
 
-class _Beside(RowSum):
-    """A second exchange over a row, beside another :class:`RowSum`."""
-
-    @cute.jit
-    def start(self, mbar):
-        """Initialise the mbarriers; the other :class:`RowSum` waits for the cluster."""
-        if const_expr(self.tile.cluster > 1):
-            if cute.arch.thread_idx()[0] == 0:
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(mbar + stage, 1)
-
-
-class RowMax(_Beside):
-    """The largest of one non-negative fp32 number per thread, over the threads of each row of a tile.
+class RowMax(RowSum):
+    """The largest of one fp32 number per thread that is not negative, over the threads of each row of a tile; with more
+    ``values`` also the sums of others, which come before it, in the same exchange.
 
     Shared memory: as :class:`RowSum`.
     """
 
-    def __init__(self, tile, stages):
-        super().__init__(tile, values=1, stages=stages)
-
-    @cute.jit
-    def arrive(self, values: cutlass.Constexpr, sMax, mbar, step: Int32):
-        values = (lanes_max(values[0], min(self.tile.threads_per_row, WARP)),)
-        if const_expr(not self.alone):
-            tidx = cute.arch.thread_idx()[0]
-            warp = tidx // WARP
-            self._share(values, sMax, mbar, self._stage(step), tidx % WARP, warp // self.warps, warp % self.warps)
-        return values
-
-    @cute.jit
-    def _combine(self, sMax, stage, lane, row):
-        found = Float32(0.0)
-        if const_expr(self.partials <= 8):
-            for p in cutlass.range_constexpr(self.partials):
-                found = cute.arch.fmax(found, sMax[0, p, row, stage])
-            return (found,)
-        for p in cutlass.range_constexpr(0, self.partials, WARP):
-            # Lanes past the last number repeat it.
-            place = cutlass.min(p + lane, self.partials - 1)
-            found = cute.arch.fmax(found, sMax[0, place, row, stage])
-        return (lanes_max(found, WARP),)
-
-
-class SumAndMax(_Beside):
-    """The sum of one fp32 number per thread, and the largest of another that is not negative, in one exchange.
-
-    Shared memory: as :class:`RowSum`, of two values.
-    """
-
-    def __init__(self, tile, stages):
-        super().__init__(tile, values=2, stages=stages)
+    def __init__(self, tile, stages, values=1):
+        super().__init__(tile, values, stages)
         self.halved = False
 
     def warp_sums(self, values):
-        total, largest = values
-        return self.warp_sum(total), lanes_max(largest, min(self.tile.threads_per_row, WARP))
+        *others, largest = values
+        return (*map(self.warp_sum, others), lanes_max(largest, min(self.tile.threads_per_row, WARP)))
 
     @cute.jit
-    def _combine(self, sSum, stage, lane, row):
-        total, largest = Float32(0.0), Float32(0.0)
+    def _combine(self, sMax, stage, lane, row):
+        found = [Float32(0.0) for _ in range(self.values)]
         if const_expr(self.partials <= 8):
             for p in cutlass.range_constexpr(self.partials):
-                total = total + sSum[0, p, row, stage]
-                largest = cute.arch.fmax(largest, sSum[1, p, row, stage])
-            return total, largest
+                found = self._with(found, [sMax[i, p, row, stage] for i in range(self.values)])
+            return tuple(found)
         for p in cutlass.range_constexpr(0, self.partials, WARP):
-            # Lanes past the last pair repeat it, which does not change the maximum.
+            # Lanes past the last number repeat it, which does not change the maximum.
             place = cutlass.min(p + lane, self.partials - 1)
-            total = total + cutlass.select_(p + lane < self.partials, sSum[0, place, row, stage], Float32(0.0))
-            largest = cute.arch.fmax(largest, sSum[1, place, row, stage])
-        return cute.arch.warp_reduction(total, operator.add), lanes_max(largest, WARP)
+            *others, largest = (sMax[i, place, row, stage] for i in range(self.values))
+            others = [cutlass.select_(p + lane < self.partials, x, Float32(0.0)) for x in others]
+            found = self._with(found, [*others, largest])
+        *totals, largest = found
+        return (*(cute.arch.warp_reduction(x, operator.add) for x in totals), lanes_max(largest, WARP))
+
+    def _with(self, found, values):
+        """Sums and the largest number, with one more of each."""
+        *totals, largest = found
+        *others, x = values
+        return [*(a + b for a, b in zip(totals, others)), cute.arch.fmax(largest, x)]

@@ -83,15 +83,18 @@ class NormForward:
         rows = [(group + u * self.period) * self.tile.rows + local for u in range(self.unroll)]
         first = self.access.place(rows[0], count, t, rank)
         places = [first._replace(row=row) for row in rows]
-        inputs = [(mX, "x")] if const_expr(mResidual is None) else [(mX, "x"), (mResidual, "residual")]
+        inputs = [mX] if const_expr(mResidual is None) else [mX, mResidual]
 
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
             for place in places:
-                for gRow in self._rows(inputs, cutlass.min(place.row, count - 1)):
+                for gRow in self.access.rows(inputs, ROW_TENSORS, cutlass.min(place.row, count - 1)):
                     self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
-        held = [self.access.load(self._rows(inputs, self.access.readable(place).row), place) for place in places]
+        held = [
+            self.access.load(self.access.rows(inputs, ROW_TENSORS, self.access.readable(place).row), place)
+            for place in places
+        ]
         columns = None
         if const_expr(not self.delay_weight_load):
             columns = self._columns(mWeight, mBias, first)
@@ -102,9 +105,6 @@ class NormForward:
             if const_expr(self.delay_weight_load):
                 columns = self._columns(mWeight, mBias, first)
             self._postprocess(rH, mean, rstd, columns, mOut, places[u])
-
-    def _rows(self, inputs, row):
-        return (self.access.row(m, name, row) for m, name in inputs)
 
     def _statistics(self, held, mResidualOut, place, sSum, mbar, step):
         """The row's h, which is stored if there is a residual, its mean and its rstd."""

@@ -181,7 +181,7 @@ class QuantizeRows(NormForward):
         maxima = self.max.allocate(smem) if self.by_row else (None, None)
         if self.source.normed:
             if self.by_row:
-                self.max.start(maxima[1])
+                self.max.prepare(maxima[1], last=False)
             self.sum.prepare(sums[1])
         elif self.by_row:
             self.max.prepare(maxima[1])
@@ -214,17 +214,17 @@ class QuantizeRows(NormForward):
         """The reciprocal of a row's scale; the thread for which ``speaks`` is true stores the scale."""
         (largest,) = self.max((largest,), *maxima, Int32(step))
         factor, inverse = scale_of(largest)
-        store_number(speaks, factor, base)
+        store_number_if(speaks, factor, base)
         return inverse
 
     def _block_scale(self, largest, base, first, speaks):
         """As :meth:`_row_scale`, for the block of this thread's vector."""
         factor, inverse = scale_of(lanes_max(largest, self.lanes))
-        store_number(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
+        store_number_if(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
         return inverse
 
 
 @cute.jit
-def store_number(here: Boolean, value: Float32, address: Int64):
+def store_number_if(here: Boolean, value: Float32, address: Int64):
     if here:
         gmem_elements(Float32, address, 1)[0] = value

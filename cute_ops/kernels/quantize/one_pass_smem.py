@@ -8,11 +8,11 @@ from cute_ops.kernels.lib.copy import compiler_barrier, compiler_barrier_value, 
 from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
-from cute_ops.kernels.lib.row_reduce_max import SumAndMax
+from cute_ops.kernels.lib.row_reduce_max import RowMax
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.lib.smem_ring_unaligned import WindowRing
 from cute_ops.kernels.norm.statistics import Total
-from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number
+from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number_if
 
 # The largest factor of the norm and the scale together: the product of an element with it, and then with the weight, is
 # in the range of fp32.
@@ -42,7 +42,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         # The sum needs neither the order of the columns nor the vectors that other threads have copied.
         self.apart = self.windowed and source.normed and not self.together and len(keys) == 1 and self.ring.complete
         if self.together:
-            self.sum_and_max = SumAndMax(self.tile, 1)
+            self.sum_and_max = RowMax(self.tile, stages=1, values=2)
 
     def _vectors(self, variant, names):
         v = Vectors(variant, names, self.n, self.config.align_vectors)
@@ -57,7 +57,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         memory, slots = self.ring.allocate(smem, inputs, self.source.names)
         both = self.sum_and_max.allocate(smem) if const_expr(self.together) else (None, None)
         if const_expr(self.together):
-            self.sum_and_max.start(both[1])
+            self.sum_and_max.prepare(both[1], last=False)
         sums, maxima = self._exchange(smem)
         group, local, t, rank = self._here()
         count, row = row_count(mOut), group * self.tile.rows + local
@@ -122,7 +122,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         _, rstd = self.sum.forward_terms((squares,), 1.0 / self.n)
         factor, inverse = scale_of(largest * rstd)
         if (largest * rstd < INFINITY) & (rstd * inverse < MOST) & (rstd * inverse > 1 / MOST):
-            store_number(speaks, factor, targets[3])
+            store_number_if(speaks, factor, targets[3])
             self._write(given, rstd * inverse, None, targets)
         else:
             # This is rare, so nothing is kept for it: the weight is loaded again.

@@ -13,7 +13,7 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
-from cute_ops.kernels.quantize.one_pass import store_number
+from cute_ops.kernels.quantize.one_pass import store_number_if
 
 
 class QuantizeTwoPass:
@@ -96,7 +96,7 @@ class QuantizeTwoPass:
                     largest = largest_finite(rY, largest)
                 (largest,) = self.max((largest,), sMax, None, step)
                 factor, inverse = scale_of(largest)
-                store_number(tidx == 0, factor, scale_base)
+                store_number_if(tidx == 0, factor, scale_base)
             for i in cutlass.range(walk, unroll=2):
                 first = i * stride + start
                 rY = self._value(read, read_bases, rstd, columns, first, n)
@@ -108,7 +108,7 @@ class QuantizeTwoPass:
 
     def _scale_block(self, rY, base, first, n):
         factor, inverse = scale_of(lanes_max(largest_finite(rY, Float32(0.0)), self.lanes))
-        store_number((first % BLOCK == 0) & (first < n), factor, base + Int64(first // BLOCK) * 4)
+        store_number_if((first % BLOCK == 0) & (first < n), factor, base + Int64(first // BLOCK) * 4)
         rY.store(rY.load() * inverse)
 
     def _base(self, mX, name, row):

@@ -15,15 +15,13 @@ from cute_ops.kernels.rowwise.kernel import RowKernel
 
 
 @cute.jit
-def number_at(
-    mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, valid: Boolean, other: cutlass.Constexpr
-):
-    """A row's element in fp32, or ``other`` if it does not exist."""
-    rX = cute.make_rmem_tensor((1,), Float32)
-    rX.fill(other)
+def logit(mLogits: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, valid: Boolean):
+    """A row's element in fp32, -inf if it does not exist."""
+    rX, dtype = cute.make_rmem_tensor((1,), Float32), mLogits.element_type
+    rX.fill(-Float32.inf)
     if valid:
-        address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1]) + column * (mX.element_type.width // 8)
-        rX[0] = gmem_elements(mX.element_type, address, 1)[0].to(Float32)
+        address = row_address(mLogits, key, row, mLogits.shape[len(mLogits.shape) - 1]) + column * (dtype.width // 8)
+        rX[0] = gmem_elements(dtype, address, 1)[0].to(Float32)
     return rX[0]
 
 
@@ -84,7 +82,7 @@ class Loss(RowFunction):
         target = Int64(number_or(mTarget, variant.tensors["target"], row, valid, 0))
         kept = target != self.set.ignored
         known = valid & kept & (target >= 0) & (target < n)
-        picked = number_at(mLogits, variant.tensors["logits"], row, target, known, -Float32.inf)
+        picked = logit(mLogits, variant.tensors["logits"], row, target, known)
         return (kept, known, picked), valid & kept
 
     def postprocess(self, variant, numbers, rows, results, context, row):
@@ -150,7 +148,7 @@ class LossStep(RowFunction):
         dloss = number_or(mDloss, tensors["dloss"], row, valid, 0)
         kept = target != self.set.ignored
         known = kept & (target >= 0) & (target < Int64(n))
-        picked = number_at(mLogits, tensors["logits"], row, target, valid & known, -Float32.inf)
+        picked = logit(mLogits, tensors["logits"], row, target, valid & known)
         column = Int32(cutlass.select_(known, target, Int64(-1)))
         return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), valid & kept
 

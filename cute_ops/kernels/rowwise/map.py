@@ -74,15 +74,12 @@ class Segments:
 
     def _fetch_ahead(self, inputs, place, bidx):
         index = bidx if self.segments == 1 else bidx + place.rank * cute.arch.grid_dim()[0]
-        for gRow in self._rows(inputs, self.function.inputs, place):
+        for gRow in self.access.rows(inputs, self.function.inputs, place.row):
             self.access.fetch_ahead(gRow, place, place.valid & (index < AHEAD))
-
-    def _rows(self, tensors, names, place):
-        return (self.access.row(mX, name, place.row) for mX, name in zip(tensors, names))
 
     def _vectors(self, inputs, outputs, place, predicate, context):
         function = self.function
-        held = self.access.load(self._rows(inputs, function.inputs, place), place, predicate)
+        held = self.access.load(self.access.rows(inputs, function.inputs, place.row), place, predicate)
         let_next_start(self.pdl)
         for k, first in enumerate(place.first):
             values = tuple(rX[k].load().to(Float32) for rX in held)

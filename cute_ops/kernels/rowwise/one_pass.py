@@ -73,13 +73,13 @@ class OnePassRows:
         first = place.first
         if const_expr(self.pdl and self.ring is None):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            for gRow in self._rows(inputs, self.function.inputs, cutlass.min(row, count - 1)):
+            for gRow in self.access.rows(inputs, self.function.inputs, cutlass.min(row, count - 1)):
                 self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, valid)
         held = slots
         if const_expr(slots is None):
-            held = self.access.load(self._rows(inputs, self.function.inputs, row), place, predicate)
+            held = self.access.load(self.access.rows(inputs, self.function.inputs, row), place, predicate)
             let_next_start(self.pdl)
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 for rX in held:
@@ -106,9 +106,6 @@ class OnePassRows:
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
                     self.access.store(self.access.row(mX, name, row), rOut, place, k)
-
-    def _rows(self, tensors, names, row):
-        return (self.access.row(mX, name, row) for mX, name in zip(tensors, names))
 
     def _fetch(self, inputs, slots, first, row, count, predicate):
         held = (
