@@ -104,22 +104,18 @@ def test_rounding_is_the_reference_s(dtype: str, emitter: Any) -> None:
     assert np.array_equal(computed(emitter, text_of(expression), x)[0], evaluate(expression, np, [x])[0])
 
 
-def test_an_emitter_reads_halves_masks_lengths_and_rows(emitter: Any) -> None:
+def test_an_emitter_reads_halves_masks_and_lengths(emitter: Any) -> None:
     def function(xp: Any, packed: Any, mask: Any) -> Any:
         n = packed.shape[-1] // 2
         gate, up = packed[..., :n], packed[..., n:]
-        centred = gate - xp.mean(gate, axis=-1, keepdims=True)
-        return xp.where(mask, centred * up, 0.5), up / n, ~mask & True
+        return xp.where(mask, gate * up, 0.5), up / n, ~mask & True
 
     expression = trace(function, {"packed": "2n", "mask": "bool n"})
     rng = np.random.default_rng(0)
     packed, mask = rng.standard_normal(32).astype(np.float32), rng.random(16) < 0.5
     halves = tuple(interpreter.Float32(x) for x in (packed[:16], packed[16:]))
 
-    def reduce(word: str, x: Any) -> Any:
-        return interpreter.Float32(getattr(np, word)(np.asarray(x)))
-
-    found = emitter(text_of(expression))(halves, interpreter.KINDS["Bool"](mask), length=16, reduce=reduce)
+    found = emitter(text_of(expression))(halves, interpreter.KINDS["Bool"](mask), length=16)
     for value, wanted in zip(found, evaluate(expression, np, [packed, mask]), strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-6)
 

@@ -2,7 +2,6 @@
 
 from cutlass import Boolean, Float32
 
-from cute_ops.expressions.graph import LEAVES
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.words import DEVICE
 
@@ -21,13 +20,12 @@ class Emitter:
     def __init__(self, text, device=DEVICE):
         self.expression, self.device = parse(text), device
 
-    def __call__(self, *operands, length=None, reduce=None):
+    def __call__(self, *operands, length=None):
         """The outputs, fp32 or Boolean.
 
         Args:
             operands: an fp32 or Boolean element of each operand; of a packed one a pair, an element of each half.
             length: the number of elements of a row, for expressions that use it.
-            reduce: ``reduce(word, x)``, the sum, mean or largest of a row, for expressions with reductions.
         """
         values = []
         for node in self.expression.nodes:
@@ -35,10 +33,8 @@ class Emitter:
             if node.word == "operand":
                 given = operands[node.operand]
                 values.append(given[node.half == "[n:]"] if node.half else given)
-            elif node.word in self.device or node.word in LEAVES:
-                values.append(computed(node, args, length, self.device))
             else:
-                values.append(reduce(node.word, *args))
+                values.append(computed(node, args, length, self.device))
         return tuple(values[i] for i in self.expression.outputs)
 
 

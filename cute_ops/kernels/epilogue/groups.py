@@ -4,17 +4,16 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_ops.expressions.groups import REDUCTIONS, sizes
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
-from cute_ops.kernels.epilogue.row_passes import RowPass, RowsInPasses
+from cute_ops.kernels.epilogue.row_passes import RowsInPasses, zeros
 from cute_ops.kernels.epilogue.select import FusedRows
 from cute_ops.kernels.epilogue.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
-from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
 from cute_ops.kernels.rowwise.pointwise import Piece, number_address
@@ -77,37 +76,17 @@ class RowsOfGroups(RowsInPasses):
         mX = tensors[piece.name]
         return number_address(mX, self.variant.tensors[piece.name], row) if piece.rows else mX.iterator.toint()
 
-    @cute.kernel
-    def kernel(self, arguments):
-        tidx, group, groups = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tensors, smem, (sSum, mbar) = self.named(arguments), cutlass.utils.SmemAllocator(), (None, None)
-        if const_expr(len(self.exchanges) > 0):
-            sSum, mbar = self.exchanges[0].allocate(smem)
-        count, long_n = self.shape(tensors)
-        n, rows = Int32(long_n), Int32((count - group + (groups - 1)) // Int64(groups))
-        wait_for_previous(self.pdl)
-        if const_expr(len(self.sums) == 0):
-            let_next_start(self.pdl)
-        sums = [[zeros(self.tile.vec) for _ in self.outputs["r"]] for _ in range(self.steps)]
-        scalars = [zeros(1) for _ in self.outputs["s"]]
-        if const_expr(self.steps == 0):
-            self._clear(tensors, Int32(group), (n + (self.tile.vec - 1)) // self.tile.vec, Int32(0), n)
-        for step in cutlass.range(rows, unroll=1):
-            walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
-            values = self._reduced(walk, step, sSum, mbar, scalars)
-            if const_expr(self.steps > 0):
-                self._outputs_at_once(walk, values, sums, tidx)
-            else:
-                self._outputs(walk, values, Int32(group), tidx)
+    def _begin(self, tensors, group, n, long_n):
+        if self.steps == 0:
+            return super()._begin(tensors, group, n, long_n)
+        return [[zeros(self.tile.vec) for _ in self.outputs["r"]] for _ in range(self.steps)]
+
+    def _end(self, tensors, sums, group, tidx, n):
         for k, held in enumerate(sums):
             first = self._first(k, tidx)
             for rSum, (_, piece) in zip(held, self.outputs["r"]):
-                place = self._place(tensors[self.partials_of(piece)], piece, Int32(group), n) + Int64(first) * 4
+                place = self._place(tensors[self.partials_of(piece)], piece, group, n) + Int64(first) * 4
                 store_if(first < n, rSum, place)
-        for rSum, (_, piece) in zip(scalars, self.outputs["s"]):
-            store_if(tidx == 0, rSum, tensors[self.partials_of(piece)].iterator.toint() + Int64(group) * 4)
-        if const_expr(len(self.sums) > 0):
-            let_next_start(self.pdl)
 
     @cute.jit
     def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
@@ -119,8 +98,14 @@ class RowsOfGroups(RowsInPasses):
     def _with(self, totals, walk, values, stage, first):
         return self.added(totals, values, stage, self._elements(walk, first), self.tile.v, first, walk.n)
 
+    def _outputs(self, walk, values, sums, group, tidx):
+        if self.steps == 0:
+            self._outputs_in_steps(walk, values, group, tidx)
+        else:
+            self._outputs_at_once(walk, values, sums, tidx)
+
     @cute.jit
-    def _outputs(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, group: Int32, tidx: Int32):
+    def _outputs_in_steps(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, group: Int32, tidx: Int32):
         for start in cutlass.range(0, walk.n, self.tile.threads * self.tile.vec, unroll=1):
             self._emit(walk, values, group, start + tidx * self.tile.vec)
 
@@ -204,12 +189,6 @@ class ThreadColumns:
 
     def shift(self, row, n):
         return Int32(0)
-
-
-def zeros(count):
-    rX = fragment(Float32, count)
-    rX.fill(0.0)
-    return rX
 
 
 def filled(x, vec):

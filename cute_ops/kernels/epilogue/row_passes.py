@@ -64,15 +64,12 @@ class RowsInPasses(RowPieces):
         wait_for_previous(self.pdl)
         if const_expr(len(self.sums) == 0):
             let_next_start(self.pdl)
-        shift = self.tile.v.shift(Int64(group), long_n)
-        self._clear(tensors, Int32(group), (n + shift + (self.tile.vec - 1)) // self.tile.vec, shift, n)
-        scalars = [cute.make_rmem_tensor((1,), Float32) for _ in self.outputs["s"]]
-        for rSum in scalars:
-            rSum.fill(0.0)
+        sums, scalars = self._begin(tensors, Int32(group), n, long_n), [zeros(1) for _ in self.outputs["s"]]
         for step in cutlass.range(steps, unroll=1):
             walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
             values = self._reduced(walk, step, sSum, mbar, scalars)
-            self._outputs(walk, values, Int32(group), tidx)
+            self._outputs(walk, values, sums, Int32(group), tidx)
+        self._end(tensors, sums, Int32(group), tidx, n)
         if tidx == 0:
             for rSum, (_, piece) in zip(scalars, self.outputs["s"]):
                 store(rSum, tensors[self.partials_of(piece)].iterator.toint() + Int64(group) * 4)
@@ -102,8 +99,19 @@ class RowsInPasses(RowPieces):
     def _with(self, totals, walk, values, stage, first):
         return self.added(totals, values, stage, walk.elements(first), self.tile.v, first, walk.n)
 
+    def _begin(self, tensors, group, n, long_n):
+        """The sums over rows that are in registers: none, but those in the workspaces are cleared."""
+        shift = self.tile.v.shift(Int64(group), long_n)
+        self._clear(tensors, group, (n + shift + (self.tile.vec - 1)) // self.tile.vec, shift, n)
+        return ()
+
+    def _end(self, tensors, sums, group, tidx, n):
+        """Store these sums."""
+
     @cute.jit
-    def _outputs(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, group: Int32, tidx: Int32):
+    def _outputs(
+        self, walk: cutlass.Constexpr, values: cutlass.Constexpr, sums: cutlass.Constexpr, group: Int32, tidx: Int32
+    ):
         """The last walk over a row."""
         if const_expr(len(self.outputs["t"]) + len(self.outputs["r"]) > 0):
             for v in cutlass.range(tidx, walk.vectors, self.tile.threads, unroll=1):
@@ -121,11 +129,9 @@ class RowsInPasses(RowPieces):
         """Set this thread's columns of the CTA's rows of the workspaces to 0."""
         for _, piece in self.outputs["r"]:
             for v in cutlass.range(cute.arch.thread_idx()[0], vectors, self.tile.threads, unroll=1):
-                rZero = fragment(Float32, self.tile.vec)
-                rZero.fill(0.0)
                 first = v * self.tile.vec - shift
                 address = self._place(tensors[self.partials_of(piece)], piece, group, n) + Int64(first) * 4
-                store_elements(rZero, address, first, n)
+                store_elements(zeros(self.tile.vec), address, first, n)
 
     def _place(self, mPartials, piece, group, n):
         return mPartials.iterator.toint() + (Int64(group) * Int64(mPartials.shape[1]) + Int64(piece.index * n)) * 4
@@ -139,6 +145,12 @@ class RowsInPasses(RowPieces):
         for j in cutlass.range_constexpr(self.tile.vec):
             if first + j >= 0 and first + j < n:
                 gSum[j] = gSum[j] + rX[j]
+
+
+def zeros(count):
+    rX = fragment(Float32, count)
+    rX.fill(0.0)
+    return rX
 
 
 class RowPass:

@@ -9,6 +9,7 @@ from cute_ops.kernels.epilogue.row_exchange import exchanges
 from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown, combined
 from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.column_params import column_elements, column_vectors
+from cute_ops.kernels.lib.column_reduce import TileColumnSum
 from cute_ops.kernels.lib.copy import (
     AHEAD,
     compiler_barrier,
@@ -240,10 +241,9 @@ class RowsInRing(HeldRows):
         super().__init__(variant)
         self.ring = RowRing(self.tile, [self.keys[piece] for _, piece in self.tiles], self.config.stages)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
-        width = self.tile.threads_per_row * self.tile.per_thread * self.tile.vec
-        self.sum_layout = (width, self.tile.rows)
+        self.tile_sum = TileColumnSum(self.tile)
         together = self.tile.rows > 1 and self.outputs["r"]
-        self.bytes = max(self.ring.bytes, 4 * width * self.tile.rows if together else 0)
+        self.bytes = max(self.ring.bytes, 4 * self.tile_sum.width * self.tile.rows if together else 0)
 
     @cute.jit
     def __call__(self, arguments, stream):
@@ -438,22 +438,7 @@ class RowsInRing(HeldRows):
                 else:
                     store_if(first[k] < self.n, rSums[k], address + Int64(first[k]) * 4)
         else:
-            tidx = cute.arch.thread_idx()[0]
-            t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
-            layout = cute.make_layout(self.sum_layout, stride=(1, self.sum_layout[0]))
-            sRows = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
-            # The slots are free once every thread is here; so are the sums of the call before.
-            cute.arch.barrier()
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                for j in cutlass.range_constexpr(self.tile.vec):
-                    sRows[self.tile.vector(t, rank, k) * self.tile.vec + j, local] = rSums[k][j]
-            cute.arch.barrier()
-            gSums = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
-            for column in cutlass.range(tidx, self.n, self.tile.threads, unroll=1):
-                total = Float32(0.0)
-                for r in cutlass.range_constexpr(self.tile.rows):
-                    total = total + sRows[column + self.tile.v.shift(Int64(group) * self.tile.rows + r, self.n), r]
-                gSums[column] = total
+            self.tile_sum(rSums, base, address, group, rank)
 
     @cute.jit
     def _store_scalars(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, place: Int64, alone: Boolean):

@@ -4,7 +4,7 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_reduce import WARP
@@ -87,6 +87,47 @@ class ColumnSum:
             total = cute.arch.warp_reduction(total, operator.add)
             if lane == 0 and start + c < n:
                 mOut[start + c] = total.to(mOut.element_type)
+
+
+class TileColumnSum:
+    """The sums of columns over the rows of a tile, a :class:`~cute_ops.kernels.lib.row_layout.RowTile`, in fp32.
+
+    Shared memory: a row of sums for each row of the tile, in memory that is there already.
+    """
+
+    def __init__(self, tile):
+        self.tile = tile
+        self.width = tile.threads_per_row * tile.per_thread * tile.vec
+
+    @cute.jit
+    def __call__(self, rSums: cutlass.Constexpr, base: cutlass.Constexpr, address: Int64, group: Int32, rank):
+        """Store them at an address.
+
+        Args:
+            rSums: this thread's sums, a fragment for each of its vectors.
+            base: the shared memory.
+            group, rank: the first of the groups of rows that the sums are of, and the CTA in its cluster.
+        """
+        tile, tidx = self.tile, cute.arch.thread_idx()[0]
+        t, local = tidx % tile.threads_per_row, tidx // tile.threads_per_row
+        layout = cute.make_layout((self.width, tile.rows), stride=(1, self.width))
+        sRows = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
+        # After the barrier no thread reads what was in this memory, or the sums of the call before.
+        cute.arch.barrier()
+        for k in cutlass.range_constexpr(tile.per_thread):
+            for j in cutlass.range_constexpr(tile.vec):
+                sRows[tile.vector(t, rank, k) * tile.vec + j, local] = rSums[k][j]
+        cute.arch.barrier()
+        gSums = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(tile.n))
+        for column in cutlass.range(tidx, tile.n, tile.threads, unroll=1):
+            total = Float32(0.0)
+            for r in cutlass.range_constexpr(self.tile.rows):
+                total = total + sRows[self._place(column, group, r), r]
+            gSums[column] = total
+
+    def _place(self, column, group, r):
+        """Where a column's sum is in the r-th row of sums."""
+        return column + self.tile.v.shift(Int64(group) * self.tile.rows + r, self.tile.n)
 
 
 class CTAColumnSum:

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import column_vectors, scale
-from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.column_reduce import ColumnSum, TileColumnSum
 from cute_ops.kernels.lib.copy import fragment, narrow, store_if, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.lib.row_reduce import WARP
@@ -38,7 +38,7 @@ class NormBackward(RowWalk):
     def __init__(self, variant, config, x, dx, centred):
         super().__init__(variant, config, (x, "dout", "dresidual_out"), dx, centred, backward=True)
         self.dx_names = dx
-        self.column_sum = ColumnSum(self.n, variant.arch)
+        self.tile_sum, self.column_sum = TileColumnSum(self.tile), ColumnSum(self.n, variant.arch)
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
@@ -148,7 +148,7 @@ class NormBackward(RowWalk):
     @cute.jit
     def _store_partials(self, mPartials, rSum: cutlass.Constexpr, base, place, rank, first: cutlass.Constexpr):
         """Write the CTA's column sums to a row of the workspace, after adding those of its rows."""
-        n, vec = self.n, self.tile.vec
+        n = self.n
         address = mPartials.iterator.toint() + Int64(place) * (n * 4)
         if const_expr(self.tile.rows == 1 and (self.tile.v.masked or (n * 4) % 16 != 0)):
             self._store_across(rSum, address, base, first)
@@ -156,25 +156,7 @@ class NormBackward(RowWalk):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 store_if(first[k] < n, rSum[k], address + Int64(first[k]) * 4)
         else:
-            width = self.tile.threads_per_row * self.tile.per_thread * vec
-            tidx = cute.arch.thread_idx()[0]
-            t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
-            sRows = cute.make_tensor(
-                cute.recast_ptr(base, dtype=Float32), cute.make_layout((width, self.tile.rows), stride=(1, width))
-            )
-            # After the barrier no thread reads the slots, or the sums of the call before.
-            cute.arch.barrier()
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                for j in cutlass.range_constexpr(vec):
-                    sRows[self.tile.vector(t, rank, k) * vec + j, local] = rSum[k][j]
-            cute.arch.barrier()
-            gPartials = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(n))
-            for column in cutlass.range(tidx, n, self.tile.threads, unroll=1):
-                total = Float32(0.0)
-                for r in cutlass.range_constexpr(self.tile.rows):
-                    shifted = column + self.tile.v.shift(Int64(place) * self.tile.rows + r, n)
-                    total = total + sRows[shifted, r]
-                gPartials[column] = total
+            self.tile_sum(rSum, base, address, place, rank)
 
     @cute.jit
     def _store_across(self, rSum: cutlass.Constexpr, address: Int64, base, first: cutlass.Constexpr):
