@@ -129,11 +129,11 @@ class _Declaration(Protocol):
 
 def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
     """The bound dims and dtype variables as text: ``*m=(3, 5), n=64, T=float32``."""
-    parts = [
+    texts = [
         f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()
     ]
-    parts += [f"{name}={value}" for name, value in dtypes.items()]
-    return ", ".join(parts)
+    texts += [f"{name}={value}" for name, value in dtypes.items()]
+    return ", ".join(texts)
 
 
 def message(

@@ -160,11 +160,11 @@ class Process:
                 poll.unregister(stderr)
             if stdout not in ready:
                 continue
-            part = os.read(stdout, 1 << 16)
-            if not part:
+            data = os.read(stdout, 1 << 16)
+            if not data:
                 self._ended(process, taken)
                 return None
-            *lines, received = (received + part).split(b"\n")
+            *lines, received = (received + data).split(b"\n")
             for answer in map(_parsed, lines):
                 if answer.pop("number") != self._number:
                     continue
@@ -217,9 +217,9 @@ class Process:
             raise Ended(f"died {how}", self.log())
 
     def _hear(self, stderr: int) -> bytes:
-        part = os.read(stderr, 1 << 16)
-        self._log = (self._log + part)[-_LOG_TAIL:]
-        return part
+        data = os.read(stderr, 1 << 16)
+        self._log = (self._log + data)[-_LOG_TAIL:]
+        return data
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
@@ -299,10 +299,10 @@ def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[...
     received = b""
     while b"\n" in received or poll.poll(idle_seconds * 1000):
         while b"\n" not in received:
-            part = os.read(0, 1 << 16)
-            if not part:
+            data = os.read(0, 1 << 16)
+            if not data:
                 return
-            received += part
+            received += data
         line, _, received = received.partition(b"\n")
         request = json.loads(line)
         sys.path[:] = request.pop("sys_path")

@@ -87,7 +87,7 @@ def run_on_terms(
         attrs: the attributes.
         terms: the inner dims of which devices have slices.
         call: ``call(op, inputs, attrs)``: another op on this device.
-        add: ``add(part, dims)``: adds up the devices' parts of a sum over these dims.
+        add: ``add(partial, dims)``: adds up the devices' partial sums over these dims.
     """
 
     def product(a: Any, b: Any, dtype: str | None = None) -> Any:

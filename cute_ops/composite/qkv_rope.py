@@ -46,7 +46,7 @@ def head_size(cos: tuple[Any, ...]) -> int:
     raise ValueError(f"cute.qkv_rope: argument `cos` has {columns} columns, expected 32 or 64: half of a head's.")
 
 
-def _parts(by_head: Any, heads: int) -> tuple[Any, Any, Any]:
+def _by_role(by_head: Any, heads: int) -> tuple[Any, Any, Any]:
     """Queries, keys and values of ``(..., heads in all, columns)``, whose first ``heads`` are queries and keys."""
     queries = 2 * heads - by_head.shape[-2]
     return by_head[..., :queries, :], by_head[..., queries:heads, :], by_head[..., heads:, :]
@@ -95,13 +95,13 @@ def _turned_back(size: int) -> Op:
     def backward(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
         dout = inputs["dout"]
         by_head = dout.reshape((*dout.shape[:-1], dout.shape[-1] // size, size))
-        given = dict(zip(("dq", "dk", "dv"), _parts(by_head, attrs["heads"]), strict=True))
+        given = dict(zip(("dq", "dk", "dv"), _by_role(by_head, attrs["heads"]), strict=True))
         found = call(rope_bwd_joined, {**given, "cos": inputs["cos"], "sin": inputs["sin"]}, {})["dqkv"]
         return {"dacc": found.reshape(dout.shape)}
 
     def reference(xp: Any, dout: Any, cos: Any, sin: Any, *, heads: int, fused: str) -> Any:
         by_head = xp.reshape(dout, (*dout.shape[:-1], dout.shape[-1] // size, size))
-        (found,) = rope_bwd_joined.reference(xp, *_parts(by_head, heads), cos, sin, interleaved=False)
+        (found,) = rope_bwd_joined.reference(xp, *_by_role(by_head, heads), cos, sin, interleaved=False)
         return xp.reshape(found, dout.shape)
 
     rows, angles = Tensor("*m n", "T"), Tensor(f"*#m {size // 2}", "C")

@@ -298,21 +298,21 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
     if lead and not any(_uneven(shapes[n], strides[n]) for n in rows):
         return {}
     kept = [i for i, size in enumerate(lead) if size != 1]
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []  # of neighbouring dims that one stride steps over
     for i in kept:
-        previous = parts[-1][-1] if parts else None
+        previous = runs[-1][-1] if runs else None
         if previous is not None and all(strides[n][previous] == strides[n][i] * lead[i] for n in rows):
-            parts[-1].append(i)
+            runs[-1].append(i)
         else:
-            parts.append([i])
-    parts = parts or [[]]
-    if len(parts) == len(lead):
+            runs.append([i])
+    runs = runs or [[]]
+    if len(runs) == len(lead):
         return {}
-    merged = tuple(math.prod(lead[i] for i in part) for part in parts)
+    merged = tuple(math.prod(lead[i] for i in run) for run in runs)
 
     def view(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
         tail = len(tensor.dims)
-        leading = tuple(strides[part[-1]] if part else math.prod(shape[-tail:]) for part in parts)
+        leading = tuple(strides[run[-1]] if run else math.prod(shape[-tail:]) for run in runs)
         return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
 
     views = {}

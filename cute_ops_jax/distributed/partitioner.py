@@ -129,9 +129,9 @@ def _label(program: PartitionedOp, binding: Binding, named: Factors) -> str:
     ways = _partitions(binding, named, 1 if _compat.callbacks_in_keys() else program.devices)
 
     def trace() -> None:
-        for parts in ways:
-            local = program.local(binding, {f: (f,) for f in parts})
-            jax.make_jaxpr(local, axis_env=list(parts.items()))(*_slices(binding, named, parts))
+        for counts in ways:
+            local = program.local(binding, {f: (f,) for f in counts})
+            jax.make_jaxpr(local, axis_env=list(counts.items()))(*_slices(binding, named, counts))
 
     attrs = (f"{n}={v}" for n, v in binding.attrs.items())
     return " ".join([binding.op.name, cute_ops.__version__, *attrs, *program.kernels(trace)])
@@ -143,9 +143,9 @@ def _partitions(binding: Binding, named: Factors, devices: int) -> list[dict[str
     known = sizes(binding, {n: named[n] for n in given})
     found: list[dict[str, int]] = [{}]
     for prime in _primes(devices):
-        more = [{**parts, f: parts.get(f, 1) * prime} for parts in found for f in known]
-        found += [parts for i, parts in enumerate(more) if parts not in found and parts not in more[:i]]
-    return [parts for parts in found if all(known[f] % part == 0 for f, part in parts.items())]
+        more = [{**counts, f: counts.get(f, 1) * prime} for counts in found for f in known]
+        found += [counts for i, counts in enumerate(more) if counts not in found and counts not in more[:i]]
+    return [counts for counts in found if all(known[f] % count == 0 for f, count in counts.items())]
 
 
 def _primes(number: int) -> Iterator[int]:
@@ -159,11 +159,11 @@ def _primes(number: int) -> Iterator[int]:
             yield factor
 
 
-def _slices(binding: Binding, named: Factors, parts: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+def _slices(binding: Binding, named: Factors, counts: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
     """The inputs that one device then has."""
     return [
         jax.ShapeDtypeStruct(
-            tuple(s // parts.get(f or "", 1) for s, f in zip(a.shape, named[n], strict=True)), jnp.dtype(a.dtype)
+            tuple(s // counts.get(f or "", 1) for s, f in zip(a.shape, named[n], strict=True)), jnp.dtype(a.dtype)
         )
         for n, a in present(binding.inputs).items()
     ]

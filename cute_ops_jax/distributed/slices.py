@@ -115,7 +115,7 @@ def _added(binding: Binding, local: Local, cuts: Cuts) -> Local:
 
 
 def _widened(op: Op, arrays: Arrays, summed: Collection[str]) -> dict[str, Any]:
-    """The arrays, in float32 those whose gradient is added up: so the total is rounded once, not each part.
+    """The arrays, in float32 those whose gradient is added up: so the total is rounded once, not each partial sum.
 
     Only where the declaration allows it: where no other tensor's dtype would change with theirs.
     """
@@ -145,15 +145,15 @@ def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Cal
     size = next(inputs[n].shape[_place(t, op.split.dim)] for n, t in op.inputs.items() if _place(t, op.split.dim))
     whole = size * jax.lax.axis_size(axis)
     found = dict(call(*op.split.of_slice(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
-    parts = {n: a for n, a in present(found).items() if not _place(op.outputs[n], op.split.dim)}
-    if parts and op.split.merge is not None:
+    own = {n: a for n, a in present(found).items() if not _place(op.outputs[n], op.split.dim)}
+    if own and op.split.merge is not None:
         sizes = [size] * jax.lax.axis_size(axis)
-        found |= op.split.merge(jnp, _stacked(parts, axis), inputs, attrs, sizes, whole)
+        found |= op.split.merge(jnp, _stacked(own, axis), inputs, attrs, sizes, whole)
     return found
 
 
 def adds_up(op: Op, output: str) -> bool:
-    """Whether the devices with slices of the dim that an op splits have parts of a sum."""
+    """Whether the devices with slices of the dim that an op splits have partial sums."""
     return op.split is not None and op.split.adds_up(output) and not _place(op.outputs[output], op.split.dim)
 
 
@@ -180,11 +180,11 @@ def _place(tensor: Tensor, dim: str) -> int:
     return next((i - len(tensor.dims) for i, d in enumerate(tensor.dims) if d.name == dim), 0)
 
 
-def _stacked(parts: Arrays, axis: str | Axes) -> dict[str, Any]:
-    """The parts of all devices, stacked in front. Not an ``all_gather``, but a ``psum`` of arrays that are zero but for
-    the own part, because JAX knows that the result of a sum is the same on all devices.
+def _stacked(arrays: Arrays, axis: str | Axes) -> dict[str, Any]:
+    """The arrays of all devices, stacked in front. Not an ``all_gather``, but a ``psum`` of arrays that are zero but
+    for the device's own, because JAX knows that the result of a sum is the same on all devices.
     """
-    own = jnp.stack(list(parts.values()))[:, None]
+    own = jnp.stack(list(arrays.values()))[:, None]
     empty = varying_like(jnp.zeros((own.shape[0], jax.lax.axis_size(axis), *own.shape[2:]), own.dtype), own)
     every = jax.lax.dynamic_update_slice_in_dim(empty, own, jax.lax.axis_index(axis), 1)
-    return dict(zip(parts, jax.lax.psum(every, axis), strict=True))
+    return dict(zip(arrays, jax.lax.psum(every, axis), strict=True))

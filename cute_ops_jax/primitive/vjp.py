@@ -134,8 +134,8 @@ def _times(gradient: jax.Array, cotangent: Any) -> Any:
 
 
 def _whole(cotangent: Any, axes: Axes) -> Any:
-    """The cotangent of what devices along the axes have alike: without replication checks each has a part of it, as of
-    any ``psum``.
+    """The cotangent of what devices along the axes have alike: without replication checks each has a partial sum of
+    it, as of any ``psum``.
     """
     if not axes or isinstance(cotangent, SymbolicZero) or varies(jax.lax.axis_index(axes), axes):
         return cotangent

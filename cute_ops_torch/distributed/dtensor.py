@@ -1,10 +1,10 @@
-"""Ops on DTensors: each rank runs the op on its own parts, wherever the declaration allows that.
+"""Ops on DTensors: each rank runs the op on its own slices, wherever the declaration allows that.
 
 One rule serves every op. :mod:`cute_ops.sharding` names the factors: dims of the arrays that ranks may share. A mesh
 dim that shards an input along a factor shards every array that has the factor; arrays without it are replicated.
 Gradients of inputs that rows share come out as ``Partial`` sums. A dim that the declaration splits (the classes of a
 cross entropy) stays sharded too: ranks exchange the results of their slices and combine them. So does an inner one (the
-terms of a product with an epilogue): ranks add up their parts of the sum and go on with that. Inputs with any other
+terms of a product with an epilogue): ranks add up their partial sums and go on with that. Inputs with any other
 sharding are redistributed first.
 """
 
@@ -247,16 +247,16 @@ class CallPlacements:
             found = run_on_terms(framework, op, given, self.binding.attrs, self.terms, program.call, self._add)
         return [found[name] for name in op.results]
 
-    def _add(self, part: Tensor, dims: Iterable[str]) -> Tensor:
-        """Add up the ranks' parts of a sum over inner dims; the result is this rank's rows where they are scattered."""
-        parts = [Partial() if f in self.terms else Replicate() for f in self.factors]
+    def _add(self, partial: Tensor, dims: Iterable[str]) -> Tensor:
+        """Add up the ranks' partial sums over inner dims; the result is this rank's rows where they are scattered."""
+        placements = [Partial() if f in self.terms else Replicate() for f in self.factors]
         rows = next(self._named[name] for name in self.binding.outputs if name in self._named)
         wanted = [Shard(rows.index(f)) if f else Replicate() for f in self.scattered]
-        whole = DTensor.from_local(part, self.mesh, parts, run_check=False)
+        whole = DTensor.from_local(partial, self.mesh, placements, run_check=False)
         return whole.redistribute(placements=wanted).to_local()
 
     def local_inputs(self, tensors: Tensors) -> list[Tensor | None]:
-        """This rank's parts of the inputs."""
+        """This rank's slices of the inputs."""
         names = self.binding.op.inputs
         return [
             None if t is None else self._local(name, t, p)
@@ -275,7 +275,7 @@ class CallPlacements:
         return local if name in op.mutates else readable(op.inputs[name], local)
 
     def _local_shape(self, shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-        """The shape of this rank's part of an array."""
+        """The shape of this rank's slice of an array."""
         sizes = list(shape)
         for k, placement in enumerate(placements):
             if type(placement) is Shard:
@@ -283,11 +283,11 @@ class CallPlacements:
         return sizes
 
     def wrap_outputs(self, local: Sequence[Tensor]) -> tuple[DTensor, ...]:
-        """The outputs, from this rank's parts of them."""
-        return tuple(self.wrap(part, *output) for part, output in zip(local, self._outputs, strict=True))
+        """The outputs, from this rank's slices of them."""
+        return tuple(self.wrap(tensor, *output) for tensor, output in zip(local, self._outputs, strict=True))
 
     def wrap(self, local: Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-        """The array of this shape of which this rank has the part ``local``."""
+        """The array of this shape of which this rank has the slice ``local``."""
         size, stride = torch.Size(shape), compact(shape)
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=size, stride=stride)
 

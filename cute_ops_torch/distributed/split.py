@@ -57,18 +57,18 @@ class Slice(NamedTuple):
         """The sizes of all slices that are not empty."""
         return [min(self.most, self.whole - start) for start in range(0, self.whole, self.most)]
 
-    def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """For each tensor those of all ranks whose slices are not empty, stacked. One collective per dtype."""
         gathered: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(p.dtype for p in parts):
-            chosen = [k for k, p in enumerate(parts) if p.dtype == dtype]
-            flat = torch.cat([parts[k].reshape(-1) for k in chosen])
+        for dtype in dict.fromkeys(p.dtype for p in tensors):
+            chosen = [k for k, p in enumerate(tensors) if p.dtype == dtype]
+            flat = torch.cat([tensors[k].reshape(-1) for k in chosen])
             # DTensor calls these too: they can be traced, and a graph of them holds no process group.
             every = torch.ops._c10d_functional.all_gather_into_tensor(flat, self.ranks, self.group)
             every = torch.ops._c10d_functional.wait_tensor(every).view(self.ranks, -1)[: len(self.sizes)]
-            blocks = every.split([math.prod(parts[k].shape) for k in chosen], dim=1)
-            gathered |= {k: b.reshape(-1, *parts[k].shape) for k, b in zip(chosen, blocks, strict=True)}
-        return [gathered[k] for k in range(len(parts))]
+            blocks = every.split([math.prod(tensors[k].shape) for k in chosen], dim=1)
+            gathered |= {k: b.reshape(-1, *tensors[k].shape) for k, b in zip(chosen, blocks, strict=True)}
+        return [gathered[k] for k in range(len(tensors))]
 
 
 def run_on_slice(
@@ -95,15 +95,15 @@ def run_on_slice(
             n: t if t is None or n not in sliced else _one_zero(op.inputs[n], split.dim, t) for n, t in given.items()
         }
     raw = call(*given.values(), *chosen.values())
-    parts = dict(zip(op.outputs, raw if isinstance(raw, tuple) else (raw,), strict=True))
+    outputs = dict(zip(op.outputs, raw if isinstance(raw, tuple) else (raw,), strict=True))
     if own.size == 0:
-        parts |= {n: t.narrow(_axis(op.outputs[n], split.dim), 0, 0) for n, t in parts.items() if n in sliced}
+        outputs |= {n: t.narrow(_axis(op.outputs[n], split.dim), 0, 0) for n, t in outputs.items() if n in sliced}
     whole = [n for n in op.outputs if n not in sliced]
     if whole and split.merge is not None:
-        stacked = dict(zip(whole, own.gather([parts[n] for n in whole]), strict=True))
+        stacked = dict(zip(whole, own.gather([outputs[n] for n in whole]), strict=True))
         merged = split.merge(xp, stacked, inputs, attrs, own.sizes, own.whole)
-        parts |= {n: merged[n].to(parts[n].dtype) for n in whole}
-    return list(parts.values())
+        outputs |= {n: merged[n].to(outputs[n].dtype) for n in whole}
+    return list(outputs.values())
 
 
 def program_on_slice(op: Op, own: Slice) -> Program:

@@ -191,8 +191,8 @@ def _project(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
     if packed is not None:
         return products.forward(rows, packed)
     out = rows.new_empty(rows.shape[0], sum(w.shape[0] for w in weights))
-    for weight, part in zip(weights, torch.split(out, [w.shape[0] for w in weights], -1), strict=True):
-        torch.mm(rows, weight.t(), out=part)
+    for weight, columns in zip(weights, torch.split(out, [w.shape[0] for w in weights], -1), strict=True):
+        torch.mm(rows, weight.t(), out=columns)
     return out
 
 
@@ -213,9 +213,9 @@ def _linear_bwd(ctx: Any, dout: Tensor, x: Tensor | None, weights: Sequence[Tens
         if all(needs_dw):  # one product, faster than one for each weight
             dweights = list(torch.split(products.weight_gradient(dout, rows), sizes))
         else:
-            parts = torch.split(dout, sizes, -1)
+            douts = torch.split(dout, sizes, -1)
             dweights = [
-                products.weight_gradient(d, rows) if needed else None for d, needed in zip(parts, needs_dw, strict=True)
+                products.weight_gradient(d, rows) if needed else None for d, needed in zip(douts, needs_dw, strict=True)
             ]
     return dx, *dweights
 
@@ -230,8 +230,8 @@ def _input_gradient(dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
         return products.input_gradient(dout, packed)
     start, *rest = torch.split(dout, [w.shape[0] for w in weights], -1)
     result = start @ first
-    for part, weight in zip(rest, others, strict=True):
-        result.addmm_(part, weight)
+    for columns, weight in zip(rest, others, strict=True):
+        result.addmm_(columns, weight)
     return result
 
 

@@ -24,9 +24,9 @@ def pack(weights: Sequence[Tensor]) -> None:
         for w in weights
     )
     if alike and packed_view(weights) is None and all(map(_owns_memory, weights)):
-        parts = torch.split(torch.cat([w.detach() for w in weights]), [w.shape[0] for w in weights])
-        for weight, part in zip(weights, parts, strict=True):
-            weight.data = part
+        packed = torch.cat([w.detach() for w in weights])
+        for weight, rows in zip(weights, torch.split(packed, [w.shape[0] for w in weights]), strict=True):
+            weight.data = rows
 
 
 def _owns_memory(weight: Tensor) -> bool:

@@ -124,9 +124,9 @@ def _add_rmsnorm(graph: Graph, node: Any) -> bool:
     both.meta["example_value"] = (value_of(node), value_of(total))
     for k, old in enumerate((node, total)):
         with graph.inserting_after(both):
-            part = graph.call_function(operator.getitem, (both, k))
-        part.meta = dict(old.meta)
-        old.replace_all_uses_with(part)
+            output = graph.call_function(operator.getitem, (both, k))
+        output.meta = dict(old.meta)
+        old.replace_all_uses_with(output)
     return True
 
 

@@ -285,17 +285,17 @@ def _excess(expected: torch.Tensor, got: torch.Tensor, floor: float) -> float:
     """The largest difference of two results relative to the error that is allowed for both."""
     eps = EPS.get(str(expected.dtype).removeprefix("torch."), 0.0)
     flat, other = expected.view(-1), got.view(-1)
-    parts = range(0, flat.numel(), CHUNK)
+    starts = range(0, flat.numel(), CHUNK)
 
     def wide(tensor: torch.Tensor, start: int) -> torch.Tensor:
         return tensor[start : start + CHUNK].float()
 
-    largest = max(wide(flat, s).nan_to_num(0, 0, 0).abs().max().item() for s in parts)
+    largest = max(wide(flat, s).nan_to_num(0, 0, 0).abs().max().item() for s in starts)
     worst = 0.0
-    for s in parts:
+    for s in starts:
         a, b = wide(flat, s), wide(other, s)
         same = (a == b) | (a.isnan() & b.isnan())
         allowed = 4 * (eps * a.abs() + floor * largest)
-        part = torch.where(same, 0.0, (a - b).abs() / allowed)
-        worst = max(worst, part.nan_to_num(math.inf).max().item())
+        error = torch.where(same, 0.0, (a - b).abs() / allowed)
+        worst = max(worst, error.nan_to_num(math.inf).max().item())
     return worst

@@ -129,11 +129,11 @@ def slice_of_classes(
 
 
 def merge_slices(
-    xp: Any, parts: Mapping[str, Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any],
+    xp: Any, stacked: Mapping[str, Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any],
     sizes: Sequence[int], whole: int,
 ) -> Mapping[str, Any]:  # fmt: skip
     """The maximum and log-sum of all slices; their losses, each relative to its own maximum, moved to that."""
-    own, maxima, log_sums, target = parts["loss"], parts["row_max"], parts["log_sum"], inputs["target"]
+    own, maxima, log_sums, target = stacked["loss"], stacked["row_max"], stacked["log_sum"], inputs["target"]
     smoothing, classes = attrs["label_smoothing"], attrs["classes"] or whole
     m = xp.max(maxima, axis=0)
     origin = _origin(xp, m)
