@@ -650,9 +650,9 @@ class Op:
         twins = {name: t.same_as for name, t in self.outputs.items() if t.same_as and found.get(name) is None}
         return {name: found[twins.get(name, name)] for name in found}
 
-    def _absent(self, stage: Op, present: Collection[str]) -> set[str]:
+    def _absent(self, step: Op, present: Collection[str]) -> set[str]:
         """The outputs of a step that are absent because an input of this op is."""
-        return {name for name, t in stage.outputs.items() if t.given in self.inputs and t.given not in present}
+        return {name for name, t in step.outputs.items() if t.given in self.inputs and t.given not in present}
 
     def only(self, *outputs: str) -> Op:
         """The op without the skippable outputs that are not named here; the same object every time."""

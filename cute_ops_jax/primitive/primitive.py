@@ -195,8 +195,8 @@ class Stage:
         """The op where devices share its inner dims, by its program."""
         given = {n: inputs.get(n) for n in self.op.inputs}
 
-        def add(partial: jax.Array, dims: Iterable[str]) -> Any:
-            return jax.lax.psum(partial, tuple(axis for dim in dims for axis in terms[dim]))
+        def add(sums: jax.Array, dims: Iterable[str]) -> Any:
+            return jax.lax.psum(sums, tuple(axis for dim in dims for axis in terms[dim]))
 
         return run_on_terms(framework, self.op, given, attrs, terms.keys(), call, add)
 

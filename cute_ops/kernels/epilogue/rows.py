@@ -25,7 +25,7 @@ from cute_ops.kernels.lib.copy import (
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters
 from cute_ops.kernels.lib.smem_ring import RowRing
 
 # Vectors of a row in shared memory for which row vectors are loaded together.
@@ -138,17 +138,12 @@ class RowsInRegisters(HeldRows):
 
     @cute.jit
     def __call__(self, arguments, stream):
-        tensors, cluster = self.named(arguments), self.tile.cluster
-        rows = self.shape(tensors)[0]
+        rows, resident = self.shape(self.named(arguments))[0], self.config.resident
+        count = Int32((rows + (self.tile.rows - 1)) // self.tile.rows)
         self.kernel(arguments).launch(
-            grid=[Int32((rows + (self.tile.rows - 1)) // self.tile.rows), cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.config.resident,
-            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.config.resident > 1) else None,
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+            **clusters(self.tile, count, resident, SMEM_PERCENT if resident > 1 else None),
+            stream=stream, use_pdl=self.pdl,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, arguments):
@@ -247,7 +242,7 @@ class RowsInRing(HeldRows):
 
     @cute.jit
     def __call__(self, arguments, stream):
-        tensors, cluster = self.named(arguments), self.tile.cluster
+        tensors = self.named(arguments)
         rows = self.shape(tensors)[0]
         groups = (rows + (self.tile.rows - 1)) // self.tile.rows
         if const_expr(len(self.sums) > 0):
@@ -257,13 +252,7 @@ class RowsInRing(HeldRows):
         elif const_expr(self.config.clusters > 0):
             groups = cutlass.min(groups, Int64(self.config.clusters))
         self.kernel(arguments).launch(
-            grid=[Int32(groups), cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.config.resident,
-            preferred_smem_carveout=100,
-            stream=stream,
-            use_pdl=self.pdl,
+            **clusters(self.tile, Int32(groups), self.config.resident, 100), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel

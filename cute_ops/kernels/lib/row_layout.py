@@ -152,6 +152,17 @@ class RowTile:
         return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec + beyond > self.n
 
 
+def clusters(tile, count, resident=None, carveout=None):
+    """The arguments of a launch of ``count`` clusters of a tile's CTAs, of which ``resident`` are to fit on an SM
+    together; ``carveout`` is the percentage of its L1 that is shared memory.
+    """
+    return {
+        "grid": [count, tile.cluster, 1], "block": [tile.threads, 1, 1],
+        "cluster": [1, tile.cluster, 1] if tile.cluster > 1 else None, "min_blocks_per_mp": resident,
+        "preferred_smem_carveout": carveout,
+    }  # fmt: skip
+
+
 def readable(vectors, n, row, count):
     """Columns, counted from a row's first, that may be read: in compact rows those of the next row, too. None if no
     vector reaches past them.

@@ -8,7 +8,7 @@ from cute_ops.kernels.lib.column_reduce import CTAColumnSum
 from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import row_address, row_count
+from cute_ops.kernels.lib.row_layout import clusters, row_address, row_count
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
@@ -39,13 +39,8 @@ class NormBackwardFewRows(NormBackward):
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
-        cluster = self.tile.cluster
         self.kernel(inputs, columns[0], outputs, dcolumns).launch(
-            grid=[self.replicas, cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
-            stream=stream,
-            use_pdl=self.pdl,
+            **clusters(self.tile, self.replicas), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel

@@ -12,7 +12,7 @@ from cute_ops.kernels.lib.column_params import scale
 from cute_ops.kernels.lib.copy import AHEAD, compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, SMEM_PERCENT, RowTile, Vectors, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, SMEM_PERCENT, RowTile, Vectors, clusters, row_count
 from cute_ops.kernels.norm.statistics import normalised, row_statistics
 
 ROW_TENSORS = ("x", "residual", "out", "residual_out")
@@ -55,16 +55,12 @@ class NormForward:
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
-        cluster, rows = self.tile.cluster, self.tile.rows * self.unroll * self.period
+        rows = self.tile.rows * self.unroll * self.period
+        count = Int32((row_count(mX) + (rows - 1)) // rows * self.period)
         self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
-            grid=[Int32((row_count(mX) + (rows - 1)) // rows * self.period), cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.resident,
-            preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+            **clusters(self.tile, count, self.resident, self.carveout if self.resident > 1 else None),
+            stream=stream, use_pdl=self.pdl,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):

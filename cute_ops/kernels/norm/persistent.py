@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import compiler_barrier_value, store, store_if, store_masked
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, clusters, present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.norm.statistics import row_statistics
 
@@ -52,15 +52,8 @@ class RowWalk:
 
     def launch(self, inputs, columns, outputs, partials, groups, stream):
         """Launch ``groups`` clusters; ``partials`` are the workspaces of the walks' sums."""
-        cluster = self.tile.cluster
         self.kernel(inputs, columns, outputs, partials).launch(
-            grid=[groups, cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if cluster > 1 else None,
-            min_blocks_per_mp=self.config.resident,
-            preferred_smem_carveout=100,
-            stream=stream,
-            use_pdl=self.pdl,
+            **clusters(self.tile, groups, self.config.resident, 100), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import AHEAD, Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.rowwise.function import Columns
 
@@ -38,16 +38,11 @@ class OnePassRows:
 
     @cute.jit
     def __call__(self, inputs, outputs, numbers, stream):
-        cluster, rows = self.tile.cluster, self.tile.rows
+        count = Int32((row_count(inputs[0]) + (self.tile.rows - 1)) // self.tile.rows)
         self.kernel(inputs, outputs, numbers).launch(
-            grid=[Int32((row_count(inputs[0]) + (rows - 1)) // rows), cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.resident,
-            preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+            **clusters(self.tile, count, self.resident, self.carveout if self.resident > 1 else None),
+            stream=stream, use_pdl=self.pdl,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, inputs, outputs, numbers):

@@ -7,7 +7,16 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import MAX_GRID, SMEM_PERCENT, Vectors, WalkedRow, readable, row_address, row_count
+from cute_ops.kernels.lib.row_layout import (
+    MAX_GRID,
+    SMEM_PERCENT,
+    Vectors,
+    WalkedRow,
+    clusters,
+    readable,
+    row_address,
+    row_count,
+)
 from cute_ops.kernels.rowwise.config import ReduceConfig
 from cute_ops.kernels.rowwise.function import Columns
 from cute_ops.kernels.rowwise.one_pass import OnePassRows
@@ -38,16 +47,11 @@ class WalkedRows:
 
     @cute.jit
     def __call__(self, inputs, outputs, numbers, stream):
-        rows, cluster = row_count(inputs[0]), self.tile.cluster
+        count = Int32(cutlass.min(row_count(inputs[0]), Int64(MAX_GRID)))
         self.kernel(inputs, outputs, numbers).launch(
-            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), cluster, 1],
-            block=[self.tile.threads, 1, 1],
-            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
-            min_blocks_per_mp=self.resident,
-            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.resident > 1) else None,
-            stream=stream,
-            use_pdl=self.pdl,
-        )
+            **clusters(self.tile, count, self.resident, SMEM_PERCENT if self.resident > 1 else None),
+            stream=stream, use_pdl=self.pdl,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, inputs, outputs, numbers):

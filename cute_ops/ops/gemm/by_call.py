@@ -118,23 +118,24 @@ def fits(
     """
     (x, weight, *operands), dims = arrays, layout.split()
     check_there(x, weight, caller)
+
+    def refuse(problem: str) -> NoReturn:
+        _refuse(problem, [x, weight], (), layout, spec, caller)
+
     packed, halves = "2" in layout, "2" in dims
-    if not x.shape or len(weight.shape) < len(dims):
-        name, wanted = ("weight", f"{len(dims)} or more") if x.shape else ("x", "1 or more")
-        count = len((weight if x.shape else x).shape)
-        _refuse(f"argument `{name}` has {count} dims, expected {wanted}.", [x, weight], (), layout, spec, caller)
+    if not x.shape:
+        refuse("argument `x` has 0 dims, expected 1 or more.")
+    if len(weight.shape) < len(dims):
+        refuse(f"argument `weight` has {len(weight.shape)} dims, expected {len(dims)} or more.")
     own = dict(zip(dims, weight.shape[-len(dims) :], strict=True))
     if halves and own["2"] != 2:
-        problem = f"argument `weight` has {own['2']} in place of 2, its halves."
-        _refuse(problem, [x, weight], (), layout, spec, caller)
+        refuse(f"argument `weight` has {own['2']} in place of 2, its halves.")
     columns = 2 * own["n"] if halves else own["2n" if packed else "n"]
     rows, batch = x.shape[:-1], weight.shape[: -len(dims)]
     if batch and rows[:-1] != batch:
-        problem = f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows."
-        _refuse(problem, [x, weight], (), layout, spec, caller)
+        refuse(f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows.")
     if packed and columns % 2:
-        problem = f"argument `weight` has {columns} columns of the product, which two halves cannot share."
-        _refuse(problem, [x, weight], (), layout, spec, caller)
+        refuse(f"argument `weight` has {columns} columns of the product, which two halves cannot share.")
     n = columns // 2 if packed else columns
     found = tuple(None if a is None else fit(a.shape, rows, n, packed, batch) for a in operands)
     for i, (operand, how) in enumerate(zip(operands, found, strict=True)):

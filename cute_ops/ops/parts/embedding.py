@@ -1,6 +1,6 @@
 """Gradient of an embedding's table: declaration, reference maths, cases.
 
-A stage of :func:`embedding` in both adapters, which sort the tokens by class with the framework's own sort; see
+The gradient of :func:`embedding` calls it in both adapters, on tokens that the framework has sorted by class; see
 :mod:`cute_ops.composite.embedding`.
 """
 
