@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from cute_ops.op import Case, OneOf
 from cute_ops.ops.gemm.fused import fused_linear
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 ACTIVATIONS = OneOf("silu", "gelu", "gelu_tanh")
 ODD = Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200})
 UP = (
@@ -67,96 +68,73 @@ def gelu_epilogue(approximate: str) -> str:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
-def gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
-    """A linear layer and GELU.
+BIAS = "bias: ``[n]``; float32, bfloat16 or float16."
 
-    ``out = gelu(x @ weight.T + bias)``
+
+def _documented(
+    what: str, formula: str, operands: str, source: str, *, weight: str = "``T[n k]``.", rounded: str = ""
+) -> Callable[[_F], _F]:
+    """Give an epilogue the docstring of its layer."""
+
+    def give(epilogue: _F) -> _F:
+        epilogue.__doc__ = f"""{what}
+
+    ``out = {formula}``
 
     Args:
         x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-        weight: ``T[n k]``.
-        bias: ``[n]``; float32, bfloat16 or float16.
-        approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by it.
+        weight: {weight}
+        {operands}
         fused: as in :func:`linear`.
 
     Returns:
-        ``T[*m n]``, compact. Summed up in float32, rounded once.
+        ``T[*m n]``, compact. Summed up in float32, rounded once{rounded}.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
 
-    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+    Source: {source}
     """
+        return epilogue
+
+    return give
+
+
+@_documented(
+    "A linear layer and GELU.", "gelu(x @ weight.T + bias)",
+    f"{BIAS}\n        approximate: ``\"none\"`` for the error function, ``\"tanh\"`` for the approximation by it.",
+    "Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.",
+)  # fmt: skip
+def gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
     return (xp.gelu_tanh if approximate == "tanh" else xp.gelu)(acc + bias)
 
 
+@_documented(
+    "A linear layer and SiLU.", "silu(x @ weight.T + bias)", BIAS,
+    "Elfwing et al., Sigmoid-Weighted Linear Units, 2017.",
+)  # fmt: skip
 def silu(xp: Any, acc: Any, bias: Any) -> Any:
-    """A linear layer and SiLU.
-
-    ``out = silu(x @ weight.T + bias)``
-
-    Args:
-        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-        weight: ``T[n k]``.
-        bias: ``[n]``; float32, bfloat16 or float16.
-        fused: as in :func:`linear`.
-
-    Returns:
-        ``T[*m n]``, compact. Summed up in float32, rounded once.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
-
-    Source: Elfwing et al., Sigmoid-Weighted Linear Units, 2017.
-    """
     return xp.silu(acc + bias)
 
 
+@_documented(
+    "A linear layer and the residual stream that its output is added to.", "x @ weight.T + residual",
+    "residual: ``[*m n]``; float32, bfloat16 or float16.",
+    "He et al., Deep Residual Learning for Image Recognition, 2015.",
+)  # fmt: skip
 def add(xp: Any, acc: Any, residual: Any) -> Any:
-    """A linear layer and the residual stream that its output is added to.
-
-    ``out = x @ weight.T + residual``
-
-    Args:
-        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-        weight: ``T[n k]``.
-        residual: ``[*m n]``; float32, bfloat16 or float16.
-        fused: as in :func:`linear`.
-
-    Returns:
-        ``T[*m n]``, compact. Summed up in float32, rounded once.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
-
-    Source: He et al., Deep Residual Learning for Image Recognition, 2015.
-    """
     return acc + residual
 
 
+@_documented(
+    "A linear layer of packed weights, gated: the first half of an MLP.",
+    "activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]",
+    "activation: ``\"silu\"`` (SwiGLU), ``\"gelu\"`` (by the error function) or ``\"gelu_tanh\"`` (GeGLU).",
+    "Shazeer, GLU Variants Improve Transformer, 2020.",
+    weight="``T[2n k]``, ``[gate | up]``.", rounded=": neither half is stored",
+)  # fmt: skip
 def gated(xp: Any, acc: Any, *, activation: str) -> Any:
-    """A linear layer of packed weights, gated: the first half of an MLP.
-
-    ``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``
-
-    Args:
-        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-        weight: ``T[2n k]``, ``[gate | up]``.
-        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
-        fused: as in :func:`linear`.
-
-    Returns:
-        ``T[*m n]``, compact. Summed up in float32, rounded once: neither half is stored.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
-
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
-    """
     n = acc.shape[-1] // 2
     return getattr(xp, activation)(acc[..., :n]) * acc[..., n:]
 
