@@ -100,8 +100,10 @@ def check(binding: Any) -> str | None:
 
 X, WEIGHT, BIAS, STATE = Tensor("*m s n", "T"), Tensor("n w", "W"), Tensor("n", "B"), Tensor("*m w-1 n", "T")
 OPTIONAL = {"bias": BIAS._replace(optional=True), "initial_state": STATE._replace(optional=True)}
-DTYPES = {"T": FLOATS, "W": FLOATS, "B": FLOATS}
-ATTRS = {"activation": OneOf("none", "silu")}
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "attrs": {"activation": OneOf("none", "silu")},
+    "static": ("w", WhileFew("n")), "sharding": Sharding(parallel=("n",)), "check": check, "cases": CASES,
+}  # fmt: skip
 
 causal_conv1d_bwd = Op(
     "causal_conv1d_bwd",
@@ -112,15 +114,10 @@ causal_conv1d_bwd = Op(
         "dbias": BIAS._replace(given="bias"),
         "dinitial_state": STATE._replace(given="initial_state"),
     },
-    dtypes=DTYPES,
-    attrs=ATTRS,
-    static=("w", WhileFew("n")),
-    sharding=Sharding(parallel=("n",)),
+    **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.conv.causal_conv1d:CausalConv1dBackward",
     tuning=Tuning(config.backward, space=config.BACKWARD, workspace=config.workspace),
-    check=check,
-    cases=CASES,
     doc="""Gradients of :func:`causal_conv1d`.
 
     With ``x_t`` the inputs, those of the initial state before them, and ``g_t = dout_t * activation'(...)``:
@@ -134,16 +131,11 @@ causal_conv1d = Op(
     "causal_conv1d",
     inputs={"x": X, "weight": WEIGHT, **OPTIONAL},
     outputs={"out": X, "final_state": STATE},
-    dtypes=DTYPES,
-    attrs=ATTRS,
-    static=("w", WhileFew("n")),
-    sharding=Sharding(parallel=("n",)),
+    **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.conv.causal_conv1d:CausalConv1d",
     tuning=Tuning(config.forward, space=config.SPACE),
-    check=check,
     grad=causal_conv1d_bwd,
-    cases=CASES,
     doc="""Causal depthwise convolution along a sequence, of a few taps, as in Mamba.
 
     ``out_t = activation(bias + sum_j weight[:, j] * x_(t - w + 1 + j))``, j from 0 to w-1

@@ -59,20 +59,19 @@ def reference_bwd(
 
 Q, K, WEIGHT, TABLE = Tensor("*m hq d", "T"), Tensor("*m hk d", "T"), Tensor("d", "W"), Tensor("*#m r", "C")
 INPUTS = {"q": Q, "k": K, "q_weight": WEIGHT, "k_weight": WEIGHT, "cos": TABLE, "sin": TABLE}
-DTYPES = {"T": FLOATS, "W": FLOATS, "C": FLOATS}
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "W": FLOATS, "C": FLOATS}, "attrs": {"eps": 1e-6},
+    "static": WhileFew("hq", "hk", "d", "r"), "check": check, "cases": CASES,
+}  # fmt: skip
 
 qk_norm_rope_bwd = Op(
     "qk_norm_rope_bwd",
     inputs={**INPUTS, "dq_out": Q, "dk_out": K},
     outputs={"dq": Q, "dk": K, "dq_weight": WEIGHT, "dk_weight": WEIGHT},
-    dtypes=DTYPES,
-    attrs={"eps": 1e-6},
-    static=WhileFew("hq", "hk", "d", "r"),
+    **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRopeBackward",
     tuning=Tuning(config.qk_norm_rope_bwd, space=config.BACKWARD, workspace=config.workspace),
-    check=check,
-    cases=CASES,
     doc="""Gradients of :func:`qk_norm_rope`.
 
     The cotangents are rotated back; then as :func:`rmsnorm_bwd`, for each head, with weights' gradients summed over
@@ -84,16 +83,12 @@ qk_norm_rope = Op(
     "qk_norm_rope",
     inputs=INPUTS,
     outputs={"q_out": Q, "k_out": K},
-    dtypes=DTYPES,
-    attrs={"eps": 1e-6},
-    static=WhileFew("hq", "hk", "d", "r"),
+    **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRope",
     tuning=Tuning(config.qk_norm_rope, space=config.SPACE),
-    check=check,
     grad=qk_norm_rope_bwd,
     no_gradient=("cos", "sin"),
-    cases=CASES,
     doc="""RMSNorm over the elements of each head of q and k, then rotary position embedding, in one pass.
 
     ``q_out = rope(q * rsqrt(mean(q^2) + eps) * q_weight, cos, sin)``, k likewise.
