@@ -5,6 +5,7 @@ The CUDA lowering on the CPU, with the reference as the kernel; what XLA compile
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -36,13 +37,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["reference", "kernel"])
 def lowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With the reference inlined, and with calls of kernels."""
-    jax.clear_caches()
     if request.param == "kernel":
         request.getfixturevalue("through_ffi")
         stages = request.getfixturevalue("ffi_stage")
         monkeypatch.setattr(primitive, "stage", stages)
-    yield request.param
-    jax.clear_caches()
+    return request.param
+
+
+# Without jax.jit around them: JAX would keep traces, with the stages of the test that made them.
+VOCAB_PARALLEL, VOCAB_PARALLEL_LINEAR = map(
+    inspect.unwrap, (cute_ops_jax.vocab_parallel_cross_entropy, cute_ops_jax.vocab_parallel_linear_cross_entropy)
+)
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -112,7 +117,7 @@ def test_logits(name: str, check: bool, lowered: str, close: Close) -> None:
     arrays, target = problem(**options)
     mesh, cut, logits = mesh_of((8,), ("model",)), P(None, "model"), arrays["logits"]
     specs: Any = {"mesh": mesh, "check_vma": check, "in_specs": (cut, P())}
-    function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
+    function = partial(VOCAB_PARALLEL, axis_name="model", **options)
     outside = value_and_gradients(jax.shard_map(function, out_specs=P(), **specs), 1)
     compiled = jax.jit(outside).lower(logits, target).compile()
     whole = jax.jit(value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1))(logits, target)
@@ -141,7 +146,7 @@ def test_linear(rows: int, name: str, check: bool, lowered: str, monkeypatch: py
     specs: Any = {"mesh": mesh_of((8,), ("model",)), "check_vma": check, "in_specs": (*cuts, P())}
 
     def function(h: Any, w: Any, b: Any, t: Any) -> Any:
-        return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", b, **options)
+        return VOCAB_PARALLEL_LINEAR(h, w, t, "model", b, **options)
 
     def by_hand(h: Any, w: Any, b: Any, t: Any) -> Any:
         return written_out(h @ w.T + b, t, "model", **options)
@@ -218,7 +223,7 @@ def test_infinities_and_targets_that_are_no_class(lowered: str) -> None:
     logits[10, 0], target[10] = -np.inf, 50
     mesh = mesh_of((8,), ("model",))
     for options in (OPTIONS["none"], {"reduction": "none"}):  # with smoothing, and without
-        function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
+        function = partial(VOCAB_PARALLEL, axis_name="model", **options)
         mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())
         got = jax.jit(value_and_gradients(mapped, 1))(logits, target)
         expected = jax.jit(value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1))(logits, target)
@@ -248,7 +253,7 @@ def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any
     arrays, target = problem()
 
     def function(h: Any, w: Any, t: Any) -> Any:
-        return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", label_smoothing=0.1)
+        return VOCAB_PARALLEL_LINEAR(h, w, t, "model", label_smoothing=0.1)
 
     mapped = jax.shard_map(function, mesh=mesh_of((8,), ("model",)), in_specs=(P(), P("model"), P()), out_specs=P())
     compiled = jax.jit(jax.grad(mapped, (0, 1))).lower(arrays["hidden"], arrays["weight"], target).compile()
