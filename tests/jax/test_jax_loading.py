@@ -76,25 +76,55 @@ jax.distributed.initialize(sys.argv[5], 2, int(sys.argv[6]))
 """
 
 
-def run(code: str, *arguments: str) -> subprocess.Popen[str]:
+# Runs processes in turns, those of one turn at the same time: each a fork of one that has imported what they need, since
+# importing takes longer than most of them. JAX starts no threads before it has a backend.
+FORKS = """
+import json, os, sys, warnings
+warnings.filterwarnings("ignore", "os.fork")
+folder, *codes, turns = sys.argv[1:]
+exec(codes[0])
+for turn, processes in enumerate(json.loads(turns)):
+    children = []
+    for number, arguments in enumerate(processes):
+        if not (child := os.fork()):
+            sys.argv[1:], sys.stdout = arguments, open(f"{folder}/{turn}-{number}", "w")
+            exec(codes[1])
+            sys.stdout.flush()
+            os._exit(0)
+        children.append(child)
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        sys.exit("one failed")
+"""
+
+
+def run(folder: Path, setup: str, code: str, turns: list[list[list[str]]]) -> list[list[Any]]:
+    """What processes print as JSON, by turn and number; each has its own arguments."""
+    folder.mkdir()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUTE_OPS_ARCH": "sm_90a"}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, cwd=ROOT, env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    command = [sys.executable, "-c", FORKS, str(folder), setup, code, json.dumps(turns)]
+    done = subprocess.run(command, text=True, cwd=ROOT, env=environment, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [
+        [json.loads((folder / f"{turn}-{number}").read_text().splitlines()[-1]) for number in range(len(processes))]
+        for turn, processes in enumerate(turns)
+    ]
 
 
-def result(process: subprocess.Popen[str]) -> Any:
-    out, error = process.communicate(timeout=600)
-    assert process.returncode == 0, error
-    return json.loads(out.splitlines()[-1])
+def two_of_one_program(*arguments: str) -> list[list[str]]:
+    """Arguments of two processes, with the address where they meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return [[*arguments, f"127.0.0.1:{free.getsockname()[1]}", rank] for rank in "01"]
 
 
 def test_the_persistent_cache_in_a_fresh_process(tmp_path: Path) -> None:
     """Programs on one device and on eight are found again, with their kernels; ops of equal shapes are not confused."""
     pytest.importorskip("jax_tvm_ffi")
-    code = SETUP + ON_CPU + CACHED + REPORT
-    (first, calls, _, _), *_ = result(run(code, str(tmp_path), *OPS))
+    arguments = [str(tmp_path), *OPS]
+    (one,), (other,) = run(tmp_path / "said", SETUP, ON_CPU + CACHED + REPORT, [[arguments], [arguments]])
+    (first, calls, _, _), *_ = one
     assert calls == 3 * 2 * 9
-    (again, calls_again, _, _), hits, misses, _ = result(run(code, str(tmp_path), *OPS))
+    (again, calls_again, _, _), hits, misses, _ = other
     assert (again, calls_again) == (first, calls)
     assert hits >= 6
     assert misses == 0
@@ -108,15 +138,9 @@ def test_two_processes_of_one_program(tmp_path: Path) -> None:
     of the key of XLA's cache; the first process finds again what it wrote there.
     """
     pytest.importorskip("jax_tvm_ffi")
-    code = SETUP + DISTRIBUTED + ON_CPU + CACHED + REPORT
-
-    def both() -> list[Any]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        return [result(p) for p in [run(code, str(tmp_path), *OPS, address, rank) for rank in "01"]]
-
-    (same, _, _, count), (other, *_) = both()
+    turns = [two_of_one_program(str(tmp_path), *OPS) for _ in range(2)]
+    cold, warm = run(tmp_path / "said", SETUP, DISTRIBUTED + ON_CPU + CACHED + REPORT, turns)
+    (same, _, _, count), (other, *_) = cold
     assert count == 2
     assert other == same
     values, calls, names, programs = same
@@ -126,19 +150,21 @@ def test_two_processes_of_one_program(tmp_path: Path) -> None:
     assert len(set(programs)) == 6
     for one, eight in zip(values[::2], values[1::2], strict=True):
         assert eight == pytest.approx(one, rel=1e-5)
-    (first, hits, misses, _), (second, *_) = both()
+    (first, hits, misses, _), (second, *_) = warm
     assert first == second == same
     assert (hits, misses) == (6, 0)
 
 
-COMPILING = """
+WITHOUT_TORCH = """
 import json, sys
 sys.modules["torch"] = None
 import jax, jax.numpy as jnp
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import cute_ops_jax
 from cute_ops.jit import cache
 from jax.experimental import multihost_utils
+"""
+COMPILING = """
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 x, weight = jnp.ones((8, 64)), jnp.ones(64)
 step = jax.jit(jax.grad(lambda x, weight: cute_ops_jax.rmsnorm(x, weight).sum(), (0, 1)))
 traced = step.trace(x, weight)
@@ -150,14 +176,8 @@ print(json.dumps(vars(cache.counters)))
 
 def test_two_processes_compile_once_and_never_when_warm(tmp_path: Path, cache_folder: Path) -> None:
     """Processes lower their programs for a GPU at the same time, with real kernels."""
-
-    def both() -> list[dict[str, int]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        return [result(p) for p in [run(COMPILING, address, rank) for rank in "01"]]
-
-    cold, warm = both(), both()
+    turns = [two_of_one_program() for _ in range(2)]
+    cold, warm = run(tmp_path / "said", WITHOUT_TORCH, COMPILING, turns)
     kernels = sum(rank["compiled"] for rank in cold)
     assert kernels >= 1 and len(list(cache_folder.glob("*.so"))) == kernels
     assert all(rank["compiled"] + rank["disk"] == kernels for rank in cold), cold

@@ -375,6 +375,14 @@ def every_product(cut: str) -> list[Product]:
     return [p for p in PRODUCTS if whole <= {*p.op.parallel, *p.op.contracted, *p.op.inner}]
 
 
+@cache
+def product_on_one_device(name: str) -> tuple[Callable[..., Any], Any]:
+    """The function of a product, and what every program on a mesh gives."""
+    (product,) = (p for p in PRODUCTS if p.name == name)
+    plain = partial(cute_ops_jax.register(product.op), **product.attrs)
+    return plain, jax.jit(gradient(product.op, plain))(*product.arrays((4, 8)))
+
+
 @pytest.mark.feature("sharded jit, automatic and explicit mesh, shard_map: nothing is gathered")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
@@ -387,11 +395,11 @@ def test_products_of_slices(
     sum over devices: of gradients that devices share, or of the product.
     """
     op, arrays = product.op, product.arrays((4, 8))
-    plain = partial(cute_ops_jax.register(op), **product.attrs)
+    plain, expected = product_on_one_device(product.name)
     # A program has no kernel of its own to stand in for.
     programs = op.program or any(step.program for step in op.steps)
     function = plain if programs else partial(request.getfixturevalue("through_ffi")(op), **product.attrs)
-    expected, mesh = jax.jit(gradient(op, plain))(*arrays), mesh_of(kind)
+    mesh = mesh_of(kind)
     specs = [CUTS[cut].get(n, jax.P()) for n in op.inputs]
     with jax.set_mesh(mesh):
         given = placed(mesh, arrays, specs)
@@ -422,15 +430,15 @@ def test_halves_of_packed_weights_are_shared(transposed: bool, kind: AxisType, c
         out = cute_ops_jax.gated_mlp(*given, transposed=transposed, halves=True)
         return jnp.sin(out).sum()
 
-    both = jax.value_and_grad(summed, (0, 1, 2))
+    both = jax.jit(jax.value_and_grad(summed, (0, 1, 2)))
     gate_up = arrays[1].reshape((16, 64) if transposed else (64, 16))
-    assert (
-        summed(*arrays) == jnp.sin(cute_ops_jax.gated_mlp(arrays[0], gate_up, arrays[2], transposed=transposed)).sum()
-    )
+    expected = both(*arrays)
+    unpacked = jax.jit(lambda *given: jnp.sin(cute_ops_jax.gated_mlp(*given, transposed=transposed)).sum())
+    assert expected[0] == unpacked(arrays[0], gate_up, arrays[2])
     with jax.set_mesh(mesh):
         given = placed(mesh, arrays, specs)
-        compiled = jax.jit(both).lower(*given).compile()
-        close(jax.device_get(compiled(*given)), jax.device_get(both(*arrays)))
+        compiled = both.lower(*given).compile()
+        close(jax.device_get(compiled(*given)), jax.device_get(expected))
     assert collectives(compiled.as_text()) == {"all-reduce": 2}  # of the output, and of the gradient of x
 
 
@@ -478,13 +486,14 @@ def test_halves_of_one_product_are_shared(name: str, transposed: bool, kind: Axi
             out = cute_ops_jax.rmsnorm_linear(x, None, weight, bias, **options)
         return jnp.sin(out).sum()
 
-    both = jax.value_and_grad(partial(summed, True), (0, 1))
+    both = jax.jit(jax.value_and_grad(partial(summed, True), (0, 1)))
     packed = weight.reshape((16, 64) if transposed else (64, 16))
-    np.testing.assert_array_equal(summed(True, x, weight, bias), summed(False, x, packed, bias))
+    expected = both(x, weight, bias)
+    np.testing.assert_array_equal(expected[0], jax.jit(partial(summed, False))(x, packed, bias))
     with jax.set_mesh(mesh):
         given = placed(mesh, (x, weight, bias), (jax.P(), spec, jax.P()))
-        compiled = jax.jit(both).lower(*given).compile()
-        close(jax.device_get(compiled(*given)), jax.device_get(both(x, weight, bias)))
+        compiled = both.lower(*given).compile()
+        close(jax.device_get(compiled(*given)), jax.device_get(expected))
     assert set(collectives(compiled.as_text())) == {"all-reduce"}  # of the loss, and of the gradient of x
 
 
