@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,15 @@ def wide(arrays: list[jax.Array]) -> list[Any]:
     return [np.asarray(a, "float32") for a in arrays]
 
 
+@cache
+def reference_of(op: Op) -> Callable[..., Any]:
+    """One function for each op, so that its gradient is compiled once for arrays of one shape."""
+    return lambda *a: op.reference(jnp, *a, **op.attrs)
+
+
 def exact(op: Op, arrays: list[jax.Array]) -> Any:
     """The gradients of the reference by JAX, in float32."""
-    return gradients(lambda *a: op.reference(jnp, *a, **op.attrs), wide(arrays))
+    return gradients(reference_of(op), wide(arrays))
 
 
 def check(found: Any, wanted: Any) -> None:

@@ -76,7 +76,7 @@ jax.distributed.initialize(sys.argv[5], 2, int(sys.argv[6]))
 """
 
 
-# Runs processes in turns, those of one turn at the same time: each a fork of one that has imported what they need, since
+# Runs processes in turns, those of one turn at the same time: forks of one that has imported what they need, since
 # importing takes longer than most of them. JAX starts no threads before it has a backend.
 FORKS = """
 import json, os, sys, warnings

@@ -43,7 +43,7 @@ def test_values_against_float64_and_torch(value_problem: Any, run_stage: Callabl
 
 
 def gradients(function: Callable[..., Any], given: Any, cotangents: Any) -> Any:
-    return jax.jit(lambda given, cotangents: jax.vjp(function, given)[1](cotangents)[0])(given, cotangents)
+    return jax.vjp(function, given)[1](cotangents)[0]
 
 
 def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> None:
@@ -62,10 +62,10 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
     def ours(given: Any) -> Any:
         return function(**given, **fixed, **attrs)
 
-    outputs, named_outputs = jax.jit(lambda given: (ours(given), stage(op)({**given, **fixed}, attrs)))(present)
     rng = np.random.default_rng(3)
-    cotangents = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), outputs)
-    got = gradients(ours, present, cotangents)
+    cotangents = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), jax.eval_shape(ours, present))
+    named = lambda given: stage(op)({**given, **fixed}, attrs)  # noqa: E731
+    got, named_outputs = jax.jit(lambda given, d: (gradients(ours, given, d), named(given)))(present, cotangents)
 
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(a.astype(np.float64)) for n, a in present.items()}
@@ -76,7 +76,7 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
             results = testing.differentiated(op, inputs, op.reference(jnp, *inputs.values(), **attrs), attrs)
             return results if len(results) > 1 else results[0]
 
-        exact = gradients(reference, wide, wide_cotangents)
+        exact = jax.jit(partial(gradients, reference))(wide, wide_cotangents)
 
     named_cotangents = dict(zip((f"d{n}" for n in op.shown), jax.tree.leaves(cotangents), strict=True))
     pool = {**arrays, **{n: np.asarray(a) for n, a in named_outputs.items() if a is not None}, **named_cotangents}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,23 @@ def gradient(product: Product, function: Callable[..., Any]) -> Callable[..., An
     return jax.value_and_grad(loss_of(function), product.differentiable)
 
 
+@cache
+def exact(name: str) -> tuple[list[Any], Any]:
+    """The values of a product's reference, the loss of them and its gradients; in programs, since eagerly each of their
+    primitives would be one.
+    """
+    (product,) = (p for p in PRODUCTS if p.name == name)
+    reference, arrays = jax.jit(partial(product.exact, jnp)), product.arrays()
+    return list(reference(*arrays)), jax.jit(gradient(product, reference))(*arrays)
+
+
 @pytest.mark.feature("jit, eager, gradients where there are any")
 @pytest.mark.parametrize("fused", ["auto", "never"])
 @every_product
 def test_values_and_gradients(product: Product, fused: str, close: Close) -> None:
     function, arrays = partial(function_of(product), fused=fused), product.arrays()
-    exact = jax.jit(partial(product.exact, jnp))  # eagerly, each of its primitives would be a program
-    close(jax.tree.leaves(function(*arrays)), list(exact(*arrays)))
-    expected = jax.jit(gradient(product, exact))(*arrays)
+    values, expected = exact(product.name)
+    close(jax.tree.leaves(function(*arrays)), values)
     for run in (gradient(product, function), jax.jit(gradient(product, function))):
         close(run(*arrays), expected)
 
@@ -54,9 +63,8 @@ def test_of_nothing(product: Product, close: Close) -> None:
         arrays = product.arrays(rows, k)
         exact = jax.jit(partial(product.exact, jnp))(*arrays)
         close(jax.tree.leaves(function_of(product)(*arrays)), list(exact))
-        for place, found in zip(
-            product.differentiable, gradient(product, function_of(product))(*arrays)[1], strict=True
-        ):
+        gradients = jax.jit(gradient(product, function_of(product)))(*arrays)[1]
+        for place, found in zip(product.differentiable, gradients, strict=True):
             assert found.shape == arrays[place].shape and np.isfinite(found).all()
 
 
@@ -88,7 +96,7 @@ def test_vmap_over_rows(product: Product, close: Close) -> None:
 @pytest.mark.feature("vmap of grad")
 @every_product
 def test_gradients_per_example(product: Product, close: Close) -> None:
-    single, run = product.arrays(), gradient(product, function_of(product))
+    single, run = product.arrays(), jax.jit(gradient(product, function_of(product)))
     axes = tuple(0 if t.rows and not t.broadcast else None for t in product.inputs.values())
     given = [np.stack([a, a / 2]) if axis == 0 else a for a, axis in zip(single, axes, strict=True)]
     each = [run(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True))) for i in range(2)]
@@ -115,7 +123,7 @@ def test_loops_and_checkpoints(product: Product, close: Close, again: Callable[.
         return jnp.sum(jnp.sin(step(once, *others)))
 
     wrt = product.differentiable
-    expected = jax.value_and_grad(written, wrt)(*arrays)
+    expected = jax.jit(jax.value_and_grad(written, wrt))(*arrays)
     for run in (scanned, branched):
         close(jax.jit(jax.value_and_grad(run, wrt))(*arrays), expected)
     looped = jax.lax.fori_loop(0, 2, lambda _, carry: step(carry, *arrays[1:]), arrays[0])
