@@ -55,6 +55,13 @@ def _number(name: str, text: str) -> float | None:
     return value
 
 
+def _count(name: str, text: str) -> int | None:
+    """A whole number above zero; None for an empty text."""
+    if text and not (text.isdecimal() and int(text)):
+        raise ValueError(f"the environment variable {name} is {text!r}, it must be a whole number above 0")
+    return int(text) if text else None
+
+
 def _path(name: str, text: str) -> Path | None:
     """A path, ``~`` expanded as a shell would; None for an empty text."""
     try:
@@ -75,12 +82,22 @@ BUNDLE = Variable("CUTE_OPS_BUNDLE", "folders of compiled kernels to load from, 
 CACHE_DIR = Variable("CUTE_OPS_CACHE_DIR", "the folder that compiled kernels and winners are kept in", _path)
 CACHE_MAX_BYTES = Variable("CUTE_OPS_CACHE_MAX_BYTES", "how large that folder may grow; 1 GiB by default", _number)
 COMPILE_TIMEOUT = Variable("CUTE_OPS_COMPILE_TIMEOUT", "seconds that one compile may take; 300 by default", _number)
-COMPILE_WORKERS = Variable("CUTE_OPS_COMPILE_WORKERS", "compiles at the same time; by default one per core", _number)
+COMPILE_WORKERS = Variable("CUTE_OPS_COMPILE_WORKERS", "compiles at the same time; by default one per core", _count)
 RECORD = Variable("CUTE_OPS_RECORD", "a manifest to which every new kind of call is added", _path)
 TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls without a winner; 0 uses the heuristics alone", _switch)
 VARIABLES: tuple[Variable[object], ...] = (
     ARCH, BUNDLE, CACHE_DIR, CACHE_MAX_BYTES, COMPILE_TIMEOUT, COMPILE_WORKERS, RECORD, TUNE,
 )  # fmt: skip
+
+
+def check() -> None:
+    """Refuse values that variables may not have, also where nothing reads them in this process.
+
+    Raises:
+        ValueError: says which, and what they may be.
+    """
+    if problems := wrong():
+        raise ValueError("; ".join(problems))
 
 
 def wrong() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from cute_ops.aot import build
-from cute_ops.errors import suggesting
+from cute_ops.errors import header_of, meant, suggesting, wrong_arguments
 from cute_ops.files import folder_swap, json_schema, ownership
 from cute_ops.jit import target
 from cute_ops.jit.variant import Variant
@@ -60,11 +60,13 @@ def export(
         vjp_order: 1 for a program that can be differentiated.
 
     Raises:
+        TypeError: the function does not take these arguments, or an argument here has another type.
         ValueError: no such platform or architecture; no ``arch`` for ``cuda`` on a machine without a GPU.
         CompileError: a kernel does not compile.
         CacheError: the folder holds something else.
         NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
+    _check_arguments(path, function, vjp_order, args, kwargs)
     where = Path(path)
     folder_swap.check_replaceable(where, _files, WHAT)
     platforms = _platforms(platforms)
@@ -82,6 +84,19 @@ def export(
         _fill(made, platforms, programs, list(variants.values()), chosen)
 
 
+def _check_arguments(path: Any, function: Any, vjp_order: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what JAX would refuse in terms of its own, or take for something else."""
+    fail = "cute_ops_jax.export:"
+    if not isinstance(path, str | Path):
+        raise TypeError(f"{fail} argument `path` must be a folder's path, got {type(path).__name__}.")
+    header = header_of(function, f"{fail} argument `function`")
+    if problem := wrong_arguments(header, args, kwargs):
+        near = next(filter(None, (meant(name, ("platforms", "arch", "vjp_order")) for name in kwargs)), "")
+        raise TypeError(f"{fail} {getattr(function, '__name__', 'the function')}: {problem.rstrip('.')}{near}.")
+    if type(vjp_order) is not int or vjp_order < 0:
+        raise TypeError(f"{fail} argument `vjp_order` must be 0, or 1 for a gradient, got {vjp_order!r}.")
+
+
 def _files(where: Path) -> set[str]:
     """The files of an exported program, by its record."""
     record = json_schema.parse((where / "program.json").read_bytes(), RECORD)
@@ -94,7 +109,7 @@ def _files(where: Path) -> set[str]:
 
 
 def _platforms(given: str | Sequence[str]) -> list[str]:
-    platforms = [given] if isinstance(given, str) else list(given)
+    platforms = [given] if isinstance(given, str) else list(given or ())
     for one in platforms:
         if one not in PLATFORMS:
             raise ValueError(f"cute_ops_jax.export: unknown platform {one!r}; known: {', '.join(PLATFORMS)}")

@@ -38,6 +38,8 @@ def load(path: str | Path) -> Callable[..., Any]:
             one, or the program calls what no exported one does.
         RuntimeError: jax-tvm-ffi is missing or does not fit.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"cute_ops_jax.load: argument `path` must be a folder's path, got {type(path).__name__}.")
     where = Path(path)
     try:
         return ownership.read_one_state(where, lambda folder: _loaded(where, folder))

@@ -28,6 +28,7 @@ FRAMEWORKS = ("torch", "jax")
 # The program's module, by the name under which a worker can import it.
 _PROGRAM = importable("__main__:").partition(":")[0]
 IDLE_SECONDS = 60.0
+env.check()  # when an adapter is imported, not at the first kernel
 TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
 _ERROR_TAIL = 4000
 
@@ -48,7 +49,7 @@ class Pool:
     @property
     def size(self) -> int:
         """``CUTE_OPS_COMPILE_WORKERS``, or the cores this process may use."""
-        return self._size or max(int(env.COMPILE_WORKERS.read() or len(os.sched_getaffinity(0))), 1)
+        return self._size or env.COMPILE_WORKERS.read() or len(os.sched_getaffinity(0))
 
     def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
         """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a process.

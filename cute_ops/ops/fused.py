@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
-from cute_ops.errors import suggesting
+from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import Source, differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.groups import sizes
@@ -76,6 +76,10 @@ def fused(
         TraceError: the function does what an expression cannot say.
         ValueError: it does something that cannot be fused yet, or the declaration is wrong.
     """
+    header_of(function, "cute_ops.fused: argument `function`")
+    if not isinstance(operands, Mapping):
+        came = type(operands).__name__  # type: ignore[unreachable]
+        raise TypeError(f"cute_ops.fused: argument `operands` must be shapes by name, {{'x': '*m n'}}, got {came}.")
     made = _Fused(name or function.__name__, function, operands, outputs, attrs, cases, no_gradient)
     gradient = Op(
         f"{made.name}_bwd", inputs=made.grad_inputs, outputs=made.written_gradients,

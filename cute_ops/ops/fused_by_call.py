@@ -25,7 +25,7 @@ from functools import partial, update_wrapper
 from numbers import Real
 from typing import Any, NoReturn
 
-from cute_ops.errors import meant, unknown_argument
+from cute_ops.errors import header_of, meant, unknown_argument
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
@@ -109,7 +109,7 @@ class ByCall:
         called = str(getattr(function, "__name__", type(function).__name__))
         self.function = function
         self.name = re.sub(r"\W+", "_", name or called, flags=re.ASCII).strip("_") or "function"
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        parameters = list(header_of(function, "cute_ops.fused: argument `function`").parameters.values())[1:]
         own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         if not own or any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise TypeError(

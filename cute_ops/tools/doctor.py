@@ -55,6 +55,11 @@ def _variables() -> Iterator[Finding]:
             yield Finding("note", f"{name} is no variable of cute_ops{meant(name, known)}")
     for problem in env.wrong():
         yield Finding("bad", problem)
+    try:
+        for name in filter(None, [env.ARCH.read()]):
+            target.parse(name)
+    except ValueError as error:
+        yield Finding("bad", f"{env.ARCH.name}: {error}", f"unset {env.ARCH.name}, or name one of these")
 
 
 def _versions() -> Iterator[Finding]:

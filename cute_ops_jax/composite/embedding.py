@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from cute_ops.composite import embedding as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
+from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
 
 
-@suggesting
+@checked
 @partial(jax.jit, static_argnames=("padding_idx",), inline=True)
 @continued(declared.DOC)
 def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Array:

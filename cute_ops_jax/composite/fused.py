@@ -13,6 +13,7 @@ from cute_ops.composite.docstrings import continued
 from cute_ops.ops import fused_by_call
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.fused_by_call import ByCall
+from cute_ops_jax.primitive.arrays import unwrapped
 from cute_ops_jax.primitive.function import register
 
 Function = Callable[..., Any]
@@ -45,6 +46,7 @@ def _by_call(by_call: ByCall) -> Function:
 
     def function(*args: Operand, **kwargs: Any) -> Any:
         operands, attrs = by_call.bind(args, kwargs)
+        operands = [unwrapped(a) for a in operands]
         op, fits = by_call.choose(operands, attrs, ARRAYS)
         given = [_fitted(a, how) for a, how in zip(operands, fits, strict=True) if a is not None and how is not None]
         return register(op)(*given)

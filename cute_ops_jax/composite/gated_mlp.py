@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
+from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
 
 
-@suggesting
+@checked
 @continued(declared.DOC)
 def gated_mlp(
     x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, fused: str = "auto", save: str = "pre",

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
@@ -18,13 +17,13 @@ from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
-from cute_ops_jax.primitive.arrays import spec
+from cute_ops_jax.primitive.arrays import checked, spec
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
 
 
-@suggesting
+@checked
 @continued(by_call.DOC)
 def linear(
     x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, fused: str = "auto",
@@ -61,7 +60,7 @@ def call_with_epilogue(
     return register(op), [_fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
 
 
-@suggesting
+@checked
 @continued(by_call.GATED_DOC)
 def gated_linear(
     x: Array, weight: Array, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,

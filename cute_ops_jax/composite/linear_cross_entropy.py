@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from cute_ops.composite import linear_cross_entropy as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
+from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import of_slices, register
 
 Array = jax.Array
@@ -18,7 +18,7 @@ Axis = str | tuple[str, ...]
 STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"
 
 
-@suggesting
+@checked
 @partial(jax.jit, static_argnames=STATIC, inline=True)
 @continued(declared.DOC)
 def linear_cross_entropy(
@@ -51,7 +51,7 @@ def linear_cross_entropy(
     return _loss(register, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
 
 
-@suggesting
+@checked
 @partial(jax.jit, static_argnames=("axis_name", *STATIC), inline=True)
 def vocab_parallel_linear_cross_entropy(
     hidden: Array,

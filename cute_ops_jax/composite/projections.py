@@ -13,15 +13,15 @@ from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
 from cute_ops_jax.composite.linear import call_with_epilogue
+from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
 
 
-@suggesting
+@checked
 @continued(add_rmsnorm.DOC)
 def linear_add_rmsnorm(
     x: Array, weight: Array, residual: Array, norm_weight: Array, eps: float = 1e-6, *, fused: str = "auto",
@@ -33,7 +33,7 @@ def linear_add_rmsnorm(
     return out
 
 
-@suggesting
+@checked
 @continued(norm_before.DOC)
 def rmsnorm_linear(
     x: Array, norm_weight: Array | None, weight: Array, *operands: Array | None, eps: float = 1e-6,
@@ -47,7 +47,7 @@ def rmsnorm_linear(
     return function(x, weight, *given, norm_weight, eps, fused)
 
 
-@suggesting
+@checked
 @continued(rotation.DOC)
 def qkv_rope(
     x: Array, weight: Array, cos: Array, sin: Array, heads: int, *, fused: str = "auto", transposed: bool = False

@@ -7,15 +7,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from cute_ops.errors import suggesting
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
+from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import of_slices
 
 Array = jax.Array
 Axis = str | tuple[str, ...]
 
 
-@suggesting
+@checked
 @partial(
     jax.jit,
     static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction", "inplace_backward"),

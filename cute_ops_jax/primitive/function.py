@@ -9,19 +9,15 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cute_ops import lists
 from cute_ops.errors import message, wrong_arguments
 from cute_ops.op import Op, check_declaration
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
-from cute_ops_jax.primitive.arrays import in_order
+from cute_ops_jax.primitive.arrays import in_order, wrong_array
 from cute_ops_jax.primitive.primitive import one_for_each, stage
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
-
-# What JAX makes arrays of, and what has errors of its own.
-_KNOWN = (jax.Array, np.generic, int, float, complex, list, tuple, jax.ShapeDtypeStruct)
 
 
 @one_for_each
@@ -53,7 +49,7 @@ def register(op: Op) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
             return traced(*args, **kwargs)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, NotImplementedError):
             _check_arguments(op, header, args, kwargs)  # what jit refuses, it refuses without the op's name
             raise
 
@@ -141,8 +137,8 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
         fail(problem)
     given = header.bind(*args, **kwargs).arguments
     for name in op.inputs:
-        if came := _no_array(given.get(name)):
-            fail(f"argument `{name}` must be one array, got {came}.")
+        if problem := wrong_array(given.get(name)):
+            fail(f"argument `{name}` must be {problem}.")
     for name, default in {**op.keywords, **op.options}.items():
         value, kind = given.get(name, default), type(default).__name__
         if isinstance(value, jax.Array):  # or a tracer
@@ -153,16 +149,6 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
             fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}.")
         if not isinstance(value, Hashable):
             fail(f"attribute `{name}` must be {kind}, got {value!r}.")
-
-
-def _no_array(value: Any) -> str:
-    """What a value is that JAX makes no array of, or another one than it seems; empty for others."""
-    if isinstance(value, np.ndarray):
-        plain = value.dtype.isnative and value.dtype.fields is None and value.dtype.kind not in "OSU"
-        return "" if plain else f"a NumPy array of dtype {value.dtype}"
-    if value is None or isinstance(value, _KNOWN):
-        return ""
-    return "" if hasattr(value, "__jax_array__") else type(value).__name__
 
 
 def signature(op: Op) -> inspect.Signature:

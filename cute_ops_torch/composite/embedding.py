@@ -6,14 +6,14 @@ import torch
 
 from cute_ops.composite import embedding as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
+from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
 _embedding = define(declared.embedding).function
 
 
-@suggesting
+@checked
 @continued(declared.DOC)
 def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of a table: ``out = weight[index]``.

@@ -6,16 +6,16 @@ import torch
 
 from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import traced
+from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
 _traced = traced(declared.gated_mlp)
 
 
-@suggesting
+@checked
 @continued(declared.DOC)
 def gated_mlp(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, fused: str = "auto",

@@ -10,7 +10,6 @@ import torch
 
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
@@ -20,7 +19,7 @@ from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import number, traced
-from cute_ops_torch.library.tensors import array
+from cute_ops_torch.library.tensors import array, checked
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
@@ -28,7 +27,7 @@ _product = define(product).function
 _PLAIN = by_call.weight_shape(False, False)
 
 
-@suggesting
+@checked
 @continued(by_call.DOC)
 def linear(
     x: Tensor, weight: Tensor, *operands: Tensor | None, epilogue: Epilogue | None = None, fused: str = "auto",
@@ -105,7 +104,7 @@ def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: t
     return function, as_given and APART not in options[0], fits
 
 
-@suggesting
+@checked
 @continued(by_call.GATED_DOC)
 def gated_linear(
     x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,

@@ -6,7 +6,7 @@ import torch
 
 from cute_ops.composite import linear_cross_entropy as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
+from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
@@ -19,7 +19,7 @@ _library.define(
 )
 
 
-@suggesting
+@checked
 @continued(declared.DOC)
 def linear_cross_entropy(
     hidden: Tensor,

@@ -14,12 +14,12 @@ from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
-from cute_ops.errors import suggesting
 from cute_ops.op import Op
 from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import traced
 from cute_ops_torch.composite.linear import call_with_epilogue
+from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ MADE_BY: dict[str, Callable[[], Op]] = {
 }
 
 
-@suggesting
+@checked
 @continued(add_rmsnorm.DOC)
 def linear_add_rmsnorm(
     x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float = 1e-6, *, fused: str = "auto",
@@ -50,7 +50,7 @@ def linear_add_rmsnorm(
     return out
 
 
-@suggesting
+@checked
 @continued(norm_before.DOC)
 def rmsnorm_linear(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, *operands: Tensor | None, eps: float = 1e-6,
@@ -64,7 +64,7 @@ def rmsnorm_linear(
     return function(x, weight, *given, norm_weight, eps, fused)
 
 
-@suggesting
+@checked
 @continued(rotation.DOC)
 def qkv_rope(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *, fused: str = "auto", transposed: bool = False

@@ -31,7 +31,7 @@ def make({values}):
         else:
             try:
                 _known = _get({first}.shape) if type({first}) in _exact else None
-            except TypeError:  # a symbolic shape has no hash
+            except (TypeError, RuntimeError):  # a symbolic shape has no hash, a nested tensor no shape
                 _known = None
             _out = None if _known is None else _known({arguments})
             if _out is None:

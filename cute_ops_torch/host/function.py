@@ -23,6 +23,7 @@ from cute_ops_torch.host.lists import ListCalls
 from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
+from cute_ops_torch.library.tensors import wrong_tensor
 
 Call = Callable[..., Any]
 # The default of a required argument. Python would refuse a call without it before it says which name was misspelt.
@@ -59,13 +60,18 @@ def make_function(
                 raise TypeError(message(op, f"argument `{name}` is required, but None was given."))
             if value is _MISSING:
                 raise TypeError(message(op, f"argument `{name}` is required, but was not given."))
-            if came := _no_dense_tensor(value):
-                raise TypeError(message(op, f"argument `{name}` must be one dense tensor, got {came}."))
+            several = declared.many and isinstance(value, list | tuple)
+            if problem := next(filter(None, map(wrong_tensor, value if several else [value])), ""):
+                raise TypeError(message(op, f"argument `{name}` must be {problem}."))
         tensors = zip(op.inputs.values(), args, strict=False)
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             if isinstance(fast_path, ListCalls):
                 fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
-            return overload(*args)
+            try:
+                return overload(*args)
+            except RuntimeError:
+                _check_attributes(op, args[len(op.inputs) :])
+                raise
         return fast_path.specialize(*args)
 
     values: dict[str, Any] = {
@@ -103,14 +109,13 @@ def make_function(
     return function  # type: ignore[no-any-return]
 
 
-def _no_dense_tensor(value: Any) -> str:
-    """What a value is whose elements no kernel finds by strides; empty for dense tensors, their lists and None."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return f"a tensor of layout {value.layout}"
-        return "a quantized tensor" if value.is_quantized else ""
-    known = value is None or isinstance(value, list | tuple) or hasattr(value, "__torch_function__")  # fx's proxies
-    return "" if known else type(value).__name__
+def _check_attributes(op: Op, values: Iterable[Any]) -> None:
+    """Raise TypeError for attributes of other types than declared, which torch's schema has refused."""
+    for (name, default), value in zip(op.keywords.items(), values, strict=False):
+        if not isinstance(value, (float, int, torch.Tensor) if isinstance(default, float) else type(default)):
+            raise TypeError(
+                message(op, f"attribute `{name}` must be {type(default).__name__}, got {value!r}.")
+            ) from None
 
 
 def _refuse(op: Op, others: Iterable[str]) -> NoReturn:

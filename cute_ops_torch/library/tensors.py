@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from cute_ops.binding import Binding, bind
-from cute_ops.errors import message
+from cute_ops.errors import message, suggesting
 from cute_ops.jit.layout import Memory, check_memory, contiguous_place, has_contiguous
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
@@ -18,6 +18,30 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZ
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 Tensors = Sequence[torch.Tensor | None]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: misspelt arguments of a function are named, and those that are no dense tensors."""
+    return suggesting(function, wrong_tensor)
+
+
+def wrong_tensor(value: Any) -> str:
+    """What is wrong with a value that is to be a tensor, ``one dense tensor, got ndarray``; empty for a tensor whose
+    elements a kernel finds by strides, and for None.
+    """
+    came = _no_dense_tensor(value)
+    return came and f"one dense tensor, got {came}"
+
+
+def _no_dense_tensor(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return f"a tensor of layout {value.layout}"
+        return "a nested tensor" if value.is_nested else "a quantized tensor" if value.is_quantized else ""
+    known = value is None or hasattr(value, "__torch_function__")  # fx's proxies
+    return "" if known else type(value).__name__
 
 
 def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:

@@ -169,7 +169,9 @@ def test_doctor_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_looks_at_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_OPS_CACHEDIR", "/tmp")
     monkeypatch.setenv("CUTE_OPS_TUNE", "yes")
-    texts = [finding.text for finding in doctor._variables()]
+    monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90")
+    *texts, arch = [finding.text for finding in doctor._variables()]
+    assert arch.startswith("CUTE_OPS_ARCH: unknown architecture 'sm_90' (did you mean sm_90a?); known: sm_80")
     assert "CUTE_OPS_CACHEDIR is no variable of cute_ops (did you mean CUTE_OPS_CACHE_DIR?)" in texts
     assert texts[-1] == "the environment variable CUTE_OPS_TUNE is 'yes', it must be 0 or 1"
 

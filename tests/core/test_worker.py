@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CompileError, processes
+from cute_ops import CompileError, env, processes
 from cute_ops.jit import compile_pool as workers
 from cute_ops.jit import source_digest
 from cute_ops.jit.compile_pool import Pool
@@ -90,10 +90,12 @@ def test_numbers_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
     for text, size in (("3", 3), ("", len(os.sched_getaffinity(0)))):
         monkeypatch.setenv("CUTE_OPS_COMPILE_WORKERS", text)
         assert Pool().size == size
-    for text in ("many", "0", "-2", "nan", "inf"):
+    for text in ("many", "0", "-2", "nan", "inf", "1.5"):
         monkeypatch.setenv("CUTE_OPS_COMPILE_WORKERS", text)
-        with pytest.raises(ValueError, match=f"CUTE_OPS_COMPILE_WORKERS is '{text}', it must be a number above 0"):
-            _ = Pool().size
+        problem = f"CUTE_OPS_COMPILE_WORKERS is '{text}', it must be a whole number above 0"
+        for read in (lambda: Pool().size, env.check):  # the second when an adapter is imported
+            with pytest.raises(ValueError, match=problem):
+                read()
 
 
 @pytest.mark.fault("the compiler hangs", "it is killed after CUTE_OPS_COMPILE_TIMEOUT; an error says so", "nothing")

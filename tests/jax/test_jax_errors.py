@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
+from jax.experimental.sparse import BCOO
 
 import cute_ops_jax
 from cute_ops import Op, testing
@@ -19,6 +20,7 @@ from cute_ops_jax import equinox, nnx
 from cute_ops_jax.primitive import ffi
 
 X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
+KEYS = jax.random.split(jax.random.key(0), 3)
 
 WRONG_N = """\
 cute.rmsnorm: argument `weight` has n=32, but n=64.
@@ -144,6 +146,62 @@ def test_near_misses_are_suggested_everywhere(name: str) -> None:
             "cute.rmsnorm: argument `x` must be one array, got a NumPy array of dtype >f4.",
         ),
         (
+            with_bad("rmsnorm", KEYS),
+            "cute.rmsnorm: argument `x` must be one array, got PRNG keys, key<fry>[3].",
+        ),
+        (
+            jax.jit(with_bad("rmsnorm", X, KEYS)),
+            "cute.rmsnorm: argument `weight` must be one array, got PRNG keys, key<fry>[3].",
+        ),
+        (
+            with_bad("rmsnorm", BCOO.fromdense(X[0])),
+            "cute.rmsnorm: argument `x` must be one array, got BCOO.",
+        ),
+        (
+            with_bad("rmsnorm", np.zeros(3, "datetime64[D]")),
+            "cute.rmsnorm: argument `x` must be one array, got a NumPy array of dtype datetime64[D].",
+        ),
+        (
+            with_bad("rmsnorm", np.ma.masked_array(X)),
+            "cute.rmsnorm: argument `x` must be one array, got a masked NumPy array.",
+        ),
+        (
+            with_bad("rmsnorm", jax.ShapeDtypeStruct(X.shape, X.dtype)),
+            "cute.rmsnorm: argument `x` must be one array, got ShapeDtypeStruct.",
+        ),
+        (
+            jax.jit(lambda: cute_ops_jax.rmsnorm(jax.new_ref(X))),
+            "cute.rmsnorm: argument `x` must be one array, got a mutable reference: read it, ref[...].",
+        ),
+        (with_bad("linear", X, None), "cute.linear: argument `weight` is required, but None was given."),
+        (with_bad("linear", X, BCOO.fromdense(X[0])), "cute.linear: argument `weight` must be one array, got BCOO."),
+        (
+            with_bad("linear", X, X[0], KEYS, epilogue="add"),
+            "cute.linear: argument `operands[0]` must be one array, got PRNG keys, key<fry>[3].",
+        ),
+        (
+            with_bad("linear_cross_entropy", X[0], X[0], KEYS),
+            "cute.linear_cross_entropy: argument `target` must be one array, got PRNG keys, key<fry>[3].",
+        ),
+        (
+            with_bad("gated_mlp", X, X[0].astype(object), X[0]),
+            "cute.gated_mlp: argument `w_gate_up` must be one array, got a NumPy array of dtype object.",
+        ),
+        (
+            with_bad("export", "program", lambda x: x, X, platform="cpu"),
+            "cute_ops_jax.export: <lambda>: unknown argument `platform`; it takes `x` (did you mean platforms?).",
+        ),
+        (
+            with_bad("export", "program", lambda x: x, X, vjp_order=True),
+            "cute_ops_jax.export: argument `vjp_order` must be 0, or 1 for a gradient, got True.",
+        ),
+        (with_bad("export", "program", 3), "cute_ops_jax.export: argument `function` must be a function, got int."),
+        (
+            with_bad("export", lambda x: x, "program", X),
+            "cute_ops_jax.export: argument `path` must be a folder's path, got function.",
+        ),
+        (with_bad("load", None), "cute_ops_jax.load: argument `path` must be a folder's path, got NoneType."),
+        (
             with_bad("rmsnorm", X, memoryview(b"x")),
             "cute.rmsnorm: argument `weight` must be one array, got memoryview.",
         ),
@@ -179,6 +237,12 @@ def test_wrong_arguments(call: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
         call()
     assert str(caught.value).startswith(text)
+
+
+def test_variables_of_flax_are_arrays() -> None:
+    weight, add = flax_nnx.Param(jnp.full(64, 2.0)), cute_ops_jax.fused(lambda xp, x, y: x + y)
+    np.testing.assert_array_equal(cute_ops_jax.rmsnorm(X, weight), cute_ops_jax.rmsnorm(X, 2 * W))
+    np.testing.assert_array_equal(add(X, weight), X + 2)
 
 
 def test_options_that_no_epilogue_reads() -> None:

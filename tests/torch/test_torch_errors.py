@@ -172,6 +172,45 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: cute_ops_torch.rmsnorm(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)), TypeError,
         "cute.rmsnorm: argument `x` must be one dense tensor, got a tensor of layout torch.jagged.",
     ),
+    "nested strided": (
+        lambda: cute_ops_torch.rmsnorm(torch.nested.nested_tensor([x[0], x[1]])), TypeError,
+        "cute.rmsnorm: argument `x` must be one dense tensor, got a nested tensor.",
+    ),
+    "list": (
+        lambda: cute_ops_torch.rmsnorm([1.0, 2.0]), TypeError,
+        "cute.rmsnorm: argument `x` must be one dense tensor, got list.",
+    ),
+    "list of classes": (
+        lambda: cute_ops_torch.linear_cross_entropy(x[0], x[0], [1, 2, 3]), TypeError,
+        "cute.linear_cross_entropy: argument `target` must be one dense tensor, got list.",
+    ),
+    "module": (
+        lambda: cute_ops_torch.linear(x, torch.nn.Linear(64, 64)), TypeError,
+        "cute.linear: argument `weight` must be one dense tensor, got Linear.",
+    ),
+    "no weight": (
+        lambda: cute_ops_torch.gated_mlp(x, None, None), TypeError,
+        "cute.gated_mlp: argument `w_gate_up` is required, but None was given.",
+    ),
+    "operand": (
+        lambda: cute_ops_torch.linear(x, x[0], x.numpy(), epilogue="add"), TypeError,
+        "cute.linear: argument `operands[0]` must be one dense tensor, got ndarray.",
+    ),
+    "attribute": (
+        lambda: cute_ops_torch.rmsnorm(x, eps="1e-6"), TypeError, "cute.rmsnorm: attribute `eps` must be float, got '1e-6'.",
+    ),
+    "built in": (
+        lambda: cute_ops_torch.fused(torch.nn.functional.gelu), TypeError,
+        "cute_ops.fused: argument `function` must be a function written in Python, got the built-in gelu.",
+    ),
+    "built-in epilogue": (
+        lambda: cute_ops_torch.linear(x, x[0], epilogue=max), TypeError,
+        "cute.linear: argument `epilogue` must be a function written in Python, got the built-in max.",
+    ),
+    "shapes": (
+        lambda: cute_ops_torch.fused(operands="*m n")(lambda xp, x: x), TypeError,
+        "cute_ops.fused: argument `operands` must be shapes by name, {'x': '*m n'}, got str.",
+    ),
     "numpy": (
         lambda: cute_ops_torch.linear_cross_entropy(x[0].numpy(), x[0], TARGET), TypeError,
         "cute.linear_cross_entropy: argument `hidden` must be one dense tensor, got ndarray.",

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
-from cute_ops.errors import meant, message
+from cute_ops.errors import header_of, meant, message
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
@@ -341,6 +341,7 @@ def _meant(epilogue: Any, caller: str) -> Epilogue:
         if not callable(epilogue):
             came = type(epilogue).__name__
             raise TypeError(f"cute.{caller}: argument `epilogue` must be a function, or a text, got {came}.")
+        header_of(epilogue, f"cute.{caller}: argument `epilogue`")
         function: Epilogue = epilogue
         return function
     if epilogue.isidentifier() and epilogue not in EPILOGUES:
