@@ -197,7 +197,8 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "cute.linear: argument `operands[0]` must be one dense tensor, got ndarray.",
     ),
     "attribute": (
-        lambda: cute_ops_torch.rmsnorm(x, eps="1e-6"), TypeError, "cute.rmsnorm: attribute `eps` must be float, got '1e-6'.",
+        lambda: cute_ops_torch.rmsnorm(x, eps="1e-6"), TypeError,
+        "cute.rmsnorm: attribute `eps` must be float, got '1e-6'.",
     ),
     "built in": (
         lambda: cute_ops_torch.fused(torch.nn.functional.gelu), TypeError,
