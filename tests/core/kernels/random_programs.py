@@ -123,15 +123,17 @@ class Drawn(NamedTuple):
     def calls(self, arrays: dict[str, np.ndarray] | None = None, seed: int = 0) -> list[tuple[Op, dict[str, Any]]]:
         """The op's; its gradient's, for each output with no other cotangent than its own; that with all of them."""
         arrays = arrays or self.arrays
-        rng, outputs = np.random.default_rng(seed), testing.run_reference(self.op, arrays, {})
+        rng = np.random.default_rng(seed)
+        outputs = dict(zip(self.op.outputs, testing.run_reference(self.op, arrays, {}), strict=True))
         given = {
             f"d{name}": testing.as_dtype(rng.standard_normal(out.shape, np.float32), self.dtype)
-            for name, out in zip(self.op.outputs, outputs, strict=True)
+            for name, out in outputs.items()
         }
         found = [(self.op, arrays)]
         for only in (*given, None):
-            both = arrays | {name: c if only in (name, None) else np.zeros_like(c) for name, c in given.items()}
-            found.append((self.op.grad, {name: both[name] for name in self.op.grad.inputs}))
+            every = {name: c if only in (name, None) else np.zeros_like(c) for name, c in given.items()}
+            every |= arrays | outputs
+            found.append((self.op.grad, {name: every[name] for name in self.op.grad.inputs}))
         return found
 
     def more(self, call: int) -> Iterator[dict[str, Any]]:
