@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,21 @@ def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "SMALL", replace(train.SMALL, layers=1))
 
 
-@pytest.mark.usefixtures("one_layer")
+@pytest.fixture
+def only_ours_in_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own ops are traced and differentiated as a compiler does, but Inductor builds no kernels of them."""
+    make, compile = train.MODES["torch.compile"], torch.compile
+
+    def make_step(config: Any, ops: str, **kwargs: Any) -> Callable[[np.ndarray], float]:
+        with monkeypatch.context() as patch:
+            if ops == "own":
+                patch.setattr(torch, "compile", partial(compile, backend="aot_eager"))
+            return make(config, ops, **kwargs)
+
+    monkeypatch.setitem(train.MODES, "torch.compile", make_step)
+
+
+@pytest.mark.usefixtures("one_layer", "only_ours_in_inductor")
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--steps", "4", "--speed-steps", "0", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
