@@ -68,8 +68,8 @@ EVEN_SPAN, UNEVEN_SPAN = 512, 1024
 REGISTER_SM_THREADS, REGISTER_SM_THREADS_WIDE = 1536, 1024
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
-# What persistent CTAs of a forward may take of an SM, threads and bytes, and what the bytes leave for sums.
-FORWARD_SM_THREADS, FORWARD_SM_BYTES, FORWARD_RESERVED = 512, 160_000, 4096
+# Threads of an SM that persistent CTAs of a forward take, and bytes that a CTA needs beside its rows, for sums.
+FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
 
 def forward(problem: Problem, centred: bool = False) -> NormConfig:
@@ -147,7 +147,7 @@ def _in_registers(
     both = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual") if name in problem.dtypes]
     narrow_sum = len(both) == 2 and max(both) == 2
     sm_threads = REGISTER_SM_THREADS_WIDE if narrow_sum or centred or small_ctas else REGISTER_SM_THREADS
-    resident = 1 if row.max_cluster == 1 else 2 if cluster == 1 else max(1, sm_threads // threads)
+    resident = 1 if row.max_cluster == 1 else 2 if cluster == 1 else sm_threads // threads
     # The weight loads before the row's sum is known where registers have room for it: at most 16 bytes beside each
     # vector of one input, or of two 16-bit inputs if CTAs fill an SM to sm_threads. Masks take that room from two
     # inputs, and from float16, which is widened in pairs.
@@ -175,10 +175,10 @@ def _in_smem(
 def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int, threads: int) -> NormConfig:
     """Unaligned rows, whose weight and bias stay in registers from row to row."""
     share = threads_for(-(-(row.vectors + row.align_vectors) // cluster), per_thread, threads)
-    rows = max(threads // share, 1)
+    rows = threads // share
     slot = rows * share * per_thread * VECTOR_BYTES
     stages = 2 if cluster == 1 or 3 * slot + FORWARD_RESERVED > row.ring_bytes else 3
-    resident = max(1, min(FORWARD_SM_THREADS // threads, FORWARD_SM_BYTES // (stages * slot)))
+    resident = max(1, FORWARD_SM_THREADS // threads)
     # Rows start at the same offset in a cache line again every `period` rows. A thread keeps its columns as long as
     # offsets do not change: the number of CTAs is a multiple of the period, and clusters take rows sorted by offset.
     period = WIDEST_VECTOR * row.align_vectors
@@ -221,8 +221,9 @@ CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 800)), (math.
 # The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
 # for others.
 MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
-# Balanced CTAs: vectors of a thread at most, and warps that have registers for two sums of each of their columns.
-BALANCED_VECTORS, BALANCED_WARPS = 5, 12
+# Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
+# give the busiest of an SM's schedulers fewer vectors.
+BALANCED_THREADS = 12 * WARP
 SCHEDULERS = 4  # of an SM
 
 
@@ -255,11 +256,11 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     cluster = _backward_cluster(row, row.vectors + (0 if row.aligned else align), sums)
     span = -(-(row.vectors + (0 if row.aligned else align)) // cluster)
     per_thread, sm_threads = _vectors_of_a_thread(row, span, cluster, sums, centred)
-    share = threads_for(span, per_thread, 512 if per_thread > 1 else 1024)
+    share = threads_for(span, per_thread, 512)
     balanced = cluster > 2 and sums == 2 and not row.aligned
     if balanced:
         # Rows start on half a line: with half as many offsets, column sums are begun and stored half as often.
-        share, align = _balanced_threads(span), min(align, LINE_VECTORS // 2)
+        share, align = BALANCED_THREADS, min(align, LINE_VECTORS // 2)
     threads = share if cluster > 1 else max(256, share) if sums == 1 else max(256 // share, 1) * share
     sm_threads = sm_threads * 2 // (1 + sums)
     slot = -(-row_bytes // cluster) * (threads // share) + 64 * VECTOR_BYTES
@@ -267,7 +268,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
         slot = share * -(-(span + WARP - 1) // share) * -(-row_bytes // row.vectors)
     if span > max(4, per_thread) * share or 2 * slot > row.ring_bytes:
         return None
-    deeper = cluster > 1 and (row.vectors > CTA_VECTORS or (cluster == 2 and span <= 256))
+    deeper = cluster > 1 and (row.vectors > CTA_VECTORS or span <= 256)
     half = CTA_VECTORS // 2
     if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and half < span <= CTA_VECTORS:
         deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
@@ -311,19 +312,6 @@ def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, ce
         # Four or five, whichever gives the busiest of an SM's schedulers fewer vectors.
         per_thread = min((4, 5), key=lambda k: -(-threads_for(span, k, 512) // (SCHEDULERS * WARP)) * k)
     return per_thread, threads
-
-
-def _balanced_threads(span: int) -> int:
-    """Threads of a balanced CTA that holds so many vectors: as many whole warps, up to BALANCED_WARPS, as give the
-    busiest of an SM's schedulers the fewest vectors.
-    """
-    together = -(-span // WARP)  # vectors of one lane of all warps
-
-    def busiest(warps: int) -> int:
-        return sum(together // warps + (w < together % warps) for w in range(0, warps, SCHEDULERS))
-
-    least = min(-(-together // BALANCED_VECTORS), BALANCED_WARPS)
-    return WARP * min(range(BALANCED_WARPS, least - 1, -1), key=busiest)
 
 
 def _few_rows(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:

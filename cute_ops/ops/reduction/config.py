@@ -45,7 +45,7 @@ REDUCED_SMEM_ROW = 16_384
 # CTAs per SM that read rows twice, by whether rows are aligned: more CTAs, with fewer registers, keep more loads in
 # flight.
 TWO_PASS_CTAS = {True: 7, False: 4}
-# Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of at least SHORT_SMEM_THREADS holds a row;
+# Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
 # an SM has SHORT_SMEM_SM_THREADS, by whether rows are aligned.
 SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 2048, False: 1024}
 # Longer rows take up to FULL_CLUSTER CTAs of FULL_SPAN, by whether rows are aligned. Unaligned rows need masks, which
@@ -81,8 +81,7 @@ def reduced(problem: Problem) -> ReduceConfig:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
     if row.vectors <= WARP:
-        share = row_threads(row)
-        return ReduceConfig("one_pass", max(256, share), share, align_vectors=row.align_vectors)
+        return ReduceConfig("one_pass", 256, row_threads(row), align_vectors=row.align_vectors)
     found = _full_smem(row) if row.vectors <= REDUCED_SMEM_ROW else None
     if found:
         return found
@@ -98,7 +97,7 @@ def _full_smem(row: RowProblem) -> ReduceConfig | None:
     room = row.ring_bytes - RESERVED_BYTES
     if row.vectors <= SHORT_SMEM_ROW:
         share = threads_for(row.vectors, 4)
-        threads = max(share, SHORT_SMEM_THREADS)
+        threads = SHORT_SMEM_THREADS
         slot = threads * -(-row.touched // share) * VECTOR_BYTES + OWN_BYTES
         resident = min(room // slot, SHORT_SMEM_SM_THREADS[row.aligned] // SHORT_SMEM_THREADS)
         return ReduceConfig("smem", threads, share, resident=max(1, resident), align_vectors=row.align_vectors)
@@ -106,9 +105,9 @@ def _full_smem(row: RowProblem) -> ReduceConfig | None:
     span = -(-row.touched // cluster)
     threads = threads_for(span, SMEM_PER_THREAD, SMEM_THREADS)
     slot = threads * SMEM_PER_THREAD * VECTOR_BYTES + OWN_BYTES
-    if span > SMEM_PER_THREAD * threads or slot > room:
+    if span > SMEM_PER_THREAD * threads:
         return None
-    resident = max(1, min(room // slot, SMEM_SM_THREADS_FULL // threads))
+    resident = min(room // slot, SMEM_SM_THREADS_FULL // threads)
     return ReduceConfig("smem", threads, threads, cluster, resident, row.align_vectors)
 
 
