@@ -93,26 +93,25 @@ def config(problem: Problem) -> QuantizeConfig:
     if row.vectors <= WARP:
         shortest = not row.aligned and row.vectors <= SHORTEST_ROW
         share = threads_for(problem.n, 4) if shortest else threads_for(row.vectors, 1)
-        return QuantizeConfig("one_pass", max(256, share), share, unroll=4 if row.aligned else 1)
+        return QuantizeConfig("one_pass", 256, share, unroll=4 if row.aligned else 1)
     held = HELD_BESIDE_WEIGHT if row.weight and not row.pair else HELD
     if row.vectors > held // row.elements and not (row.aligned and row.pair):
         found = _in_smem(problem, row)
         if found:
             return found
-    return _in_registers(problem, problem.n, row)
+    return _in_registers(problem, row)
 
 
-def _in_registers(problem: Problem, n: int, row: _Quantized) -> QuantizeConfig:
-    most = ARCHES[problem.arch].cluster
-    cluster = cluster_for(row.vectors, HELD // row.elements, most)
+def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
+    cluster = cluster_for(row.vectors, HELD // row.elements, ARCHES[problem.arch].cluster)
     if cluster > 1:  # CTAs of half the size, as long as four of them hold the row
-        cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, min(most, 4)))
+        cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, 4))
     span = -(-row.vectors // cluster)
     if span > HELD // row.elements:
         return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
     per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair else UNALIGNED_PER_THREAD
     share = threads_for(span, per_thread)
-    if not row.by_row and n > BLOCK:
+    if not row.by_row:
         share = max(share, BLOCK // row.elements)  # as many lanes as hold a block: they find its largest element
     threads = max(share, 128)
     column_bytes = bytes_of(problem, ("weight", "bias"))
