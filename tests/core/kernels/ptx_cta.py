@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+")
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 LANES, SHARED_BYTES = 32, 1 << 17
-Statement = tuple[str, tuple[str, ...], list[list[str]]]  # its guard, the parts of its name, operands
 ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "neg": np.negative,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
@@ -56,7 +56,7 @@ def dtype_of(kind: str) -> np.dtype:
 
 def number(bits: np.ndarray, kind: str) -> np.ndarray:
     """Bit patterns as numbers of one of PTX's types."""
-    return bits.astype(dtype_of(kind)).astype(np.int64)
+    return bits.astype(dtype_of(kind), copy=False).astype(np.int64, copy=False)
 
 
 def floats(bits: np.ndarray) -> np.ndarray:
@@ -98,11 +98,41 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
         result = dtype_of({"setp": "pred", "cvt": op[-2]}.get(op[0], f"{kind[0]}64" if "wide" in op else kind))
 
         def function(*given: np.ndarray) -> np.ndarray:
-            values = [bits.astype(dtype) for bits, dtype in zip(given, dtypes, strict=False)]
+            values = [bits.astype(dtype, copy=False) for bits, dtype in zip(given, dtypes, strict=False)]
             values = [value.astype(np.int64) for value in values] if "wide" in op else values
-            return apply(*values).astype(result, copy=False).astype(np.int64)
+            return apply(*values).astype(result, copy=False).astype(np.int64, copy=False)
 
     return function
+
+
+class Statement(NamedTuple):
+    """An instruction, decoded once.
+
+    Attributes:
+        guard: a predicate, or empty.
+        unless: whether those threads execute it whose predicate is false.
+        op: the parts of its name.
+        operands: registers and numbers of each.
+        function: what it makes of the bits of its operands, if it is arithmetic with one result.
+        given: these operands.
+    """
+
+    guard: str
+    unless: bool
+    op: tuple[str, ...]
+    operands: list[list[str]]
+    function: Callable[..., np.ndarray] | None
+    given: list[str]
+
+
+def decoded(line: str) -> Statement:
+    guard, name, rest = re.fullmatch(r"(?:@(!?%p\d+) )?(\S+) ?(.*)", line).groups("")  # type: ignore[union-attr]
+    operands = [re.findall(r"[^\s,{}\[\]+]+", operand) for operand in OPERAND.findall(rest)]
+    op = tuple(name.split("."))
+    # Pieces of registers, and the upper half of a product, are no arithmetic of whole registers.
+    whole = op[0] in (*ARITHMETIC, *FLOATS, "setp") and "hi" not in op and all(len(each) == 1 for each in operands)
+    given = [each[0] for each in operands[1:]] if whole else []
+    return Statement(guard.lstrip("!"), guard[:1] == "!", op, operands, function_of(*op) if whole else None, given)
 
 
 class Kernel:
@@ -120,9 +150,7 @@ class Kernel:
                 self.labels[label[1]] = len(self.statements)
                 line = line[label.end() :]
             if line and line[0] not in ".}":
-                guard, op, rest = re.fullmatch(r"(?:@(!?%p\d+) )?(\S+) ?(.*)", line).groups("")  # type: ignore[union-attr]
-                operands = [re.findall(r"[^\s,{}\[\]+]+", operand) for operand in OPERAND.findall(rest)]
-                self.statements.append((guard, tuple(op.split(".")), operands))
+                self.statements.append(decoded(line))
 
     def run(self, grid: int, arguments: Sequence[bytes], memory: Sequence[bytearray]) -> None:
         """Run all CTAs. Arguments are a kernel's parameters as bytes; block ``i + 1`` is ``memory[i]``."""
@@ -155,27 +183,37 @@ class Cta:
                 self.compute(op, operands, now)
 
     def steps(self) -> Iterator[tuple[tuple[str, ...], list[list[str]], np.ndarray]]:
-        """The instructions but branches, each with the threads that execute it; who is behind goes first."""
-        ready = {0: self.everyone}  # threads by the next statement
+        """The instructions but branches and arithmetic, each with the threads that execute it; who is behind goes
+        first.
+        """
+        statements, registers, everyone = self.kernel.statements, self.registers, self.everyone
+        at, here, elsewhere = 0, everyone, dict[int, np.ndarray]()  # other threads, by their next statement
 
         def go(threads: np.ndarray, there: int) -> None:
-            if threads is self.everyone:
-                ready[there] = threads
+            if threads is everyone:
+                elsewhere[there] = threads
             elif threads.any():
-                ready[there] = self.some(threads | ready[there] if there in ready else threads)
+                elsewhere[there] = self.some(threads | elsewhere[there] if there in elsewhere else threads)
 
-        while (at := min(ready)) < len(self.kernel.statements):
-            guard, op, operands = self.kernel.statements[at]
-            here = now = ready.pop(at)
+        while at < len(statements):
+            guard, unless, op, operands, function, given = statements[at]
+            now = here
             if guard:
-                now = self.some(here & ((self.registers[guard.lstrip("!")] != 0) != (guard[0] == "!")))
-            if op[0] in ("bra", "ret"):
-                go(now, self.kernel.labels[operands[0][0]] if op[0] == "bra" else len(self.kernel.statements))
+                now = self.some(here & ((registers[guard] != 0) != unless))
+            if branch := op[0] in ("bra", "ret"):
+                go(now, self.kernel.labels[operands[0][0]] if op[0] == "bra" else len(statements))
                 go(here & ~now, at + 1)
-            else:
-                go(here, at + 1)
-                if now is here or now.any():
+            elif now is everyone or now.any():
+                if function is None:
                     yield op, operands, now
+                else:
+                    self.write(operands[0][0], function(*[registers[name] for name in given]), now)
+            at += 1
+            if branch or elsewhere:
+                if not branch:
+                    go(here, at)
+                at = min(elsewhere)
+                here = elsewhere.pop(at)
 
     def some(self, threads: np.ndarray) -> np.ndarray:
         """These threads, ``everyone`` where they are all."""
@@ -221,48 +259,44 @@ class Cta:
             source = lanes ^ int(distance) if op[2] == "bfly" else 0
             self.write(operands[0][0], self.read(operands[1][0])[self.threads - lanes + source], self.everyone)
         elif op[0] == "ldmatrix":
-            rows = sum(self.read(name) for name in operands[1])
+            rows = sum(self.read(name) for name in operands[1]).reshape(-1, 4, 8)
             for i, name in enumerate(operands[0]):
-                words = [self.matrix(rows[w + 8 * i : w + 8 * i + 8], "trans" in op) for w in self.threads[::LANES]]
-                self.write(name, np.concatenate(words), self.everyone)
+                self.write(name, self.matrix(rows[:, i], "trans" in op), self.everyone)
         elif op[0] == "mma":
-            d, a, b, c = ([self.read(name) if i else name for name in names] for i, names in enumerate(operands))
-            found = [self.multiplied(a, b, c, HALVES[op[-2]], w) for w in self.threads[::LANES]]
-            for i, name in enumerate(d):
-                self.write(name, np.concatenate([f[i] for f in found]), self.everyone)
+            for name, found in zip(operands[0], self.multiplied(*operands[1:], HALVES[op[-2]]), strict=True):
+                self.write(name, found, self.everyone)
 
     def matrix(self, rows: np.ndarray, transposed: bool) -> np.ndarray:
-        """A word of each lane of 8 x 8 numbers of 16 bits, whose rows lie at these addresses."""
+        """A word of each lane of 8 x 8 numbers of 16 bits, whose rows lie at these addresses, eight of each warp."""
         if (rows % 16).any():
             raise IndexError(f"ldmatrix of rows at {rows}")
-        values = self.blocks[0][rows[:, None] + np.arange(16)].view(np.uint16)
-        values = np.ascontiguousarray(values.T if transposed else values)
+        values = self.blocks[0][rows[..., None] + np.arange(16)].view(np.uint16)
+        values = np.ascontiguousarray(values.swapaxes(1, 2) if transposed else values)
         return values.view(np.uint32).reshape(-1).astype(np.int64)
 
-    def multiplied(self, a: list, b: list, c: list, half: type, w: int) -> list[np.ndarray]:
-        """``c + a @ b`` of a warp: 16 x 16 times 16 x 8."""
-        lanes = slice(w, w + LANES)
-        a0, a1, a2, a3, b0, b1 = (
-            r[lanes].astype(np.uint32).view(half).reshape(8, 8).astype(np.float32) for r in (*a, *b)
+    def multiplied(self, a: list[str], b: list[str], c: list[str], half: type) -> np.ndarray:
+        """``c + a @ b`` of each warp: 16 x 16 times 16 x 8."""
+        a_parts, b_parts = (
+            np.array([self.read(name) for name in names]).astype(np.uint32).view(half).astype(np.float32)
+            for names in (a, b)
         )
-        c0, c1, c2, c3 = (r[lanes].astype(np.uint32).view(np.float32).reshape(8, 4) for r in c)
-        # A lane's numbers of b are neighbours in a column.
-        product = np.block([[a0, a2], [a1, a3]]) @ np.block([[b0.T], [b1.T]])
-        sums = product.reshape(2, 8, 4, 2) + np.stack([np.stack([c0, c1], -1), np.stack([c2, c3], -1)])
-        return [
-            np.ascontiguousarray(sums[half_rows, :, :, i]).reshape(-1).view(np.uint32).astype(np.int64)
-            for half_rows in range(2) for i in range(2)
-        ]  # fmt: skip
+        # A lane has neighbours in a row of a and in a column of b; its words of a go down first, then to the right.
+        rows = a_parts.reshape(2, 2, -1, 8, 8).transpose(2, 1, 3, 0, 4).reshape(-1, 16, 16)
+        columns = b_parts.reshape(2, -1, 8, 8).transpose(1, 0, 3, 2).reshape(-1, 16, 8)
+        product = (rows @ columns).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        found = product + floats(np.array([self.read(name) for name in c]))
+        return found.view(np.uint32).astype(np.int64)
 
     def compute(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        """A move that takes a register apart or puts one together."""
         results, *given = operands
-        if len(results) > 1:  # a move that takes a register apart
+        if len(results) > 1:
             width = int(op[-1][1:]) // len(results)
             for i, name in enumerate(results):
                 self.write(name, number(self.read(given[0][0]) >> i * width, f"b{width}"), now)
-        elif len(given[0]) > 1:  # one that puts a register together
+        elif len(given[0]) > 1:
             width = int(op[-1][1:]) // len(given[0])
             parts = [number(self.read(name), f"b{width}") << i * width for i, name in enumerate(given[0])]
             self.write(results[0], np.bitwise_or.reduce(parts), now)
         else:
-            self.write(results[0], function_of(*op)(*[self.registers[name] for (name,) in given]), now)
+            raise NotImplementedError(".".join(op))

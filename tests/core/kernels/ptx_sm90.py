@@ -209,8 +209,7 @@ class Warp(ptx_cta.Cta):
             rows = sum(self.read(name) for name in operands[0])
             for i, name in enumerate(operands[1]):
                 matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
-                for row, address in zip(matrix, rows[8 * i : 8 * i + 8], strict=True):
-                    self.blocks[0][int(address) : int(address) + 16] = row
+                self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
         elif op[0] in ("ldmatrix", "shfl"):
