@@ -53,6 +53,12 @@ def loss(op: Op, through: Callable[..., Any] | None = None) -> Callable[..., Any
     return run
 
 
+@cache
+def gradient_of_loss(op: Op) -> Callable[..., Any]:
+    """Compiled once for all that is compared with it; eagerly, every primitive would be a program to compile."""
+    return jax.jit(jax.grad(loss(op), testing.argnums(op)))
+
+
 def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: list[bool]) -> Any:
     """``vmap`` as a Python loop; an input that is not batched is its first example."""
     calls = [function(*(a[i] if b else a[0] for a, b in zip(arrays, batched, strict=True))) for i in range(SIZE)]
@@ -131,7 +137,7 @@ def test_vmap_of_no_example(any_op: Op) -> None:
 def test_vmap_of_grad_gives_a_gradient_per_example(op: Op, share_weights: bool, close: Close) -> None:
     arrays = examples(op)
     batched = [t.rows is not None or not share_weights for t in op.inputs.values()]
-    gradient = jax.jit(jax.grad(loss(op), testing.argnums(op)))  # eagerly, every primitive is a program to compile
+    gradient = gradient_of_loss(op)
     given = [a if b else a[0] for a, b in zip(arrays, batched, strict=True)]
     got = jax.vmap(gradient, tuple(0 if b else None for b in batched))(*given)
     close(got, by_hand(gradient, arrays, batched))
@@ -160,7 +166,7 @@ def test_grad_of_vmap_sums_over_examples(op: Op, close: Close) -> None:
     axes = tuple(0 if t.rows else None for t in op.inputs.values())
     everything = testing.argnums(op)
     got = jax.jit(jax.grad(lambda *given: jnp.sum(jax.vmap(loss(op), axes)(*given)), everything))(*shared)
-    close(got, jax.jit(jax.grad(loss(op), everything))(*shared))
+    close(got, gradient_of_loss(op)(*shared))
 
 
 @pytest.mark.feature("jit, eager, gradients where there are any")
@@ -237,8 +243,7 @@ def test_an_op_inside_a_users_custom_vjp(op: Op, close: Close) -> None:
     plain = loss(op)
     wrapped = jax.custom_vjp(plain)
     wrapped.defvjp(lambda *given: jax.vjp(plain, *given), lambda pull, cotangent: pull(cotangent))
-    everything = testing.argnums(op)
-    close(*(jax.jit(jax.grad(function, everything))(*arrays) for function in (wrapped, plain)))
+    close(jax.jit(jax.grad(wrapped, testing.argnums(op)))(*arrays), gradient_of_loss(op)(*arrays))
 
 
 @pytest.mark.feature("ahead of time: lower, compile")
