@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from cute_ops import env
+from cute_ops import __version__, env
 
 # Modules below read variables when they are imported: say what is wrong in a line, not in a traceback.
 if __name__ == "__main__" and (problems := env.wrong()):
@@ -20,12 +19,19 @@ if __name__ == "__main__" and (problems := env.wrong()):
 
 from cute_ops import dispatch
 from cute_ops.autotune import winners as tuned_calls
-from cute_ops.cli import Arches, author, bundles, calls, console, fail, prose, targets, tuning
+from cute_ops.cli import Arches, author, bundles, calls, console, fail, prose, said, table_of, targets, tuning
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache
 from cute_ops.jit.compile_pool import worker
 from cute_ops.tools import doctor
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"cute_ops {__version__}", highlight=False)
+        raise typer.Exit
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kernels: CUTE_OPS_CACHE_DIR sets it.")
@@ -39,6 +45,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for name, command in COMMANDS.items():
     app.command(name, help=prose(command))(command)
 bundle_app.command("check", help=prose(bundles.show))(bundles.show)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command("doctor")
@@ -80,7 +95,7 @@ def compile_command(
     """
     ops = calls.ops_of(op, gradients=False)
     calls.check_dtypes(ops, dtype or [])
-    table = Table("kernel", "seconds", "file")
+    table = table_of("kernel", "seconds", "file")
     for declaration, where, kind in product(ops, targets(arch), dtype or ["bfloat16"]):
         for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
             given = calls.example(declaration, kind, rows, sizes, with_ or (), without or ())
@@ -113,7 +128,7 @@ def cache_info() -> None:
             f"{tuned_calls.NAME}: {len(tuned)} classes of calls, {other} with another config than the heuristic's"
         )
     if found:
-        table = Table("kernel", "KB", "symbol")
+        table = table_of("kernel", "KB", "symbol")
         for variant, size, _ in found:
             table.add_row(escape(variant.describe()), f"{size / 1e3:.1f}", escape(variant.symbol))
         console.print(table)
@@ -130,10 +145,16 @@ def cache_clear() -> None:
 
 def main() -> None:
     """Run the command line. A file that cannot be read or written gives one line instead of a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # of characters that the terminal's encoding lacks
     try:
         app()
     except OSError as error:
-        console.print(str(error), style="red", highlight=False, markup=False)
+        try:
+            console.print(said(error), style="red", highlight=False, markup=False)
+        except OSError:  # there is no room for the output
+            sys.stderr.write(f"{said(error)}\n")
         sys.exit(1)
 
 

@@ -231,7 +231,9 @@ def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
 def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
     unknown = attrs.keys() - op.keywords.keys()
     if unknown:
-        raise fail(TypeError, f"unknown attribute {_unknown(unknown, op.keywords)}; it takes {_quoted(op.keywords)}.")
+        raise fail(
+            TypeError, f"unknown attribute {_unknown(unknown, op.keywords)}; it takes {_quoted(op.keywords) or 'none'}."
+        )
     full = {}
     for name, default in op.keywords.items():
         value = attrs.get(name, default)

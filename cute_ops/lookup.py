@@ -180,6 +180,12 @@ def load(place: str) -> ModuleType:
         return module
     except (Exception, SystemExit) as error:  # a user's module may raise anything, and a script may call sys.exit
         text = str(error) if isinstance(error, (ImportError, OSError)) else f"{type(error).__name__}: {error}"
+        if isinstance(error, FileNotFoundError):
+            text = f"there is no file {Path(place).resolve()}"
+        elif "/" in place and not place.endswith(".py"):
+            text = "write file.py, file.py:name, module or module:name"
+        elif isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
+            text += "" if Path(place).exists() else f", and no file {place} is here"
         raise ValueError(f"cannot import {place}: {text}") from error
 
 

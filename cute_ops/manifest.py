@@ -128,7 +128,7 @@ def tidy(path: Path) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # Windows' editors write a mark in front
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
@@ -181,7 +181,10 @@ def _call(words: list[str], files: bool) -> Call:
                 memory[key] = Memory(steps, int(align) if align else 0)
         elif "=" in word:
             key, _, value = word.partition("=")
-            attrs[key] = json_schema.parse(value, object)
+            try:
+                attrs[key] = json_schema.parse(value, object)
+            except ValueError as error:
+                raise ValueError(f'{word[:60]!r}: {error}; values are JSON, like eps=1e-5 or kind="a"') from None
         else:
             raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
     call = Call(name, inputs, memory, _differing(op, attrs), dynamic)

@@ -38,6 +38,8 @@ def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train
     Raises:
         ValueError: the configuration lacks something that is needed.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"it is no configuration, but a {type(config).__name__}")
     config = config.get("text_config") or config
     kind = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if kind not in FLOATS:

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
+from rich.table import Column, Table
 
 from cute_ops import manifest
 from cute_ops.jit import target
@@ -36,8 +36,15 @@ def prose(command: Callable[..., object]) -> str:
 
 def fail(problem: object) -> NoReturn:
     """Print what went wrong and leave with exit code 1."""
-    console.print(str(problem), style="red", highlight=False, markup=False)
+    console.print(said(problem), style="red", highlight=False, markup=False)
     raise typer.Exit(1)
+
+
+def said(problem: object) -> str:
+    """What went wrong, an error of the system without its number: ``No such file or directory: 'calls.txt'``."""
+    if isinstance(problem, OSError) and problem.strerror and problem.filename:
+        return f"{problem.strerror}: {str(problem.filename)!r}"
+    return str(problem)
 
 
 def targets(arches: list[str] | None) -> list[Target]:
@@ -48,7 +55,15 @@ def targets(arches: list[str] | None) -> list[Target]:
             target.of_device() if target.device_count() else target.parse("sm_90a")
         ]
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error), param_hint="--arch") from error
+
+
+def table_of(*columns: str) -> Table:
+    """An empty table whose cells wrap and are never cut, so that names of files can be copied."""
+    table = Table()
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def progress_bar(what: str) -> Progress:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -71,6 +72,7 @@ def inspect(
     """
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
+    wide = console if console.width >= 80 else Console(width=80)  # a column less would say nothing
     for declaration in ops:
         for target in targets(arch):
             for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
@@ -88,7 +90,7 @@ def inspect(
                         f"{shared}" + ("" if dynamic is not None else " + ?"), str(fits),
                         "\n".join(f"{a.number} {a.kind} of {a.bytes or 'bulk'}" for a in kernel.accesses),
                     )  # fmt: skip
-                console.print(table, "", soft_wrap=False)
+                wide.print(table, "", soft_wrap=False)
     if out:
         console.print(f"PTX, SASS and cubins are in {out}")
 
@@ -100,13 +102,17 @@ def verify(
     dtype: Dtypes = None,
     dim: calls.Dims = None,
     framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
-    repeats: Annotated[int, typer.Option(help="Calls on a GPU, all of which must give the same bits.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls on a GPU, all of which must give the same bits.")] = 20,
     sweep: Annotated[bool, typer.Option("--sweep", help="Every row length, dtype and layout, in PyTorch.")] = False,
-    number: Annotated[int, typer.Option("--round", help="Number of the sweep's round; 0 to 11 cover all of it.")] = 0,
+    number: Annotated[
+        int, typer.Option("--round", min=0, max=11, help="Number of the sweep's round; 0 to 11 cover all of it.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of what a sweep draws at random.")] = 0,
-    processes: Annotated[int, typer.Option(help="Processes of the sweep. Default: one per core.")] = 0,
-    fraction: Annotated[float, typer.Option(help="Part of the sweep's lengths, drawn at random.")] = 1.0,
-    seconds: Annotated[float, typer.Option(help="Seconds after which the sweep begins nothing more.")] = float("inf"),
+    processes: Annotated[int, typer.Option(min=0, help="Processes of the sweep. Default: one per core.")] = 0,
+    fraction: Annotated[float, typer.Option(min=0, max=1, help="Part of the sweep's lengths, drawn at random.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds after which the sweep begins nothing more.")] = float(
+        "inf"
+    ),
 ) -> None:
     """Check every named case of an op in every dtype and installed framework against float64.
 

@@ -11,13 +11,12 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from cute_ops import env, manifest
 from cute_ops.aot.build import build as build_bundle
 from cute_ops.aot.build import variants_of
 from cute_ops.aot.hf_config import calls_of_model
-from cute_ops.cli import AllowFiles, Arches, console, fail, progress, read_calls, targets
+from cute_ops.cli import AllowFiles, Arches, console, fail, progress, read_calls, table_of, targets
 from cute_ops.errors import CacheError
 from cute_ops.jit import bundle, cache
 from cute_ops.shapes import FLOATS
@@ -38,6 +37,8 @@ def record(
 
     Example: python -m cute_ops record -o train.txt -- python train.py
     """
+    if problem := _unwritable(out):  # the program may run for long
+        fail(f"cannot write {out}: {problem}")
     environment = {**os.environ, env.RECORD.name: str(out.resolve())}
     try:
         code = subprocess.run(command, env=environment, check=False).returncode
@@ -50,6 +51,15 @@ def record(
     hint = "" if calls else "; kernels run on a GPU only: on a CPU the references ran"
     console.print(f"{out}: {calls} kinds of calls{hint}", markup=False)
     raise typer.Exit(code)
+
+
+def _unwritable(file: Path) -> str:
+    """Why a file cannot be written; empty if it can."""
+    if file.is_dir():
+        return "it is a folder"
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent}"
+    return "" if os.access(file if file.exists() else file.parent, os.W_OK) else "permission denied"
 
 
 def model(
@@ -65,8 +75,12 @@ def model(
     try:
         settings = json.loads(config.read_text())
         calls = calls_of_model(settings, dtype or None, train=train)
-    except (OSError, ValueError, KeyError) as error:
-        fail(f"{config}: {error}")
+    except OSError as error:
+        fail(error)
+    except (ValueError, KeyError) as error:
+        fail(f"{config}: {f'not JSON: {error}' if isinstance(error, json.JSONDecodeError) else error}")
+    if not calls:
+        fail(f"{config}: no layer that is known; it needs rms_norm_eps, hidden_act, vocab_size and so on")
     console.print(f"{out}: {manifest.write(out, calls)} kinds of calls", markup=False)
 
 
@@ -116,7 +130,7 @@ def show(where: Annotated[Path, typer.Argument(help="The bundle's folder.")]) ->
         count = found.verify()
     except CacheError as error:
         fail(error)
-    table = Table("kernel", "KB", "symbol")
+    table = table_of("kernel", "KB", "symbol")
     for symbol, record in found.kernels.items():
         names = (escape(name) for name in (found.variant(symbol).describe(), symbol))
         table.add_row(next(names), f"{record['bytes'] / 1e3:.1f}", next(names))

@@ -36,7 +36,9 @@ def tune(
     ] = None,
     dim: calls.Dims = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of OP. Default: as many as make 256 MB.")] = None,
-    least: Annotated[float, typer.Option(help="The fraction of the heuristic's time that a winner must save.")] = 0.02,
+    least: Annotated[
+        float, typer.Option(min=0, max=1, help="The fraction of the heuristic's time that a winner must save.")
+    ] = 0.02,
     anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that have a winner already.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to add winners to. Default: the cache folder's tuning.json")

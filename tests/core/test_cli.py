@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,11 +10,13 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from cute_ops import CacheError, manifest
+from cute_ops import CacheError, __version__, manifest
 from cute_ops.__main__ import app
 from cute_ops.aot import build
+from cute_ops.cli import table_of
 from cute_ops.jit import bundle, cache, source_digest, target, toolchain
 from cute_ops.tools import doctor
 
@@ -196,6 +199,34 @@ def test_help_wraps_at_the_terminals_width() -> None:
     start = next(k for k, line in enumerate(lines) if line.startswith("Without this"))
     paragraph = lines[start : lines.index("", start)]
     assert text in " ".join(lines) and all(len(line) > 60 for line in paragraph[:-1])
+
+
+def test_the_version() -> None:
+    assert invoke("--version").stdout == f"cute_ops {__version__}\n"
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "bad.json").write_text("{bad")
+    (tmp_path / "small.json").write_text('{"hidden_size": 64}')
+    for words, text in {
+        ("warm-up", "no.txt"): "No such file or directory: 'no.txt'",
+        ("manifest", "no.json"): "No such file or directory: 'no.json'",
+        ("manifest", str(tmp_path / "list.json")): "list.json: it is no configuration, but a list",
+        ("manifest", str(tmp_path / "bad.json")): "bad.json: not JSON: Expecting property name",
+        ("manifest", str(tmp_path / "small.json")): "small.json: no layer that is known; it needs rms_norm_eps",
+        ("record", "-o", str(tmp_path), "--", "false"): f"cannot write {tmp_path}: it is a folder",
+        ("record", "-o", str(tmp_path / "no" / "m.txt"), "--", "false"): f"there is no folder {tmp_path / 'no'}",
+    }.items():
+        result = invoke(*words)
+        assert result.exit_code == 1 and text in result.stdout, result.output
+
+
+def test_names_of_files_are_whole_in_any_terminal() -> None:
+    table, out = table_of("kernel", "file"), io.StringIO()
+    table.add_row("silu", "/" + "x" * 100)
+    Console(file=out, width=40).print(table)
+    assert sum(line.count("x") for line in out.getvalue().splitlines()) == 100 and "…" not in out.getvalue()
 
 
 @pytest.mark.parametrize("command", ["doctor", "cache"])

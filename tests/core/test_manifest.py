@@ -218,7 +218,11 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_record(
         ("nothing x:float32[4]", "m.txt, line 2: no op 'nothing'; there are rmsnorm"),
         ("rmsnorm x:bf16[4]", "unknown dtype 'bf16' (did you mean bfloat16?) in 'x:bf16[4]'"),
         ("rmsnorm x:float32[4] epsilon=1.0", "unknown attribute `epsilon` (did you mean eps?); it takes `eps`"),
-        ("rmsnorm x=bfloat16", "Expecting value"),
+        (
+            "rmsnorm x=bfloat16",
+            "'x=bfloat16': Expecting value: line 1 column 1 (char 0); values are JSON, like eps=1e-5",
+        ),
+        ("silu x:float32[4] cap=1.0", "unknown attribute `cap`; it takes none."),
         ("rmsnorm x:float32[4,0]", "an input or output has no element: such a call runs the reference, no kernel"),
         ("rmsnorm x", "'x' is neither an input, like x:bfloat16[*,4096], nor an attribute"),
         ("rmsnorm x:float32[4,8]/strides=8", "has 1 strides for 2 dims"),
@@ -406,6 +410,14 @@ def test_targets() -> None:
     for wrong in ("sm_90a:", "sm_90a:x", "sm_90a:0"):
         with pytest.raises(ValueError, match="is not a number of SMs"):
             parse(wrong)
+
+
+def test_manifests_of_other_editors_are_read(tmp_path: Path) -> None:
+    """With a mark of UTF-8 in front and two characters at the end of a line."""
+    file = tmp_path / "calls.txt"
+    file.write_bytes(b"\xef\xbb\xbfsilu x:float32[4]\r\nsilu x:float32[8]\r\n")
+    assert list(map(str, manifest.read(file))) == ["silu x:float32[4]", "silu x:float32[8]"]
+    assert manifest.tidy(file) == 2 and file.read_bytes().count(b"\r") == 0
 
 
 @pytest.mark.parametrize("command", ["build FILE -o BUNDLE", "warm-up FILE", "tune FILE"])
