@@ -13,6 +13,8 @@ import cute_ops
 import cute_ops_jax
 import cute_ops_torch
 import cute_ops_torch.inductor
+from cute_ops_jax import equinox, nnx
+from cute_ops_torch import optim
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import make_ops
@@ -46,6 +48,13 @@ def test_every_public_name_is_in_the_reference(page: str, module: ModuleType) ->
     text = (make_pages.PAGES / "reference" / f"{page}.md").read_text()
     found = re.findall(r"^(?:::: \S+\.|- `)(\w+)", text, re.MULTILINE)
     assert {*module.__all__} - {"nn"} <= {*found}
+
+
+@pytest.mark.parametrize(("page", "module"), [("torch", optim), ("jax", nnx), ("jax", equinox)])
+def test_every_class_of_a_module_without_a_list_is_in_the_reference(page: str, module: ModuleType) -> None:
+    text = (make_pages.PAGES / "reference" / f"{page}.md").read_text()
+    public = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+    assert public and [n for n in public if n[0] != "_" and f"::: {module.__name__}.{n}\n" not in text] == []
 
 
 def test_ops_are_documented() -> None:
