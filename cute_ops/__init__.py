@@ -51,5 +51,8 @@ def __getattr__(name: str) -> Any:
     """Import tracing on first use, because that takes time."""
     homes = {"fused": "cute_ops.ops.fused", "fused_linear": "cute_ops.ops.gemm.fused"}
     if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        problem = f"module {__name__!r} has no attribute {name!r}"
+        if name.islower() and name[0] != "_":
+            problem += ": functions are in cute_ops_torch and cute_ops_jax"
+        raise AttributeError(problem, name=name, obj=sys.modules[__name__])
     return getattr(import_module(homes[name]), name)

@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from cute_ops import __version__ as __version__
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -33,7 +34,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The function of an op, made when it is first asked for."""
+    """The function of an op, made when it is first asked for, or a module of modules."""
+    if name in ("equinox", "nnx"):
+        return import_module(f"cute_ops_jax.{name}")
     if name in _LAZY:
         function = getattr(import_module(f"cute_ops_jax.{_LAZY[name]}"), name)
     elif name in _DECLARED:

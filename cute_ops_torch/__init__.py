@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from cute_ops import __version__ as __version__
 from cute_ops_torch import functions
 from cute_ops_torch.composite.embedding import embedding
 from cute_ops_torch.composite.linear import gated_linear as gated_linear

@@ -16,6 +16,7 @@ _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declara
 from jax import Array
 from jax.typing import ArrayLike
 
+from cute_ops import __version__ as __version__
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
 from cute_ops_jax.composite.gated_mlp import gated_mlp as gated_mlp

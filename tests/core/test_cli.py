@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import cute_ops
 from cute_ops import CacheError, __version__, manifest
 from cute_ops.__main__ import app
 from cute_ops.aot import build
@@ -203,6 +204,13 @@ def test_help_wraps_at_the_terminals_width() -> None:
 
 def test_the_version() -> None:
     assert invoke("--version").stdout == f"cute_ops {__version__}\n"
+
+
+def test_the_core_says_where_functions_are() -> None:
+    with pytest.raises(
+        AttributeError, match="no attribute 'rmsnorm': functions are in cute_ops_torch and cute_ops_jax"
+    ):
+        cute_ops.rmsnorm  # noqa: B018
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -341,6 +341,10 @@ def test_inference_only_ops_say_so() -> None:
     )
 
 
+def test_modules_are_attributes() -> None:
+    assert cute_ops_jax.__getattr__("nnx") is nnx and cute_ops_jax.__getattr__("equinox") is equinox
+
+
 def test_python_suggests_the_name_of_a_misspelt_op(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError) as error:
         cute_ops_jax.rms_norm  # noqa: B018
