@@ -8,11 +8,11 @@ no kernel for the same data goes beyond what the Tensor Cores reach when they do
 - `few blocks`: without reads of memory, too: loads take the first blocks of k again and again, from L2;
 - `resident`: without loads, too: shared memory is filled once, and its blocks are multiplied as often as ours does.
 
-The config that is chosen and those that `--configs` finds are measured, each in three states. `hot`: alone for 0.6 s,
-samples of 10 ms from the second half of it, each contender once in either order; power and clock are the driver's, and
-watts per TFLOPS are picojoules per operation. `turns`: in turns, samples of 3 ms without a pause, as in linear.py.
-`cool`: the same with a pause before each sample. `of_cublas` of `resident` is the most that a kernel with these
-instructions could gain.
+The config that is chosen and those that `--configs` finds are measured, each in three states. `hot`: alone for a
+second, samples of 20 ms from the second half of it, each contender once in either order; power and clock are the
+driver's, and watts per TFLOPS are picojoules per operation. `turns`: in turns, samples of 3 ms without a pause, as in
+linear.py: all run at the clock that their mean power allows. `cool`: the same with a pause before each sample.
+`of_cublas` of `resident` is the most that a kernel with these instructions could gain.
 
     python benchmarks/tensor_cores.py --out out/benchmarks                    # Llama 8B's gate and up
     python benchmarks/tensor_cores.py --out out/benchmarks --shapes 1b --ops linear_dweight
@@ -26,8 +26,10 @@ import ctypes
 import math
 import re
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +55,7 @@ COLUMNS = (
 PARTS = {"ours": "", "no stores": "no_stores", "few blocks": "few_blocks", "resident": "resident"}
 CONFIGS = "cooperative-128x256-cluster2x1|pingpong-128x128-cluster1x2"
 LEAST_WORK, BLOCK = 2**36, 64  # multiply-adds of a shape; elements of a block of k
-HOT_SECONDS, HOT_SAMPLE_US = 0.6, 10e3
+HOT_SECONDS, HOT_SAMPLE_US = 1.0, 20e3
 SM_CLOCK = 1  # NVML's number
 Name = tuple[str, str]  # a contender and its config
 
@@ -74,6 +76,19 @@ class Driver:
         self._nvml.nvmlInit_v2()
         name = f"GPU-{torch.cuda.get_device_properties().uuid}".encode()
         self._nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._device))
+
+    def watch(self, done: threading.Event) -> tuple[float, float]:
+        """Mean watts and median MHz until this is done."""
+        energy, clocks = [], []
+        while not done.wait(0.01):
+            energy.append((time.monotonic(), self.joules()))
+            clocks.append(self.mhz())
+        # Energy is counted in steps of up to 100 ms: between the first step and the last one time is known.
+        steps = [after for before, after in pairwise(energy) if after[1] > before[1]]
+        if len(steps) < 2:
+            return math.nan, math.nan
+        seconds, joules = (last - first for first, last in zip(steps[0], steps[-1], strict=True))
+        return joules / seconds, statistics.median(clocks)
 
     def joules(self) -> float:
         value = ctypes.c_ulonglong()
@@ -101,19 +116,16 @@ def plans(configs: Mapping[str, Plan]) -> dict[Name, Plan]:
 
 def hot(sampler: Sampler, driver: Driver) -> Reading:
     """Samples of a contender alone, once it has run for a while."""
-    begin = time.monotonic()
+    begin, done, samples = time.monotonic(), threading.Event(), []
     while time.monotonic() - begin < HOT_SECONDS / 2:
         sampler()
-    samples: list[float] = []
-    clocks, energy = [], [(time.monotonic(), driver.joules())]
-    while not samples or energy[-1][0] - begin < HOT_SECONDS:
-        samples.append(sampler())
-        clocks.append(driver.mhz())
-        energy.append((time.monotonic(), driver.joules()))
-    # The driver counts energy in steps of up to 100 ms: between the first step and the last one time is known.
-    steps = [after for before, after in pairwise(energy) if after[1] > before[1]] or energy[:1]
-    seconds, joules = (last - first for first, last in zip(steps[0], steps[-1], strict=True))
-    return Reading(samples, joules / seconds if seconds else math.nan, statistics.median(clocks))
+    with ThreadPoolExecutor(1) as pool:
+        # The driver takes milliseconds to answer, in which the GPU must not be idle.
+        watched = pool.submit(driver.watch, done)
+        while not samples or time.monotonic() - begin < HOT_SECONDS:
+            samples.append(sampler())
+        done.set()
+    return Reading(samples, *watched.result())
 
 
 def both_orders(samplers: Mapping[Name, Sampler], driver: Driver) -> dict[Name, Reading]:
