@@ -94,7 +94,9 @@ class GemmSm90:
         if const_expr(config.split_k > 0):
             batch = (self.split_count(mA),)
         order = (rows, columns, Int32(by_columns < by_rows), *batch)
-        clusters = cutlass.min(tile_count(order), config.clusters)
+        # No more clusters than these waves need: the last one is as full as the others.
+        waves = cute.ceil_div(tile_count(order), config.clusters)
+        clusters = cute.ceil_div(tile_count(order), cutlass.max(waves, 1))
         self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mPartials, (m, n), order).launch(
             grid=[config.cluster_m, config.cluster_n, clusters], block=[config.threads, 1, 1],
             cluster=list(self.cluster), stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
