@@ -31,11 +31,11 @@ def linear(
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``."""
     x, weight = jnp.asarray(x), jnp.asarray(weight)
-    layout = by_call.weight_shape(packed, transposed, halves)
     if epilogue is None:
         by_call.without_epilogue(operands, attrs, halves, packed, save)
         op = product.batched if weight.ndim > 2 else None
-        return register(op or product)(x, weight.mT if transposed else weight, fused)
+        return register(op or product)(x, weight.mT if transposed and weight.ndim > 1 else weight, fused)
+    layout = by_call.weight_shape(packed, transposed, halves)
     function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
     return function(x, weight, *given, fused=fused)
 

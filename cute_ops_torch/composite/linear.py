@@ -44,8 +44,9 @@ def linear(
     if epilogue is None:
         if operands or attrs or halves or packed or save != "pre":
             by_call.without_epilogue(operands, attrs, halves, packed, save)
-        run = _product if weight.ndim <= 2 else _batched_product()
-        return run(x, weight.mT if transposed else weight, fused)
+        dims = weight.ndim
+        run = _product if dims <= 2 else _batched_product()
+        return run(x, weight.mT if transposed and dims > 1 else weight, fused)
     layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN
     function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
     return function(x, weight, *given, fused)
@@ -148,6 +149,8 @@ _traced_gated, _traced_batch = traced(gated_linear_of), traced(_batched)
 
 def _fitted(tensor: Tensor, fit: Fit, halves: bool) -> Tensor:
     if tensor.shape != fit.sizes:
+        if tensor.layout is not torch.strided:
+            return tensor  # which the op refuses by name
         # Tiles that some rows share are copied: kernels step from row to row by one stride.
         tensor = tensor.reshape(fit.own).expand(fit.sizes).contiguous()
     return tensor.unflatten(-1, (2, tensor.shape[-1] // 2)) if halves and PACKED in fit.shape else tensor

@@ -252,6 +252,30 @@ def test_options_that_no_epilogue_reads() -> None:
         cute_ops_jax.linear(X, X[0], save="all")
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: cute_ops_jax.linear(X, "weight"), "cute.linear: argument `weight` must be one array, got str."),
+        (
+            lambda: cute_ops_jax.linear(X, X[0], {}, epilogue="gelu"),
+            "cute.linear: argument `bias` must be one array, got dict.",
+        ),
+        (
+            lambda: cute_ops_jax.rmsnorm_linear([1.0], None, X[0]),
+            "cute.rmsnorm_linear: argument `x` must be one array, got list.",
+        ),
+        (
+            lambda: cute_ops_jax.qkv_rope(X, X[0], "cos", X, 2),
+            "cute.qkv_rope: argument `cos` must be one array, got str.",
+        ),
+    ],
+)
+def test_what_is_no_array(call: Any, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
 def some(op: Op) -> list[np.ndarray]:
     return testing.sample(op, (2,), 6, np.random.default_rng(0))
 

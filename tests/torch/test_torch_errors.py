@@ -220,6 +220,26 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: cute_ops_torch.linear(None, x[0]), TypeError,
         "cute.linear: argument `x` is required, but None was given.",
     ),
+    "number": (
+        lambda: cute_ops_torch.linear(x, x[0], 2.0, epilogue="bias"), TypeError,
+        "cute.linear: argument `operands[0]` must be one tensor, got float.",
+    ),
+    "text": (
+        lambda: cute_ops_torch.gated_linear(x, "weight"), TypeError,
+        "cute.gated_linear: argument `weight` must be one tensor, got str.",
+    ),
+    "list": (
+        lambda: cute_ops_torch.gated_mlp(x, x[0].tolist(), x[0]), TypeError,
+        "cute.gated_mlp: argument `w_gate_up` must be one tensor, got list.",
+    ),
+    "list of an op": (
+        lambda: cute_ops_torch.linear_silu(x, x[0].tolist(), x[0, 0]), TypeError,
+        "cute.linear_silu: argument `weight` must be one dense tensor, got list.",
+    ),
+    "sparse row": (
+        lambda: cute_ops_torch.linear(x, x[0], x[0, :1, :5].to_sparse(), epilogue="bias"), TypeError,
+        "cute.linear: argument `bias` must be one dense tensor, got a tensor of layout torch.sparse_coo.",
+    ),
     "packed": (
         lambda: cute_ops_torch.linear(x, x[0], packed=True), TypeError,
         "cute.linear: `packed` was given, but no epilogue that reads halves.",

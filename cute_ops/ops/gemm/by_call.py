@@ -253,7 +253,11 @@ def operand_names(epilogue: Epilogue, count: int, caller: str = "linear") -> tup
     if isinstance(epilogue, str):
         return tuple(f"operand{i}" for i in range(count))
     every = inspect.signature(epilogue).parameters.values()
-    _, _, *parameters = [p for p in every if p.kind is not p.KEYWORD_ONLY]
+    first = [p for p in every if p.kind is not p.KEYWORD_ONLY]
+    if len(first) < 2:
+        problem = f"the epilogue {_name(epilogue)} must take xp and the product first: (xp, acc, *operands)."
+        raise TypeError(f"cute.{caller}: {problem}")
+    parameters = first[2:]
     least = sum(p.default is p.empty for p in parameters)
     if not least <= count <= len(parameters):
         names = ", ".join(f"`{p.name}`" for p in parameters) or "nothing"

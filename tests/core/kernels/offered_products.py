@@ -181,6 +181,29 @@ def _refused() -> Iterator[Refused]:
     yield Refused("linear", (x, weight), {"epilogue": 3}, TypeError, kind)
     save = "linear: option `save` is 'h', expected 'pre' or 'none'."
     yield Refused("linear", (x, weight), {"epilogue": "gelu", "save": "h"}, ValueError, save)
+    bare = "linear: the epilogue <lambda> must take xp and the product first: (xp, acc, *operands)."
+    yield Refused("linear", (x, weight), {"epilogue": lambda acc: acc}, TypeError, bare)
+    # Nothing where something is needed, and too few dims.
+    options: Any
+    for function, shapes, options, name in (
+        ("linear", (None, weight), {}, "x"), ("linear", (x, None), {"epilogue": "gelu"}, "weight"),
+        ("rmsnorm_linear", (None, None, weight), {}, "x"), ("rmsnorm_linear", (x, None, None), {}, "weight"),
+        ("gated_linear", (x, None), {}, "weight"), ("gated_mlp", (x, weight, None), {}, "w_down"),
+        ("gated_mlp", (x, None, weight), {}, "w_gate_up"),
+        ("qkv_rope", (x, (192, 16), None, (3, 32)), {"heads": 2}, "cos"),
+    ):  # fmt: skip
+        nothing = f"{function}: argument `{name}` is required, but None was given."
+        yield Refused(function, shapes, options, TypeError, nothing)
+    flat = "linear: argument `weight` has 1 dims, expected 2: T[n k]."
+    yield Refused("linear", (x, (16,)), {"transposed": True}, ValueError, flat)
+    # What is no text, and no number.
+    for function, shapes, options, text in (
+        ("linear", (x, weight), {"fused": None}, "attribute `fused` must be str, got None."),
+        ("gated_linear", (x, weight), {"activation": 1}, "attribute `activation` must be str, got 1."),
+        ("linear_gelu", (x, weight, (8,)), {"approximate": True}, "attribute `approximate` must be str, got True."),
+        ("rmsnorm_linear", (x, None, weight), {"eps": [1]}, "attribute `eps` must be float, got [1]."),
+    ):
+        yield Refused(function, shapes, options, TypeError, f"{function}: {text}")
     # Those with names.
     yield Refused("linear_gelu", (x, weight, (7,)), {}, ValueError, "linear_gelu: argument `bias` has n=7, but n=8.")
     rows = "linear_add: argument `residual` has leading dims (2, 2), but *m=(2, 3)."
