@@ -284,29 +284,41 @@ def test_products_are_tuned_at_the_sizes_of_their_cases() -> None:
     assert sizes["linear_gelu"] == sizes["linear_of_dacc_dx"] == (3072, 768) and sizes["linear_gelu_bwd"][0] == 3072
 
 
+class ByTile(Fake):
+    """A measurer to which products are the faster the larger their tiles are, or the ``smaller``, with the kernels that
+    it checked.
+    """
+
+    def __init__(self, smaller: bool = False) -> None:
+        super().__init__({})
+        self.smaller = smaller
+        self.checked: list[tuple[str, Mapping[str, Any]]] = []
+
+    def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]:
+        self.checked.append((chosen.variant.symbol, binding.dims))
+        return testing.run_reference(binding.op, arrays, {**binding.attrs})
+
+    @contextmanager
+    def contest(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> Iterator[Any]:
+        tiles = [self.size(plan.variant.config) for plan in plans]
+        us, noise = [2.0**-9 * size if self.smaller else 2**20 / size for size in tiles], self.random.random
+        yield SimpleNamespace(differs=lambda index, floors: "", sample=lambda index: (1 + 0.001 * noise()) * us[index])
+
+    @staticmethod
+    def size(config: Config) -> int:
+        return int(config.get("tile_m", 1)) * int(config.get("tile_n", 1))
+
+
 @pytest.mark.parametrize("op", [linear, linear_dweight, linear_gelu], ids=lambda op: op.name)
 def test_kernels_of_large_products_are_checked_on_small_ones(op: Op) -> None:
     """Of the same kernels, which depend on no size."""
-    checked: list[tuple[str, Mapping[str, Any]]] = []
-
-    class ByTile(Fake):
-        def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]:
-            checked.append((chosen.variant.symbol, binding.dims))
-            return testing.run_reference(binding.op, arrays, {**binding.attrs})
-
-        @contextmanager
-        def contest(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> Iterator[Any]:
-            tiles = [plan.variant.config["tile_m"] * plan.variant.config["tile_n"] for plan in plans]
-            noise = self.random.random
-            yield SimpleNamespace(
-                differs=lambda index, floors: "", sample=lambda index: (1 + 0.001 * noise()) * 2**20 / tiles[index]
-            )
-
+    by = ByTile()
     dims = {"m": (8192,), "n": 28672, "k": 4104}
     given = {name: Array(t.of(dims), op.dtype_near(t, "bfloat16")) for name, t in op.inputs.items()}
-    outcome = tuned(op, ByTile({}), Trial(bind(op, given, {}), {}))
-    assert not outcome.refused and outcome.problem == "" and outcome.tried + 1 == len({symbol for symbol, _ in checked})
-    assert all((sizes["n"], sizes["k"]) == (1024, 1032) for _, sizes in checked)
+    outcome = tuned(op, by, Trial(bind(op, given, {}), {}))
+    symbols = {symbol for symbol, _ in by.checked}
+    assert not outcome.refused and outcome.problem == "" and outcome.tried + 1 == len(symbols)
+    assert all((sizes["n"], sizes["k"]) == (1024, 1032) for _, sizes in by.checked)
 
 
 def test_ops_of_functions_have_configs_to_measure_and_to_remember() -> None:
@@ -1027,6 +1039,29 @@ def test_the_command_tunes_ops_and_manifests(
     dispatch.forget()
     (call, _) = manifest.parse(lines)
     assert build.variant_of(call, SM90).config["threads"] == 64
+
+
+def test_the_command_tunes_products(
+    gpu: Fake, cache_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``tune linear``: what it finds is what calls of that class run with from then on, and other classes do not."""
+    monkeypatch.setattr(tuners, "bench", lambda device=0: InProcessBench(ByTile(smaller=True)))
+    monkeypatch.setattr(command.console, "_width", 300)
+
+    def config(m: int) -> Config:
+        given = {name: Array(t.of({"m": (m,), "n": 3072, "k": 768}), "bfloat16") for name, t in linear.inputs.items()}
+        return dispatch.foresee(bind(linear, given, {}), {}, SM90).variant.config
+
+    dispatch.forget()
+    before, other = config(1024), config(8192)
+    with pytest.raises(typer.Exit) as left:
+        command.tune(["linear"], dtype=["bfloat16"], n=[3072], rows=1024, dim=["k=768"])
+    said = capsys.readouterr().out
+    assert left.value.exit_code == 0 and "3 classes of calls: " in said and "tile_m" in said, said
+    found = {winner.call.split()[0] for winner in winners.read(cache_folder / "tuning.json").values()}
+    assert found == {"linear", "linear_dx", "linear_dweight"}  # also where the heuristic stays
+    dispatch.forget()
+    assert ByTile.size(config(1024)) < ByTile.size(before) and config(8192) == other
 
 
 def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:

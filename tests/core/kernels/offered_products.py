@@ -201,6 +201,8 @@ def _refused() -> Iterator[Refused]:
         ("linear", (x, weight), {"fused": None}, "attribute `fused` must be str, got None."),
         ("gated_linear", (x, weight), {"activation": 1}, "attribute `activation` must be str, got 1."),
         ("linear_gelu", (x, weight, (8,)), {"approximate": True}, "attribute `approximate` must be str, got True."),
+        ("qkv_rope", (x, (192, 16), (3, 32), (3, 32)), {"heads": "2"}, "attribute `heads` must be int, got '2'."),
+        ("qkv_rope", (x, (192, 16), (3, 32), (3, 32)), {"heads": None}, "attribute `heads` must be int, got None."),
         ("rmsnorm_linear", (x, None, weight), {"eps": [1]}, "attribute `eps` must be float, got [1]."),
     ):
         yield Refused(function, shapes, options, TypeError, f"{function}: {text}")
