@@ -203,7 +203,7 @@ def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool =
     """
     if save not in ("pre", "none"):
         raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
-    op = _one(save, transposed, halves)
+    op = _one(save, bool(transposed), bool(halves))
     return (batched and op.batched) or op
 
 

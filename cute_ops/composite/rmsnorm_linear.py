@@ -247,7 +247,7 @@ class Layer:
         def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
             given, how = {key: inputs[key] for key in self.operands}, {"fused": attrs["fused"]}
             x, weight, norm_weight, eps = inputs["x"], inputs["weight"], inputs["norm_weight"], {"eps": attrs["eps"]}
-            if how["fused"] == "always":
+            if how["fused"] == "always" and x.shape[-1] != 0:  # rows of nothing have no factor
                 if norm_weight is not None:
                     factors = xp.broadcast_to(norm_weight[:, None], (*weight.shape[:-1], 1)) if across else norm_weight
                     weight = call(scaled, {"weight": weight, "norm_weight": factors}, {})["out"]

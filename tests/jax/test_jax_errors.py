@@ -258,7 +258,7 @@ def test_options_that_no_epilogue_reads() -> None:
         (lambda: cute_ops_jax.linear(X, "weight"), "cute.linear: argument `weight` must be one array, got str."),
         (
             lambda: cute_ops_jax.linear(X, X[0], {}, epilogue="gelu"),
-            "cute.linear: argument `bias` must be one array, got dict.",
+            "cute.linear: argument `operands[0]` must be one array, got dict.",
         ),
         (
             lambda: cute_ops_jax.rmsnorm_linear([1.0], None, X[0]),

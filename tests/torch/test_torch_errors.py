@@ -236,6 +236,10 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: cute_ops_torch.linear_silu(x, x[0].tolist(), x[0, 0]), TypeError,
         "cute.linear_silu: argument `weight` must be one dense tensor, got list.",
     ),
+    "NumPy row": (
+        lambda: cute_ops_torch.linear(x, x[0], x[0, :1, :1].numpy(), epilogue="bias"), TypeError,
+        "cute.linear: argument `bias` must be one dense tensor, got ndarray.",
+    ),
     "sparse row": (
         lambda: cute_ops_torch.linear(x, x[0], x[0, :1, :5].to_sparse(), epilogue="bias"), TypeError,
         "cute.linear: argument `bias` must be one dense tensor, got a tensor of layout torch.sparse_coo.",

@@ -632,6 +632,14 @@ def test_halves_of_packed_weights(name: str, transposed: bool, save: str) -> Non
     assert torch.equal(compiled(True, x, weight, bias, residual), run(True, x, weight, bias, residual))
 
 
+def test_options_may_be_numbers() -> None:
+    x, weights = torch.randn(3, 8), (torch.randn(2, 6, 8), torch.randn(8, 6))
+    wanted = cute_ops_torch.gated_mlp(x, *weights, halves=True)
+    assert torch.equal(cute_ops_torch.gated_mlp(x, *weights, halves=1, transposed=0), wanted)
+    with pytest.raises(ValueError, match="argument `w_gate_up` has 2 dims, expected 3"):
+        cute_ops_torch.gated_mlp(x, weights[0][0], weights[1], halves=2)
+
+
 def test_what_halves_refuse() -> None:
     x, weight = torch.randn(3, 16), torch.randn(2, 10, 16)
     with pytest.raises(ValueError, match=r"cute\.linear: option `halves` is for packed weights, expected `packed` too"):
@@ -889,6 +897,18 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
     wanted = torch.autograd.grad(exact, [t for t in wide if t is not None], cotangent.double())
     for ours, gradient in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours.double(), gradient, rtol=2**-6, atol=2**-6 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("fused", ["always", "never", "auto"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_norm_of_no_columns(transposed: bool, fused: str) -> None:
+    """Rows of nothing have no factor, and their product is zero."""
+    weight, bias = torch.randn((0, 6) if transposed else (6, 0)), torch.randn(6)
+    given = [t.half().requires_grad_() for t in (torch.randn(3, 0), weight, bias)]
+    x, weight, bias = given
+    out = cute_ops_torch.rmsnorm_linear(x, None, weight, bias, epilogue="silu", transposed=transposed, fused=fused)
+    torch.testing.assert_close(out, torch.nn.functional.silu(bias).expand(3, 6))
+    assert [g.shape for g in torch.autograd.grad(out.sum(), given)] == [t.shape for t in given]
 
 
 @pytest.mark.parametrize("fused", ["auto", "always"])

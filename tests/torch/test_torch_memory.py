@@ -11,6 +11,8 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, lookup
+from cute_ops.dispatch import foresee
+from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm.linear import linear
 from cute_ops_torch.host import launch
@@ -18,6 +20,7 @@ from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.schema import takes_out
+from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.registry import define
 
 LAYOUTS = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "layouts.py"))
@@ -64,6 +67,27 @@ def test_weight_of_a_product_by_its_transpose(seen: list[tuple[Any, ...]]) -> No
     ((first, second, third, *_),) = seen  # and a workspace
     assert [t.data_ptr() for t in (x, weight, out)] == [t.data_ptr() for t in (first, second, third)]
     torch.testing.assert_close(cute_ops_torch.register(linear)(x, weight.t()), x @ weight)
+
+
+@pytest.mark.parametrize(
+    ("x", "by_tma"),
+    [
+        (torch.empty(64).as_strided((1, 64), (7, 1)), True),  # nothing is at the stride of one row,
+        (torch.empty(256 * 64).as_strided((1, 256, 64), (5, 64, 1)), True),  # nor at that of one matrix
+        (torch.empty(1, 64).expand(256, 64), True),
+        (torch.empty(64, 256).t(), True),
+        (torch.empty(256, 72)[:, :64], True),
+        (torch.empty(256, 65)[:, :64], False),
+        (torch.empty(64, 255).t(), False),
+        (torch.empty(256 * 64 + 1)[1:].view(256, 64), False),  # off 16 bytes
+    ],
+)
+def test_which_layouts_of_a_product_tma_takes(x: torch.Tensor, by_tma: bool) -> None:
+    """Others go by threads, and nothing is copied."""
+    room = torch.empty(x.untyped_storage().nbytes() // 4, dtype=torch.bfloat16)
+    given = [room.as_strided(x.shape, x.stride(), x.storage_offset()), torch.empty(128, 64, dtype=torch.bfloat16)]
+    chosen = foresee(bind_tensors(linear, given, ["auto"]), memory(linear, given), parse("sm_90a:132"))
+    assert (chosen.variant.config["form"] != "mma_sync") == by_tma and not chosen.copies
 
 
 def test_values_through_kernels(compiled: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
@@ -320,6 +320,8 @@ def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), c
         if hasattr(value, "shape"):
             problem = f"attribute `{name}` is part of the kernel, which an array is not: give operands by position."
             raise TypeError(f"cute.{caller}: {problem}")
+        if not isinstance(value, Hashable):
+            raise TypeError(f"cute.{caller}: attribute `{name}` must be a number, got {value!r}.")
     if isinstance(epilogue, str):
         _refuse_attributes(dict(attrs), (), epilogue, caller)
         return Traced("", epilogue, _there(operand_names(epilogue, len(shapes), caller), shapes))

@@ -183,6 +183,8 @@ def _refused() -> Iterator[Refused]:
     yield Refused("linear", (x, weight), {"epilogue": "gelu", "save": "h"}, ValueError, save)
     bare = "linear: the epilogue <lambda> must take xp and the product first: (xp, acc, *operands)."
     yield Refused("linear", (x, weight), {"epilogue": lambda acc: acc}, TypeError, bare)
+    listed = "linear: attribute `limit` must be a number, got [1]."
+    yield Refused("linear", pair, {"epilogue": clipped_add, "limit": [1]}, TypeError, listed)
     # Nothing where something is needed, and too few dims.
     options: Any
     for function, shapes, options, name in (
