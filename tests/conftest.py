@@ -41,8 +41,8 @@ def _compile_quickly() -> None:
     # processes that wait for something to compile: they import torch, too.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # Torch keeps what its own ops gave for tensors without data; a test's shapes rarely come again, and with symbols for
-    # sizes an entry takes longer than the op.
+    # Torch keeps what its own ops gave for tensors without data; a test's shapes rarely come again, and with symbols
+    # for sizes an entry takes longer than the op.
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 

@@ -228,7 +228,7 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: cute_ops_torch.gated_linear(x, "weight"), TypeError,
         "cute.gated_linear: argument `weight` must be one tensor, got str.",
     ),
-    "list": (
+    "list in place of a weight": (
         lambda: cute_ops_torch.gated_mlp(x, x[0].tolist(), x[0]), TypeError,
         "cute.gated_mlp: argument `w_gate_up` must be one tensor, got list.",
     ),
