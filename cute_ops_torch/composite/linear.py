@@ -149,8 +149,6 @@ _traced_gated, _traced_batch = traced(gated_linear_of), traced(_batched)
 
 def _fitted(tensor: Tensor, fit: Fit, halves: bool) -> Tensor:
     if tensor.shape != fit.sizes:
-        if getattr(tensor, "layout", None) is not torch.strided:
-            return tensor  # which the op refuses by name
         # Tiles that some rows share are copied: kernels step from row to row by one stride.
         tensor = tensor.reshape(fit.own).expand(fit.sizes).contiguous()
     return tensor.unflatten(-1, (2, tensor.shape[-1] // 2)) if halves and PACKED in fit.shape else tensor

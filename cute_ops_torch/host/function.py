@@ -72,7 +72,11 @@ def make_function(
             except RuntimeError:
                 _check_attributes(op, args[len(op.inputs) :])
                 raise
-        return fast_path.specialize(*args)
+        try:
+            return fast_path.specialize(*args)
+        except TypeError:  # an attribute without a hash
+            _check_attributes(op, args[len(op.inputs) :])
+            raise
 
     values: dict[str, Any] = {
         "_compiling": torch.compiler.is_dynamo_compiling, "_function_modes": torch._C._len_torch_function_stack,
@@ -110,7 +114,7 @@ def make_function(
 
 
 def _check_attributes(op: Op, values: Iterable[Any]) -> None:
-    """Raise TypeError for attributes of other types than declared, which torch's schema has refused."""
+    """Raise TypeError for attributes of other types than declared, which torch's schema or a table has refused."""
     for (name, default), value in zip(op.keywords.items(), values, strict=False):
         if not isinstance(value, (float, int, torch.Tensor) if isinstance(default, float) else type(default)):
             raise TypeError(

@@ -222,15 +222,15 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "number": (
         lambda: cute_ops_torch.linear(x, x[0], 2.0, epilogue="bias"), TypeError,
-        "cute.linear: argument `operands[0]` must be one tensor, got float.",
+        "cute.linear: argument `operands[0]` must be one dense tensor, got float.",
     ),
     "text": (
         lambda: cute_ops_torch.gated_linear(x, "weight"), TypeError,
-        "cute.gated_linear: argument `weight` must be one tensor, got str.",
+        "cute.gated_linear: argument `weight` must be one dense tensor, got str.",
     ),
     "list in place of a weight": (
         lambda: cute_ops_torch.gated_mlp(x, x[0].tolist(), x[0]), TypeError,
-        "cute.gated_mlp: argument `w_gate_up` must be one tensor, got list.",
+        "cute.gated_mlp: argument `w_gate_up` must be one dense tensor, got list.",
     ),
     "list of an op": (
         lambda: cute_ops_torch.linear_silu(x, x[0].tolist(), x[0, 0]), TypeError,
@@ -238,11 +238,11 @@ ODD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "NumPy row": (
         lambda: cute_ops_torch.linear(x, x[0], x[0, :1, :1].numpy(), epilogue="bias"), TypeError,
-        "cute.linear: argument `bias` must be one dense tensor, got ndarray.",
+        "cute.linear: argument `operands[0]` must be one dense tensor, got ndarray.",
     ),
     "sparse row": (
         lambda: cute_ops_torch.linear(x, x[0], x[0, :1, :5].to_sparse(), epilogue="bias"), TypeError,
-        "cute.linear: argument `bias` must be one dense tensor, got a tensor of layout torch.sparse_coo.",
+        "cute.linear: argument `operands[0]` must be one dense tensor, got a tensor of layout torch.sparse_coo.",
     ),
     "packed": (
         lambda: cute_ops_torch.linear(x, x[0], packed=True), TypeError,
