@@ -65,6 +65,8 @@ def train(config: Config, steps: int, console: Console, dtype: str = "float32") 
                     losses.append(step(batch))
                     times.append(time.perf_counter() - start)
                     progress.update(task, advance=1, loss=losses[-1])
+                if losses and progress.disable:  # a pipe or a file gets a line for each
+                    console.print(f"{mode}, {ops} ops: loss {losses[-1]:.4f} after {sum(times):.0f} s", highlight=False)
                 del step
                 torch.cuda.empty_cache()
     return curves, seconds
