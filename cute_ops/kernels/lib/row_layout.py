@@ -152,9 +152,9 @@ class RowTile:
         return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec + beyond > self.n
 
 
-def clusters(tile, count, resident=None, carveout=None):
+def clusters(tile, count, resident=0, carveout=None):
     """The arguments of a launch of ``count`` clusters of a tile's CTAs, of which ``resident`` are to fit on an SM
-    together; ``carveout`` is the percentage of its L1 that is shared memory.
+    together, as the compiler likes if 0; ``carveout`` is the percentage of its L1 that is shared memory.
     """
     return {
         "grid": [count, tile.cluster, 1], "block": [tile.threads, 1, 1],
