@@ -117,9 +117,9 @@ def _check_attributes(op: Op, values: Iterable[Any]) -> None:
     """Raise TypeError for attributes of other types than declared, which torch's schema or a table has refused."""
     for (name, default), value in zip(op.keywords.items(), values, strict=False):
         if not isinstance(value, (float, int, torch.Tensor) if isinstance(default, float) else type(default)):
-            raise TypeError(
-                message(op, f"attribute `{name}` must be {type(default).__name__}, got {value!r}.")
-            ) from None
+            kind = "scalar" if name in op.scalars else "attribute"
+            problem = f"{kind} `{name}` must be {type(default).__name__}, got {value!r}."
+            raise TypeError(message(op, problem)) from None
 
 
 def _refuse(op: Op, others: Iterable[str]) -> NoReturn:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SECONDS = 20.0  # after which a kernel hangs
 # Without clusters first.
-CONFIGS = sorted(configs("sm_90a", 132, 2), key=lambda config: config.cluster_m * config.cluster_n)
+CONFIGS = sorted(configs("sm_90a", 132), key=lambda config: config.cluster_m * config.cluster_n)
 INTEGERS = 4  # the largest: sums of up to 2^19 products of these are exact in float32
 
 
@@ -154,7 +154,7 @@ def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) 
     where, itemsize = target.of_device(), 4 if binding.op in (linear_float32, linear_float32.batched) else 2
     if config.form == "mma_sync":
         return plan(binding, places, where, config=config.flat())
-    fitting = next(c for c in configs(where.arch, where.sm_count, 2, Demand((itemsize,))) if name(c) == name(config))
+    fitting = next(c for c in configs(where.arch, where.sm_count, Demand((itemsize,))) if name(c) == name(config))
     return plan(binding, places, where, config=fitting.flat())
 
 
