@@ -486,7 +486,7 @@ def check_epilogue(op: Op, given: Mapping[str, torch.Tensor]) -> tuple[torch.Ten
     fill(*tensors, *filled.values())
     outs = tuple(filled[name if name in filled else str(t.same_as)] for name, t in op.outputs.items())
     finish(f"{op.name} {dict(chosen.variant.config)}: {dict(binding.dims)}")
-    testing.check(op, given, op.attrs, outs)
+    testing.check(op, given, op.attrs, tuple(map(filled.get, op.outputs)))
     return outs
 
 
