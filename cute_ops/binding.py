@@ -60,6 +60,12 @@ class Binding(NamedTuple):
         """Whether an input or an output has no element: no kernel takes such a call, so the reference runs."""
         return any(0 in a.shape for a in (*self.inputs.values(), *self.outputs.values()) if a is not None)
 
+    @property
+    def dtype_without_kernel(self) -> str | None:
+        """The first dtype of the call that no kernel takes, only the program of ``op.instead``; None without one."""
+        wide = self.op.instead.dtypes if self.op.instead else {}
+        return next((self.dtypes[v] for v, names in wide.items() if self.dtypes.get(v) in names), None)
+
     def shape(self, tensor: Tensor) -> tuple[Any, ...]:
         return tensor.of(self.dims)
 

@@ -86,15 +86,15 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
     if (choice := binding.attrs["fused"]) == "never":
         _log_choice(binding, "the framework's product", "`fused` is 'never'")
         return op.instead.program
-    beyond = next((v for v, names in op.instead.dtypes.items() if binding.dtypes.get(v) in names), None)
+    beyond = binding.dtype_without_kernel
     if choice == "always" and beyond is not None:
-        problem = f"attribute `fused` is 'always', but no kernel takes {binding.dtypes[beyond]}; 'auto' does."
+        problem = f"attribute `fused` is 'always', but no kernel takes {beyond}; 'auto' does."
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
     if choice == "always":
         _log_choice(binding, "our kernel", "`fused` is 'always'")
         return None
     if beyond is not None:
-        _log_choice(binding, "the framework's product", f"no kernel takes {binding.dtypes[beyond]}")
+        _log_choice(binding, "the framework's product", f"no kernel takes {beyond}")
         return op.instead.program
     reason = op.instead.when(signature(binding, memory, target).problem)
     if not reason:
@@ -112,12 +112,10 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
     """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and our pass. For
     programs that have a better pass than :func:`instead`. Arguments as in :func:`instead`.
     """
-    op = binding.op
-    wide = op.instead.dtypes if op.instead else {}
-    if target is None or binding.empty or any(binding.dtypes[v] in names for v, names in wide.items()):
+    if target is None or binding.empty or binding.dtype_without_kernel:
         return False
     problem = signature(binding, memory, target).problem
-    if reason := choice.lags(problem, op.config(problem)["form"]):
+    if reason := choice.lags(problem, binding.op.config(problem)["form"]):
         _log_choice(binding, "the framework's product and a pass", reason)
     else:
         _log_choice(binding, "our kernel", "it was measured to be as fast")

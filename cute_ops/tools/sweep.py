@@ -99,7 +99,7 @@ def swept(op: Op) -> str:
 
 
 def trials(
-    op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0, part: int = 0, parts: int = 1
+    op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0, share: int = 0, shares: int = 1
 ) -> Iterator[SweepCall]:
     """A round of an op's sweep.
 
@@ -109,14 +109,15 @@ def trials(
         number: the round's number; twelve consecutive rounds cover every pair of dtype and layout at every length.
         seed: seed of everything that is drawn at random.
         fraction: of the lengths that are tried, drawn at random.
-        part, parts: take the part-th of so many shares. Where several find a threshold, each takes another pair there.
+        share, shares: which of how many shares of the lengths. At a threshold that several find, each takes another
+            pair.
     """
     salt = zlib.crc32(op.name.encode())
-    rng = np.random.default_rng([seed, salt, number, part])
-    for n in lengths(op, target, np.random.default_rng([seed, salt, number]), part, parts):
+    rng = np.random.default_rng([seed, salt, number, share])
+    for n in lengths(op, target, np.random.default_rng([seed, salt, number]), share, shares):
         if rng.random() >= fraction:
             continue
-        pair = (number + 5 * n + salt + part) % len(PAIRS)
+        pair = (number + 5 * n + salt + share) % len(PAIRS)
         dtype, base = PAIRS[pair]
         drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))
         # One more trial, with another number of rows, for the kernel that serves any length.
@@ -129,23 +130,23 @@ def trials(
                 yield SweepCall(op, case, dtype, base, fixed)
 
 
-def lengths(op: Op, target: Target, rng: np.random.Generator, part: int = 0, parts: int = 1) -> list[int]:
+def lengths(op: Op, target: Target, rng: np.random.Generator, share: int = 0, shares: int = 1) -> list[int]:
     """A share of the lengths of a round, ascending: all short ones, both sides of every threshold, and random ones."""
     found = list(range(1, SHORTEST + 1))
     if swept(op) != "n":
-        return found[part::parts]
+        return found[share::shares]
     found += np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist()
-    edges = [] if op.instead else thresholds(op, target, part, parts)  # a product's kernel serves any length
+    edges = [] if op.instead else thresholds(op, target, share, shares)  # a product's kernel serves any length
     near = {n for edge in edges for n in (edge - 1, edge, edge + 1)}
-    return sorted(n for n in near.union(found[part::parts]) if n <= LONGEST)
+    return sorted(n for n in near.union(found[share::shares]) if n <= LONGEST)
 
 
-def thresholds(op: Op, target: Target, part: int = 0, parts: int = 1) -> list[int]:
+def thresholds(op: Op, target: Target, share: int = 0, shares: int = 1) -> list[int]:
     """The lengths from which a heuristic chooses another form, with few or many rows, in a share of the pairs of dtype
     and layout.
     """
     found: set[int] = set()
-    for dtype, base in PAIRS[part::parts]:
+    for dtype, base in PAIRS[share::shares]:
         for rows in (ROWS[0], ROWS[2], ROWS[-1]):
             form = _Form(op, target, dtype, base, rows)
             # Between two neighbours on this grid with the same form no threshold is looked for.
@@ -195,9 +196,8 @@ def _draw(op: Op, n: int, dtype: str, rng: np.random.Generator) -> Case | None:
             binding = bind(op, specs(op, case, dtype), case.attrs)
         except (TypeError, ValueError):  # the op refuses this combination of dtypes or sizes
             continue
-        if any(binding.dtypes.get(v) in names for v, names in (op.instead.dtypes if op.instead else {}).items()):
-            continue  # the framework computes it
-        return case
+        if binding.dtype_without_kernel is None:
+            return case
     return None
 
 

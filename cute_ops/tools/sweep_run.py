@@ -24,7 +24,7 @@ from cute_ops.tools.verify import problem_of
 # Trials whose kernels compile before they run, and how long that may take.
 CHUNK, STEP_SECONDS = 16, 600.0
 IDLE_SECONDS = 60.0
-# What compiles or runs this long after the last moment at which a trial may start is given up.
+# When no trial starts any more, those that run get so long to end.
 GRACE_SECONDS = 15.0
 
 
@@ -35,8 +35,8 @@ class Task(NamedTuple):
     number: int
     seed: int
     fraction: float
-    part: int
-    parts: int
+    share: int
+    shares: int
     start: int = 0
 
 
@@ -146,7 +146,7 @@ def serve(runner: str) -> None:
 def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, SweepCall, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = lookup.find(task.place)
-    every = list(trials(op, where, task.number, task.seed, task.fraction, task.part, task.parts))
+    every = list(trials(op, where, task.number, task.seed, task.fraction, task.share, task.shares))
     for start in range(task.start, len(every), CHUNK):
         chunk, compiled = every[start : start + CHUNK], 0
         if time.time() > end:

@@ -49,9 +49,9 @@ def test_both_sides_of_a_threshold() -> None:
 
 
 def test_shares_take_all_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "thresholds", lambda _op, _target, part=0, parts=1: [400, 5000, 70000][part::parts])
+    monkeypatch.setattr(sweep, "thresholds", lambda _op, _target, share=0, shares=1: [400, 5000, 70000][share::shares])
     whole = sweep.lengths(softmax, SM90, np.random.default_rng(3))
-    shares = [sweep.lengths(softmax, SM90, np.random.default_rng(3), part, 4) for part in range(4)]
+    shares = [sweep.lengths(softmax, SM90, np.random.default_rng(3), i, 4) for i in range(4)]
     assert set().union(*shares) == set(whole)
     short = sorted(n for share in shares for n in share if n <= sweep.SHORTEST)
     assert short[: sweep.SHORTEST - 1] == list(range(1, sweep.SHORTEST))  # each of them once
