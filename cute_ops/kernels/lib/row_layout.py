@@ -153,8 +153,8 @@ class RowTile:
 
 
 def clusters(tile, count, resident=0, carveout=None):
-    """The arguments of a launch of ``count`` clusters of a tile's CTAs, of which ``resident`` are to fit on an SM
-    together, as the compiler likes if 0; ``carveout`` is the percentage of its L1 that is shared memory.
+    """The arguments of a launch of ``count`` clusters of a tile's CTAs. ``resident`` caps registers so that so many
+    CTAs fit on an SM; 0 caps nothing. ``carveout`` is the percentage of the L1 that is shared memory.
     """
     return {
         "grid": [count, tile.cluster, 1], "block": [tile.threads, 1, 1],

@@ -35,8 +35,8 @@ def centre(x, mean):
 
 
 def normalised(x, mean, rstd):
-    """``(x - mean) * rstd``. One FMA less in each element, ``x*rstd - mean*rstd``, would leave the rounding error of
-    ``mean*rstd`` where a row's elements are all equal.
+    """``(x - mean) * rstd``: zero where all elements of a row are equal. One FMA, ``x*rstd - mean*rstd``, would leave
+    the rounding error of ``mean*rstd`` there.
     """
     return centre(x, mean) * rstd
 
