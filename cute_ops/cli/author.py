@@ -72,7 +72,7 @@ def inspect(
     """
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
-    wide = console if console.width >= 80 else Console(width=80)  # a column less would say nothing
+    wide = console if console.width >= 80 else Console(width=80)  # in fewer columns the table cannot be read
     for declaration in ops:
         for target in targets(arch):
             for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
