@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from cute_ops.autotune.space import objection
+from cute_ops.hardware import ARCHES
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
 from cute_ops.op import Op
@@ -32,6 +33,7 @@ from kernel_calls import ALL, LAYOUTS, more_numbers
 SWEEP = "CUTE_OPS_SWEEP" in os.environ
 ROWS = (1, 2, 5, 201, 4099)
 LONGEST = 262144
+SHARED = ARCHES["sm_90a"].shared_per_cta
 
 
 def module(name: str) -> ModuleType:
@@ -110,6 +112,25 @@ def test_threads_share_out_a_row(op: Op) -> None:
                 check_row(tile, shift)
             if ring := getattr(kernel.form, "ring", None):
                 check_ring(ring, variant)
+
+
+@more_numbers
+@pytest.mark.parametrize("op", [op for op in ROW_OPS if "norm_bwd" in op.name], ids=lambda op: op.name)
+def test_rows_and_sums_fit_shared_memory(op: Op) -> None:
+    """Also where one row is of 16 bits and another of 32, and a thread's last vector lies past the row. Beyond that
+    memory a kernel compiles and is not launched.
+    """
+    rng = np.random.default_rng(56519)
+    some = np.exp(rng.uniform(np.log(4096), np.log(LONGEST), 2000 if SWEEP else 12)).astype(int).tolist()
+    for i, n in enumerate((56519, 112611, *some)):
+        narrow = {"T": "bfloat16"} if "R" in op.dtypes else {}
+        call = kernel_calls.shaped(op, ROWS[i % 5], n, "float32", LAYOUTS[i % 4], **narrow)
+        variant = call.planned()[1].variant
+        source, _, name = variant.kernel.partition(":")
+        form = getattr(importlib.import_module(source), name)(variant).form
+        if hasattr(form, "ring"):
+            sums = form.sum.values * form.sum.partials * form.sum.stages * form.tile.rows
+            assert form.ring.bytes + 4 * sums + 8 * form.sum.stages <= SHARED, (n, variant.config)
 
 
 @more_numbers

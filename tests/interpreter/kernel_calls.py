@@ -112,9 +112,9 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     return Call(op, arrays, where, attrs, f"{op.name} {rows}x{n} {dtype} {layout} ({known}) without {absent}", draw)
 
 
-def shaped(op: Op, rows: int, n: int, dtype: str, layout: str) -> Call:
-    """A call whose inputs have shapes and dtypes, but one element of memory each."""
-    case = Case("", op.example((rows,), n))
+def shaped(op: Op, rows: int, n: int, dtype: str, layout: str, **dtypes: str) -> Call:
+    """A call whose inputs have shapes and dtypes, but one element of memory each. ``dtypes``: other ones by name."""
+    case = Case("", op.example((rows,), n), dtypes)
     arrays = {
         name: None if spec is None else np.broadcast_to(np.zeros((), testing.numpy_dtype(spec.dtype)), spec.shape)
         for name, spec in testing.specs(op, case, dtype).items()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cute_ops.config import POWERS, Config, Needs, Problem, Space
-from cute_ops.hardware import WARP
+from cute_ops.hardware import ARCHES, WARP
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops.rows import (
     CTA_VECTORS,
@@ -273,6 +273,12 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and half < span <= CTA_VECTORS:
         deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
     stages = 3 if deeper and 3 * slot <= row.ring_bytes else 2
+    # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
+    held = threads * -(-span // share) * row.vector_elements * (row_bytes // problem.n)
+    room = ARCHES[problem.arch].shared_per_cta - _bytes_of_sums(share, cluster, centred)
+    stages = min(stages, room // held)
+    if stages < 2:
+        return None
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), sm_threads // threads))
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
     sort_period = WIDEST_VECTOR * align if not row.aligned and cluster > 2 else 0
@@ -280,6 +286,11 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
         "persistent", threads, share, cluster, resident, align, stages=stages,
         clusters=resident_clusters(problem, cluster) * resident, sort_period=sort_period, balanced=balanced,
     )  # fmt: skip
+
+
+def _bytes_of_sums(threads: int, cluster: int, centred: bool) -> int:
+    """Shared memory of the sums of four rows, from each warp of a cluster, and of their barriers."""
+    return 4 * (4 * (6 if centred else 2) * cluster * -(-threads // WARP) + 8)
 
 
 def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
