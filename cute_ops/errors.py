@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cute_ops.shapes import Array
 
 if TYPE_CHECKING:
     from inspect import Signature
+
+    from cute_ops.op import Op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,26 +154,6 @@ def _wrong_array(
     return ""
 
 
-class _DeclaredTensor(Protocol):
-    """A :class:`cute_ops.op.Tensor`."""
-
-    @property
-    def declared(self) -> str: ...
-
-
-class _Declaration(Protocol):
-    """A :class:`cute_ops.op.Op`, which is not imported: checking a declaration raises these errors."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def inputs(self) -> Mapping[str, _DeclaredTensor]: ...
-
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
-
-
 def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
     """The bound dims and dtype variables as text: ``*m=(3, 5), n=64, T=float32``."""
     texts = [
@@ -182,7 +164,7 @@ def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
 
 
 def message(
-    op: _Declaration,
+    op: Op,
     problem: str,
     given: Mapping[str, Array | None] | None = None,
     dims: Mapping[str, object] | None = None,
@@ -209,7 +191,7 @@ def renamed(text: str, aliases: Mapping[str, str]) -> str:
 
 @contextmanager
 def naming(
-    op: _Declaration, given: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
+    op: Op, given: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
 ) -> Iterator[None]:
     """Add the call, as :func:`message` does, to an error for a GPU that no kernel is built for."""
     try:

@@ -41,13 +41,18 @@ class Ended(RuntimeError):
         super().__init__(how)
         self.log = log
 
+    @property
+    def line(self) -> str:
+        """How it ended, and the last line of its output."""
+        return ": ".join([str(self), *self.log.strip().splitlines()[-1:]])
+
 
 class Silent(Ended):
     """A subprocess did not answer in time and was killed."""
 
 
 class Process:
-    """One subprocess. A request starts it if it does not run; it takes one request at a time.
+    """One subprocess. A request starts it if it does not run. One thread at a time may use it.
 
     Args:
         module: the module of this package whose ``serve(*arguments)`` runs in the subprocess.
@@ -56,7 +61,6 @@ class Process:
     """
 
     def __init__(self, module: str, *arguments: str, **variables: str) -> None:
-        self.lock = threading.Lock()
         self._module, self._arguments, self._variables = module, arguments, variables
         self._process: subprocess.Popen[bytes] | None = None
         self._user = -1
@@ -67,7 +71,7 @@ class Process:
     def ask(
         self, request: Mapping[str, Any], seconds: float, progress: Callable[[dict[str, Any]], object] | None = None
     ) -> dict[str, Any]:
-        """The answer to a request. The caller holds ``lock``.
+        """The answer to a request.
 
         Args:
             request: values that JSON can hold.
@@ -121,9 +125,8 @@ class Process:
         return self._log.decode(errors="replace")
 
     def forget(self) -> None:
-        """In a forked child: drop the subprocess, the pipes and the lock, which belong to the parent."""
+        """In a forked child: drop the subprocess and the pipes, which belong to the parent."""
         process, self._process = self._process, None
-        self.lock = threading.Lock()
         if process is not None:
             process.returncode = 0  # this child must not wait for the parent's process
             _close(process)

@@ -15,6 +15,7 @@ from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.binding import bind
 from cute_ops.config import Config
 from cute_ops.errors import first_line
+from cute_ops.files import file_lock
 from cute_ops.jit.target import Target, device_names
 
 IDLE_SECONDS = 60.0
@@ -30,6 +31,7 @@ class BenchProcess:
         if names := device_names():
             variables["CUDA_VISIBLE_DEVICES"] = names[device]
         self._process = processes.Process("cute_ops.autotune.bench_process", measurer, **variables)
+        self._lock = file_lock.between_threads()
         self._gpu = ""
 
     def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
@@ -44,7 +46,7 @@ class BenchProcess:
             op = trials[0].binding.op.name
             raise RuntimeError(f"no module holds the declaration of {op}, so the measuring subprocess cannot import it")
         refused: dict[int, str] = {}
-        with self._process.lock:
+        with self._lock:
             while True:
                 left = [i for i in range(len(configs)) if i not in refused]
                 answer, trying = self._ask({
@@ -65,12 +67,12 @@ class BenchProcess:
         Raises:
             RuntimeError: it cannot measure.
         """
-        with self._process.lock:
+        with self._lock:
             self._ready()
             return self._gpu
 
     def close(self) -> None:
-        with self._process.lock:
+        with self._lock:
             self._process.stop()
 
     def _ready(self) -> None:
@@ -79,7 +81,7 @@ class BenchProcess:
         try:
             answer = self._process.ask({}, START_SECONDS)
         except processes.Ended as ended:
-            answer = {"error": _text(ended)}
+            answer = {"error": ended.line}
         if "error" in answer:
             raise RuntimeError(answer["error"])
         self._gpu = answer["ready"]
@@ -91,16 +93,10 @@ class BenchProcess:
         try:
             answer = self._process.ask(request, TIMEOUT_SECONDS, lambda step: steps.append(step["trying"]))
         except processes.Ended as ended:
-            answer = {"fatal": True, "error": _text(ended)}
+            answer = {"fatal": True, "error": ended.line}
         if answer.get("fatal"):
             self._process.stop()
         return answer, steps[-1] if steps else None
-
-
-def _text(ended: processes.Ended) -> str:
-    """How the process ended, and the last line of its output."""
-    said = ended.log.strip().splitlines()
-    return f"{ended}: {said[-1]}" if said else str(ended)
 
 
 def serve(named: str) -> None:

@@ -70,8 +70,7 @@ class Pool:
                     self._idle.pop() if self._idle else processes.Process(__name__, **SETTINGS)
                 )
             start = time.perf_counter()
-            with process.lock:
-                error = process.ask(request, TIMEOUT_SECONDS).get("error")
+            error = process.ask(request, TIMEOUT_SECONDS).get("error")
             seconds = time.perf_counter() - start
         except processes.Ended as ended:
             named = " (CUTE_OPS_COMPILE_TIMEOUT)" if isinstance(ended, processes.Silent) else ""
@@ -97,8 +96,7 @@ class Pool:
         with self._free:
             idle, self._idle = self._idle, []
         for process in idle:
-            with process.lock:
-                process.stop()
+            process.stop()
 
 
 worker = Pool()

@@ -16,19 +16,11 @@ DSL_TESTED = "4.8"
 
 
 def version(distribution: str) -> str | None:
-    """The installed version, or None.
-
-    It is read from the metadata's first lines, because parsing all of it, as ``metadata.version`` does, would take
-    longer than finding the file, at every start.
-    """
+    """The installed version, or None."""
     try:
-        found = metadata.distribution(distribution)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-    lines = (found.read_text("METADATA") or "").partition("\n\n")[0].splitlines()
-    return (
-        next((line.partition(":")[2].strip() for line in lines if line.startswith("Version:")), None) or found.version
-    )
 
 
 @cache

@@ -1,23 +1,23 @@
 """The checks of ``python -m cute_ops doctor``.
 
-The adapters check their frameworks in subprocesses (``python -m cute_ops_torch.tools.doctor``): the core imports no
-framework, and a crash of one is reported as a finding.
+The adapters check their frameworks in subprocesses: the core imports no framework, and a crash of one is reported as a
+finding.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cute_ops import __version__, dispatch, env, processes
 from cute_ops.binding import bind
-from cute_ops.errors import CacheError, CompileError, meant
+from cute_ops.errors import CacheError, CompileError, first_line, meant
 from cute_ops.files import cache_dir
 from cute_ops.jit import bundle, cache, compiler, target, toolchain
 from cute_ops.jit.compile_pool import worker
@@ -25,7 +25,7 @@ from cute_ops.ops import OPS
 from cute_ops.shapes import Array
 
 _FRAMEWORKS = {"torch": "cute_ops_torch", "jax": "cute_ops_jax"}
-_TIMEOUT = 300
+TIMEOUT_SECONDS = 300.0
 
 
 class Finding(NamedTuple):
@@ -186,30 +186,25 @@ def _framework(framework: str, adapter: str) -> Iterator[Finding]:
     if find_spec(framework) is None:
         yield Finding("note", f"{framework} is not installed", f"pip install 'cute-ops[{framework}]' to use it")
         return
-    # The examined process must find the packages that this one finds, also if they are not installed, and no others: -P
-    # keeps the working directory out.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(processes.search_path())}
-    command = ["python", "-P", "-m", f"{adapter}.tools.doctor"]
+    found: list[Finding] = []
+    process = processes.Process(__name__, f"{adapter}.tools.doctor")
     try:
-        command[0] = processes.interpreter()
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
-    except processes.Ended as error:
-        yield Finding("bad", f"{framework}: the process that examines it {error}")
-        return
-    except subprocess.TimeoutExpired:
-        yield Finding("bad", f"{framework}: no answer in {_TIMEOUT} s", f"run: {' '.join(command)}")
-        return
-    for line in result.stdout.splitlines():
-        level, _, rest = line.partition("\t")
-        if level in ("ok", "note", "bad"):
-            text, _, remedy = rest.partition("\t")
-            yield Finding(level, text, remedy)  # type: ignore[arg-type]
-    if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
-        yield Finding("bad", f"{framework}: exit code {result.returncode}: {last}", f"run: {' '.join(command)}")
+        problem = process.ask({}, TIMEOUT_SECONDS, lambda step: found.append(Finding(*step["finding"]))).get("error")
+    except processes.Ended as ended:
+        problem = f"the process that examines it {ended.line}"
+    finally:
+        process.stop()
+    yield from found
+    if problem:
+        yield Finding("bad", f"{framework}: {problem}", f"run: python -c 'import {adapter}'")
 
 
-def report(findings: Iterator[Finding]) -> None:
-    """Print findings the way :func:`examine` reads them back from an adapter's process."""
-    for finding in findings:
-        print("\t".join(text.replace("\t", " ").replace("\n", " ") for text in finding), flush=True)
+def serve(module: str) -> None:
+    """Run in a subprocess: send the findings of an adapter's module, see :func:`cute_ops.processes.requests`."""
+    for _, say in processes.requests(TIMEOUT_SECONDS):
+        try:
+            for finding in import_module(module).examine():
+                say(step=True, finding=finding)
+            say()
+        except Exception as error:  # the client reports every error
+            say(error=first_line(error))

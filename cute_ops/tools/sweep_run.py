@@ -111,8 +111,7 @@ def _work(process: processes.Process, tasks: deque[Task], end: float, ended: Sim
             task = tasks.popleft()
             trying.update(index=None, trial=f"{task.place} from its trial {task.start} on")
             try:
-                with process.lock:
-                    process.ask({"task": task, "end": end}, STEP_SECONDS, told)
+                process.ask({"task": task, "end": end}, STEP_SECONDS, told)
             except processes.Ended as error:
                 if time.time() > end + GRACE_SECONDS:  # it was given up
                     break

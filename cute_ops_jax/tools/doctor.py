@@ -1,4 +1,4 @@
-"""``python -m cute_ops_jax.tools.doctor``: the JAX part of ``python -m cute_ops doctor``."""
+"""The part of ``python -m cute_ops doctor`` that examines JAX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import cute_ops_jax
 from cute_ops.jit.target import device_count
-from cute_ops.tools.doctor import Finding, report
+from cute_ops.tools.doctor import Finding
 
 
 def examine() -> Iterator[Finding]:
@@ -27,7 +27,3 @@ def examine() -> Iterator[Finding]:
         yield Finding("ok", f"cute_ops_jax.rmsnorm runs on {jax.default_backend()}")
     else:
         yield Finding("bad", f"cute_ops_jax.rmsnorm is wrong by {error:.2g}", "python -m cute_ops cache clear")
-
-
-if __name__ == "__main__":
-    report(examine())

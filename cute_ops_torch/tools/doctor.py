@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from cute_ops.jit.target import device_count
-from cute_ops.tools.doctor import Finding, report
+from cute_ops.tools.doctor import Finding
 from cute_ops_torch import functions
 
 OLDEST = (2, 11)
@@ -32,7 +32,3 @@ def examine() -> Iterator[Finding]:
         yield Finding(
             "bad", f"torch.ops.cute.rmsnorm on {device} is wrong by {error:.2g}", "python -m cute_ops cache clear"
         )
-
-
-if __name__ == "__main__":
-    report(examine())

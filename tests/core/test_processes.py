@@ -744,7 +744,7 @@ def test_the_examination_of_a_framework_runs_nothing_of_the_working_directory(
     from cute_ops.tools import doctor
 
     (tmp_path / "adapter" / "tools").mkdir(parents=True)
-    (tmp_path / "adapter" / "tools" / "doctor.py").write_text("import json\nprint(f'ok\\t{json.__file__}')")
+    (tmp_path / "adapter" / "tools" / "doctor.py").write_text("import json\nexamine = lambda: [('ok', json.__file__)]")
     sys.path.insert(0, str(tmp_path))  # of the test's own list
     monkeypatch.chdir(hostile)
     assert [found.text for found in doctor._framework("json", "adapter")] == [json.__file__]

@@ -180,7 +180,7 @@ def _refuse(
     declared |= {name: Tensor("*m n", f"T_{name}") for name in names}
     declared = each(declared) if is_batch(weight, len(arrays[1].shape)) else declared
     given = {name: None if a is None else spec(a) for name, a in zip(declared, arrays, strict=True)}
-    raise ValueError(message(_Product(caller, declared), problem, given))
+    raise ValueError(message(_Product(caller, declared), problem, given))  # type: ignore[arg-type]
 
 
 class _Product(NamedTuple):
