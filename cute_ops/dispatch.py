@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 from cute_ops import env
@@ -38,6 +37,7 @@ _lock = file_lock.between_threads(threading.RLock)
 _static_seen: dict[str, set[tuple[int, ...]]] = {}
 _decided: dict[winners.Key, Config] = {}
 _planned: dict[str, set[winners.Key]] = {}  # by symbol: the classes of calls that run this kernel
+_recorded: set[tuple[Path, str]] = set()  # by manifest and symbol
 
 
 def choose(
@@ -62,8 +62,8 @@ def choose(
         NotImplementedError: the target is older than the op's kernels.
     """
     chosen = _plan(binding, memory, target, _specialize(binding) if fixed is None else fixed, device)
-    if (manifest := env.RECORD.read()) is not None:
-        _recorder(manifest)(binding, memory, chosen.variant)
+    if (path := env.RECORD.read()) is not None:
+        _record(path, binding, memory, chosen.variant)
     return chosen
 
 
@@ -209,9 +209,18 @@ def _plan(
     return chosen
 
 
-@cache
-def _recorder(manifest: Path) -> Callable[[Binding, Mapping[str, Memory], Variant], None]:
-    """Writes calls to a manifest."""
-    from cute_ops.recording import Recorder  # start-up time: few programs record
+def _record(path: Path, binding: Binding, memory: Mapping[str, Memory], variant: Variant) -> None:
+    """Add a call to a manifest as soon as it is planned, so that a crash loses none; once for each kernel."""
+    if (path, variant.symbol) in _recorded:
+        return
+    _recorded.add((path, variant.symbol))
+    from cute_ops import manifest  # start-up time: few programs record
 
-    return Recorder(manifest)
+    call = manifest.call_of(binding, memory, dynamic=None in variant.dims.values())
+    if call is None:
+        log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
+        return
+    try:
+        manifest.append(path, call)
+    except OSError as error:
+        log.warning("cannot record into %s: %s", path, error)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from typing import Any
 from cute_ops import lookup
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import meant
-from cute_ops.files import cache_dir, json_schema
+from cute_ops.files import cache_dir, file_lock, json_schema
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.variant import VECTOR
 from cute_ops.op import Op
@@ -34,6 +35,7 @@ from cute_ops.shapes import ITEMSIZE, Array
 
 _LONGEST = 2000  # characters of an error's text, which may repeat wrong data
 ROWS = 4096  # rows that ``*`` stands for
+LOCK_SECONDS = 1.0  # if a process holds the lock for longer, it is stopped, and the line is appended without the lock
 HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One per line: op, inputs, attributes.\n"
 _INPUT = re.compile(r"(\w+):(\w+)\[([*\d,]*)\](?:/strides=([\d,]+))?(?:/align=(\d+))?")
 
@@ -114,6 +116,23 @@ def read(path: Path, files: bool = False) -> list[Call]:
 def write(path: Path, calls: Iterable[Call]) -> int:
     """Write a manifest, sorted and without duplicates; returns its number of calls."""
     return _write(path, map(str, calls))
+
+
+def append(path: Path, call: Call) -> None:
+    """Add a line to a manifest, which several processes may share: each writes while it holds the file's lock.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        file_lock.acquire(handle, LOCK_SECONDS)
+        # The last line may lack its line break, if it was edited by hand or a process was killed while writing.
+        size = os.fstat(handle).st_size
+        apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
+        os.write(handle, f"{apart}{call}\n".encode())
+    finally:
+        os.close(handle)
 
 
 def tidy(path: Path) -> int:
