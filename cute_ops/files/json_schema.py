@@ -13,7 +13,6 @@ A shape is one of:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -38,57 +37,43 @@ def parse(text: str | bytes, shape: Any) -> Any:
     return value
 
 
-def check(value: Any, shape: Any) -> None:
-    """Raise ValueError, which names the place, unless the value has this shape."""
-    try:
-        _check(value, shape)
-    except _Mismatch as error:
-        where = "".join(reversed(error.path)).lstrip(".")
-        raise ValueError(f"{where or 'it'} {error.problem}") from None
+def check(value: Any, shape: Any, path: tuple[Any, ...] = ()) -> None:
+    """Raise ValueError, which names the place, unless the value has this shape.
 
-
-class _Mismatch(Exception):
-    """A value has another shape. Its path is collected while the exception propagates, so valid values cost none."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.path: list[str] = []
-
-
-def _check(value: Any, shape: Any) -> None:
+    Args:
+        path: where the value is: ``(path of what holds it, name or index)``, so that valid values cost no text.
+    """
     kind = type(shape)
     if kind is Either:
         shape = next((one for one in shape if _is(value, one)), shape)
         kind = type(shape)
     if not _is(value, shape):
-        raise _Mismatch(f"is {_shown(value)}, expected {_named(shape)}")
+        raise ValueError(f"{_place(path)} is {_shown(value)}, expected {_named(shape)}")
     if kind is list:
-        _check_each(enumerate(value), lambda _: shape[0], "[{}]")
+        shapes = dict.fromkeys(range(len(value)), shape[0])
     elif kind is tuple:
         if len(value) != len(shape):
-            raise _Mismatch(f"has {len(value)} values, expected {len(shape)}")
-        _check_each(enumerate(value), shape.__getitem__, "[{}]")
+            raise ValueError(f"{_place(path)} has {len(value)} values, expected {len(shape)}")
+        shapes = dict(enumerate(shape))
     elif kind is dict and str in shape:
-        _check_each(value.items(), lambda name: shape.get(name, shape[str]), ".{}")
+        shapes = {name: shape.get(name, shape[str]) for name in value}
     elif kind is dict:
-        fields = {name.removesuffix("?"): one for name, one in shape.items()}
-        missing = [name for name in shape if name not in value and not name.endswith("?")]
-        if missing:
-            raise _Mismatch(f"has no {missing[0]!r}")
-        _check_each(((name, value[name]) for name in fields if name in value), fields.__getitem__, ".{}")
+        if missing := [name for name in shape if name not in value and not name.endswith("?")]:
+            raise ValueError(f"{_place(path)} has no {missing[0]!r}")
+        shapes = {field: one for name, one in shape.items() if (field := name.removesuffix("?")) in value}
+    else:
+        return
+    for key, one in shapes.items():
+        if type(value[key]) is not one:  # most values are seen to be right without a call
+            check(value[key], one, (path, key))
 
 
-def _check_each(entries: Iterable[tuple[Any, Any]], shape_of: Callable[[Any], Any], place: str) -> None:
-    for key, one in entries:
-        shape = shape_of(key)
-        if type(one) is shape:
-            continue
-        try:
-            _check(one, shape)
-        except _Mismatch as error:
-            error.path.append(place.format(str(key)[:100]))
-            raise
+def _place(path: tuple[Any, ...]) -> str:
+    words = []
+    while path:
+        path, key = path
+        words.append(f"[{key}]" if isinstance(key, int) else f".{str(key)[:100]}")
+    return "".join(reversed(words)).lstrip(".") or "it"
 
 
 def _is(value: Any, shape: Any) -> bool:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from cute_ops.errors import CacheError
 from cute_ops.files import file_lock, json_schema, ownership
@@ -43,20 +43,6 @@ _lock = file_lock.between_threads()
 _open: dict[str, list[Bundle | CacheError]] = {}
 
 
-class _Record(TypedDict):
-    """What ``bundle.json`` holds."""
-
-    format: int
-    platform: str
-    versions: Mapping[str, str]
-    targets: Sequence[str]
-    kernels: Mapping[str, Mapping[str, Any]]
-    files: Mapping[str, str]
-
-
-_NO_RECORD: _Record = {"format": 0, "platform": "", "versions": {}, "targets": [], "kernels": {}, "files": {}}
-
-
 class Misfit(CacheError):
     """An intact bundle that was built for another machine, with other versions or from other kernel sources."""
 
@@ -76,25 +62,27 @@ class Bundle:
         self.where, self._installed = where, installed
         with suppress(FileNotFoundError):  # made absolute: a program may change its working directory, or delete it
             self.where = where.absolute()
-        # Each with the identity of the folder that it was read from.
-        self._record: tuple[tuple[int, int], _Record] = (0, 0), _NO_RECORD
-        self._sources: tuple[tuple[int, int], Mapping[tuple[str, str], str]] = (0, 0), {}
+        # With the identity of the folder that it was read from.
+        self._record: tuple[tuple[int, int], Mapping[str, Any]] = (0, 0), {}
         self._in_one_state(lambda folder: None)
 
     @property
     def targets(self) -> Sequence[str]:
         """The targets that it was built for."""
-        return self._record[1]["targets"]
+        found: Sequence[str] = self._record[1]["targets"]
+        return found
 
     @property
     def versions(self) -> Mapping[str, str]:
         """The versions of the packages that it was built with."""
-        return self._record[1]["versions"]
+        found: Mapping[str, str] = self._record[1]["versions"]
+        return found
 
     @property
     def kernels(self) -> Mapping[str, Mapping[str, Any]]:
         """Checksum, size and variant by symbol."""
-        return self._record[1]["kernels"]
+        found: Mapping[str, Mapping[str, Any]] = self._record[1]["kernels"]
+        return found
 
     def load(self, variant: Variant) -> Callable[..., Any] | None:
         """A variant's function, after its object's checksum was compared; None if the bundle does not hold it.
@@ -184,11 +172,11 @@ class Bundle:
         except OSError as error:
             raise self._refusal(f"cannot be read ({error})") from error
 
-    def _read(self, folder: Folder) -> _Record:
+    def _read(self, folder: Folder) -> Mapping[str, Any]:
         """The record, after a check that it fits this machine."""
         data = folder.read("bundle.json")
         try:
-            record = json_schema.parse(data, {"format": int})
+            record: Mapping[str, Any] = json_schema.parse(data, {"format": int})
             if record["format"] != FORMAT:
                 raise self._misfit(f"has format {record['format']}, this version of cute_ops reads {FORMAT}")
             json_schema.check(record, RECORD)
@@ -200,7 +188,7 @@ class Bundle:
             built = record["versions"].get(name)
             if built != here:
                 raise self._misfit(f"was built with {name} {built}, here is {here or 'none'}: build it again")
-        return cast(_Record, record)
+        return record
 
     def _check_fits(self, variant: Variant) -> None:
         arches = {target.partition(":")[0] for target in self.targets}
@@ -209,11 +197,9 @@ class Bundle:
                 f"was built for {', '.join(self.targets)}, this GPU is {variant.arch}: build it again with "
                 f"--arch {variant.arch}"
             )
-        if self._sources[0] != self._record[0]:
-            variants = [self._kernel(symbol)["variant"] for symbol in self.kernels]
-            self._sources = self._record[0], {(v["kernel"], v["arch"]): v["sources"] for v in variants}
-        known = self._sources[1].get((variant.kernel, variant.arch))
-        if known is not None and known != variant.sources:
+        held = (self._kernel(symbol)["variant"] for symbol in self.kernels)
+        known = {v["sources"] for v in held if (v["kernel"], v["arch"]) == (variant.kernel, variant.arch)}
+        if known and variant.sources not in known:
             raise self._misfit(f"was built from other sources of {variant.kernel} than are here: build it again")
 
     def _kernel(self, symbol: str) -> Mapping[str, Any]:
