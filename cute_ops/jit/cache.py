@@ -14,9 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 from cute_ops import env
@@ -42,14 +44,8 @@ _guard = file_lock.between_threads()
 _storing = file_lock.between_threads()  # two threads that check for room at once would both take it
 
 
-class Counters:
-    """How many kernels this process loaded from bundles, loaded from disk, and compiled."""
-
-    def __init__(self) -> None:
-        self.bundled = self.disk = self.compiled = 0
-
-
-counters = Counters()
+# How many kernels this process loaded from bundles, loaded from disk, and compiled.
+counters = SimpleNamespace(bundled=0, disk=0, compiled=0)
 
 
 class Built(NamedTuple):
@@ -101,12 +97,8 @@ def build(variant: Variant) -> float:
             raise CacheError(f"cute_ops: cache folder {where} cannot be written")
         if _stored(where, variant, lambda folder, data: True, locked=True):
             return 0.0
-        if find_spec("cutlass") is None:
-            raise _no_compiler(variant)
-        with staging.folder(where) as place:
-            built = place / f"{variant.symbol}.so"
-            seconds = worker.compile(variant, built)
-            if _store(where, variant, built, seconds) is None:
+        with _compiled(variant, where) as (_, kept, seconds):
+            if kept is None:
                 raise CacheError(f"cute_ops: {variant.symbol}.so could not be kept in {where}")
         return seconds
 
@@ -248,20 +240,9 @@ def _stored(where: Path, variant: Variant, use: Callable[[Folder, bytes], T], lo
             return use(folder, data)
         except (OSError, ValueError, CacheError) as error:
             if locked:
-                _reject(path, error)
+                log.warning("cache entry %s is unusable (%s): building it again", path.name, error)
+                _remove(path)
             return None
-
-
-def _reject(path: Path, why: Exception) -> None:
-    log.warning("cache entry %s is unusable (%s): building it again", path.name, why)
-    _remove(path)
-
-
-def _no_compiler(variant: Variant) -> CompileError:
-    return CompileError(
-        f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
-        f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
-    )
 
 
 def _build(where: Path, variant: Variant) -> Callable[..., Any]:
@@ -279,15 +260,10 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
             path = where / f"{variant.symbol}.so"
             if os.path.lexists(path) and (function := _from_disk(where, variant, locked=True)) is not None:
                 return function  # another process built it while we waited
-        if find_spec("cutlass") is None:
-            raise _no_compiler(variant)
-        with staging.folder(where if usable else None) as place:
-            built = place / f"{variant.symbol}.so"
-            seconds = worker.compile(variant, built)
+        with _compiled(variant, where if usable else None) as (built, kept, seconds):
             counters.compiled += 1
             if log.isEnabledFor(logging.INFO):
                 log.info("compiled %s in %.2f s", variant.describe(), seconds)
-            kept = _store(where, variant, built, seconds) if usable else None
             if kept:
                 try:
                     return loader.load(kept, variant.symbol)
@@ -295,6 +271,22 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                     log.warning("another process has just deleted %s (%s): it runs from memory", kept, error)
             # The file is deleted afterwards, but stays mapped.
             return loader.load(built, variant.symbol)
+
+
+@contextmanager
+def _compiled(variant: Variant, where: Path | None) -> Iterator[tuple[Path, Path | None, float]]:
+    """Compile a variant; yields the object, which is deleted afterwards, its path in the cache folder, if it could be
+    kept there, and the seconds that the compile took.
+    """
+    if find_spec("cutlass") is None:
+        raise CompileError(
+            f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
+            f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
+        )
+    with staging.folder(where) as place:
+        built = place / f"{variant.symbol}.so"
+        seconds = worker.compile(variant, built)
+        yield built, _store(where, variant, built, seconds) if where else None, seconds
 
 
 def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:
