@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from itertools import islice
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -71,24 +71,6 @@ class Measurer(Protocol):
     def contest(
         self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]
     ) -> AbstractContextManager[Contestants]: ...
-
-
-class Selection(NamedTuple):
-    """Which plan won, and how clearly.
-
-    Attributes:
-        which: the winner's index.
-        before: microseconds of the heuristic's plan, by call.
-        after: microseconds of the winner, by call.
-        gain: the fraction of the time that the winner saves; if the heuristic's wins, that of the best other one.
-        chance: the probability of such a result by chance.
-    """
-
-    which: int
-    before: list[float]
-    after: list[float]
-    gain: float
-    chance: float
 
 
 def measurer(named: str = "") -> Measurer:
@@ -147,7 +129,7 @@ def measure(
             return not wrong
 
         found = select(contests, [i for i in range(1, len(configs)) if i not in refused], least, right)
-    return Measurement(found.which, found.before, found.after, found.gain, refused, by.device())
+    return found._replace(refused=refused, device=by.device())
 
 
 class _Announced:
@@ -170,7 +152,7 @@ def select(
     among: Sequence[int],
     least: float = LEAST,
     right: Callable[[int], bool] = lambda i: True,
-) -> Selection:
+) -> Measurement:
     """The fastest of some plans if it is faster than the first one beyond doubt, else the first one.
 
     Args:
@@ -192,7 +174,7 @@ def select(
     before = [statistics.median(t) for t in times[0]]
     if not close or _ratio(times, close[0]) >= 1 - least / 2:
         best = next((i for i in (*close, *ranked) if i in close or i not in promising), 0)
-        return Selection(0, before, before, 1 - _ratio(times, best), 1.0)
+        return Measurement(0, before, before, 1 - _ratio(times, best))
     best = close[0]
     fresh: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, best)}
     for half in ((0, best), (best, 0)):  # each comes first equally often
@@ -206,7 +188,7 @@ def select(
     worst = max(_median_ratio(fresh, best, c) for c in range(len(contests)))
     wins = gain >= least and chance <= CHANCE and worst <= 1 + SLOWER
     before, after = ([statistics.median(t) for t in fresh[i]] for i in (0, best))
-    return Selection(best if wins else 0, before, after if wins else before, gain, chance)
+    return Measurement(best if wins else 0, before, after if wins else before, gain, chance=chance)
 
 
 def by_chance(wins: int, pairs: int) -> float:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -120,12 +119,19 @@ def tune(
         done: called with a line of text after each compile, and before each class.
         groups: called with the number of classes before the first.
     """
+
+    def told(future: Future[Built]) -> None:
+        if not future.cancelled() and not future.exception():
+            done(f"compiled {future.result().variant.describe()}")
+
     remembered = winners.stores() if known is None else [known]
     found = [g for g in grouped(trials, target) if anew or not any(g.key in stored for stored in remembered)]
     groups(len(found))
     for group in found:
         _plan(group)
-    with _compiled((v for group in found for variants in group.variants for v in variants), done) as built:
+    with cache.building(v for group in found for variants in group.variants for v in variants) as built:
+        for future in built.values():
+            future.add_done_callback(told)
         for group in found:
             done(group.key[0])
             yield _measured(group, target, by, least, built)
@@ -232,64 +238,13 @@ def _plan(group: Group) -> None:
     group.variants = [[configured(call, config).variant for config in group.configs] for call in group.calls]
 
 
-class _Compiled:
-    """Which of many variants are built so far."""
-
-    def __init__(self) -> None:
-        self._news = threading.Condition()
-        self._built: dict[str, Built] = {}
-        self._over = False
-        self.unwanted = False
-
-    def add(self, built: Built) -> None:
-        if self.unwanted:
-            raise InterruptedError("no more kernels are needed")
-        with self._news:
-            self._built[built.variant.symbol] = built
-            self._news.notify_all()
-
-    def end(self) -> None:
-        with self._news:
-            self._over = True
-            self._news.notify_all()
-
-    def error(self, symbol: str) -> str:
-        """Why a variant does not compile; waits until that is known."""
-        with self._news:
-            self._news.wait_for(lambda: symbol in self._built or self._over)
-            built = self._built.get(symbol)
-        return "was not compiled" if built is None else str(built.error).partition("\n")[0] if built.error else ""
+def _problem(built: Future[Built]) -> str:
+    """Why a variant does not compile; waits until that is known."""
+    error = built.exception() or built.result().error
+    return str(error).partition("\n")[0] if error else ""
 
 
-@contextmanager
-def _compiled(variants: Iterable[Variant], done: Callable[[str], None]) -> Iterator[_Compiled]:
-    """Compile in the background, in order."""
-    wanted, state = list(variants), _Compiled()
-
-    def add(built: Built) -> None:
-        state.add(built)
-        done(f"compiled {built.variant.describe()}")
-
-    def work() -> None:
-        try:
-            cache.build_all(wanted, add)
-        except InterruptedError:
-            pass
-        except Exception as error:  # this thread has no caller; ``error`` reports the variants that are missing
-            log.warning("compiling configs ended early: %s", error)
-        finally:
-            state.end()
-
-    thread = threading.Thread(target=work, name="cute_ops-tune", daemon=True)
-    thread.start()
-    try:
-        yield state
-    finally:
-        state.unwanted = True
-        thread.join()
-
-
-def _measured(group: Group, target: Target, by: Bench, least: float, built: _Compiled) -> Outcome:
+def _measured(group: Group, target: Target, by: Bench, least: float, built: Mapping[str, Future[Built]]) -> Outcome:
     call, heuristic = group.key
     stays = Winner(call, dict(heuristic), dict(heuristic))
 
@@ -299,7 +254,7 @@ def _measured(group: Group, target: Target, by: Bench, least: float, built: _Com
     configs = []
     for i, config in enumerate(group.configs):
         # One config is one kernel for all calls of a class, except where layouts differ.
-        error = next((e for variants in group.variants if (e := built.error(variants[i].symbol))), "")
+        error = next((e for variants in group.variants if (e := _problem(built[variants[i].symbol]))), "")
         if error and i == 0:
             return nothing(error)
         if error:

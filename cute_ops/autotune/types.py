@@ -30,14 +30,16 @@ class Measurement(NamedTuple):
         gain: the fraction of the time that the fastest saves; if the heuristic's stays, that of the best other one.
         refused: by index of a config, why its results are wrong.
         device: the GPU's name.
+        chance: the probability of such a result by chance.
     """
 
     which: int
     before: list[float]
     after: list[float]
     gain: float
-    refused: Mapping[int, str]
-    device: str
+    refused: Mapping[int, str] = {}
+    device: str = ""
+    chance: float = 1.0
 
 
 class Bench(Protocol):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cute_ops import env
 from cute_ops.errors import CacheError, CompileError
@@ -29,6 +29,9 @@ from cute_ops.jit import bundle, loader, toolchain
 from cute_ops.jit import compile_pool as workers
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 log = logging.getLogger("cute_ops")
 MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
@@ -113,24 +116,38 @@ def load(variant: Variant) -> float:
 def build_all(
     variants: Iterable[Variant],
     done: Callable[[Built], None] | None = None,
-    each: Callable[[Variant], float] = build,
+    each: Callable[[Variant], float] | None = None,
 ) -> list[Built]:
     """Put many variants on disk, one at a time per core; the others are built even if one fails.
 
     Args:
         done: called after each of them, from the caller's thread.
-        each: what builds one: :func:`build`, or :func:`load` where this process is going to run them.
+        each: what builds one: :func:`build` by default, :func:`load` where this process is going to run them.
 
     Returns:
         One entry per variant, in order, without duplicates.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed, wait  # start-up time: few programs build
+    from concurrent.futures import as_completed  # start-up time: few programs build
 
-    unique = list({variant.symbol: variant for variant in variants}.values())
+    with building(variants, each) as futures:
+        for future in as_completed(futures.values()):
+            if done:
+                done(future.result())
+        return [future.result() for future in futures.values()]
+
+
+@contextmanager
+def building(
+    variants: Iterable[Variant], each: Callable[[Variant], float] | None = None
+) -> Iterator[dict[str, Future[Built]]]:
+    """As :func:`build_all`, in threads: yields the results by symbol, to wait for. At the end of the block what is not
+    built is cancelled.
+    """
+    from concurrent.futures import ThreadPoolExecutor, wait  # as above
 
     def attempt(variant: Variant) -> Built:
         try:
-            return Built(variant, each(variant))
+            return Built(variant, (each or build)(variant))
         except (CompileError, CacheError) as error:
             return Built(variant, 0.0, error)
 
@@ -138,18 +155,14 @@ def build_all(
     with ThreadPoolExecutor(
         worker.size, thread_name_prefix="cute_ops-build", initializer=lambda: own.add(threading.get_ident())
     ) as threads:
-        futures = [threads.submit(attempt, variant) for variant in unique]
+        futures = {v.symbol: threads.submit(attempt, v) for v in {v.symbol: v for v in variants}.values()}
         try:
-            for future in as_completed(futures):
-                if done:
-                    done(future.result())
-        except BaseException:
+            yield futures
+        finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            while left := [future for future in futures if not future.done()]:
+            while left := [future for future in futures.values() if not future.done()]:
                 worker.cancel(own)  # until none is left: a process that is just starting cannot be killed yet
                 wait(left, 0.1)
-            raise
-        return [future.result() for future in futures]
 
 
 def read(variant: Variant) -> bytes | None:
