@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,8 @@ from cute_ops import __version__, env
 if __name__ == "__main__" and (problems := env.wrong()):
     sys.exit("\n".join(f"cute_ops: {problem}" for problem in problems))
 
-from cute_ops import dispatch
 from cute_ops.autotune import winners as tuned_calls
-from cute_ops.cli import Arches, author, bundles, calls, console, fail, prose, said, table_of, targets, tuning
+from cute_ops.cli import Arches, author, bundles, calls, console, fail, prose, said, table_of, tuning
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache
@@ -94,22 +92,17 @@ def compile_command(
     Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
     """
     ops = calls.ops_of(op, gradients=False)
-    calls.check_dtypes(ops, dtype or [])
     table = table_of("kernel", "seconds", "file")
-    for declaration, where, kind in product(ops, targets(arch), dtype or ["bfloat16"]):
-        for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
-            given = calls.example(declaration, kind, rows, sizes, with_ or (), without or ())
-            binding = calls.bound(declaration, given)
-            try:
-                variant = dispatch.foresee(binding, {}, where).variant
-                if dump:
-                    dump.mkdir(parents=True, exist_ok=True)
-                    seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
-                else:
-                    seconds, path = cache.build(variant), cache_dir.folder()
-            except (CompileError, CacheError, NotImplementedError) as error:
-                fail(error)
-            table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
+    for variant in calls.variants_of(ops, dtype or [], n, dim, arch, rows, with_, without):
+        try:
+            if dump:
+                dump.mkdir(parents=True, exist_ok=True)
+                seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
+            else:
+                seconds, path = cache.build(variant), cache_dir.folder()
+        except (CompileError, CacheError) as error:
+            fail(error)
+        table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
     console.print(table)
 
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops import dispatch, hardware, lookup
-from cute_ops.cli import Arches, calls, console, fail, targets
+from cute_ops import hardware, lookup
+from cute_ops.cli import Arches, calls, console, fail
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
@@ -71,26 +71,20 @@ def inspect(
     fit by registers, threads and shared memory.
     """
     ops = calls.ops_of(op)
-    calls.check_dtypes(ops, [dtype] if dtype else [])
     wide = console if console.width >= 80 else Console(width=80)  # in fewer columns the table cannot be read
-    for declaration in ops:
-        for target in targets(arch):
-            for sizes in calls.sizes_of(declaration, n, dim, [4096], ops):
-                given = calls.example(declaration, dtype or "bfloat16", rows, sizes, with_ or (), without or ())
-                variant = dispatch.foresee(calls.bound(declaration, given), {}, target).variant
-                table = _table_of(variant)
-                for kernel in _kernels(variant, out):
-                    dynamic = kernel.dynamic
-                    shared = hardware.own_shared(target.arch, kernel.resources.shared) + (dynamic or 0)
-                    fits = hardware.occupancy(target.arch, kernel.threads, kernel.resources.registers, shared)
-                    bad = "[red]" if kernel.resources.stack or kernel.resources.local else ""
-                    table.add_row(
-                        kernel.name, str(kernel.threads), str(kernel.resources.registers),
-                        f"{bad}{kernel.resources.stack}", f"{bad}{kernel.resources.local}",
-                        f"{shared}" + ("" if dynamic is not None else " + ?"), str(fits),
-                        "\n".join(f"{a.number} {a.kind} of {a.bytes or 'bulk'}" for a in kernel.accesses),
-                    )  # fmt: skip
-                wide.print(table, "", soft_wrap=False)
+    for variant in calls.variants_of(ops, [dtype] if dtype else [], n, dim, arch, rows, with_, without):
+        table = _table_of(variant)
+        for kernel in _kernels(variant, out):
+            used, dynamic = kernel.resources, kernel.dynamic
+            shared = hardware.own_shared(variant.arch, used.shared) + (dynamic or 0)
+            fits = hardware.occupancy(variant.arch, kernel.threads, used.registers, shared)
+            bad = "[red]" if used.stack or used.local else ""
+            table.add_row(
+                kernel.name, str(kernel.threads), str(used.registers), f"{bad}{used.stack}", f"{bad}{used.local}",
+                f"{shared}" + ("" if dynamic is not None else " + ?"), str(fits),
+                "\n".join(f"{a.number} {a.kind} of {a.bytes or 'bulk'}" for a in kernel.accesses),
+            )  # fmt: skip
+        wide.print(table, "", soft_wrap=False)
     if out:
         console.print(f"PTX, SASS and cubins are in {out}")
 

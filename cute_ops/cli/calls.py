@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated
 
 import typer
 
-from cute_ops import lookup
+from cute_ops import dispatch, lookup
 from cute_ops.autotune.rows import bytes_moved
 from cute_ops.binding import Binding, bind
+from cute_ops.cli import fail, targets
 from cute_ops.errors import meant
+from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
 
@@ -124,6 +126,21 @@ def example(
         name: None if name in absent else Array(tensor.of(dims), op.dtype_near(tensor, dtype))
         for name, tensor in op.inputs.items()
     }
+
+
+def variants_of(
+    ops: Sequence[Op], dtypes: Sequence[str], n: Sequence[int] | None, dims: Sequence[str] | None,
+    arches: list[str] | None, rows: int, with_: Sequence[str] | None, without: Sequence[str] | None,
+) -> Iterator[Variant]:  # fmt: skip
+    """The kernels that the options ask for, with what a program on this machine would choose."""
+    check_dtypes(ops, dtypes)
+    for op, where, dtype in product(ops, targets(arches), dtypes or ["bfloat16"]):
+        for sizes in sizes_of(op, n, dims, [4096], ops):
+            binding = bound(op, example(op, dtype, rows, sizes, with_ or (), without or ()))
+            try:
+                yield dispatch.foresee(binding, {}, where).variant
+            except NotImplementedError as error:
+                fail(error)
 
 
 def bound(op: Op, given: Mapping[str, Array | None]) -> Binding:
