@@ -78,27 +78,22 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
     Raises:
         ValueError: a kernel is asked for, and none takes the call's dtypes.
     """
-    op = binding.op
-    if op.instead is None or (target is None and binding.attrs["fused"] != "never"):
+    op, asked, beyond = binding.op, binding.attrs.get("fused"), binding.dtype_without_kernel
+    if op.instead is None or (target is None and asked != "never"):
         return None
-    if target is None:
-        return op.instead.program
-    if (choice := binding.attrs["fused"]) == "never":
-        _log_choice(binding, "the framework's product", "`fused` is 'never'")
-        return op.instead.program
-    beyond = binding.dtype_without_kernel
-    if choice == "always" and beyond is not None:
+    if target is not None and asked == "always" and beyond is not None:
         problem = f"attribute `fused` is 'always', but no kernel takes {beyond}; 'auto' does."
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
-    if choice == "always":
-        _log_choice(binding, "our kernel", "`fused` is 'always'")
-        return None
-    if beyond is not None:
-        _log_choice(binding, "the framework's product", f"no kernel takes {beyond}")
-        return op.instead.program
-    reason = op.instead.when(signature(binding, memory, target).problem)
+    if target is None or asked == "never":
+        reason: bool | str = "`fused` is 'never'"
+    elif beyond is not None:
+        reason = f"no kernel takes {beyond}"
+    else:
+        reason = asked == "auto" and op.instead.when(signature(binding, memory, target).problem)
     if not reason:
-        _log_choice(binding, "our kernel", "it was measured to be as fast")
+        _log_choice(
+            binding, "our kernel", "`fused` is 'always'" if asked == "always" else "it was measured to be as fast"
+        )
         return None
     _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
     return op.instead.program

@@ -416,12 +416,14 @@ def importable(name: str) -> str:
     return f"{module}:{attribute}"
 
 
-# Ops without some of their skippable outputs, by op and the outputs that are left.
-_narrowed: dict[tuple[Op, tuple[str, ...]], Op] = {}
-# Ops of batches, by the op of one example.
-_batched: dict[Op, Op] = {}
-# Ops with lists for so many tensors, by op and numbers.
-_unrolled: dict[tuple[Op, tuple[int, ...]], Op] = {}
+# Ops that are made of others on first use, by the other and what is made of it.
+_made: dict[tuple[Op, str | tuple[str | int, ...]], Op] = {}
+
+
+def _once(op: Op, what: str | tuple[str | int, ...], make: Callable[[], Op]) -> Op:
+    """What is made of an op, the same object every time."""
+    # Of several threads the first one's counts.
+    return _made.get((op, what)) or _made.setdefault((op, what), make())
 
 
 def _without(places: Collection[int], reference: Callable[..., Any], *args: Any, **attrs: Any) -> tuple[Any, ...]:
@@ -659,11 +661,7 @@ class Op:
         left = tuple(name for name, t in self.outputs.items() if name in outputs or not t.skippable)
         if left == tuple(self.outputs):
             return self
-        if (self, left) not in _narrowed:
-            name = self.name_of(left)
-            made = self.narrow(name, left) if self.narrow else self._without(name, left)
-            _narrowed.setdefault((self, left), made)  # one of several threads is the first
-        return _narrowed[self, left]
+        return _once(self, left, lambda: (self.narrow or self._without)(self.name_of(left), left))
 
     def _without(self, name: str, left: tuple[str, ...]) -> Op:
         """The op with this name and these outputs, whose kernel gets None for the others."""
@@ -679,9 +677,7 @@ class Op:
     @property
     def batched(self) -> Op | None:
         """The op of a batch of examples, the same object every time; None if it has none."""
-        if self._make_batched and self not in _batched:
-            _batched.setdefault(self, self._make_batched())  # one of several threads is the first
-        return _batched.get(self)
+        return _once(self, "batched", self._make_batched) if self._make_batched else None
 
     def unrolled(self, counts: Mapping[str, int]) -> Op:
         """The op without lists for these numbers of tensors; the same object every time.
@@ -689,13 +685,14 @@ class Op:
         Raises:
             ValueError: the declaration is wrong for them.
         """
-        key = (self, tuple(counts[name] for name in self.numbers))
-        if self.numbers and key not in _unrolled:
-            made = lists.unroll(self, counts)
-            made._derive()
-            made._validate()
-            _unrolled.setdefault(key, made)  # one of several threads is the first
-        return _unrolled[key] if self.numbers else self
+
+        def made() -> Op:
+            op = lists.unroll(self, counts)
+            op._derive()
+            op._validate()
+            return op
+
+        return _once(self, tuple(counts[name] for name in self.numbers), made) if self.numbers else self
 
     @property
     def instances(self) -> tuple[Op, ...]:

@@ -12,7 +12,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -115,21 +115,17 @@ def sync_folder(where: Path) -> None:
 @contextmanager
 def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
     """Hold a lock across processes, such as a variant's; yields False where the folder cannot be written."""
-    try:
-        where.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_trusted(where)
-        lock = file_lock.exclusive(where / f"{name}.lock", seconds)
-        held = lock.__enter__()
-    except OSError as error:
-        log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
-        yield False
-        return
-    if not held:
-        log.warning("could not acquire the lock for %s in %s; continuing without it", name, where)
-    try:
-        yield True
-    finally:
-        lock.__exit__(None, None, None)
+    with ExitStack() as stack:
+        try:
+            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_trusted(where)
+            held = stack.enter_context(file_lock.exclusive(where / f"{name}.lock", seconds))
+        except OSError as error:
+            log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
+            held = None
+        if held is False:
+            log.warning("could not acquire the lock for %s in %s; continuing without it", name, where)
+        yield held is not None
 
 
 class Use:
