@@ -78,9 +78,10 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
     Raises:
         ValueError: a kernel is asked for, and none takes the call's dtypes.
     """
-    op, asked, beyond = binding.op, binding.attrs.get("fused"), binding.dtype_without_kernel
-    if op.instead is None or (target is None and asked != "never"):
+    op = binding.op
+    if op.instead is None or (target is None and binding.attrs["fused"] != "never"):
         return None
+    asked, beyond = binding.attrs["fused"], binding.dtype_without_kernel
     if target is not None and asked == "always" and beyond is not None:
         problem = f"attribute `fused` is 'always', but no kernel takes {beyond}; 'auto' does."
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,7 +24,7 @@ from cute_ops import env
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir, file_lock, json_schema, staging
 from cute_ops.files.ownership import Folder
-from cute_ops.jit import bundle, loader, toolchain
+from cute_ops.jit import bundle, loader
 from cute_ops.jit import compile_pool as workers
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
@@ -100,8 +99,10 @@ def build(variant: Variant) -> float:
             raise CacheError(f"cute_ops: cache folder {where} cannot be written")
         if _stored(where, variant, lambda folder, data: True, locked=True):
             return 0.0
-        with _compiled(variant, where) as (_, kept, seconds):
-            if kept is None:
+        with staging.folder(where) as place:
+            built = place / f"{variant.symbol}.so"
+            seconds = worker.compile(variant, built)
+            if _store(where, variant, built, seconds) is None:
                 raise CacheError(f"cute_ops: {variant.symbol}.so could not be kept in {where}")
         return seconds
 
@@ -273,33 +274,19 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
             path = where / f"{variant.symbol}.so"
             if os.path.lexists(path) and (function := _from_disk(where, variant, locked=True)) is not None:
                 return function  # another process built it while we waited
-        with _compiled(variant, where if usable else None) as (built, kept, seconds):
+        with staging.folder(where if usable else None) as place:
+            built = place / f"{variant.symbol}.so"
+            seconds = worker.compile(variant, built)
             counters.compiled += 1
             if log.isEnabledFor(logging.INFO):
                 log.info("compiled %s in %.2f s", variant.describe(), seconds)
-            if kept:
+            if usable and (kept := _store(where, variant, built, seconds)):
                 try:
                     return loader.load(kept, variant.symbol)
                 except CacheError as error:
                     log.warning("another process has just deleted %s (%s): it runs from memory", kept, error)
             # The file is deleted afterwards, but stays mapped.
             return loader.load(built, variant.symbol)
-
-
-@contextmanager
-def _compiled(variant: Variant, where: Path | None) -> Iterator[tuple[Path, Path | None, float]]:
-    """Compile a variant; yields the object, which is deleted afterwards, its path in the cache folder, if it could be
-    kept there, and the seconds that the compile took.
-    """
-    if find_spec("cutlass") is None:
-        raise CompileError(
-            f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
-            f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
-        )
-    with staging.folder(where) as place:
-        built = place / f"{variant.symbol}.so"
-        seconds = worker.compile(variant, built)
-        yield built, _store(where, variant, built, seconds) if where else None, seconds
 
 
 def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:

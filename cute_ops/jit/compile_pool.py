@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cute_ops import env, processes
 from cute_ops.errors import CompileError
+from cute_ops.jit import toolchain
 from cute_ops.jit.variant import Variant
 from cute_ops.op import importable
 
@@ -55,8 +57,13 @@ class Pool:
         """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a process.
 
         Raises:
-            CompileError: with the compiler's output: it failed, crashed or took too long.
+            CompileError: with the compiler's output: it failed, crashed or took too long; or there is none.
         """
+        if find_spec("cutlass") is None:
+            raise CompileError(
+                f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not "
+                f"installed: add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
+            )
         request = {
             "variant": variant.text, "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
             "program": _PROGRAM,
