@@ -99,7 +99,6 @@ def suggesting(function: Callable[P, R], wrong: Callable[[Any], str] | None = No
     frame, 0.1 us.
 
     Args:
-        function: the function.
         wrong: what an array was expected to be and what came, ``one array, got BCOO``; empty for a right one. It is
             asked about arguments that are annotated as arrays.
     """

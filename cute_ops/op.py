@@ -21,7 +21,7 @@ from cute_ops.dims import Dim
 from cute_ops.dims import parse as parse_dim
 from cute_ops.errors import renamed, suggesting
 from cute_ops.op_checks import HOW_FUSED, problems
-from cute_ops.shapes import ITEMSIZE, parse
+from cute_ops.shapes import parse
 
 
 class OneOf:
@@ -785,5 +785,5 @@ class Op:
         if self.numbers:
             self.unrolled(dict.fromkeys(self.numbers, 2))
             return
-        for problem in problems(self, ITEMSIZE):
+        for problem in problems(self):
             raise ValueError(renamed(f"op {self.name}: {problem}", self.aliases))

@@ -8,7 +8,7 @@ from functools import cache
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
-from cute_ops.shapes import ACCUMULATORS
+from cute_ops.shapes import ACCUMULATORS, ITEMSIZE
 
 if TYPE_CHECKING:
     from cute_ops.op import Op, Tensor
@@ -20,19 +20,14 @@ _LEAST_NORMAL, _INT64 = 2.0**-1022, 2**63
 _TAKEN = frozenset({"Ellipsis", "TypeError", "ctx", "type", "xp"})
 
 
-def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
-    """What is wrong with a declaration, basic mistakes first.
-
-    Args:
-        op: the declaration.
-        itemsize: the names of all dtypes.
-    """
+def problems(op: Op) -> Iterator[str]:
+    """What is wrong with a declaration, basic mistakes first."""
     yield from _strings(op)
     yield from _names(op)
     yield from _attributes(op)
     yield from _inputs(op)
     yield from _mutated(op)
-    yield from _dtypes(op, frozenset(itemsize))
+    yield from _dtypes(op)
     yield from _outputs(op)
     yield from _dims(op)
     yield from _memory(op)
@@ -101,29 +96,29 @@ def _defaults(what: str, defaults: Mapping[str, Any], kinds: tuple[type, ...]) -
             yield f"{what} {name!r} has the default {default!r}, which is no 64-bit number"
 
 
-def _dtypes(op: Op, known: frozenset[str]) -> Iterator[str]:
+def _dtypes(op: Op) -> Iterator[str]:
     for variable, names in op.dtypes.items():
         for name in names:
-            if name not in known:
-                yield f"dtype variable {variable} may be {name!r}, which is none of {', '.join(sorted(known))}"
+            if name not in ITEMSIZE:
+                yield f"dtype variable {variable} may be {name!r}, which is none of {', '.join(sorted(ITEMSIZE))}"
     for name, t in [*op.inputs.items(), *op.outputs.items()]:
         if t.dtype in op.attrs:
-            yield from _dtype_of_attribute(op, name, t, known)
-        elif t.dtype not in op.dtypes and t.dtype not in known:
+            yield from _dtype_of_attribute(op, name, t)
+        elif t.dtype not in op.dtypes and t.dtype not in ITEMSIZE:
             yield f"{name} has dtype {t.dtype!r}, neither a variable nor a dtype"
     for name, t in op.outputs.items():
         if t.dtype in op.dtypes and all(i.dtype != t.dtype for i in _present(op, t)):
             yield f"output {name!r} has dtype {t.dtype}, which no input has that is present whenever it is"
 
 
-def _dtype_of_attribute(op: Op, name: str, tensor: Tensor, known: frozenset[str]) -> Iterator[str]:
+def _dtype_of_attribute(op: Op, name: str, tensor: Tensor) -> Iterator[str]:
     what = f"{name} has the dtype that attribute {tensor.dtype!r} names"
     if name in op.inputs:
         yield f"{what}, as only outputs may"
     if tensor.same_as or tensor.donates:
         yield f"{what}, so it cannot share an array by {'same_as' if tensor.same_as else 'donates'!r}"
-    if other := [value for value in op.choices.get(tensor.dtype, (op.attrs[tensor.dtype],)) if value not in known]:
-        yield f"{what}, which may be {other[0]!r}, none of {', '.join(sorted(known))}"
+    if other := [value for value in op.choices.get(tensor.dtype, (op.attrs[tensor.dtype],)) if value not in ITEMSIZE]:
+        yield f"{what}, which may be {other[0]!r}, none of {', '.join(sorted(ITEMSIZE))}"
     elif tensor.dtype not in op.choices:
         yield f"{what}, which must say what it may be: OneOf({op.attrs[tensor.dtype]!r}, ...)"
 

@@ -23,7 +23,6 @@ def factors(binding: Binding, split: bool = False) -> Factors:
     """The factor of every dim of every present array; None for a dim that may not be split.
 
     Args:
-        binding: the call.
         split: whether to include the dim of the declaration's ``split``.
     """
     op = binding.op
@@ -82,9 +81,7 @@ def run_on_terms(
 
     Args:
         framework: what it offers to programs.
-        op: the declaration.
         inputs: the device's slices, None where absent.
-        attrs: the attributes.
         terms: the inner dims of which devices have slices.
         call: ``call(op, inputs, attrs)``: another op on this device.
         add: ``add(partial, dims)``: adds up the devices' partial sums over these dims.

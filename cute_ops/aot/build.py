@@ -55,9 +55,6 @@ def build(
     """Compile calls for targets, without a GPU, and write the bundle; nothing is written where one fails.
 
     Args:
-        calls: what to compile.
-        targets: the targets to compile for.
-        where: the bundle's folder.
         done: called after every kernel.
         skip: called with a line of text on calls that a target has no kernel for.
 

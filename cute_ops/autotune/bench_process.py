@@ -113,12 +113,9 @@ def serve(named: str) -> None:
         except Exception as error:
             say(error=str(error))
             return
-        last: list[int] = []
 
-        def trying(index: int, last: list[int] = last, say: Callable[..., None] = say) -> None:
-            if last[-1:] != [index]:
-                last.append(index)
-                say(step=True, trying=index)
+        def trying(index: int, say: Callable[..., None] = say) -> None:
+            say(step=True, trying=index)
 
         try:
             calls = manifest.parse("\n".join(request["calls"]), files=True)

@@ -103,8 +103,6 @@ def measure(
     """Check and time configs, the heuristic's first, on calls of one class.
 
     Args:
-        trials: the calls.
-        configs: the configs.
         target: this process's GPU.
         by: the framework that runs kernels.
         least: the fraction of the heuristic's time that a winner must save.

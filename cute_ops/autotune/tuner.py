@@ -110,7 +110,6 @@ def tune(
     """Measure calls, class by class; the kernels of later classes compile meanwhile. Nothing is stored here.
 
     Args:
-        trials: the calls.
         target: the GPU that ``by`` measures on.
         by: checks and times.
         least: the fraction of the heuristic's time that a winner must save.

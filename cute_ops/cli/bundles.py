@@ -37,29 +37,22 @@ def record(
 
     Example: python -m cute_ops record -o train.txt -- python train.py
     """
-    if problem := _unwritable(out):  # the program may run for long
-        fail(f"cannot write {out}: {problem}")
+    try:
+        out.open("a").close()  # now, because the program may run for long
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror}")
     environment = {**os.environ, env.RECORD.name: str(out.resolve())}
     try:
         code = subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
         fail(f"cannot run {command[0]}: {error.strerror}")
     try:
-        calls = manifest.tidy(out) if out.exists() else manifest.write(out, [])
+        calls = manifest.tidy(out)
     except ValueError as error:
         fail(error)
     hint = "" if calls else "; kernels run on a GPU only: on a CPU the references ran"
     console.print(f"{out}: {calls} kinds of calls{hint}", markup=False)
     raise typer.Exit(code)
-
-
-def _unwritable(file: Path) -> str:
-    """Why a file cannot be written; empty if it can."""
-    if file.is_dir():
-        return "it is a folder"
-    if not file.parent.is_dir():
-        return f"there is no folder {file.parent}"
-    return "" if os.access(file if file.exists() else file.parent, os.W_OK) else "permission denied"
 
 
 def model(

@@ -54,7 +54,6 @@ def sizes_of(
     """Sizes of an op's dims by name: every combination of those asked for. ``n`` has the default's where it is not.
 
     Args:
-        op: the op.
         n, dims: what is asked for.
         default: sizes of ``n``.
         among: the ops that are asked for together, an op and its gradient: some of the dims may be others' alone.

@@ -28,7 +28,6 @@ def check_replaceable(where: Path, ours: Callable[[Path], set[str]], what: str) 
     """Raise unless a folder is missing, empty, or holds only files that we wrote.
 
     Args:
-        where: the folder.
         ours: returns the files and empty folders that the folder's record lists; raises ValueError or OSError if the
             record cannot be read.
         what: the kind of folder, for messages: ``bundle``.

@@ -31,7 +31,6 @@ class Folder:
     """A folder that only this user or root can change, kept open; ``identity`` is its device and inode.
 
     Args:
-        where: the folder.
         installed: whether it belongs to an installed package. Then its group may write it, as some umasks leave it, and
             it may belong to the owner of this package, whose code runs anyway.
         follow: whether ``where`` itself may be a link.

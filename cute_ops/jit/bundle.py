@@ -245,40 +245,42 @@ def load(variant: Variant, folders: Sequence[Path]) -> Callable[..., Any] | None
     Raises:
         CacheError: one is damaged, or none of them fits.
     """
-    where, misfits = os.pathsep.join(map(str, folders)), []
-    for bundle in _opened(where, lambda: folders):
-        try:
-            function = _served(bundle, variant)
-        except Misfit as error:
-            misfits.append(error)  # another one of several may fit this target
-            continue
-        if function is not None:
-            return function
-    if len(misfits) == len(folders):
-        raise misfits[0]
-    log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
-    return None
+    where = os.pathsep.join(map(str, folders))
+    function, refusals = _first(_opened(where, lambda: folders), variant)
+    if damaged := [refusal for refusal in refusals if not isinstance(refusal, Misfit)]:
+        raise damaged[0]
+    if len(refusals) == len(folders):  # none of several fits this target
+        raise refusals[0]
+    if function is None:
+        log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
+    return function
 
 
 def load_installed(variant: Variant) -> Callable[..., Any] | None:
     """The variant's function from the bundles of installed packages. Damaged ones are logged; those that do not fit are
     logged if no other one has the variant.
     """
-    refusals = []
-    for bundle in _opened("", lambda: [found.where for found in installed()]):
+    function, refusals = _first(_opened("", lambda: [found.where for found in installed()]), variant)
+    for refusal in refusals:
+        if function is None or not isinstance(refusal, Misfit):
+            log.warning("%s", refusal)
+    return function
+
+
+def _first(
+    bundles: Iterable[Bundle | CacheError], variant: Variant
+) -> tuple[Callable[..., Any] | None, list[CacheError]]:
+    """The variant's function from the first bundle that has it, and why those before are refused."""
+    refusals: list[CacheError] = []
+    for bundle in bundles:
         try:
-            function = _served(bundle, variant)
+            if isinstance(bundle, CacheError):
+                raise bundle
+            if (function := bundle.load(variant)) is not None:
+                return function, refusals
         except CacheError as error:
             refusals.append(error)
-            continue
-        if function is not None:
-            refusals = [refusal for refusal in refusals if not isinstance(refusal, Misfit)]
-            break
-    else:
-        function = None
-    for refusal in refusals:
-        log.warning("%s", refusal)
-    return function
+    return None, refusals
 
 
 class Installed(NamedTuple):
@@ -323,12 +325,6 @@ def _attempt(where: Path, installed: bool) -> Bundle | CacheError:
         return Bundle(where, installed)
     except CacheError as error:
         return error
-
-
-def _served(bundle: Bundle | CacheError, variant: Variant) -> Callable[..., Any] | None:
-    if isinstance(bundle, CacheError):
-        raise bundle
-    return bundle.load(variant)
 
 
 def versions() -> dict[str, str]:

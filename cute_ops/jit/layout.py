@@ -181,14 +181,8 @@ def preferred(tensor: Tensor, shape: Sequence[int], place: int | None = None) ->
 def tensor_key(
     name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], where: Memory
 ) -> TensorKey:
-    """What a kernel knows of a tensor that is contiguous in its last dim.
-
-    Args:
-        name: the tensor's name.
-        dtype: its dtype.
-        shape: its sizes in this call.
-        known: the sizes that are compile-time constants, None for the others.
-        where: its strides and its address.
+    """What a kernel knows of a tensor that is contiguous in its last dim; ``known`` has the sizes that are compile-time
+    constants, None for the others.
     """
     # The stride of a dim of size 1 (or 0) is never used.
     stepped = [s for size, s in zip(shape[:-1], where.strides[:-1], strict=True) if size > 1]
@@ -242,7 +236,6 @@ def with_sizes(
     """The same call with other sizes, which are not checked.
 
     Args:
-        binding: the call.
         dims: the sizes by name; derived ones are computed again.
         inputs_of: from all sizes to the inputs.
     """

@@ -30,8 +30,6 @@ def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
     """The compiled function, which takes the present tensors in order and runs on TVM-FFI's current stream.
 
     Args:
-        path: the shared object.
-        symbol: the function's name in it.
         through: a path to the same file through its open folder, in case the folder is replaced.
 
     Raises:

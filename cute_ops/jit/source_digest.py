@@ -55,7 +55,6 @@ def digest(kernel: str, declared: tuple[str, ...] = ()) -> str:
     """The digest of the sources of ``module:Class`` alone.
 
     Args:
-        kernel: the kernel.
         declared: further files, folders and modules, as the op's declaration names them.
 
     Raises:

@@ -126,15 +126,7 @@ def _bundles() -> Iterator[Finding]:
 
 
 def _bundle(where: Path, name: str, anew: str, fitting: str, installed: bool = False) -> Finding:
-    """What is found in a bundle.
-
-    Args:
-        where: its folder.
-        name: what it is called.
-        anew: what to do if it is damaged or others can write it.
-        fitting: what to do if it was built for another machine or other versions.
-        installed: whether a package brought it.
-    """
+    """What is found in a bundle; ``anew`` is what to do if it is damaged, ``fitting`` if it does not fit."""
     try:
         found = bundle.Bundle(where, installed)
         count, changed = found.verify(), found.changed()

@@ -57,11 +57,9 @@ def backward(
     """The gradients by input, from the references of ``op.grad``, wired by names as :class:`cute_ops.Op` says.
 
     Args:
-        op: a declaration with a gradient.
         inputs: arrays of one framework, by name.
         raw: the reference's outputs for them.
         cotangents: by output name.
-        attrs: all attributes.
     """
     known = {**inputs, **dict(zip(op.outputs, raw, strict=True)), **{f"d{n}": c for n, c in cotangents.items()}}
     known |= {f"d{name}": cotangents[output] for name, output in op.handed_on.items()}

@@ -104,7 +104,6 @@ def trials(
     """A round of an op's sweep.
 
     Args:
-        op: the op.
         target: what kernels are compiled for.
         number: the round's number; twelve consecutive rounds cover every pair of dtype and layout at every length.
         seed: seed of everything that is drawn at random.

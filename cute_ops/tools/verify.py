@@ -75,8 +75,6 @@ def verify(
     """Check ops, whole and narrowed: one verdict for each op, case, dtype and framework, and one for each gradient.
 
     Args:
-        ops: the declarations.
-        runners: the frameworks.
         dtypes: of the first dtype variable that a case leaves open; by default all that it may have.
         repeats: calls on a GPU, which must give the same bits.
         sizes: sizes of dims by name that replace those of the cases, in every combination.

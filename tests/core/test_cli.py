@@ -223,7 +223,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         ("manifest", str(tmp_path / "list.json")): "list.json: it is no configuration, but a list",
         ("manifest", str(tmp_path / "bad.json")): "bad.json: not JSON: Expecting property name",
         ("manifest", str(tmp_path / "small.json")): "small.json: no layer that is known; it needs rms_norm_eps",
-        ("record", "-o", str(tmp_path), "--", "false"): f"cannot write {tmp_path}: it is a folder",
+        ("record", "-o", str(tmp_path), "--", "false"): f"cannot write {tmp_path}: Is a directory",
         ("record", "-o", str(tmp_path / "no" / "m.txt"), "--", "false"): f"there is no folder {tmp_path / 'no'}",
     }.items():
         result = invoke(*words)
