@@ -125,25 +125,27 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
 def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:
     """Products of a gated MLP with packed weights, which is one autograd node."""
     for m in PRODUCT_ROWS:
-        x, inner, both = (Array((m, n), dtype) for n in (hidden, size, 2 * size))
-        down, packed = Array((hidden, size), dtype), Array((2 * size, hidden), dtype)
-        yield Call("gated_linear_saving", {"x": x, "weight": packed})
-        yield Call("linear", {"x": inner, "weight": down})
+        yield from _products(("gated_linear_saving", "linear_dweight", "linear_dx"), m, hidden, 2 * size, dtype)
+        yield from _products(("linear", "linear_dweight"), m, size, hidden, dtype)
         for name in ("gated_mlp_dgrad", "gated_mlp_dgrad_again"):
-            yield Call(name, {"x": x, "weight": down, "pre": both})
-        yield Call("linear_dweight", {"dout": x, "x": inner})
-        yield Call("linear_dweight", {"dout": both, "x": x})
-        yield Call("linear_dx", {"dout": both, "weight": packed})
+            shapes = {"x": (m, hidden), "weight": (hidden, size), "pre": (m, 2 * size)}
+            yield Call(name, {n: Array(shape, dtype) for n, shape in shapes.items()})
+
+
+def _products(names: tuple[str, ...], m: int, k: int, n: int, dtype: str) -> Iterator[Call]:
+    """These products of a linear layer from ``k`` to ``n`` columns, and of its gradient."""
+    arrays = {"x": Array((m, k), dtype), "weight": Array((n, k), dtype), "dout": Array((m, n), dtype)}
+    for name in names:
+        read = {"linear_dx": ("dout", "weight"), "linear_dweight": ("dout", "x")}.get(name, ("x", "weight"))
+        yield Call(name, {each: arrays[each] for each in read})
 
 
 def _projections(hidden: int, sizes: list[int], dtype: str) -> Iterator[Call]:
     """Products for queries, keys and values, one autograd node: queries and keys together, backward all three."""
     for m in PRODUCT_ROWS:
-        x, every = Array((m, hidden), dtype), Array((m, sum(sizes)), dtype)
         for n in (*sizes, sum(sizes[:2])):
-            yield Call("linear", {"x": x, "weight": Array((n, hidden), dtype)})
-        yield Call("linear_dx", {"dout": every, "weight": Array((sum(sizes), hidden), dtype)})
-        yield Call("linear_dweight", {"dout": every, "x": x})
+            yield from _products(("linear",), m, hidden, n, dtype)
+        yield from _products(("linear_dx", "linear_dweight"), m, hidden, sum(sizes), dtype)
 
 
 def _rotated(hidden: int, heads: list[int], size: int, dtype: str) -> Iterator[Call]:
@@ -166,9 +168,7 @@ def _added(config: Mapping[str, Any], dtype: str, attrs: Mapping[str, Any]) -> I
             weight = Array((hidden, size), dtype)
             x, stream = (Array((1, m, n), dtype) for n in (size, hidden))
             yield Call("linear_add_rstd", {"x": x, "weight": weight, "residual": stream}, attrs=attrs)
-            x, stream = (Array((m, n), dtype) for n in (size, hidden))
-            yield Call("linear_dx", {"dout": stream, "weight": weight})
-            yield Call("linear_dweight", {"dout": stream, "x": x})
+            yield from _products(("linear_dx", "linear_dweight"), m, size, hidden, dtype)
     rows = {"x": Array((*LEAD, hidden), dtype), "rstd": Array((*LEAD, 1), "float32")}
     yield Call("scaled_rows", {**rows, "weight": Array((hidden,), dtype)})
 
