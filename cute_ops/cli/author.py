@@ -285,11 +285,6 @@ def _table_of(variant: Variant) -> Table:
     return table
 
 
-def _first_size(sizes: str) -> int:
-    """``n=4096 k=512`` -> 4096."""
-    return int(sizes.partition(" ")[0].partition("=")[2] or 1)
-
-
 def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
     try:
         import matplotlib  # may be missing
@@ -300,7 +295,8 @@ def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name in dict.fromkeys(row[0] for row in rows):
-        points = sorted((_first_size(row[2]), row[6]) for row in rows if row[0] == name)
+        # By the first size of ``n=4096 k=512``.
+        points = sorted((int(r[2].partition(" ")[0].partition("=")[2] or 1), r[6]) for r in rows if r[0] == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.axhline(ceiling, color="gray", linestyle="--", label="a large copy")
     axes.set(xscale="log", xlabel="row length, or the first size that was asked for", ylabel="GB/s", ylim=(0, None))

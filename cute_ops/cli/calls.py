@@ -63,12 +63,8 @@ def sizes_of(
         where = "the first case's are the sizes" if op.cases else "no case gives sizes"
         problem = f"{op.name} has no dim n but {', '.join(names)}: {where} that no --dim NAME=SIZE does"
         raise typer.BadParameter(problem, param_hint="--n")
-    asked = {"n": list(n or ())}
-    for name, sizes in parsed(ops, dims).items():
-        asked.setdefault(name, []).extend(sizes)
-    asked = {name: sizes for name, sizes in asked.items() if name in names}
-    asked["n"] = asked.get("n") or list(default if "n" in names else [])
-    given = {name: sizes for name, sizes in asked.items() if sizes}
+    asked = {"n": list(default), **parsed(ops, [*(f"n={size}" for size in n or ()), *(dims or ())])}
+    given = {name: sizes for name, sizes in asked.items() if name in names}
     return [dict(zip(given, chosen, strict=True)) for chosen in product(*given.values())]
 
 

@@ -70,7 +70,7 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
 
 def verify(
     ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = (), repeats: int = 20,
-    sizes: Mapping[str, Sequence[int]] | None = None,
+    sizes: Mapping[str, Sequence[int]] = {},
 ) -> Iterator[Verdict]:  # fmt: skip
     """Check ops, whole and narrowed: one verdict for each op, case, dtype and framework, and one for each gradient.
 
@@ -80,8 +80,9 @@ def verify(
         sizes: sizes of dims by name that replace those of the cases, in every combination.
     """
     whole = [one for each in ops for one in each.instances]
+    combined = [dict(zip(sizes, chosen, strict=True)) for chosen in product(*sizes.values())]
     for op in [found for each in whole for found in (each, *each.narrowed)]:
-        for case, asked in product(op.cases, _combined(sizes or {})):
+        for case, asked in product(op.cases, combined):
             if op.steps:
                 yield _gradient(op, case, asked)
             free = [
@@ -91,10 +92,6 @@ def verify(
             choices = op.dtype_choices(free[0]) if free else FLOATS
             for dtype in (d for d in dtypes or choices if d in choices or not free):
                 yield from _case(op, case, dtype, runners, repeats, asked)
-
-
-def _combined(sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    return [dict(zip(sizes, chosen, strict=True)) for chosen in product(*sizes.values())]
 
 
 def _resized(case: Case, asked: Mapping[str, int]) -> Case:

@@ -224,7 +224,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         ("manifest", str(tmp_path / "bad.json")): "bad.json: not JSON: Expecting property name",
         ("manifest", str(tmp_path / "small.json")): "small.json: no layer that is known; it needs rms_norm_eps",
         ("record", "-o", str(tmp_path), "--", "false"): f"cannot write {tmp_path}: Is a directory",
-        ("record", "-o", str(tmp_path / "no" / "m.txt"), "--", "false"): f"there is no folder {tmp_path / 'no'}",
+        ("record", "-o", str(tmp_path / "no" / "m.txt"), "--", "false"): "m.txt: No such file or directory",
     }.items():
         result = invoke(*words)
         assert result.exit_code == 1 and text in result.stdout, result.output
