@@ -7,6 +7,7 @@ same GPU. It reports each config before it runs it; if it dies, that config is r
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class BenchProcess:
         if names := device_names():
             variables["CUDA_VISIBLE_DEVICES"] = names[device]
         self._process = processes.Process("cute_ops.autotune.bench_process", measurer, **variables)
-        self._lock = file_lock.between_threads()
+        self._lock = file_lock.between_threads(threading.RLock)
         self._gpu = ""
 
     def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
@@ -62,33 +63,29 @@ class BenchProcess:
                 refused[left[trying]] = answer["error"]
 
     def start(self) -> str:
-        """Start the process; returns the GPU's name.
+        """Start the process unless it runs; returns the GPU's name.
 
         Raises:
             RuntimeError: it cannot measure.
         """
         with self._lock:
-            self._ready()
+            if not self._process.running():
+                try:
+                    answer = self._process.ask({}, START_SECONDS)
+                except processes.Ended as ended:
+                    answer = {"error": ended.line}
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                self._gpu = answer["ready"]
             return self._gpu
 
     def close(self) -> None:
         with self._lock:
             self._process.stop()
 
-    def _ready(self) -> None:
-        if self._process.running():
-            return
-        try:
-            answer = self._process.ask({}, START_SECONDS)
-        except processes.Ended as ended:
-            answer = {"error": ended.line}
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        self._gpu = answer["ready"]
-
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """The answer, and the last config that was reported before it."""
-        self._ready()
+        self.start()
         steps: list[int] = []
         try:
             answer = self._process.ask(request, TIMEOUT_SECONDS, lambda step: steps.append(step["trying"]))

@@ -11,7 +11,8 @@ Dtypes of parameters, optional inputs and attributes are drawn at random from a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def thresholds(op: Op, target: Target, share: int = 0, shares: int = 1) -> list[
     found: set[int] = set()
     for dtype, base in PAIRS[share::shares]:
         for rows in (ROWS[0], ROWS[2], ROWS[-1]):
-            form = _Form(op, target, dtype, base, rows)
+            form = _form_of(op, target, dtype, base, rows)
             # Between two neighbours on this grid with the same form no threshold is looked for.
             grid = sorted({int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) for i in range(129)})
             for low, high in pairwise(grid):
@@ -155,24 +156,19 @@ def thresholds(op: Op, target: Target, share: int = 0, shares: int = 1) -> list[
     return sorted(found)
 
 
-class _Form:
-    """The config that a heuristic chooses for a row length, without the fields that grow with it."""
+def _form_of(op: Op, target: Target, dtype: str, base: str, rows: int) -> Callable[[int], Any]:
+    """The config that a heuristic chooses, by row length, without the fields that grow with it."""
 
-    def __init__(self, op: Op, target: Target, dtype: str, base: str, rows: int) -> None:
-        self.op, self.target, self.dtype, self.base, self.rows = op, target, dtype, base, rows
-        self.known: dict[int, Any] = {}
+    @cache
+    def form(n: int) -> Any:
+        arrays = specs(op, Case("", op.example((rows,), n)), dtype)
+        config = op.config(signature(bind(op, arrays), memory(op, arrays, base), target).problem)
+        return tuple(sorted((k, v) for k, v in config.items() if k not in GRADUAL))
 
-    def __call__(self, n: int) -> Any:
-        if n not in self.known:
-            case = Case("", {**self.op.example((self.rows,), n)})
-            arrays = specs(self.op, case, self.dtype)
-            binding = bind(self.op, arrays)
-            config = self.op.config(signature(binding, memory(self.op, arrays, self.base), self.target).problem)
-            self.known[n] = tuple(sorted((k, v) for k, v in config.items() if k not in GRADUAL))
-        return self.known[n]
+    return form
 
 
-def _edges(form: _Form, low: int, high: int) -> Iterator[int]:
+def _edges(form: Callable[[int], Any], low: int, high: int) -> Iterator[int]:
     """The lengths in ``(low, high]`` whose form differs from that of the length before, by bisection."""
     if form(low) == form(high):
         return
