@@ -17,7 +17,7 @@ import jax
 
 from cute_ops.aot import build
 from cute_ops.errors import header_of, meant, suggesting, wrong_arguments
-from cute_ops.files import folder_swap, json_schema, ownership
+from cute_ops.files import cache_dir, folder_swap, json_schema, ownership
 from cute_ops.jit import target
 from cute_ops.jit.variant import Variant
 from cute_ops_jax.loading import FORMAT, RECORD
@@ -176,6 +176,7 @@ def _fill(
             for name, program in programs.items()
         },
     }
-    folder_swap.write_record(where / "program.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+    lines = json.dumps(record, indent=1, sort_keys=True) + "\n"
+    cache_dir.write_whole(where, {"program.json": lines.encode()}, 0o644)
     for one in (*where.iterdir(), where):  # whatever the umask: load refuses what others can write
         one.chmod(one.stat().st_mode & ~ownership.OTHERS)

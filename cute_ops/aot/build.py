@@ -17,7 +17,7 @@ from cute_ops import dispatch, manifest
 from cute_ops.autotune import winners
 from cute_ops.binding import bind
 from cute_ops.errors import CacheError
-from cute_ops.files import folder_swap, json_schema, ownership
+from cute_ops.files import cache_dir, folder_swap, json_schema, ownership
 from cute_ops.jit import bundle, cache, toolchain
 from cute_ops.jit.cache import Built
 from cute_ops.jit.target import Target
@@ -179,7 +179,8 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
         "kernels": kernels,
         "files": {str(p.relative_to(where)): hashlib.sha256(p.read_bytes()).hexdigest() for p in others},
     }
-    folder_swap.write_record(where / "bundle.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+    lines = json.dumps(record, indent=1, sort_keys=True) + "\n"
+    cache_dir.write_whole(where, {"bundle.json": lines.encode()})
     for path in [*where.rglob("*"), where]:
         path.chmod(0o755 if path.is_dir() else 0o644)
         os.utime(path, (_EPOCH, _EPOCH))

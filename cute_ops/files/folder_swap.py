@@ -78,7 +78,9 @@ def _check_holds_ours(where: Path, ours: Callable[[Path], set[str]], what: str) 
 
 @contextmanager
 def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Iterator[Path]:
-    """Yield a new folder to fill; at the end of the block it is flushed to disk and takes the place of ``where``.
+    """Yield a new folder to fill; at the end of the block it is flushed to disk and takes the place of ``where``. The
+    record that lists its files is written last, by :func:`cute_ops.files.cache_dir.write_whole`: without one it holds
+    our files only.
 
     Of the old folder only our files are deleted. If the block raises, nothing has changed. Arguments as those of
     :func:`check_replaceable`.
@@ -105,16 +107,6 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
     finally:
         _clear(staging, ours)
         os.close(handle)
-
-
-def write_record(path: Path, text: str) -> None:
-    """Write the record that lists our files in a folder, whole or not at all, even if the process is killed.
-
-    A new folder without a record holds our files only.
-    """
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(text)
-    aside.replace(path)
 
 
 def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:

@@ -121,12 +121,12 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from cute_ops.files import folder_swap
+from cute_ops.files import cache_dir, folder_swap
 write = Path.write_text
 Path.write_text = lambda path, text: (write(path, text[:5]), os.kill(os.getpid(), 9))
 with folder_swap.replacing(Path(sys.argv[1]), lambda where: set(), "thing") as made:
     write(made / "file", "one")
-    folder_swap.write_record(made / "record", '["file"]')
+    cache_dir.write_whole(made, {"record": b'["file"]'})
 """
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "thing")], cwd=ROOT, check=False)
     assert died.returncode == -9 and names(tmp_path) != []
