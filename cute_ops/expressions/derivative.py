@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cute_ops.expressions.graph import Expression, Graph, Node, Operand, copied
+from cute_ops.expressions.graph import Expression, Node, Operand, copied, rebuilt
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.expressions.symbols import Symbol, Tracing
 from cute_ops.expressions.tracing import Namespace
@@ -147,7 +147,7 @@ def _derivative(
     names = [f"{source.role} {source.position}" for source in sources]
     graph = Tracing("a derivative", dict(zip(names, operands, strict=True)))
     outputs = {expression.outputs[i]: graph.operand(count + len(kinds) + i) for i in saved}
-    forward = copied(expression, graph, lambda node: graph.operand(node.operand, node.half), outputs)
+    forward = copied(expression, graph, instead=outputs)
     backward = _Backward(expression, graph, forward)
     for i, (output, kind) in enumerate(zip(expression.outputs, kinds, strict=True)):
         if kind.dtype != "bool":
@@ -155,7 +155,7 @@ def _derivative(
     backward.run()
     addends, results = [], []
     for i in wanted:
-        for half in ("[:n]", "[n:]") if expression.operands[i].packed else ("",):
+        for half in expression.operands[i].halves:
             for excess, gradient in backward.of_operand(i, half, sum_columns):
                 addends.append(Addend(i, half, *excess))
                 results.append(gradient)
@@ -172,9 +172,7 @@ def _without_unread(expression: Expression, sources: Sequence[Source], addends: 
     ):
         read.add(next(i for i, operand in enumerate(expression.operands) if operand.kind.columns))
     kept = sorted(read)
-    graph = Graph(expression.operands[i] for i in kept)
-    nodes = copied(expression, graph, lambda node: graph.operand(kept.index(node.operand), node.half))
-    return Derivative(graph.finish([nodes[i] for i in expression.outputs]), tuple(sources[i] for i in kept), addends)
+    return Derivative(rebuilt(expression, kept=kept), tuple(sources[i] for i in kept), addends)
 
 
 class _Excess(NamedTuple):
@@ -256,7 +254,7 @@ class _Backward:
         """
         cotangent = self._without_vanishing(cotangent)
         if not self._columns(cotangent._id):
-            return cotangent * Symbol(self.graph, self.graph.length())
+            return cotangent * Symbol(self.graph, self.graph.leaf("n"))
         inner, factors = self._apart(cotangent._id)
         total = self.graph.add("sum", inner)
         for word, *factor in factors:

@@ -18,6 +18,7 @@ from cute_ops.expressions.words import ROUNDS_TO, WORDS
 MOST_NODES, MOST_DEPTH, MOST_OPERANDS, MOST_OUTPUTS = 1000, 200, 32, 32
 NOTHING: Mapping[int, int] = {}
 LEAVES = ("operand", "constant", "n", "column")
+HALVES = ("[:n]", "[n:]")
 
 
 class Kind(NamedTuple):
@@ -43,6 +44,11 @@ class Operand(NamedTuple):
 
     def __str__(self) -> str:
         return "2" * self.packed + str(self.kind)
+
+    @property
+    def halves(self) -> tuple[str, ...]:
+        """What it is read by: :data:`HALVES` if it is packed, else itself, an empty text."""
+        return HALVES if self.packed else ("",)
 
 
 SHAPES = {
@@ -80,6 +86,13 @@ class Node(NamedTuple):
     def half(self) -> str:
         """Of a half of a packed operand: ``[:n]`` or ``[n:]``; else empty."""
         return self.value[len(self.value.partition("[")[0]) :]
+
+    @property
+    def number(self) -> float | bool | None:
+        """Of a constant: its value; None of other nodes."""
+        if self.word != "constant":
+            return None
+        return self.value == "true" if self.value in ("true", "false") else float(self.value)
 
 
 class Expression(NamedTuple):
@@ -124,7 +137,7 @@ class Graph:
 
     def operand(self, index: int, half: str = "") -> int:
         operand = self.operands[index]
-        if operand.packed != (half in ("[:n]", "[n:]")):
+        if half not in operand.halves:
             raise ValueError(f"operand {index} is {'packed' if operand.packed else 'not packed'}, read as {half!r}")
         return self._make(Node("operand", (), f"{index}{half}"), operand.kind)
 
@@ -137,13 +150,9 @@ class Graph:
             raise ValueError("NaN is no constant of an expression")
         return self._make(Node("constant", (), repr(value)), SCALAR)
 
-    def length(self) -> int:
-        """The number of elements of a row."""
-        return self._make(Node("n"), SCALAR)
-
-    def column(self) -> int:
-        """An element's place in its row, as a number."""
-        return self._make(Node("column"), Kind(False, True))
+    def leaf(self, word: str) -> int:
+        """The number of elements of a row, ``n``, or an element's place in it as a number, ``column``."""
+        return self._make(Node(word), Kind(False, word == "column"))
 
     def add(self, word: str, *args: int, value: str = "") -> int:
         """A word of nodes.
@@ -208,16 +217,18 @@ class Graph:
 
 
 def copied(
-    expression: Expression, graph: Graph, operand: Callable[[Node], int], instead: Mapping[int, int] = NOTHING
-) -> list[int]:
+    expression: Expression, graph: Graph, operand: Callable[[Node], int] | None = None,
+    instead: Mapping[int, int] = NOTHING,
+) -> list[int]:  # fmt: skip
     """An expression's nodes in another graph.
 
     Args:
         expression: the expression.
         graph: the other graph.
-        operand: makes what stands for a node that is an operand.
+        operand: makes what stands for a node that is an operand; by default the operand with the same index.
         instead: nodes of the other graph that take the place of the expression's, by index.
     """
+    operand = operand or (lambda node: graph.operand(node.operand, node.half))
     nodes: list[int] = []
     for i, node in enumerate(expression.nodes):
         if i in instead and node.word != "operand":
@@ -225,13 +236,30 @@ def copied(
         elif node.word == "operand":
             nodes.append(operand(node))
         elif node.word in ("n", "column"):
-            nodes.append(graph.length() if node.word == "n" else graph.column())
-        elif node.word == "constant":
-            truth = {"true": True, "false": False}
-            nodes.append(graph.constant(truth[node.value] if node.value in truth else float(node.value)))
+            nodes.append(graph.leaf(node.word))
+        elif node.number is not None:
+            nodes.append(graph.constant(node.number))
         else:
             nodes.append(graph.add(node.word, *(nodes[arg] for arg in node.args), value=node.value))
     return nodes
+
+
+def rebuilt(
+    expression: Expression, *, outputs: Sequence[int] | None = None, kept: Sequence[int] | None = None,
+    operands: Iterable[Operand] | None = None,
+) -> Expression:  # fmt: skip
+    """An expression with other outputs or operands.
+
+    Args:
+        expression: the expression.
+        outputs: nodes, by index; by default its outputs.
+        kept: the operands that are left, by index, all that its nodes are; by default all operands.
+        operands: what these are now; by default what they were.
+    """
+    places = range(len(expression.operands)) if kept is None else kept
+    graph = Graph([expression.operands[i] for i in places] if operands is None else operands)
+    nodes = copied(expression, graph, lambda node: graph.operand(places.index(node.operand), node.half))
+    return graph.finish([nodes[i] for i in (expression.outputs if outputs is None else outputs)])
 
 
 def _dtypes(letters: str) -> str:

@@ -1,8 +1,8 @@
 """Recognize words that a function writes out: ``x / (1 + exp(-x))`` is ``silu(x)``.
 
-A word's device function takes fewer instructions than its parts, and does not overflow where they do. Constants may be
-rounded to bfloat16 anywhere along the way, as ``jax.nn.gelu`` rounds them. ``maximum(x, 0)`` becomes ``relu(x)``, whose
-derivative at 0 is 0, where that of ``maximum`` is a half.
+A word's device function takes fewer instructions than the words that it stands for, and does not overflow where they
+do. Constants may be rounded to bfloat16 anywhere along the way, as ``jax.nn.gelu`` rounds them. ``maximum(x, 0)``
+becomes ``relu(x)``, whose derivative at 0 is 0, where that of ``maximum`` is a half.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class _Graph(Protocol):
 
     def add(self, word: str, *args: int, value: str = "") -> int: ...
 
-    def number(self, i: int) -> float | bool | None: ...
-
     def arg(self, i: int, word: str) -> int | None: ...
 
 
@@ -38,7 +36,7 @@ def recognize(g: _Graph, word: str, args: tuple[int, ...]) -> int | None:
     if word == "multiply":
         return _gated(g, args)
     if word == "maximum":
-        return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.number(j) == 0), None)
+        return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.nodes[j].number == 0), None)
     if word == "divide":
         summed = g.arg(args[0], "sum")
         if summed is not None and g.nodes[args[1]].word == "n":
@@ -63,7 +61,7 @@ def _plus_one(g: _Graph, i: int) -> int | None:
     """``x`` of ``1 + x``."""
     if g.nodes[i].word != "add":
         return None
-    return next((x for x, one in (g.nodes[i].args, g.nodes[i].args[::-1]) if g.number(one) == 1), None)
+    return next((x for x, one in (g.nodes[i].args, g.nodes[i].args[::-1]) if g.nodes[one].number == 1), None)
 
 
 def _one_plus_exp(g: _Graph, i: int) -> int | None:
@@ -80,7 +78,7 @@ def _gated(g: _Graph, args: tuple[int, ...]) -> int | None:
             factors.remove(i)
             factors += g.nodes[i].args
     for i in list(factors):
-        number = g.number(i)
+        number = g.nodes[i].number
         if number is not None:
             scale *= number
             factors.remove(i)
@@ -115,15 +113,15 @@ def _close(g: _Graph, i: int, x: int, wanted: Mapping[int, float]) -> bool:
 def _polynomial(g: _Graph, i: int, x: int, left: list[int]) -> dict[int, float] | None:
     """The coefficients of a node as a polynomial of ``x`` by power, None if it is none; ``left`` bounds the search."""
     left[0] -= 1
-    node, number = g.nodes[i], g.number(i)
+    node = g.nodes[i]
     if i == x:
         return {1: 1.0}
-    if number is not None:
-        return {0: float(number)}
+    if node.number is not None:
+        return {0: float(node.number)}
     if left[0] < 0 or node.word not in ("add", "subtract", "multiply", "divide", "square", "negative"):
         return None
-    parts = [_polynomial(g, arg, x, left) for arg in node.args]
-    first, second = parts[0], parts[-1]
+    found = [_polynomial(g, arg, x, left) for arg in node.args]
+    first, second = found[0], found[-1]
     if first is None or second is None or len(first) * len(second) > 16:
         return None
     if node.word in ("add", "subtract"):

@@ -40,13 +40,6 @@ class SimplifyingGraph(Graph):
         simpler = self._simpler(word, args, value)
         return super().add(word, *args, value=value) if simpler is None else simpler
 
-    def number(self, i: int) -> float | bool | None:
-        """The value of a constant; None of other nodes."""
-        node = self.nodes[i]
-        if node.word != "constant":
-            return None
-        return node.value == "true" if node.value in ("true", "false") else float(node.value)
-
     def arg(self, i: int, word: str) -> int | None:
         """The first argument of a node of this word; None of other nodes."""
         return self.nodes[i].args[0] if self.nodes[i].word == word else None
@@ -54,7 +47,7 @@ class SimplifyingGraph(Graph):
     def _simpler(self, word: str, args: tuple[int, ...], value: str) -> int | None:
         if not args or WORDS[word].grouped:
             return None
-        numbers = [self.number(i) for i in args]
+        numbers = [self.nodes[i].number for i in args]
         if word == "astype":
             return args[0] if self.nodes[args[0]] == Node("astype", self.nodes[args[0]].args, value) else None
         known = [x for x in numbers if x is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cute_ops.expressions.graph import Expression, Graph, Kind, Operand, copied
+from cute_ops.expressions.graph import Expression, Graph, Kind, Operand, copied, rebuilt
 from cute_ops.expressions.words import WORDS
 
 
@@ -69,9 +69,7 @@ def split(expression: Expression) -> SplitExpression:
     ]
     taken = tuple(dict.fromkeys(wanted))  # each once: sum and mean of the same values share one
     tiles = [i for i, kind in zip(expression.outputs, kinds, strict=True) if kind.columns]
-    graph = Graph(expression.operands)
-    nodes = copied(expression, graph, lambda node: graph.operand(node.operand, node.half))
-    elements = graph.finish([nodes[i] for i in (*tiles, *(value for _, value in taken))])
+    elements = rebuilt(expression, outputs=[*tiles, *(value for _, value in taken)])
     if len(tiles) == len(kinds):
         return SplitExpression(elements, (), None)
     column = Operand(Kind(True, False))
@@ -80,7 +78,7 @@ def split(expression: Expression) -> SplitExpression:
     for i, reduction in zip(first, wanted, strict=True):
         total = graph.operand(taken.index(reduction))
         mean = expression.nodes[i].word == "mean"
-        results[i] = graph.add("divide", total, graph.length()) if mean else total
+        results[i] = graph.add("divide", total, graph.leaf("n")) if mean else total
     nodes = copied(expression, graph, lambda node: graph.operand(node.operand + len(taken), node.half), results)
     rows = graph.finish([nodes[i] for i, kind in zip(expression.outputs, kinds, strict=True) if not kind.columns])
     return SplitExpression(elements, tuple(word for word, _ in taken), rows)

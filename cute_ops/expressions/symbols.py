@@ -98,7 +98,8 @@ class Tracing(SimplifyingGraph):
                 self.refuse(f"{word} of a value of another trace", "return values; keep none outside of the function")
             return x._id
         if isinstance(x, Size):
-            return self.length() if x._factor == 1 else self.add("multiply", self.length(), self.constant(x._factor))
+            length = self.leaf("n")
+            return length if x._factor == 1 else self.add("multiply", length, self.constant(x._factor))
         number = as_number(x)
         if number is not None:
             if math.isnan(number):

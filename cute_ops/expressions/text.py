@@ -85,7 +85,7 @@ _OPERAND = re.compile(r"([0-9]{1,4})(\[:n\]|\[n:\])?")
 def _node(graph: Graph, words: list[int], token: str) -> int:
     """What a token stands for."""
     if token in ("n", "column"):
-        return graph.length() if token == "n" else graph.column()
+        return graph.leaf(token)
     if token in ("true", "false"):
         return graph.constant(token == "true")
     match = _OPERAND.fullmatch(token)

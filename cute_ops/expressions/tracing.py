@@ -173,7 +173,7 @@ class Namespace:
         """The number of each column, from 0 on."""
         if not isinstance(n, Size) or n._factor != 1:
             self._graph.refuse("xp.arange of anything but the length of a row", "write xp.arange(x.shape[-1])")
-        return Symbol(self._graph, self._graph.column())
+        return Symbol(self._graph, self._graph.leaf("column"))
 
     def rotate_half(self, x: Any, size: int) -> Any:
         """In each group of ``size`` columns, minus the second half followed by the first half."""
