@@ -15,7 +15,8 @@ from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
-from cute_ops.ops.fused import Formula, fused
+from cute_ops.ops.formula import Formula
+from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
 from cute_ops.ops.gemm.fused import fused_linear
@@ -83,7 +84,7 @@ def row_factors() -> Op:
 
     return pointwise(
         "rmsnorm_factors", lambda attrs: formula(attrs["eps"]), {"x": Tensor("*m n", "T")},
-        {"rstd": Tensor("*m 1", "float32")}, {"eps": 1e-6}, {"eps": 1e-6}, module=__name__,
+        {"rstd": Tensor("*m 1", "float32")}, {"eps": 1e-6}, module=__name__,
         doc="``rsqrt(mean(x^2) + eps)`` of each row.",
     )  # fmt: skip
 
@@ -301,6 +302,6 @@ def _behind_norm(text: str, saves: bool) -> str:
         return graph.add("multiply", graph.operand(0, node.half), graph.operand(1))
 
     nodes = copied(expression, graph, operand)
-    halves = ("[:n]", "[n:]") if acc.packed else ("",)
-    sums = [graph.add("multiply", graph.operand(0, half), graph.operand(1)) for half in halves] if saves else []
+    halves = acc.halves if saves else ()
+    sums = [graph.add("multiply", graph.operand(0, half), graph.operand(1)) for half in halves]
     return text_of(graph.finish([*(nodes[i] for i in expression.outputs), *sums]))

@@ -172,7 +172,7 @@ class RowExpression(NamedTuple):
         )
 
     @property
-    def _weights(self) -> int:
+    def weights(self) -> int:
         """Row vectors that are read."""
         nodes, kinds = self.expression.nodes, self.expression.kinds
         return sum(node.word == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
@@ -244,7 +244,7 @@ class RowExpression(NamedTuple):
             return None
         most = SLOW_SM_THREADS if self.slow else SMEM_SM_THREADS
         resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
-        if self.read == 1 and self._weights == 1 and WEIGHTED_CTAS * slot <= room:
+        if self.read == 1 and self.weights == 1 and WEIGHTED_CTAS * slot <= room:
             resident = max(resident, min(WEIGHTED_CTAS, most // threads))
         return self._made("ring", threads, threads, cluster, max(resident, 1), row.align_vectors)
 

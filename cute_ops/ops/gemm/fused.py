@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal, NoReturn
 
 from cute_ops.array_api import cast
@@ -25,7 +24,7 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
-from cute_ops.ops.fused import Formula
+from cute_ops.ops.formula import COLUMN, Formula, by_attrs, period, repeated, shape_of
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import WIDE, instead
@@ -42,7 +41,7 @@ from cute_ops.ops.gemm.linear import (
     sums_of_few_rows,
     vector,
 )
-from cute_ops.ops.gemm.pointwise import COLUMN, period, pointwise, repeated
+from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
@@ -156,7 +155,7 @@ def fused_linear(
     # Where the op is declared.
     module = getattr(epilogue, "__module__", __name__)
     forward = Forward(
-        name, inputs["weight"], given, results, acc, made.expression, attrs or {}, defaults, module,
+        name, inputs["weight"], given, results, acc, made.expression, attrs or {}, module,
         by="elements" if made.by_element else "groups" if made.groups else "rows",
     )  # fmt: skip
     itself = any(f"d{key}" in results for key in given)
@@ -304,30 +303,24 @@ class _Epilogue:
     ) -> None:  # fmt: skip
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
         self.shapes = {ACC: "*m 2n" if packed else "*m n"}
-        self.shapes |= {
-            key: "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape for key, shape in operands.items()
-        }
+        self.shapes |= {key: shape_of(shape) for key, shape in operands.items()}
         if ACC in operands or ACC in (outputs or {}):
             _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
-        self._traced, self.saves = cache(self._trace), False
-        kinds = self._traced(tuple(defaults.items())).output_kinds
+        self._traced, self.saves = by_attrs(self._trace), False
+        kinds = self._traced(defaults).output_kinds
         names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
         shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
         self.outputs = dict(outputs or zip(names, shapes, strict=True))
-        # The tensors that the values are stored in; a packed one takes two.
-        self.writes = [
-            f"{key}{half}"
-            for key, shape in self.outputs.items()
-            for half in (("[:n]", "[n:]") if "2n" in shape else ("",))
-        ]
         self.packs = any("2n" in shape for shape in (*self.shapes.values(), *self.outputs.values()))
         self.reduces = any(shape in COLUMNS for shape in self.outputs.values())
         known = ("*m n", "*m 2n", "*m 1", COLUMN)
         if wrong := [key for key, shape in self.outputs.items() if shape not in known]:
             listed = ", ".join(map(repr, known))
             _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; shapes of outputs are {listed}")
+        # The tensors that the values are stored in; a packed one takes two.
+        self.writes = [f"{key}{half}" for key, shape in self.outputs.items() for half in SHAPES[shape_of(shape)].halves]
         found = self.expression(defaults)
         # Whether each element of an output depends on elements at its own place alone.
         columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
@@ -341,9 +334,9 @@ class _Epilogue:
         made = copy(self)
         made.saves, shape = True, self.shapes[ACC]
         made.outputs = {**self.outputs, ACC: shape}
-        made.writes = [*self.writes, *([f"{ACC}[:n]", f"{ACC}[n:]"] if "2n" in shape else [ACC])]
+        made.writes = [*self.writes, *(f"{ACC}{half}" for half in SHAPES[shape].halves)]
         made.packs = self.packs or "2n" in shape
-        made._traced = cache(made._trace)
+        made._traced = by_attrs(made._trace)
         return made
 
     def apart(self, forward: Forward) -> Op:
@@ -357,13 +350,13 @@ class _Epilogue:
         if forward.acc.dtype != "T":  # the weight says what dtype outputs have
             inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
         return pointwise(
-            f"{forward.name}_epilogue", formula, inputs, forward.outputs, forward.attrs, forward.defaults,
+            f"{forward.name}_epilogue", formula, inputs, forward.outputs, forward.attrs,
             module=forward.module, doc=f"The epilogue of :func:`{forward.name}`.",
         )  # fmt: skip
 
     def expression(self, attrs: Mapping[str, Any]) -> Expression:
         """The expression for these attributes."""
-        found = self._traced(tuple(attrs.items()))
+        found = self._traced(attrs)
         if len(found.outputs) != len(self.writes):
             _refuse(self.name, f"it returns {len(found.outputs)} values for {', '.join(self.writes)}")
         for written, kind in zip(self.writes, found.output_kinds, strict=True):
@@ -372,7 +365,7 @@ class _Epilogue:
                 _refuse(self.name, f"{written} does not have the shape {shape!r}")
         return found
 
-    def _trace(self, attrs: tuple[tuple[str, Any], ...]) -> Expression:
+    def _trace(self, attrs: Mapping[str, Any]) -> Expression:
         if isinstance(self.epilogue, str):
             found, wanted = parse(self.epilogue), tuple(SHAPES[shape] for shape in self.shapes.values())
             if found.operands != wanted:
@@ -381,7 +374,7 @@ class _Epilogue:
         else:
             (_, acc, *_) = inspect.signature(self.epilogue).parameters
             shapes = {acc if name == ACC else name: shape for name, shape in self.shapes.items()}
-            found = trace(self.epilogue, shapes, dict(attrs))
+            found = trace(self.epilogue, shapes, attrs)
         try:
             split(found)
             turned = [list(self.operands)[read.operand - 1] for read in reads(found) if read.turned and read.operand]
@@ -452,9 +445,9 @@ class _Epilogue:
 def _with_acc(expression: Expression) -> Expression:
     """The same, with the first operand as one more output."""
     graph = Graph(expression.operands)
-    nodes = copied(expression, graph, lambda node: graph.operand(node.operand, node.half))
-    halves = ("[:n]", "[n:]") if expression.operands[0].packed else ("",)
-    return graph.finish([*(nodes[i] for i in expression.outputs), *(graph.operand(0, half) for half in halves)])
+    nodes = copied(expression, graph)
+    acc = [graph.operand(0, half) for half in expression.operands[0].halves]
+    return graph.finish([*(nodes[i] for i in expression.outputs), *acc])
 
 
 def _live(expression: Expression) -> int:

@@ -11,20 +11,18 @@ the product, is computed once, and written once where dtypes allow.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from cute_ops.expressions.derivative import differentiate
-from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied
-from cute_ops.op import Op, Tensor
-from cute_ops.ops.fused import Formula
+from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied, rebuilt
+from cute_ops.op import Op, Tensor, defaults_of
+from cute_ops.ops.formula import COLUMN, Attrs, Formula, by_attrs, period, shape_of
 from cute_ops.ops.gemm.linear import linear_acc, product_gradients
-from cute_ops.ops.gemm.pointwise import COLUMN, period, pointwise, shape_of
+from cute_ops.ops.gemm.pointwise import pointwise
 
 ACC = "acc"  # the product, before the epilogue
 MOST_SKIPPABLE = 3  # gradients of a step; each set of them that is wanted is an op
-HALVES = ("[:n]", "[n:]")
 # Words whose derivative compares a result with arguments. Rounded, as a saved output is, it would equal none of them.
 COMPARING = ("max", "min", "group_max")
 
@@ -40,7 +38,6 @@ class Forward(NamedTuple):
         acc: the product, as it would be saved.
         expression: gives the epilogue with some attributes; its first operand is the product.
         attrs: the attributes, as in :class:`Op`.
-        defaults: their defaults.
         module: where the op is declared.
         by: what an element of an output depends on: the ``elements`` at its own place; its whole row (``rows``); or
             ``groups`` of columns, numbers of columns and operands that repeat themselves.
@@ -51,9 +48,8 @@ class Forward(NamedTuple):
     operands: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     acc: Tensor
-    expression: Callable[[Mapping[str, Any]], Expression]
+    expression: Callable[[Attrs], Expression]
     attrs: Mapping[str, Any]
-    defaults: Mapping[str, Any]
     module: str
     by: Literal["elements", "rows", "groups"] = "elements"
 
@@ -131,10 +127,10 @@ class _Gradient:
     """
 
     def __init__(self, forward: Forward) -> None:
-        self.forward, self.terms = forward, cache(self._terms)
+        self.forward, self.terms = forward, by_attrs(self._terms)
         self.repeated = {key for key, tensor in forward.operands.items() if period(tensor.shape)}
         self.operands = {key: tensor for key, tensor in forward.operands.items() if key not in self.repeated}
-        first, every = self._with(forward.defaults), (ACC, *self.operands)
+        first, every = self.terms(defaults_of(forward.attrs)), (ACC, *self.operands)
         # Other attributes may change which gradients are zero or a cotangent.
         known = {} if forward.attrs else {key: first.read(first.nodes(key)) for key in every}
         self.handed_on = {key: out for key, read in known.items() if (out := self._cotangent(key, read))}
@@ -154,8 +150,8 @@ class _Gradient:
         sources = self.forward.sources
         names, tensor = list(sources), sources[key]
         for out, other in self.forward.outputs.items():
-            place, halves = names.index(f"d{out}"), HALVES if SHAPES[shape_of(other)].packed else ("",)
-            if other.shape == tensor.shape and read == [(place, half) for half in halves]:
+            whole = [(names.index(f"d{out}"), half) for half in SHAPES[shape_of(other.shape)].halves]
+            if other.shape == tensor.shape and read == whole:
                 return out
         return ""
 
@@ -196,8 +192,8 @@ class _Gradient:
     def step(self, name: str, wanted: tuple[str, ...]) -> Op:
         """The op that computes the gradients of these operands and of the product."""
         forward = self.forward
-        formula = cache(lambda attrs: self._formula(dict(attrs), wanted))
-        used = formula(tuple(forward.defaults.items())).reads
+        formula = by_attrs(lambda attrs: self._formula(attrs, wanted))
+        used = formula(defaults_of(forward.attrs)).reads
         # With other attributes it may read other tensors.
         reads = [key for key in forward.sources if key in used or (forward.attrs and key not in forward.outputs)]
         inputs = {key: forward.sources[key]._replace(hidden=False) for key in reads}
@@ -220,8 +216,7 @@ class _Gradient:
             return self.step(name, tuple(key.removeprefix("d") for key in left))
 
         return pointwise(
-            name, lambda attrs: formula(tuple(attrs.items())), inputs, outputs, forward.attrs, forward.defaults,
-            groups=self.in_groups, narrow=narrow, module=forward.module,
+            name, formula, inputs, outputs, forward.attrs, groups=self.in_groups, narrow=narrow, module=forward.module,
             doc=f"A step of the gradient of :func:`{forward.name}`.",
         )  # fmt: skip
 
@@ -230,14 +225,14 @@ class _Gradient:
         forward, (first, *twins) = self.forward, wanted
         given = {key: t._replace(shape=t.shape.replace("2n", "n")) for key in wanted for t in [forward.operands[key]]}
         graph = Graph([SHAPES["*m n"]])
-        expression, kinds = graph.finish([graph.operand(0)] * len(wanted)), str(SHAPES[shape_of(given[first])].kind)
+        expression, kind = graph.finish([graph.operand(0)] * len(wanted)), SHAPES[shape_of(given[first].shape)].kind
         writes = tuple(f"d{key}" for key in wanted)
-        formula = Formula(expression, False, (self.d_acc,), writes, kinds * len(wanted), self.d_acc)
+        formula = Formula(expression, False, (self.d_acc,), writes, str(kind) * len(wanted), self.d_acc)
         outputs = {f"d{key}": t._replace(same_as=f"d{first}" if key in twins else None) for key, t in given.items()}
         return pointwise(
             f"{forward.name}_bwd_{first}", lambda attrs: formula,
             {self.d_acc: Tensor("*m n", "T"), **{key: t._replace(unread=True) for key, t in given.items()}}, outputs,
-            {}, {}, module=forward.module, doc=f"A step of the gradient of :func:`{forward.name}`: a sum.",
+            {}, module=forward.module, doc=f"A step of the gradient of :func:`{forward.name}`: a sum.",
         )  # fmt: skip
 
     @property
@@ -246,44 +241,35 @@ class _Gradient:
         tensors = self.forward.sources.values()
         return self.forward.by == "groups" or (self.forward.by == "rows" and COLUMN in [t.shape for t in tensors])
 
-    def _formula(self, attrs: Mapping[str, Any], wanted: tuple[str, ...]) -> Formula:
+    def _formula(self, attrs: Attrs, wanted: tuple[str, ...]) -> Formula:
         """What the step of these operands computes."""
-        terms, sources = self._with(attrs), self.forward.sources
+        terms, sources = self.terms(attrs), self.forward.sources
         names, nodes, expression = list(sources), [i for key in wanted for i in terms.nodes(key)], terms.expression
-        whole = Graph(expression.operands)
-        places = copied(expression, whole, lambda node: whole.operand(node.operand, node.half))
-        needed = whole.finish([places[i] for i in nodes])
+        needed = rebuilt(expression, outputs=nodes)
         # At least one cotangent is read: it says how many rows and columns there are.
         read = {node.operand for node in needed.nodes if node.word == "operand"}
         cotangents = [names.index(f"d{out}") for out, tensor in self.forward.outputs.items() if _is_tile(tensor)]
         kept = sorted(read if read.intersection(cotangents) else read | {cotangents[0]})
-        graph = Graph(expression.operands[i] for i in kept)
-        found = copied(needed, graph, lambda node: graph.operand(kept.index(node.operand), node.half))
         tile = next(names[i] for i in kept if i in cotangents)
         writes, kinds = [], ""
         for key in wanted:
-            operand = SHAPES[shape_of(sources[key])]
-            halves = HALVES if operand.packed else ("",)
-            writes += [f"d{key}{half}" for half in halves]
-            kinds += str(operand.kind) * len(halves)
-        reads = tuple(names[i] for i in kept)
-        outputs, by_rows = graph.finish([found[i] for i in needed.outputs]), self.forward.by != "elements"
-        return Formula(outputs, by_rows, reads, tuple(writes), kinds, tile)
+            operand = SHAPES[shape_of(sources[key].shape)]
+            writes += [f"d{key}{half}" for half in operand.halves]
+            kinds += str(operand.kind) * len(operand.halves)
+        reads, by_rows = tuple(names[i] for i in kept), self.forward.by != "elements"
+        return Formula(rebuilt(needed, kept=kept), by_rows, reads, tuple(writes), kinds, tile)
 
-    def _with(self, attrs: Mapping[str, Any]) -> EpilogueDerivative:
-        return self.terms(tuple(attrs.items()))
-
-    def _terms(self, attrs: tuple[tuple[str, Any], ...]) -> EpilogueDerivative:
+    def _terms(self, attrs: Attrs) -> EpilogueDerivative:
         forward = self.forward
-        expression = forward.expression(dict(attrs))
-        halves = [(key, half) for key, t in forward.outputs.items() for half in (HALVES if "2n" in t.shape else ("",))]
+        expression = forward.expression(attrs)
+        halves = [(key, half) for key, t in forward.outputs.items() for half in SHAPES[shape_of(t.shape)].halves]
         # Which outputs a derivative can use may depend on attributes; which ones are saved may not.
         compares = any(node.word in COMPARING for node in expression.nodes)
         saved = () if forward.attrs or compares else range(len(halves))
         wanted = [0, *(i for i, key in enumerate(forward.operands, 1) if key in self.operands)]
         found = differentiate(expression, wanted, saved, sum_columns=forward.by != "elements")
         names = list(forward.sources)
-        graph = Graph(SHAPES[shape_of(tensor)] for tensor in forward.sources.values())
+        graph = Graph(SHAPES[shape_of(tensor.shape)] for tensor in forward.sources.values())
 
         def operand(node: Node) -> int:
             role, position = found.sources[node.operand]

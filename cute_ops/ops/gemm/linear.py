@@ -15,7 +15,7 @@ from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import SUMS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
-from cute_ops.ops.fused import Formula
+from cute_ops.ops.formula import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import batch_of, each
 from cute_ops.ops.gemm.choice import instead
@@ -303,7 +303,7 @@ rounded = pointwise(
     "linear_float32_bwd",
     lambda attrs: Formula(parse("e1(t) -> 0"), False, ("dout",), ("dacc",), "t", "dout"),
     {"dout": Tensor("*m n", "float32"), "weight": WEIGHT._replace(unread=True, contiguous=())},
-    {"dacc": Tensor("*m n", "T")}, {}, {}, doc="The cotangent of :func:`linear_float32` in x's dtype.",
+    {"dacc": Tensor("*m n", "T")}, {}, doc="The cotangent of :func:`linear_float32` in x's dtype.",
 )  # fmt: skip
 linear_float32 = declare(
     "linear_float32", "Linear", reference_float32, ("m", "n", "k"), {"x": X, "weight": WEIGHT},

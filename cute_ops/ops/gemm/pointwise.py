@@ -1,6 +1,7 @@
 """Ops of expressions that run beside products: an epilogue by itself, and the gradient of an epilogue.
 
-The kernels of :mod:`cute_ops.ops.fused` compute them. Those that look at groups of columns have a kernel of their own.
+The kernels of :mod:`cute_ops.ops.formula` compute them. Those that look at groups of columns have a kernel of
+their own.
 """
 
 from __future__ import annotations
@@ -8,130 +9,51 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from cute_ops.array_api import cast
-from cute_ops.config import Config, Problem, Tuning
-from cute_ops.expressions.graph import SHAPES, Graph, copied
-from cute_ops.expressions.reference import evaluate
-from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig
-from cute_ops.op import Case, Op, Program, Sharding, Tensor, WhileFew
-from cute_ops.ops.fused import KERNEL, Formula, space_of, sum_workspaces, summed
+from cute_ops.expressions.graph import SHAPES, rebuilt
+from cute_ops.op import Case, Op, Program, Tensor, defaults_of
+from cute_ops.ops.formula import Attrs, Formula, declare, shape_of
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
-from cute_ops.shapes import FLOATS, Array
+from cute_ops.shapes import FLOATS
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
-COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
 GROUPS_KERNEL = "cute_ops.kernels.epilogue.groups:FusedGroups"
 # Shapes of what all rows share, and of the same where each row of a batch has its own.
 OF_ROWS = {"n": "*m n", "2n": "*m 2n", "": "*m 1"}
 
 
-def shape_of(tensor: Tensor) -> str:
-    """A tensor's shape as expressions know it."""
-    return "*m 1" if tensor.shape == COLUMN else "*m n" if period(tensor.shape) else tensor.shape
-
-
-def period(shape: str) -> int:
-    """Columns after which an operand of this shape repeats itself; 0 for other shapes."""
-    lead, _, columns = shape.rpartition(" ")
-    return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
-
-
-def repeated(xp: Any, array: Any, n: int) -> Any:
-    """The array repeated along its columns until it has n of them."""
-    return xp.concat([array] * -(-n // array.shape[-1]), axis=-1)[..., :n] if n else array[..., :0]
-
-
 def pointwise(
     name: str,
-    formula: Callable[[Mapping[str, Any]], Formula],
+    formula: Callable[[Attrs], Formula],
     inputs: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor],
-    attrs: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    attrs: Attrs,
     *,
     groups: bool = False,
+    module: str = __name__,
     **more: Any,
 ) -> Op:
-    """The op of an expression. An output without rows or columns is the sum of the values over these, in a fixed order.
+    """The op of an expression: as :func:`declare` takes and makes it, and for batches of examples, too.
 
-    Args:
-        name: the op's name.
-        formula: gives what is computed with some attributes.
-        inputs: those that are read, and ``unread`` ones, which only say shapes and dtypes.
-        outputs: what is written, whole or by halves. One that is the ``same_as`` another has that one's values.
-        attrs: the attributes, as in :class:`Op`.
-        defaults: their defaults.
-        groups: whether the expression uses groups of columns, numbers of columns or operands that repeat themselves.
-            Then ``formula`` is computed by rows.
-        more: other arguments of :class:`Op`.
+    ``groups``: whether the expression uses groups of columns, numbers of columns or operands that repeat themselves.
+    Then ``formula`` is computed by rows.
     """
-    first, twins = formula(defaults), any(tensor.same_as for tensor in outputs.values())
-    dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
-
-    def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
-        given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
-        tile = given[found.tile]
-        whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[inputs[found.tile].shape].packed))
-        read = [
-            given[key][..., None] if inputs[key].shape == COLUMN
-            else repeated(xp, given[key], whole[-1]) if period(inputs[key].shape) else given[key]
-            for key in found.reads
-        ]  # fmt: skip
-        values = dict(zip(found.writes, evaluate(found.expression, xp, read), strict=True))
-        results = []
-        for key, tensor in outputs.items():
-            halves = [f"{key}[:n]", f"{key}[n:]"] if "2n" in tensor.shape else [key]
-            sums = [summed(xp, values[half], whole, shape_of(tensor), found.by_rows) for half in halves]
-            out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-            out = out[..., 0] if tensor.shape == COLUMN else out
-            like = dtypes.get(tensor.dtype)
-            results.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype))
-        made = dict(zip(outputs, results, strict=True))
-        for key, tensor in outputs.items():
-            if tensor.same_as and results[list(outputs).index(tensor.same_as)].dtype == made[key].dtype:
-                made[key] = None
-        return tuple(made.values())
-
-    def of_call(problem: Problem) -> Formula:
-        found = formula(problem.attrs)
-        return found.of_outputs(problem.dtypes) if twins else found
-
-    def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
-        shapes = {
-            key: shape_of(tensor) for key, tensor in outputs.items() if not tensor.same_as or key in problem.dtypes
-        }
-        return sum_workspaces(of_call(problem), shapes, problem, config)
-
-    def config(problem: Problem) -> FusedConfig | FusedRowConfig:
-        found = of_call(problem)
-        return found.rows.of_groups(problem) if groups else found.config(problem)
-
-    def batched() -> Op:
-        return _of_batch(_Arguments(name, formula, inputs, outputs, attrs, defaults, reference.__module__))
-
-    reference.__module__ = more.pop("module", __name__)
-    tensors = (*inputs.values(), *outputs.values())
-    counts = any(node.word == "n" for node in first.expression.nodes)
-    return Op(
-        name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs, cases=CASES,
-        kernel=GROUPS_KERNEL if groups else KERNEL,
-        dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
-        static=("n",) if counts and not first.by_rows else WhileFew("n"),
-        sharding=Sharding(parallel=() if first.by_rows or any("2n" in t.shape for t in tensors) else ("n",)),
-        tuning=Tuning(config, space_of(of_call), workspace), batched=None if first.by_rows else batched, **more,
-    )  # fmt: skip
+    if groups:
+        more |= {"kernel": GROUPS_KERNEL, "config": lambda formula, problem: formula.rows.of_groups(problem)}
+    if not formula(defaults_of(attrs)).by_rows:
+        given = _Arguments(name, formula, inputs, outputs, attrs, module)
+        more["batched"] = lambda: _of_batch(given)
+    return declare(name, formula, inputs, outputs, attrs, module=module, cases=CASES, **more)
 
 
 class _Arguments(NamedTuple):
     """What :func:`pointwise` takes, and the module of the declaration."""
 
     name: str
-    formula: Callable[[Mapping[str, Any]], Formula]
+    formula: Callable[[Attrs], Formula]
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
-    attrs: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    attrs: Attrs
     module: str
 
 
@@ -140,7 +62,7 @@ def _of_batch(given: _Arguments) -> Op:
     rows of an example share is then summed over them in float32.
     """
     sums = {key for key, tensor in given.outputs.items() if tensor.shape in OF_ROWS}
-    first = given.formula(given.defaults)
+    first = given.formula(defaults_of(given.attrs))
     (alone, *more), one_pass = first.expression.nodes, None
     # The sum of an input needs no pass. With other attributes it may be the sum of something else.
     direct = sums and not given.attrs and not more and alone.word == "operand"
@@ -180,17 +102,15 @@ def _of_rows(given: _Arguments) -> Op:
         if tensor.shape in OF_ROWS:
             made[key] = Tensor("*m 2n" if tensor.shape == "2n" else "*m n", "float32")
 
-    def formula(attrs: Mapping[str, Any]) -> Formula:
+    def formula(attrs: Attrs) -> Formula:
         found = given.formula(attrs)
         shapes = [given.outputs[written.partition("[")[0]].shape for written in found.writes]
         kinds = "".join("t" if shape in OF_ROWS else kind for shape, kind in zip(shapes, found.kinds, strict=True))
-        graph = Graph(SHAPES[shape_of(read[key])] for key in found.reads)
-        nodes = copied(found.expression, graph, lambda node: graph.operand(node.operand, node.half))
-        expression = graph.finish([nodes[i] for i in found.expression.outputs])
-        return found._replace(expression=expression, kinds=kinds)
+        operands = [SHAPES[shape_of(read[key].shape)] for key in found.reads]
+        return found._replace(expression=rebuilt(found.expression, operands=operands), kinds=kinds)
 
     return pointwise(
-        f"{given.name}_of_rows", formula, read, made, given.attrs, given.defaults, module=given.module,
+        f"{given.name}_of_rows", formula, read, made, given.attrs, module=given.module,
         doc=f"The pass of ``{given.name}_batched``.",
     )  # fmt: skip
 

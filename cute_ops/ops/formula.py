@@ -1,0 +1,247 @@
+"""Ops of formulas: of an expression, and of the tensors that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+from cute_ops.array_api import cast
+from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
+from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.reference import evaluate
+from cute_ops.expressions.text import text_of
+from cute_ops.hardware import WARP
+from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
+from cute_ops.op import Op, Sharding, Tensor, WhileFew, defaults_of
+from cute_ops.ops.fused_rows import RowExpression, needs, others
+from cute_ops.ops.rows import row_of
+from cute_ops.shapes import FLOATS, ITEMSIZE, Array
+
+KERNEL = "cute_ops.kernels.epilogue.select:fused"
+POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
+# Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small, as threads of large ones drift apart
+# over memory pages.
+THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
+# Partial sums that a sum over rows has in a kernel of elements.
+PARTIALS = 64
+COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
+Attrs = Mapping[str, Any]
+Made = TypeVar("Made")
+
+
+class Formula(NamedTuple):
+    """What a kernel computes.
+
+    Attributes:
+        expression: the expression.
+        by_rows: whether a kernel of rows computes it, since it reduces rows.
+        reads: the names of the tensors that its operands are.
+        writes: the names of the tensors that its outputs are, ``dx[:n]`` for a half of one.
+        kinds: the kinds of the outputs, one letter each, as in the expression's text.
+        tile: the name of a tile among the inputs.
+    """
+
+    expression: Expression
+    by_rows: bool
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    kinds: str
+    tile: str
+
+    def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
+        """The heuristic: that of rows, or one vector per thread. Vectors of 4-byte elements have half as many, so a CTA
+        then has twice the threads; not for packed rows, whose CTAs are small if halves do not start on a vector.
+        """
+        rows = self.rows
+        if self.by_rows:
+            return rows.config(problem)
+        small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
+        wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
+        return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
+
+    def of_outputs(self, names: Collection[str]) -> Formula:
+        """What is left of it where only these tensors are written, of which one has each value that it computes."""
+        kept = [i for i, name in enumerate(self.writes) if name.partition("[")[0] in names]
+        outputs = tuple(self.expression.outputs[i] for i in kept)
+        writes, kinds = tuple(self.writes[i] for i in kept), "".join(self.kinds[i] for i in kept)
+        return self._replace(expression=self.expression._replace(outputs=outputs), writes=writes, kinds=kinds)
+
+    def config_alone(self, problem: Problem) -> FusedConfig | FusedRowConfig:
+        """The heuristic beside no product. A kernel of rows is faster although nothing is reduced for unaligned rows
+        with row vectors, which a kernel of elements loads element by element and a kernel of rows realigns.
+        """
+        rows = self.rows
+        if problem.n is None or not rows.weights or {*self.kinds} != {"t"}:
+            return self.config(problem)
+        row = rows.row(problem)
+        return rows.config(problem) if not row.aligned and row.vectors > WARP else self.config(problem)
+
+    @property
+    def rows(self) -> RowExpression:
+        """The formula as the heuristic of kernels of rows sees it."""
+        nodes, operands = self.expression.nodes, self.expression.operands
+        read = {self.reads[node.operand] + node.half for node in nodes if node.word == "operand"}
+        tiles = {name for name, operand in zip(self.reads, operands, strict=True) if all(operand.kind[:2])}
+        read = {name for name in read if name.partition("[")[0] in tiles}
+        written = [name.partition("[") for name, kind in zip(self.writes, self.kinds, strict=True) if kind == "t"]
+        packed = {name for name, half, _ in written if half} | {n.partition("[")[0] for n in read if "[" in n}
+        names = {n.partition("[")[0] for n in read} | {name for name, *_ in written} or {self.tile}
+        sums = self.kinds.count("r")
+        return RowExpression(self.expression, sorted(names), sorted(packed), len(read), sums, self._texts)
+
+    @property
+    def _texts(self) -> Texts:
+        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds)
+
+
+def declare(
+    name: str,
+    formula: Callable[[Attrs], Formula],
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    attrs: Attrs,
+    *,
+    module: str,
+    config: Callable[[Formula, Problem], FusedConfig | FusedRowConfig] = Formula.config,
+    **more: Any,
+) -> Op:
+    """The op of a formula. An output without rows or columns is the sum of the values over these, in a fixed order.
+
+    Args:
+        name: the op's name.
+        formula: gives what is computed with some attributes.
+        inputs: those that are read, and ``unread`` ones, which only say shapes and dtypes.
+        outputs: what is written, whole or by halves. One that is the ``same_as`` another has that one's values.
+        attrs: the attributes, as in :class:`Op`.
+        module: where the op is declared.
+        config: the heuristic.
+        more: other arguments of :class:`Op`.
+    """
+    first, twins = formula(defaults_of(attrs)), any(tensor.same_as for tensor in outputs.values())
+    dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
+
+    def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+        given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
+        tile = given[found.tile]
+        whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[inputs[found.tile].shape].packed))
+        read = [
+            given[key][..., None] if inputs[key].shape == COLUMN
+            else repeated(xp, given[key], whole[-1]) if period(inputs[key].shape) else given[key]
+            for key in found.reads
+        ]  # fmt: skip
+        # Without operands all values are 0.
+        computed = evaluate(found.expression, xp, read) if read else [xp.zeros_like(tile[..., :1])] * len(found.writes)
+        values, made = dict(zip(found.writes, computed, strict=True)), {}
+        for key, tensor in outputs.items():
+            sums = [
+                summed(xp, values[f"{key}{half}"], whole, shape_of(tensor.shape), found.by_rows)
+                for half in SHAPES[shape_of(tensor.shape)].halves
+            ]
+            out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
+            out = out[..., 0] if tensor.shape == COLUMN else out
+            like = dtypes.get(tensor.dtype)
+            made[key] = cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype)
+        same = {key for key, t in outputs.items() if t.same_as and made[t.same_as].dtype == made[key].dtype}
+        return tuple(None if key in same else out for key, out in made.items())
+
+    def of_call(problem: Problem) -> Formula:
+        found = formula(problem.attrs)
+        return found.of_outputs(problem.dtypes) if twins else found
+
+    def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
+        written = {key: tensor for key, tensor in outputs.items() if not tensor.same_as or key in problem.dtypes}
+        shapes = {key: shape_of(tensor.shape) for key, tensor in written.items()}
+        return sum_workspaces(of_call(problem), shapes, problem, config)
+
+    reference.__module__ = module
+    counts = any(node.word == "n" for node in first.expression.nodes)
+    packed = any("2n" in tensor.shape for tensor in (*inputs.values(), *outputs.values()))
+    usual: dict[str, Any] = {
+        "static": ("n",) if counts and not first.by_rows else WhileFew("n"), "kernel": KERNEL,
+        "sharding": Sharding(parallel=() if first.by_rows or packed else ("n",)),
+    }  # fmt: skip
+    return Op(
+        name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs,
+        dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
+        tuning=Tuning(lambda problem: config(of_call(problem), problem), space_of(of_call), workspace),
+        **{**usual, **more},
+    )  # fmt: skip
+
+
+def by_attrs(make: Callable[[Attrs], Made]) -> Callable[[Attrs], Made]:
+    """A function of attributes that makes each of its values once."""
+    made = cache(lambda items: make(dict(items)))
+    return lambda attrs: made(tuple(attrs.items()))
+
+
+def space_of(formula: Callable[[Problem], Formula]) -> Space:
+    """The search space of the kernel of a call's formula."""
+
+    def configs(problem: Problem, heuristic: Config) -> Iterable[Any]:
+        if "form" in heuristic:
+            return others(formula(problem).rows, problem, heuristic)
+        return POINTWISE.configs(problem, heuristic)
+
+    def taken(problem: Problem, config: Config) -> Needs:
+        if "form" in config:
+            return needs(formula(problem).rows, problem, config)
+        return Needs(config["threads"])
+
+    return Space(configs, taken)
+
+
+def sum_workspaces(
+    formula: Formula, outputs: Mapping[str, str], problem: Problem, config: Config
+) -> dict[str, Array | None]:
+    """Workspaces for the partial sums of outputs that are sums over rows. Those of a scalar are sums over rows of each
+    column, which need a second workspace for their totals, unless the formula sums each row first.
+
+    Args:
+        formula: the formula.
+        outputs: shapes by name.
+        problem: the call.
+        config: the kernel's config.
+    """
+    made: dict[str, Array | None] = {}
+    vectors, scalars = PARTIALS, 0
+    if formula.by_rows:
+        vectors, scalars = formula.rows.partials(problem, FusedRowConfig.of(config))
+    for name, shape in outputs.items():
+        if SHAPES[shape].kind.rows:
+            continue
+        n, of_rows = problem.size("n") * (1 + SHAPES[shape].packed), formula.by_rows and shape == ""
+        made[f"{name}_partials"] = Array((scalars,) if of_rows else (vectors, n), "float32")
+        if shape == "" and not of_rows:
+            made[f"{name}_totals"] = Array((n,), "float32")
+    return made
+
+
+def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:
+    """The sum of a gradient's terms, broadcast to ``whole``, over the dims that its operand, of this shape, lacks. With
+    ``by_rows`` the terms of an operand without columns are sums over the columns already.
+    """
+    kind, lead = SHAPES[shape].kind, tuple(range(len(whole) - 1))
+    if kind.columns or not by_rows:
+        terms = xp.broadcast_to(terms, whole)
+    else:
+        terms = xp.broadcast_to(terms, (*whole[:-1], 1))
+    if not kind.columns:
+        terms = xp.sum(terms, axis=-1, keepdims=kind.rows)
+    return xp.sum(terms, axis=lead) if lead and not kind.rows else terms
+
+
+def shape_of(shape: str) -> str:
+    """A tensor's shape as expressions know it."""
+    return "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape
+
+
+def period(shape: str) -> int:
+    """Columns after which an operand of this shape repeats itself; 0 for other shapes."""
+    lead, _, columns = shape.rpartition(" ")
+    return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
+
+
+def repeated(xp: Any, array: Any, n: int) -> Any:
+    """The array repeated along its columns until it has n of them."""
+    return xp.concat([array] * -(-n // array.shape[-1]), axis=-1)[..., :n] if n else array[..., :0]
