@@ -603,6 +603,11 @@ class Op:
         """The name of the called function, for messages."""
         return self.aliases.get(self.name, self.name)
 
+    @property
+    def declared_attrs(self) -> dict[str, Any]:
+        """The attributes as another declaration takes them."""
+        return {name: OneOf(*self.choices[name]) if name in self.choices else v for name, v in self.attrs.items()}
+
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
         """The dtypes that an input or output may have."""
         choices: tuple[str, ...] = {**self.choices, **self.dtypes}.get(tensor.dtype, (tensor.dtype,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from cute_ops.errors import header_of, suggesting
@@ -84,7 +85,8 @@ def fused_again(
     """
     made = _Fused(name, function, operands, (), {}, cases)
     inputs, outputs = made.inputs | made.cotangents, made.gradients | made.results
-    return declare(name, lambda attrs: made.differentiated(attrs, again=True), inputs, outputs, doc=doc, **made.common)
+    both = by_attrs(partial(made.differentiated, again=True))
+    return declare(name, both, inputs, outputs, doc=doc, **made.common)
 
 
 def _is_tile(shape: str) -> bool:
@@ -120,9 +122,7 @@ class _Fused:
         forward = self.forward(defaults)
         # Other values of attributes may give other gradients.
         self.handed_on, self.twins = ({}, {}) if attrs else self._passed_on(forward.expression)
-        # For gradients that are sums, kernels of rows read each tile only once.
-        self.backward_by_rows = forward.by_rows or not all(map(_is_tile, self.wanted.values()))
-        by_rows, computed = self.backward_by_rows, self._computed()
+        computed, by_rows = self._computed(), self._backward_by_rows(forward)
         self.saved = () if attrs else worth_saving(forward.expression, computed, sum_columns=by_rows)
         backward = self.backward(defaults)
         self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
@@ -194,7 +194,8 @@ class _Fused:
 
     def differentiated(self, attrs: Attrs, again: bool = False) -> Formula:
         """The gradients that have to be computed; with ``again`` all of them, and the function itself."""
-        forward, by_rows = self.forward(attrs), self.backward_by_rows
+        forward = self.forward(attrs)
+        by_rows = self._backward_by_rows(forward)
         saved = () if again else self.saved
         found = differentiate(forward.expression, self._computed(again), saved, sum_columns=by_rows, again=again)
         tensors, outputs = [*self.operands], [*self.outputs]
@@ -211,3 +212,7 @@ class _Fused:
         """The operands, by index, whose gradient the backward op computes; with ``again`` all that have one."""
         idle = set() if again else {*self.handed_on}
         return [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
+
+    def _backward_by_rows(self, forward: Formula) -> bool:
+        """For gradients that are sums, kernels of rows read each tile only once."""
+        return forward.by_rows or not all(map(_is_tile, self.wanted.values()))

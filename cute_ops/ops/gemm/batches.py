@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.config import Problem
-from cute_ops.op import Case, OneOf, Op, Program, Tensor
+from cute_ops.op import Case, Op, Program, Tensor
 
 CASES = (
     Case("odd", {"b": (3,), "m": 67, "n": 333, "k": 200}),
@@ -38,10 +38,9 @@ def of_program(op: Op, name: str = "") -> Op:
         return program.run(xp, lambda called, *given: call(called.batched or called, *given), inputs, attrs)
 
     run.__module__ = program.run.__module__
-    attrs = {key: OneOf(*op.choices[key]) if key in op.choices else value for key, value in op.attrs.items()}
     return Op(
         name or f"{op.name}_batched", inputs=each(op.inputs), outputs=each(op.outputs, skippable=True), static=(),
-        dtypes=op.dtypes, attrs=attrs,
+        dtypes=op.dtypes, attrs=op.declared_attrs,
         kernel=Program(run, tuple(called.batched or called for called in program.ops)),
         grad=tuple(step.batched or step for step in op.steps) or None, saving=op.saving and op.saving.batched,
         narrow=lambda name, outputs: of_program(op.only(*outputs), name), called=op.called,

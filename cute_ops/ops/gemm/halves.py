@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
-from cute_ops.op import OneOf, Op, Program, Sharding
+from cute_ops.op import Op, Program, Sharding
 
 PACKED, APART = "2n", "2 n"
 # Tensors of a gradient's steps that have a packed weight's 2n columns where the step calls these n.
@@ -63,7 +63,7 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
         name or f"{op.name}_halves", inputs={key: t._replace(shape=shapes[key]) for key, t in op.inputs.items()},
         outputs={key: t._replace(shape=shapes[key], same_as=None) for key, t in op.outputs.items()},
         static=(), dtypes=op.accepts, kernel=Program(run, op.program.ops if op.program else (op,)),
-        attrs={key: OneOf(*op.choices[key]) if key in op.choices else value for key, value in op.attrs.items()},
+        attrs=op.declared_attrs,
         sharding=Sharding(op.parallel, contracted=tuple(dict.fromkeys((*shared, *op.contracted))), inner=op.inner),
         grad=tuple(map(apart, op.steps)) or None, saving=op.saving and apart(op.saving), handed_on=op.handed_on,
         no_gradient=op.no_gradient, batched=partial(apart, op.batched) if op.batched else None,

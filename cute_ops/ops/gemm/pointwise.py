@@ -7,14 +7,13 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cute_ops.expressions.graph import SHAPES, rebuilt
 from cute_ops.op import Case, Op, Program, Tensor, defaults_of
 from cute_ops.ops.formula import Attrs, Formula, declare, shape_of
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
-from cute_ops.shapes import FLOATS
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
 GROUPS_KERNEL = "cute_ops.kernels.epilogue.groups:FusedGroups"
@@ -40,78 +39,70 @@ def pointwise(
     """
     if groups:
         more |= {"kernel": GROUPS_KERNEL, "config": lambda formula, problem: formula.rows.of_groups(problem)}
+
+    def batched() -> Op:
+        return _of_batch(op, formula)
+
     if not formula(defaults_of(attrs)).by_rows:
-        given = _Arguments(name, formula, inputs, outputs, attrs, module)
-        more["batched"] = lambda: _of_batch(given)
-    return declare(name, formula, inputs, outputs, attrs, module=module, cases=CASES, **more)
+        more["batched"] = batched
+    op = declare(name, formula, inputs, outputs, attrs, module=module, cases=CASES, **more)
+    return op
 
 
-class _Arguments(NamedTuple):
-    """What :func:`pointwise` takes, and the module of the declaration."""
-
-    name: str
-    formula: Callable[[Attrs], Formula]
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
-    attrs: Attrs
-    module: str
-
-
-def _of_batch(given: _Arguments) -> Op:
+def _of_batch(op: Op, formula: Callable[[Attrs], Formula]) -> Op:
     """The op for each example of a batch: one pass over all rows, each of which reads its example's vectors. What the
     rows of an example share is then summed over them in float32.
     """
-    sums = {key for key, tensor in given.outputs.items() if tensor.shape in OF_ROWS}
-    first = given.formula(defaults_of(given.attrs))
+    sums = {key for key, tensor in op.outputs.items() if tensor.shape in OF_ROWS}
+    first = formula(op.attrs)
     (alone, *more), one_pass = first.expression.nodes, None
     # The sum of an input needs no pass. With other attributes it may be the sum of something else.
-    direct = sums and not given.attrs and not more and alone.word == "operand"
+    direct = sums and not op.attrs and not more and alone.word == "operand"
     if not direct:
-        one_pass = _of_rows(given)
+        one_pass = _of_rows(op, formula)
 
     def run(xp: Any, call: Any, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         if one_pass is None:
             made = dict.fromkeys(sums, arrays[first.reads[alone.operand]])
         else:
             rows = arrays[first.tile].shape[:-1]
-            read = {key: _each_row(xp, arrays[key], given.inputs[key].shape, rows) for key in one_pass.inputs}
+            read = {key: _each_row(xp, arrays[key], op.inputs[key].shape, rows) for key in one_pass.inputs}
             made = one_pass.with_twins(call(one_pass, read, attrs))
-        axes = {key: (-2, -1) if given.outputs[key].shape == "" else (-2,) for key in sums}
+        axes = {key: (-2, -1) if op.outputs[key].shape == "" else (-2,) for key in sums}
         return made | {key: xp.sums(made[key], axes[key], arrays[key.removeprefix("d")]) for key in sums}
 
-    run.__module__ = given.module
+    run.__module__ = op.reference.__module__
     return Op(
-        f"{given.name}_batched", inputs=each(given.inputs), attrs=given.attrs, static=(),
-        outputs={key: tensor._replace(same_as=None) for key, tensor in each(given.outputs).items()},
-        kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES,
-        dtypes={t.dtype: FLOATS for t in given.inputs.values() if t.dtype not in FLOATS},
-        doc=f"``{given.name}`` for each example of a batch.", called=given.name,
+        f"{op.name}_batched", inputs=each(op.inputs), attrs=op.declared_attrs, static=(),
+        outputs={key: tensor._replace(same_as=None) for key, tensor in each(op.outputs).items()},
+        kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES, dtypes=op.dtypes,
+        doc=f"``{op.name}`` for each example of a batch.", called=op.name,
     )  # fmt: skip
 
 
-def _of_rows(given: _Arguments) -> Op:
+def _of_rows(op: Op, of_example: Callable[[Attrs], Formula]) -> Op:
     """The op of that pass: an output that the rows of an example share becomes a float32 tile."""
     read, made = {}, {}
-    for key, tensor in given.inputs.items():
+    for key, tensor in op.inputs.items():
         if "k" in tensor.shape:  # a weight, which says an output's dtype
             read[key] = tensor._replace(shape=f"*w {tensor.shape}")
         elif tensor.rows or not tensor.unread:
             read[key] = tensor._replace(shape=OF_ROWS.get(tensor.shape, tensor.shape))
-    for key, tensor in given.outputs.items():
+    for key, tensor in op.outputs.items():
         made[key] = tensor._replace(skippable=False)
         if tensor.shape in OF_ROWS:
             made[key] = Tensor("*m 2n" if tensor.shape == "2n" else "*m n", "float32")
 
     def formula(attrs: Attrs) -> Formula:
-        found = given.formula(attrs)
-        shapes = [given.outputs[written.partition("[")[0]].shape for written in found.writes]
+        found = of_example(attrs)
+        shapes = [op.outputs[written.partition("[")[0]].shape for written in found.writes]
         kinds = "".join("t" if shape in OF_ROWS else kind for shape, kind in zip(shapes, found.kinds, strict=True))
         operands = [SHAPES[shape_of(read[key].shape)] for key in found.reads]
         return found._replace(expression=rebuilt(found.expression, operands=operands), kinds=kinds)
 
     return pointwise(
-        f"{given.name}_of_rows", formula, read, made, given.attrs, module=given.module,
-        doc=f"The pass of ``{given.name}_batched``.",
+        f"{op.name}_of_rows", formula, read, made, op.declared_attrs, module=op.reference.__module__,
+        doc=f"The pass of ``{op.name}_batched``.",
     )  # fmt: skip
 
 
