@@ -318,11 +318,6 @@ def _clip(xp: Any, d: Any, y: Any, x: Any, low: Any, high: Any) -> tuple[Any, ..
     return xp.where(inside, d, 0.0), xp.where((x < low) & ~over, d, 0.0), xp.where(over, d, 0.0)
 
 
-def _divide(xp: Any, d: Any, y: Any, a: Any, b: Any) -> tuple[Any, ...]:
-    da = d / b
-    return da, -(da * y)
-
-
 def _extreme(xp: Any, d: Any, first: Any, equal: Any) -> tuple[Any, ...]:
     """The rule of minimum and maximum: the argument that is the result gets the cotangent, equal ones half each."""
     half = 0.5 * d
@@ -341,14 +336,6 @@ def _gelu_tanh(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
 def _silu(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     s = xp.sigmoid(x)
     return (d * s * (1 + x * (1 - s)),)
-
-
-def _rotate_half(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
-    return (-xp.rotate_half(_in_columns(xp, d, x), size),)
-
-
-def _group_sum(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
-    return (xp.group_sum(_in_columns(xp, d, x), size),)
 
 
 def _group_max(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
@@ -374,18 +361,20 @@ def _extreme_of_row(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
 # From a namespace, the cotangent, the word's result and its arguments to the arguments' cotangents, not yet summed over
 # what was broadcast; None where there is none. A reduction's cotangent has no columns.
 DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        ("sign", "floor", "equal", "less", "less_equal", "logical_and", "logical_or", "logical_not"),
+        lambda xp, d, y, *args: (None,) * len(args),
+    ),
     "add": lambda xp, d, y, a, b: (d, d),
     "subtract": lambda xp, d, y, a, b: (d, -d),
     "multiply": lambda xp, d, y, a, b: (d * b, d * a),
-    "divide": _divide,
+    "divide": lambda xp, d, y, a, b: (d / b, -(d / b * y)),
     "negative": lambda xp, d, y, x: (-d,),
     "reciprocal": lambda xp, d, y, x: (-d * y**2,),
     "square": lambda xp, d, y, x: (2 * d * x,),
     "sqrt": lambda xp, d, y, x: (0.5 * d / y,),
     "rsqrt": lambda xp, d, y, x: (-0.5 * d * y**3,),
     "abs": lambda xp, d, y, x: (d * xp.sign(x),),
-    "sign": lambda xp, d, y, x: (None,),
-    "floor": lambda xp, d, y, x: (None,),
     "exp": lambda xp, d, y, x: (d * y,),
     "exp2": lambda xp, d, y, x: (d * y * math.log(2),),
     "log": lambda xp, d, y, x: (d / x,),
@@ -404,14 +393,8 @@ DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "clip": _clip,
     "where": lambda xp, d, y, c, a, b: (None, xp.where(c, d, 0.0), xp.where(c, 0.0, d)),
     "astype": lambda xp, d, y, x: (d,),
-    "equal": lambda xp, d, y, a, b: (None, None),
-    "less": lambda xp, d, y, a, b: (None, None),
-    "less_equal": lambda xp, d, y, a, b: (None, None),
-    "logical_and": lambda xp, d, y, a, b: (None, None),
-    "logical_or": lambda xp, d, y, a, b: (None, None),
-    "logical_not": lambda xp, d, y, x: (None,),
-    "rotate_half": _rotate_half,
-    "group_sum": _group_sum,
+    "rotate_half": lambda xp, d, y, x, size: (-xp.rotate_half(_in_columns(xp, d, x), size),),
+    "group_sum": lambda xp, d, y, x, size: (xp.group_sum(_in_columns(xp, d, x), size),),
     "group_max": _group_max,
     "sum": lambda xp, d, y, x: (d,),
     "mean": lambda xp, d, y, x: (d / x.shape[-1],),

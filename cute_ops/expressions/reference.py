@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cute_ops.array_api import beside, cast, erfc, sigmoid, widen
@@ -108,9 +109,19 @@ def _grouped(xp: Any, reduce: Callable[..., Any], x: Any, size: int | str) -> An
     return xp.reshape(xp.broadcast_to(reduce(groups, axis=-1, keepdims=True), groups.shape), x.shape)
 
 
+def _own(word: str, xp: Any, *args: Any) -> Any:
+    return getattr(xp, word)(*args)
+
+
+# Words that are functions of the namespace.
+_OWN = (
+    "sqrt", "abs", "sign", "floor", "exp", "exp2", "log", "log1p", "tanh", "minimum", "maximum", "where",
+    "logical_and", "logical_or", "logical_not",
+)  # fmt: skip
 # Functions of a namespace and of float32 or float64 arrays. astype also takes the name of a dtype, a word of groups the
 # columns of a group.
 REFERENCE: Mapping[str, Callable[..., Any]] = {
+    **{word: partial(_own, word) for word in _OWN},
     "add": lambda xp, x, y: x + y,
     "subtract": lambda xp, x, y: x - y,
     "multiply": lambda xp, x, y: x * y,
@@ -118,16 +129,7 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "negative": lambda xp, x: -x,
     "reciprocal": lambda xp, x: 1 / x,
     "square": lambda xp, x: x * x,
-    "sqrt": lambda xp, x: xp.sqrt(x),
     "rsqrt": lambda xp, x: 1 / xp.sqrt(x),
-    "abs": lambda xp, x: xp.abs(x),
-    "sign": lambda xp, x: xp.sign(x),
-    "floor": lambda xp, x: xp.floor(x),
-    "exp": lambda xp, x: xp.exp(x),
-    "exp2": lambda xp, x: xp.exp2(x),
-    "log": lambda xp, x: xp.log(x),
-    "log1p": lambda xp, x: xp.log1p(x),
-    "tanh": lambda xp, x: xp.tanh(x),
     "sigmoid": sigmoid,
     "softplus": lambda xp, x: xp.where(x < 0, 0.0, x) + xp.log1p(xp.exp(-xp.abs(x))),
     "erf": _erf,
@@ -136,17 +138,11 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "silu": lambda xp, x: x * sigmoid(xp, x),
     "gelu": lambda xp, x: x * _normal_cdf(xp, x),
     "gelu_tanh": lambda xp, x: x * sigmoid(xp, 2 * SLOPE * (x + CUBE * x * x * x)),
-    "minimum": lambda xp, x, y: xp.minimum(x, y),
-    "maximum": lambda xp, x, y: xp.maximum(x, y),
     "clip": lambda xp, x, low, high: xp.minimum(xp.maximum(x, low), high),
-    "where": lambda xp, condition, x, y: xp.where(condition, x, y),
     "astype": _rounded,
     "equal": lambda xp, x, y: x == y,
     "less": lambda xp, x, y: x < y,
     "less_equal": lambda xp, x, y: x <= y,
-    "logical_and": lambda xp, x, y: xp.logical_and(x, y),
-    "logical_or": lambda xp, x, y: xp.logical_or(x, y),
-    "logical_not": lambda xp, x: xp.logical_not(x),
     "rotate_half": rotate_half,
     "group_sum": lambda xp, x, size: _grouped(xp, xp.sum, x, size),
     "group_max": lambda xp, x, size: _grouped(xp, xp.max, x, size),

@@ -137,10 +137,10 @@ def as_number(x: Any) -> float | bool | None:
     return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None
 
 
-def _operator(word: str, swapped: bool = False) -> Callable[[Any, Any], Symbol]:
+def _operator(word: str, swapped: bool = False) -> Callable[..., Symbol]:
     if swapped:
         return lambda self, other: self._graph.apply(word, other, self)
-    return lambda self, other: self._graph.apply(word, self, other)
+    return lambda self, *other: self._graph.apply(word, self, *other)
 
 
 class Arithmetic:
@@ -269,21 +269,13 @@ class Symbol(Arithmetic, NoArray):
     __eq__ = _operator("equal")  # type: ignore[assignment]
     __and__ = __rand__ = _operator("logical_and")
     __or__ = __ror__ = _operator("logical_or")
+    __neg__, __abs__, __invert__ = map(_operator, ("negative", "abs", "logical_not"))
 
     def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
         return ~(self._graph.apply("equal", self, other))
 
-    def __neg__(self) -> Symbol:
-        return self._graph.apply("negative", self)
-
     def __pos__(self) -> Symbol:
         return self
-
-    def __abs__(self) -> Symbol:
-        return self._graph.apply("abs", self)
-
-    def __invert__(self) -> Symbol:
-        return self._graph.apply("logical_not", self)
 
     def __pow__(self, power: Any) -> Symbol:
         """Powers by small integers, by squaring, and by 0.5 and -0.5, by a root."""

@@ -123,7 +123,8 @@ class Namespace:
         if name in ("float32", "bool", *ROUNDS_TO):
             return name
         if name in WORDS:
-            return partial(self._word, name)
+            word = WORDS[name]
+            return partial(self._reduced if word.reduces else self._grouped if word.grouped else self._word, name)
         if name in _INSTEAD:
             self._graph.refuse(f"xp.{name} is no word", f"write {_INSTEAD[name]}")
         self._graph.refuse(
@@ -175,35 +176,14 @@ class Namespace:
             self._graph.refuse("xp.arange of anything but the length of a row", "write xp.arange(x.shape[-1])")
         return Symbol(self._graph, self._graph.leaf("column"))
 
-    def rotate_half(self, x: Any, size: int) -> Any:
-        """In each group of ``size`` columns, minus the second half followed by the first half."""
-        return self._graph.apply("rotate_half", x, value=str(size))
-
-    def group_sum(self, x: Any, size: int) -> Any:
-        """The sum of each group of ``size`` columns, in all of its columns."""
-        return self._graph.apply("group_sum", x, value=str(size))
-
     def group_mean(self, x: Any, size: int) -> Any:
         """The mean of each group of ``size`` columns, in all of its columns."""
         return self.group_sum(x, size) * (1 / size)
 
-    def group_max(self, x: Any, size: int) -> Any:
-        """The largest number of each group of ``size`` columns, in all of its columns."""
-        return self._graph.apply("group_max", x, value=str(size))
+    def _grouped(self, word: str, x: Any, size: int) -> Any:
+        return self._graph.apply(word, x, value=str(size))
 
-    def sum(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return self._reduced("sum", x, axis, keepdims)
-
-    def mean(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return self._reduced("mean", x, axis, keepdims)
-
-    def max(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return self._reduced("max", x, axis, keepdims)
-
-    def min(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return self._reduced("min", x, axis, keepdims)
-
-    def _reduced(self, word: str, x: Any, axis: Any, keepdims: bool) -> Any:
+    def _reduced(self, word: str, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         if axis not in (-1, (-1,)) or keepdims is not True:
             instead = f"write xp.{word}(x, axis=-1, keepdims=True)"
             if word in ("max", "min"):
