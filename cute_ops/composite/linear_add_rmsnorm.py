@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
+from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
 from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.linear import linear, linear_acc, product, product_gradients
+from cute_ops.ops.gemm.linear import exact, linear, linear_acc, product_gradients
 from cute_ops.ops.norm import add_rmsnorm as norm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm, add_rmsnorm_bwd
 from cute_ops.shapes import FLOATS
@@ -135,7 +135,7 @@ def _op(transposed: bool) -> Op:
     def reference(
         xp: Any, x: Any, weight: Any, residual: Any, norm_weight: Any, *, eps: float, fused: str
     ) -> tuple[Any, Any]:
-        acc = product(xp, x, xp.matrix_transpose(weight) if transposed else weight)
+        acc = exact(xp, Product(None if transposed else 1), x, weight)
         residual, options = xp.astype(residual, acc.dtype), {"eps": eps, "weight_offset": 0.0}
         out, residual_out = norm.reference(xp, acc, residual, norm_weight, **options)
         return xp.astype(out, x.dtype), xp.astype(residual_out, x.dtype)

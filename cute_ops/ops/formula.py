@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cute_ops.array_api import cast
 from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
@@ -169,10 +169,18 @@ def declare(
     )  # fmt: skip
 
 
-def by_attrs(make: Callable[[Attrs], Made]) -> Callable[[Attrs], Made]:
-    """A function of attributes that makes each of its values once."""
-    made = cache(lambda items: make(dict(items)))
-    return lambda attrs: made(tuple(attrs.items()))
+class ByAttrs(Generic[Made]):
+    """A function of attributes that makes each of its values once.
+
+    Not a closure of a cache: what identifies an op to compiled graphs looks into objects, but not into caches.
+    """
+
+    def __init__(self, make: Callable[[Attrs], Made]) -> None:
+        self.make = make
+        self._made = cache(lambda items: make(dict(items)))
+
+    def __call__(self, attrs: Attrs) -> Made:
+        return self._made(tuple(attrs.items()))
 
 
 def space_of(formula: Callable[[Problem], Formula]) -> Space:

@@ -14,7 +14,7 @@ from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
-from cute_ops.ops.formula import Attrs, Formula, by_attrs, declare
+from cute_ops.ops.formula import Attrs, ByAttrs, Formula, declare
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
 
@@ -85,7 +85,7 @@ def fused_again(
     """
     made = _Fused(name, function, operands, (), {}, cases)
     inputs, outputs = made.inputs | made.cotangents, made.gradients | made.results
-    both = by_attrs(partial(made.differentiated, again=True))
+    both = ByAttrs(partial(made.differentiated, again=True))
     return declare(name, both, inputs, outputs, doc=doc, **made.common)
 
 
@@ -107,7 +107,7 @@ class _Fused:
         self.name, self.function, self.operands = name, function, dict(operands)
         self.wanted = {key: shape for key, shape in operands.items() if key not in no_gradient}
         # The function itself; and the gradients of operands, before sums over the dims that these lack.
-        self.forward, self.backward = by_attrs(self._traced), by_attrs(self.differentiated)
+        self.forward, self.backward = ByAttrs(self._traced), ByAttrs(self.differentiated)
         defaults = defaults_of(attrs)
         kinds = trace(function, operands, defaults).output_kinds
         names = tuple(outputs) or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))

@@ -113,6 +113,19 @@ def test_what_a_reference_is_made_of_changes_the_key(own: Any, tmp_path: Path) -
     assert key(own.reference) != before["function"]
 
 
+def test_numbers_of_a_traced_function_change_the_keys_of_its_op_and_of_its_gradient() -> None:
+    def keys(factor: float) -> list[str]:
+        def scaled(xp: Any, x: Any) -> Any:
+            return xp.tanh(x * factor)
+
+        op = cute_ops.fused(scaled, operands={"x": "*m n"})
+        product = cute_ops.fused_linear(scaled, operands={})
+        return [cache_key.of_op(each) for each in (op, *op.steps, product, product.steps[0])]
+
+    assert keys(2.0) == keys(2.0)
+    assert not set(keys(2.0)) & set(keys(3.0))
+
+
 def test_every_part_of_a_declaration_changes_the_key() -> None:
     """The default of an attribute for one: graphs leave out what equals it."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.config import Problem, Tuning
@@ -17,11 +17,11 @@ from cute_ops.ops.gemm.linear import (
     DOUT,
     HALVES,
     X,
-    batched_dweight,
     check_rows,
     configure,
-    linear_dweight,
+    exact,
     loads,
+    product_of,
 )
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
@@ -51,31 +51,20 @@ DOC = """Gradient of :func:`linear` to the weight, added to earlier ones: ``tota
     """
 
 
-def reference(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
-    return _added(xp, dout, x, total, linear_dweight.reference)
-
-
-def reference_batched(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
-    return _added(xp, dout, x, total, batched_dweight)
-
-
-def _added(xp: Any, dout: Any, x: Any, total: Any, dweight: Callable[..., Any]) -> Any:
-    wide = xp.float64 if total.dtype == xp.float64 else xp.float32
-    exact = dweight(xp, xp.astype(dout, wide), xp.astype(x, wide))
-    return xp.astype(xp.astype(total, wide) + exact, total.dtype)
-
-
-def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-    dout, x = (a.reshape(-1, a.shape[-1]) for a in (inputs["dout"], inputs["x"]))
-    return {"total": xp.add_product(inputs["total"], dout.T, x)}
-
-
-def run_batched(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-    return {"total": xp.add_product(inputs["total"], inputs["dout"].mT, inputs["x"])}
-
-
-def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], program: Program, **more: Any) -> Op:
+def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], **more: Any) -> Op:
     """The op, for one example or for each of a batch."""
+    multiplied = product_of(kernel, "T")
+
+    def reference(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
+        wide = xp.float64 if total.dtype == xp.float64 else xp.float32
+        added = exact(xp, multiplied, xp.astype(dout, wide), xp.astype(x, wide))
+        return xp.astype(xp.astype(total, wide) + added, total.dtype)
+
+    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        dout, x = inputs["dout"], inputs["x"]
+        if multiplied.flat:
+            dout, x = (a.reshape(-1, a.shape[-1]) for a in (dout, x))
+        return {"total": xp.add_product(inputs["total"], dout.mT, x)}
 
     def config(problem: Problem) -> GemmConfig:
         """The config of the product, whose epilogue reads one tile."""
@@ -93,17 +82,16 @@ def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], program: Progr
     op = Op(
         name, inputs=inputs, outputs={}, mutates=("total",), dtypes={"T": HALVES, "A": FLOATS}, static=(),
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
-        instead=instead(program, config), sharding=Sharding(parallel=("n", "k")), **more,
+        instead=instead(Program(run), config), reference=reference, sharding=Sharding(parallel=("n", "k")), **more,
     )  # fmt: skip
     return op
 
 
 INPUTS = {"dout": DOUT, "x": X, "total": Tensor("n k", "A")}
 linear_dweight_add = declare(
-    "linear_dweight_add", "LinearDweight", INPUTS, Program(run), reference=reference, cases=CASES, doc=DOC,
+    "linear_dweight_add", "LinearDweight", INPUTS, cases=CASES, doc=DOC,
     batched=lambda: declare(
-        "linear_dweight_add_batched", "BatchedLinearDweight", each(INPUTS), Program(run_batched),
-        reference=reference_batched, cases=BATCHES, called="linear_dweight_add",
+        "linear_dweight_add_batched", "BatchedLinearDweight", each(INPUTS), cases=BATCHES, called="linear_dweight_add",
         doc=f"The same of each example of a batch.\n\n    {DOC}",
     ),
 )  # fmt: skip

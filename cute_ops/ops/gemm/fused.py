@@ -24,7 +24,7 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
-from cute_ops.ops.formula import COLUMN, Formula, by_attrs, period, repeated, shape_of
+from cute_ops.ops.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import WIDE, instead
@@ -34,9 +34,9 @@ from cute_ops.ops.gemm.linear import (
     HALVES,
     check_rows,
     configure,
+    exact,
     multiply,
     of_few_rows,
-    product,
     product_of,
     sums_of_few_rows,
     vector,
@@ -187,7 +187,7 @@ def _declare(
     multiplied = product_of(kernel, acc.dtype)
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
-        return of_acc(xp, product(xp, x, xp.matrix_transpose(weight) if across else weight), x, arrays, attrs)
+        return of_acc(xp, exact(xp, multiplied, x, weight), x, arrays, attrs)
 
     def operand(xp: Any, array: Any, shape: str, columns: int) -> Any:
         if is_batch and shape in SHARED:
@@ -308,7 +308,7 @@ class _Epilogue:
             _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
-        self._traced, self.saves = by_attrs(self._trace), False
+        self._traced, self.saves = ByAttrs(self._trace), False
         kinds = self._traced(defaults).output_kinds
         names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
         shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
@@ -336,7 +336,7 @@ class _Epilogue:
         made.outputs = {**self.outputs, ACC: shape}
         made.writes = [*self.writes, *(f"{ACC}{half}" for half in SHAPES[shape].halves)]
         made.packs = self.packs or "2n" in shape
-        made._traced = by_attrs(made._trace)
+        made._traced = ByAttrs(made._trace)
         return made
 
     def apart(self, forward: Forward) -> Op:

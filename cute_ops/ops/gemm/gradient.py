@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied, rebuilt
 from cute_ops.op import Op, Tensor, defaults_of
-from cute_ops.ops.formula import COLUMN, Attrs, Formula, by_attrs, period, shape_of
+from cute_ops.ops.formula import COLUMN, Attrs, ByAttrs, Formula, period, shape_of
 from cute_ops.ops.gemm.linear import linear_acc, product_gradients
 from cute_ops.ops.gemm.pointwise import pointwise
 
@@ -127,7 +127,7 @@ class _Gradient:
     """
 
     def __init__(self, forward: Forward) -> None:
-        self.forward, self.terms = forward, by_attrs(self._terms)
+        self.forward, self.terms = forward, ByAttrs(self._terms)
         self.repeated = {key for key, tensor in forward.operands.items() if period(tensor.shape)}
         self.operands = {key: tensor for key, tensor in forward.operands.items() if key not in self.repeated}
         first, every = self.terms(defaults_of(forward.attrs)), (ACC, *self.operands)
@@ -192,7 +192,7 @@ class _Gradient:
     def step(self, name: str, wanted: tuple[str, ...]) -> Op:
         """The op that computes the gradients of these operands and of the product."""
         forward = self.forward
-        formula = by_attrs(lambda attrs: self._formula(attrs, wanted))
+        formula = ByAttrs(lambda attrs: self._formula(attrs, wanted))
         used = formula(defaults_of(forward.attrs)).reads
         # With other attributes it may read other tensors.
         reads = [key for key in forward.sources if key in used or (forward.attrs and key not in forward.outputs)]

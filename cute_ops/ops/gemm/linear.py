@@ -52,43 +52,9 @@ CASES = (
 )
 
 
-def reference(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
-    return xp.astype(product(xp, x, weight), x.dtype)
-
-
-def reference_float32(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
-    return product(xp, x, weight)
-
-
-def reference_dx(xp: Any, dout: Any, weight: Any, *, fused: str = "") -> Any:
-    wide, w = widen(xp, dout, weight)
-    return xp.astype(xp.matmul(wide, w), dout.dtype)
-
-
-def reference_dweight(xp: Any, dout: Any, x: Any, *, fused: str = "") -> Any:
-    rows = math.prod(x.shape[:-1])
-    return batched_dweight(xp, *(xp.reshape(a, (rows, a.shape[-1])) for a in (dout, x)))
-
-
-def batched_dweight(xp: Any, dout: Any, x: Any, *, fused: str = "") -> Any:
-    dy, wide = widen(xp, dout, x)
-    return xp.astype(xp.matmul(xp.matrix_transpose(dy), wide), x.dtype)
-
-
-def across_float32(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
-    return product(xp, x, xp.matrix_transpose(weight))
-
-
-def product(xp: Any, x: Any, weight: Any) -> Any:
-    """``x @ weight.T`` in float32 or float64, also of batches of both."""
-    wide, w = widen(xp, x, weight)
-    return xp.matmul(wide, xp.matrix_transpose(w))
-
-
 def declare(
     name: str,
     kernel: str,
-    reference: Callable[..., Any],
     sizes: tuple[str, str, str],
     inputs: Mapping[str, Tensor],
     outputs: Mapping[str, Tensor],
@@ -97,6 +63,10 @@ def declare(
     """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms. The
     kernel of a batch has a name that begins with ``Batched``.
     """
+
+    def reference(xp: Any, a: Any, b: Any, *, fused: str = "") -> Any:
+        out = exact(xp, multiplied, a, b)
+        return out if multiplied.dtype else xp.astype(out, a.dtype)
 
     def demand(problem: Problem) -> Demand:
         _, blocks = loads(problem, list(inputs), sizes[2])
@@ -117,12 +87,10 @@ def declare(
         known: dict[str, Any] = {"sharding": Sharding(("m", "n"), contracted=("k",))} if "sharding" in more else {}
         if "grad" in more:
             known["grad"] = tuple(step.batched for step in more["grad"])
-        computed = batched_dweight if reference is reference_dweight else reference
-        doc = f"The same for each example of a batch.\n\n    {more['doc']}"
+        known["doc"] = f"The same for each example of a batch.\n\n    {more['doc']}"
         return declare(
-            f"{name}_batched", f"Batched{kernel}", computed, sizes, each(inputs), each(outputs), called=name,
-            **{**more, **known, "doc": doc},
-        )  # fmt: skip
+            f"{name}_batched", f"Batched{kernel}", sizes, each(inputs), each(outputs), called=name, **(more | known)
+        )
 
     is_batch, may_be_few = kernel.startswith("Batched"), kernel in ("Linear", "LinearDx")
     ((out, tensor),) = outputs.items()
@@ -144,6 +112,15 @@ def product_of(kernel: str, dtype: str) -> Product:
     """What the kernel of this name multiplies, with this declared dtype of the product."""
     turned = {"Linear": 1, "LinearDx": None, "LinearDweight": 0}[kernel.removeprefix("Batched")]
     return Product(turned, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
+
+
+def exact(xp: Any, product: Product, a: Any, b: Any) -> Any:
+    """The product in float32 or float64, in array-API style."""
+    if product.flat:
+        a, b = (xp.reshape(m, (math.prod(m.shape[:-1]), m.shape[-1])) for m in (a, b))
+    a, b = widen(xp, a, b)
+    turned = xp.matrix_transpose
+    return xp.matmul(turned(a) if product.turned == 0 else a, turned(b) if product.turned == 1 else b)
 
 
 def multiply(xp: Any, product: Product, a: Any, b: Any) -> Any:
@@ -242,60 +219,41 @@ _ARGS = """x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
 
 @cache
 def product_gradients(cotangent: str, across: bool) -> tuple[Op, Op]:
-    """The products that are the gradients of ``x @ weight.T`` to x and to the weight.
-
-    Args:
-        cotangent: the name of the gradient of the product.
-        across: whether it is ``x @ weight``, of a weight ``k n``.
+    """The products that are the gradients of ``x @ weight.T`` to x and to the weight; ``across`` says that it is
+    ``x @ weight``, of a weight ``k n``, and ``cotangent`` what its gradient is called.
     """
-    dout = {cotangent: DOUT}
     of = ("_kn" if across else "") + ("" if cotangent == "dout" else f"_of_{cotangent}")
-    if across:
-        dx = declare(
-            f"linear{of}_dx", "Linear", reference, ("m", "k", "n"), {**dout, "weight": ACROSS}, {"dx": DX},
-            doc=f"Gradient of a product to x: ``dx = {cotangent} @ weight.T``.",
-        )  # fmt: skip
-        dweight = declare(
-            f"linear{of}_dweight", "LinearDweight", reference_dweight, ("k", "n", "m"), {"x": X, **dout},
-            {"dweight": ACROSS._replace(contiguous="n")},
-            doc=f"Gradient of a product to the weight: ``dweight = x.T @ {cotangent}``, over all rows.",
-        )  # fmt: skip
-        return dx, dweight
+    what, dout = "a product" if across else ":func:`linear`", {cotangent: DOUT}
     dx = declare(
-        f"linear{of}_dx", "LinearDx", reference_dx, ("m", "k", "n"), {**dout, "weight": WEIGHT}, {"dx": DX},
-        doc=f"Gradient of :func:`linear` to x: ``dx = {cotangent} @ weight``.",
+        f"linear{of}_dx", "Linear" if across else "LinearDx", ("m", "k", "n"),
+        {**dout, "weight": ACROSS if across else WEIGHT}, {"dx": DX},
+        doc=f"Gradient of {what} to x: ``dx = {cotangent} @ weight{'.T' if across else ''}``.",
     )  # fmt: skip
+    factors = f"x.T @ {cotangent}" if across else f"{cotangent}.T @ x"
     dweight = declare(
-        f"linear{of}_dweight", "LinearDweight", reference_dweight, ("n", "k", "m"), {**dout, "x": X},
-        {"dweight": DWEIGHT},
-        doc=f"Gradient of :func:`linear` to the weight: ``dweight = {cotangent}.T @ x``, over all rows.",
+        f"linear{of}_dweight", "LinearDweight", ("k", "n", "m") if across else ("n", "k", "m"),
+        {"x": X, **dout} if across else {**dout, "x": X},
+        {"dweight": ACROSS._replace(contiguous="n") if across else DWEIGHT},
+        doc=f"Gradient of {what} to the weight: ``dweight = {factors}``, over all rows.",
     )  # fmt: skip
     return dx, dweight
 
 
 @cache
 def linear_acc(dtype: str, across: bool) -> Op:
-    """The product alone: what a gradient computes again where the forward has not saved it.
-
-    Args:
-        dtype: of the product, ``T`` or ``float32``.
-        across: whether it is ``x @ weight``, of a weight ``k n``.
+    """The product alone, of this dtype, ``T`` or ``float32``: what a gradient computes again where the forward has not
+    saved it; ``across`` as in :func:`product_gradients`.
     """
     name = f"linear{'_kn' if across else ''}_acc{'' if dtype == 'T' else f'_{dtype}'}"
-    computes = {
-        ("T", False): reference, ("T", True): reference_dx, ("float32", False): reference_float32,
-        ("float32", True): across_float32,
-    }  # fmt: skip
     return declare(
-        name, "LinearDx" if across else "Linear", computes[dtype, across], ("m", "n", "k"),
-        {"x": X, "weight": ACROSS if across else WEIGHT}, {"acc": OUT._replace(dtype=dtype)},
-        doc="A product that the forward has not saved, computed again.",
+        name, "LinearDx" if across else "Linear", ("m", "n", "k"), {"x": X, "weight": ACROSS if across else WEIGHT},
+        {"acc": OUT._replace(dtype=dtype)}, doc="A product that the forward has not saved, computed again.",
     )  # fmt: skip
 
 
 linear_dx, linear_dweight = product_gradients("dout", across=False)
 linear = declare(
-    "linear", "Linear", reference, ("m", "n", "k"), {"x": X, "weight": WEIGHT}, {"out": OUT},
+    "linear", "Linear", ("m", "n", "k"), {"x": X, "weight": WEIGHT}, {"out": OUT},
     grad=(linear_dx, linear_dweight),
     doc="Product with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
 )  # fmt: skip
@@ -306,7 +264,7 @@ rounded = pointwise(
     {"dacc": Tensor("*m n", "T")}, {}, doc="The cotangent of :func:`linear_float32` in x's dtype.",
 )  # fmt: skip
 linear_float32 = declare(
-    "linear_float32", "Linear", reference_float32, ("m", "n", "k"), {"x": X, "weight": WEIGHT},
+    "linear_float32", "Linear", ("m", "n", "k"), {"x": X, "weight": WEIGHT},
     {"out": OUT._replace(dtype="float32")}, grad=(rounded, *product_gradients("dacc", across=False)),
     doc="Product with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
     + _ARGS.format(out="``float32[*m n]``"),
