@@ -52,21 +52,19 @@ OVER_ROWS = Sharding(contracted=("m",))
 POINTWISE: dict[str, tuple[Op, dict[str, Any]]] = {
     "silu": (swiglu, {}), "gelu": (geglu, {"approximate": "none"}), "gelu_tanh": (geglu, {"approximate": "tanh"}),
 }  # fmt: skip
-Call: TypeAlias = Callable[..., Any]
 Arrays: TypeAlias = Mapping[str, Any]
+Call: TypeAlias = Callable[..., Arrays]
 Attrs: TypeAlias = Mapping[str, Any]
 
 
-def _how(attrs: Attrs) -> Attrs:
-    return {"fused": attrs["fused"]}
+def _product(call: Call, op: Op, a: Any, b: Any, attrs: Attrs) -> Any:
+    """The output of one of the products, of its two inputs in order."""
+    (first, second), (out,) = op.inputs, op.outputs
+    return call(op, {first: a, second: b}, {"fused": attrs["fused"]})[out]
 
 
 class MLPOps:
-    """The ops of the MLP for one layout of its weights.
-
-    Args:
-        transposed: whether they are ``[k, 2n]`` and ``[n, p]``.
-    """
+    """The ops of the MLP for one layout of its weights; ``transposed``: they are ``[k, 2n]`` and ``[n, p]``."""
 
     def __init__(self, transposed: bool) -> None:
         self.transposed, self.suffix = transposed, "_kn" if transposed else ""
@@ -78,41 +76,26 @@ class MLPOps:
         self.gated_saving = self.gated.saving
         self.dgrad, self.dgrad_again = gated_dgrad(transposed), gated_dgrad_again(transposed)
         self.products = (linear, linear_dx, linear_dweight)
-
-    def product(self, call: Call, x: Any, weight: Any, attrs: Attrs) -> Any:
-        if self.transposed:
-            return call(linear_dx, {"dout": x, "weight": weight}, _how(attrs))["dx"]
-        return call(linear, {"x": x, "weight": weight}, _how(attrs))["out"]
-
-    def product_dx(self, call: Call, dout: Any, weight: Any, attrs: Attrs) -> Any:
-        if self.transposed:
-            return call(linear, {"x": dout, "weight": weight}, _how(attrs))["out"]
-        return call(linear_dx, {"dout": dout, "weight": weight}, _how(attrs))["dx"]
-
-    def product_dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
-        first, second = (x, dout) if self.transposed else (dout, x)
-        return call(linear_dweight, {"dout": first, "x": second}, _how(attrs))["dweight"]
+        self.linear, self.linear_dx = (linear_dx, linear) if transposed else (linear, linear_dx)
 
     # --- programs --------------------------------------------------------------------------------------------------
 
     def forward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         h = call(self.gated, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)["out"]
-        return {"out": self.product(call, h, inputs["w_down"], attrs)}
+        return {"out": _product(call, self.linear, h, inputs["w_down"], attrs)}
 
     def forward_saving(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         found = call(self.gated_saving, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)
-        return {"out": self.product(call, found["out"], inputs["w_down"], attrs), "pre": found["acc"]}
+        return {"out": _product(call, self.linear, found["out"], inputs["w_down"], attrs), "pre": found["acc"]}
 
     def again(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"pre": self.product(call, inputs["x"], inputs["w_gate_up"], attrs)}
+        return {"pre": _product(call, self.linear, inputs["x"], inputs["w_gate_up"], attrs)}
 
     def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        found: Arrays = call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
-        return found
+        return call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
 
     def backward_only_dpre(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        found: Arrays = call(self.dgrad, self._dgrad_inputs(inputs), attrs)
-        return found
+        return call(self.dgrad, self._dgrad_inputs(inputs), attrs)
 
     def backward_only_hidden(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         op, given = POINTWISE[attrs["activation"]]
@@ -122,13 +105,16 @@ class MLPOps:
         return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
 
     def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dx": self.product_dx(call, inputs["dpre"], inputs["w_gate_up"], attrs)}
+        return {"dx": _product(call, self.linear_dx, inputs["dpre"], inputs["w_gate_up"], attrs)}
 
     def dw_gate_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_gate_up": self.product_dweight(call, inputs["dpre"], inputs["x"], attrs)}
+        return {"dw_gate_up": self._dweight(call, inputs["dpre"], inputs["x"], attrs)}
 
     def dw_down(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_down": self.product_dweight(call, inputs["dout"], inputs["hidden"], attrs)}
+        return {"dw_down": self._dweight(call, inputs["dout"], inputs["hidden"], attrs)}
+
+    def _dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
+        return _product(call, linear_dweight, *((x, dout) if self.transposed else (dout, x)), attrs)
 
     # --- declarations ----------------------------------------------------------------------------------------------
 

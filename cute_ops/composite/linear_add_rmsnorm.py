@@ -38,8 +38,8 @@ Raises:
     TypeError: a dtype that is not listed.
     ValueError: shapes that do not fit together.
 """
-Call = Callable[..., Any]
 Arrays = Mapping[str, Any]
+Call = Callable[..., Arrays]
 CASES = (
     Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
     Case("llama3-1b-out", {"m": (4, 4096), "n": 2048, "k": 2048}, attrs={"eps": 1e-5}),

@@ -55,8 +55,8 @@ Raises:
     ValueError: shapes that do not fit together.
     NotImplementedError: a batch of weights with an epilogue that reduces rows or looks at groups of columns.
 """
-Call = Callable[..., Any]
 Arrays = Mapping[str, Any]
+Call = Callable[..., Arrays]
 # Epilogues whose ops have names, with a bias and without.
 KINDS = ("bias", "gelu", "gelu_tanh", "silu")
 # Names that the op uses for other things than operands.
@@ -256,8 +256,7 @@ class Layer:
                 found = call(behind, {"x": x, "weight": weight, "rstd": rstd, **given}, how)
                 return {key: found["pre" if key == ACC else key] for key in product.outputs}
             normed = call(rmsnorm, {"x": x, "weight": norm_weight}, eps)["out"]
-            outputs: Arrays = call(product, {"x": normed, "weight": weight, **given}, how)
-            return outputs
+            return call(product, {"x": normed, "weight": weight, **given}, how)
 
         def reference(xp: Any, x: Any, weight: Any, *others: Any, eps: float, fused: str) -> Any:
             count = len(self.operands)
