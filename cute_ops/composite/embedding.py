@@ -31,11 +31,7 @@ Raises:
 
 
 def padding(padding_idx: int | None, shape: tuple[int, ...]) -> int:
-    """The class without a gradient, counted from the start; -1 if there is none.
-
-    Args:
-        padding_idx: as the caller gives it.
-        shape: of the weight.
+    """The class without a gradient, counted from the start, for a weight of this shape; -1 if there is none.
 
     Raises:
         TypeError: not an integer.

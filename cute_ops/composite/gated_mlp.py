@@ -178,11 +178,7 @@ mlp_ops = cache(MLPOps)
 
 
 def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool = False) -> Op:
-    """The op.
-
-    Args:
-        save, transposed, halves: as :data:`DOC` says.
-        batched: whether the weights have leading dims; not with ``halves``.
+    """The op: see :data:`DOC`. ``batched``: the weights have leading dims; not with ``halves``.
 
     Raises:
         ValueError: another value of ``save``.

@@ -58,7 +58,7 @@ Raises:
 Arrays = Mapping[str, Any]
 Call = Callable[..., Arrays]
 # Epilogues whose ops have names, with a bias and without.
-KINDS = ("bias", "gelu", "gelu_tanh", "silu")
+NAMED = ("bias", "gelu", "gelu_tanh", "silu")
 # Names that the op uses for other things than operands.
 TAKEN = ("norm_weight", "dnorm_weight", "normed", "dnormed", "rstd", "pre", "eps", "fused")
 CASES = (
@@ -168,12 +168,8 @@ def rmsnorm_linear(
     epilogue: Epilogue, shapes: Shapes = (), weight: str = "n k", save: str = "pre", attrs: Attrs = (),
     halves: bool = False, batched: bool = False,
 ) -> Op:  # fmt: skip
-    """The op of an epilogue: see :data:`DOC`.
-
-    Args:
-        epilogue, shapes, weight, save, attrs: as in :func:`cute_ops.ops.gemm.by_call.op_of`.
-        halves: whether those of a packed weight are a dim.
-        batched: whether the weight is a batch of weights.
+    """The op of an epilogue: see :data:`DOC`, and :func:`cute_ops.ops.gemm.by_call.op_of` for its first arguments. The
+    halves of a packed weight may be a dim, and the weight a batch of weights.
 
     Raises:
         NotImplementedError: it is, and the epilogue reduces rows or looks at groups of columns.
@@ -181,9 +177,9 @@ def rmsnorm_linear(
     check_save(save, "rmsnorm_linear")
     found = traced(epilogue, shapes, weight, attrs, "rmsnorm_linear")
     allowed = [(f"operand{i}" if name in TAKEN else name, shape) for i, (name, shape) in enumerate(found.operands)]
-    kind = epilogue if isinstance(epilogue, str) and epilogue in KINDS else ""
+    called = epilogue if isinstance(epilogue, str) and epilogue in NAMED else ""
     named = weight == "n k" and save == "pre" and allowed in ([], [("bias", "n")])
-    made = _op(found._replace(operands=tuple(allowed)), kind if named else "", weight, save, halves, batched)
+    made = _op(found._replace(operands=tuple(allowed)), called if named else "", weight, save, halves, batched)
     if made is None:
         refuse_batch(epilogue, "rmsnorm_linear")
     return made
@@ -195,10 +191,10 @@ def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, s
 
 
 @cache
-def _op(found: Traced, kind: str, weight: str, save: str, halves: bool, batched: bool) -> Op | None:
+def _op(found: Traced, called: str, weight: str, save: str, halves: bool, batched: bool) -> Op | None:
     biased = bool(found.operands)
-    plain = kind == "bias" and not biased
-    name = "rmsnorm_linear" + "_bias" * biased + ("" if kind == "bias" else f"_{kind}") if kind else ""
+    plain = called == "bias" and not biased
+    name = "rmsnorm_linear" + "_bias" * biased + ("" if called == "bias" else f"_{called}") if called else ""
     product = linear if plain else op_of_traced(found, weight, save)
     if batched and product.batched is None:
         return None
@@ -212,13 +208,8 @@ def _of_batch(op: Op) -> Op:
 
 
 class Layer:
-    """The ops of one epilogue.
-
-    Args:
-        name: the op's name; empty for a name that is made from the product's.
-        product: the layer's product, of normalised rows.
-        text: the epilogue's expression.
-        batched: whether each matrix of x has a weight of its own.
+    """The ops of one epilogue, an expression's ``text``, with a name of their own or one made from that of ``product``,
+    of normalised rows. ``batched``: each matrix of x has a weight of its own.
     """
 
     def __init__(self, name: str, product: Op, text: str, batched: bool) -> None:
@@ -285,12 +276,7 @@ class Layer:
 
 
 def _behind_norm(text: str, saves: bool) -> str:
-    """An epilogue that first multiplies the product by a further operand, its second one.
-
-    Args:
-        text: the epilogue's expression.
-        saves: whether the multiplied product is returned, too.
-    """
+    """An epilogue that first multiplies the product by a further operand, its second one, and may return that, too."""
     expression = parse(text)
     acc, *others = expression.operands
     graph = Graph([acc, SHAPES["*m 1"], *others])

@@ -57,16 +57,9 @@ def sizes(expression: Expression, *words: str) -> tuple[int, ...]:
 
 def reduced(expression: Expression) -> tuple[int, ...]:
     """The operands with columns that reductions of groups depend on."""
-    found: set[int] = set()
-
-    def visit(i: int) -> None:
-        if i not in found:
-            found.add(i)
-            for arg in expression.nodes[i].args:
-                visit(arg)
-
-    for node in expression.nodes:
-        if node.word in REDUCTIONS:
-            visit(node.args[0])
+    found = {node.args[0] for node in expression.nodes if node.word in REDUCTIONS}
+    for i in reversed(range(len(expression.nodes))):
+        if i in found:
+            found.update(expression.nodes[i].args)
     operands = [expression.nodes[i] for i in found if expression.kinds[i].columns]
     return tuple(sorted({node.operand for node in operands if node.word == "operand"}))

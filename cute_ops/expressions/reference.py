@@ -39,13 +39,12 @@ def evaluate(
         if node.word == "operand":
             array = arrays[node.operand]
             values.append(_half(array, node.half) if node.half else array)
-        elif node.word == "constant" and node.value in ("true", "false"):
-            values.append(xp.asarray(node.value == "true", **place))
         elif node.word == "column":
             values.append(xp.arange(_row_length(expression, arrays), dtype=accumulator, **place))
         elif node.word in ("constant", "n"):
-            number = _row_length(expression, arrays) if node.word == "n" else float(node.value)
-            values.append(xp.asarray(number, dtype=accumulator, **place))
+            number = _row_length(expression, arrays) if node.word == "n" else node.number
+            dtype = xp.bool if isinstance(number, bool) else accumulator
+            values.append(xp.asarray(number, dtype=dtype, **place))
         else:
             args = [values[i] for i in node.args]
             values.append(REFERENCE[node.word](xp, *args, *([node.value] if node.value else [])))

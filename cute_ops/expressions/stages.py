@@ -25,11 +25,8 @@ def stages(expression: Expression) -> tuple[tuple[int, ...], ...]:
 
 
 def awaited(expression: Expression, kinds: str) -> int:
-    """How many stages a kernel waits for before it stores outputs with columns.
-
-    Args:
-        expression: the expression.
-        kinds: a letter for each output, ``t``, ``r``, ``c`` or ``s``: what it becomes, after sums over rows.
+    """How many stages a kernel waits for before it stores outputs with columns. ``kinds`` has a letter for each output:
+    what it becomes, after sums over rows.
     """
     of = levels(expression)
     return max((of[i] for i, kind in zip(expression.outputs, kinds, strict=True) if kind in "tr"), default=0)

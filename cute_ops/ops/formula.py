@@ -202,14 +202,8 @@ def space_of(formula: Callable[[Problem], Formula]) -> Space:
 def sum_workspaces(
     formula: Formula, outputs: Mapping[str, str], problem: Problem, config: Config
 ) -> dict[str, Array | None]:
-    """Workspaces for the partial sums of outputs that are sums over rows. Those of a scalar are sums over rows of each
-    column, which need a second workspace for their totals, unless the formula sums each row first.
-
-    Args:
-        formula: the formula.
-        outputs: shapes by name.
-        problem: the call.
-        config: the kernel's config.
+    """Workspaces for the partial sums of outputs, shapes by name, that are sums over rows. Those of a scalar are sums
+    over rows of each column, which need a second workspace for their totals, unless the formula sums each row first.
     """
     made: dict[str, Array | None] = {}
     vectors, scalars = PARTIALS, 0

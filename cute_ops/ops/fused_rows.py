@@ -19,6 +19,7 @@ from cute_ops.kernels.epilogue.config import FusedRowConfig, Texts
 from cute_ops.ops.rows import (
     CTA_VECTORS,
     LEAST_REGISTERS,
+    LINE_VECTORS,
     MORE_VECTORS,
     RESERVED_BYTES,
     SMEM_BYTES_IN_FLIGHT,
@@ -32,6 +33,8 @@ from cute_ops.ops.rows import (
     WIDEST_VECTOR,
     RowProblem,
     cluster_for,
+    in_step,
+    of_scheduler,
     resident_clusters,
     row_of,
     row_threads,
@@ -55,8 +58,8 @@ MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
 MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
-# whichever number gives the busiest of an SM's SCHEDULERS the fewest. Fewer warps take part in each reduction.
-SUMS_THREADS, SUMS_VECTORS, SCHEDULERS = 256, (4, 5), 4
+# whichever number gives the busiest of an SM's schedulers the fewest. Fewer warps take part in each reduction.
+SUMS_THREADS, SUMS_VECTORS = 256, (4, 5)
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
 # CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
 STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
@@ -266,7 +269,7 @@ class RowExpression(NamedTuple):
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         per_thread = max(per_thread // max(self.sums, 1), 1)
         if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
-            per_thread, sm_threads = min(SUMS_VECTORS, key=partial(_busiest, span)), SUMS_THREADS
+            per_thread, sm_threads = min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
         elif alone:
             per_thread, sm_threads = -(-span // ALONE_THREADS), ALONE_THREADS
         elif self._streams(span, cluster):
@@ -317,19 +320,8 @@ class RowExpression(NamedTuple):
         return clusters, clusters * rows
 
 
-def _busiest(span: int, per_thread: int) -> int:
-    """Vectors of the busiest of an SM's schedulers, where threads of one CTA have so many of a row's vectors."""
-    return -(-threads_for(span, per_thread) // (SCHEDULERS * WARP)) * per_thread
-
-
 # After PERIOD rows, rows of any length start at the same place of a cache line again.
-PERIOD = WIDEST_VECTOR * 8
-
-
-def in_step(clusters: int, row: RowProblem, align_vectors: int) -> int:
-    """At most ``clusters``, such that all unaligned rows of a cluster start at the same place of a vector."""
-    period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
-    return max(clusters // period, 1) * period
+PERIOD = WIDEST_VECTOR * LINE_VECTORS
 
 
 def others(rows: RowExpression, problem: Problem, flat: Config) -> Iterator[FusedRowConfig]:

@@ -170,6 +170,17 @@ def threads_of_pairs(vectors: int, most: int) -> tuple[int, int]:
     return -(-256 // row) * row, row
 
 
+def of_scheduler(vectors: int, per_thread: int, most: int = 1024) -> int:
+    """Vectors of the busiest of an SM's four schedulers, where threads of one CTA have so many of a row's vectors."""
+    return -(-threads_for(vectors, per_thread, most) // (4 * WARP)) * per_thread
+
+
+def in_step(clusters: int, row: RowProblem, align_vectors: int) -> int:
+    """At most ``clusters``, such that all unaligned rows of a cluster start at the same place of a vector."""
+    period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
+    return max(clusters // period, 1) * period
+
+
 def resident_clusters(problem: Problem, cluster: int) -> int:
     """Clusters that surely run at once, one CTA to an SM.
 

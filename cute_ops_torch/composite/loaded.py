@@ -7,7 +7,7 @@ Importing what torch reads such files with imports this, once ``cute_ops_torch``
 from itertools import product
 
 from cute_ops.composite.gated_mlp import gated_mlp
-from cute_ops.composite.rmsnorm_linear import KINDS, rmsnorm_linear
+from cute_ops.composite.rmsnorm_linear import NAMED, rmsnorm_linear
 from cute_ops.ops.gemm.by_call import op_of
 from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops_torch.composite.projections import MADE_BY
@@ -17,7 +17,7 @@ for _save, _transposed in product(("pre", "none"), (False, True)):
     define(gated_mlp(_save, _transposed))
 for _make in MADE_BY.values():
     define(_make())
-for _name, _bias in product(KINDS, ("n", None)):
+for _name, _bias in product(NAMED, ("n", None)):
     define(rmsnorm_linear(_name, (_bias,)))
 # What modules such as LinearGELU call, with a bias and without.
 for _name, _bias in product(EPILOGUES, ("n", None)):

@@ -103,14 +103,8 @@ class Traced(NamedTuple):
 def fits(
     epilogue: Epilogue, arrays: Sequence[Any], layout: str, spec: Callable[[Any], Array], caller: str = "linear"
 ) -> tuple[Fit | None, ...]:
-    """How each operand of a call meets the product, None for one that is left out.
-
-    Args:
-        epilogue: what reads them.
-        arrays: x, the weight and the operands.
-        layout: the weight's, as :func:`weight_shape` gives it.
-        spec: an array's shape and dtype.
-        caller: the function that was called.
+    """How each operand of a call meets the product, None for one that is left out. ``arrays`` are x, the weight of a
+    :func:`weight_shape` and the operands; ``spec`` gives an array's shape and dtype.
 
     Raises:
         TypeError: the epilogue takes more operands, or fewer; x or the weight is None.
@@ -227,14 +221,8 @@ def check_options(epilogue: Epilogue | None, options: Mapping[str, Any], layer: 
 def _refuse_attributes(
     unknown: Iterable[str], own: Sequence[str], epilogue: Epilogue, caller: str, more: Sequence[str] = ()
 ) -> None:
-    """Raise TypeError for attributes that an epilogue does not have.
-
-    Args:
-        unknown: their names.
-        own: the names of those that it has.
-        epilogue: a function, or an expression's text.
-        caller: the function that was called.
-        more: what else may have been meant.
+    """Raise TypeError for attributes that an epilogue does not have; ``own`` are those that it has, and ``more`` what
+    else may have been meant.
     """
     for name in unknown:
         has = f"has {', '.join(f'`{each}`' for each in own)}" if own else "has none"
@@ -290,14 +278,8 @@ def refuse_batch(epilogue: Epilogue, caller: str = "linear") -> NoReturn:
 
 
 def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", attrs: Attrs = ()) -> Op:
-    """The op of a product with an epilogue.
-
-    Args:
-        epilogue: as :func:`fused_linear` takes it. It is traced once for each combination of shapes.
-        shapes: of its operands.
-        weight: of the weight.
-        save: as :func:`fused_linear` takes it.
-        attrs: of the epilogue, by name.
+    """The op of a product with an epilogue, which is traced once for each combination of shapes and attributes.
+    Arguments as in :func:`fused_linear`.
 
     Raises:
         TypeError: the epilogue takes more operands, or fewer, or other attributes.

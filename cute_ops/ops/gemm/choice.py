@@ -30,11 +30,8 @@ def instead(
     the operands, for most products of few rows, and where a product without an epilogue leaves the Tensor Cores idle
     for too long. Elsewhere our kernel was measured to be at least as fast.
 
-    Args:
-        program: the framework's product, and a pass over its output.
-        config: the kernel's heuristic.
-        sizes: for a product without an epilogue, the dims of its rows, its columns and its terms.
-        few_rows: whether few rows were measured: of one output, by elements.
+    ``sizes`` are, for a product without an epilogue, the dims of its rows, columns and terms; ``few_rows`` says whether
+    few rows were measured: of one output, by elements.
     """
 
     def when(problem: Problem) -> str:

@@ -220,13 +220,7 @@ def bucket(name: str, size: int) -> int:
 
 
 def space_of(sizes: tuple[str, str, str], demand: Callable[[Problem], Demand], batched: bool) -> Space:
-    """The search space of a product.
-
-    Args:
-        sizes: the dims of its rows, its columns and its terms.
-        demand: of its epilogue, in a call.
-        batched: whether it is a batch of products.
-    """
+    """The search space of a product, or of a batch of them, with these dims of rows, columns and terms."""
 
     def configs(problem: Problem, flat: Config) -> Iterator[GemmConfig]:
         heuristic, target = GemmConfig.of(flat), (problem.arch, problem.sm_count)

@@ -405,12 +405,8 @@ class _Epilogue:
         return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
     def demand(self, problem: Problem, start: int, blocks: int) -> Demand:
-        """What the epilogue needs of an SM.
-
-        Args:
-            problem: the call.
-            start: bytes, at most 16, that divide the offset of second halves.
-            blocks: columns of the weight that share a row of shared memory.
+        """What the epilogue needs of an SM, where ``start`` bytes, at most 16, divide the offset of second halves, and
+        ``blocks`` columns of the weight share a row of shared memory.
         """
         expression, words, _ = split(self.expression(problem.attrs))
         # A thread reduces two rows. A reduction of groups takes eight registers, for what it adds up and for results.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.op import Op
+from cute_ops.ops.activation.maths import halves
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.halves import halves_apart
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear
@@ -25,35 +27,34 @@ def _value_and_slope(xp: Any, gate: Any, activation: str) -> tuple[Any, Any]:
     return gate * s, s + gate * s * (1 - s)
 
 
-def _halves_of_gradient(xp: Any, dh: Any, pre: Any, activation: str) -> tuple[Any, Any, Any]:
-    n = pre.shape[-1] // 2
-    gate, up = pre[..., :n], pre[..., n:]
-    value, slope = _value_and_slope(xp, gate, activation)
-    return dh * up * slope, dh * value, value * up
-
-
 def _gated_dgrad(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any]:
     """Gradients of gate and up, side by side, from the product that is the gradient of ``h``."""
-    return _halves_of_gradient(xp, dh, pre, activation)[:2]
+    return _gated_dgrad_again(xp, dh, pre, activation=activation)[:2]
 
 
 def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any, Any]:
     """The same, and ``h``."""
-    return _halves_of_gradient(xp, dh, pre, activation)
+    gate, up = halves(pre)
+    value, slope = _value_and_slope(xp, gate, activation)
+    return dh * up * slope, dh * value, value * up
 
 
 @cache
 def gated_dgrad(transposed: bool) -> Op:
     """The op for a weight ``[p, n]``, or transposed ``[n, p]``: the product ``dh``, and gradients of gate and up."""
-    return fused_linear(_gated_dgrad, name=_name(transposed), outputs={"dpre": "*m 2n"}, **_options(transposed))
+    return _declared(_gated_dgrad, transposed, "", dpre="*m 2n")
 
 
 @cache
 def gated_dgrad_again(transposed: bool) -> Op:
     """The same, and ``h``."""
+    return _declared(_gated_dgrad_again, transposed, "_again", dpre="*m 2n", hidden="*m n")
+
+
+def _declared(epilogue: Callable[..., Any], transposed: bool, suffix: str, **outputs: str) -> Op:
     return fused_linear(
-        _gated_dgrad_again, name=f"{_name(transposed)}_again", outputs={"dpre": "*m 2n", "hidden": "*m n"},
-        **_options(transposed),
+        epilogue, name=f"gated_mlp{'_kn' if transposed else ''}_dgrad{suffix}", outputs=outputs,
+        operands={"pre": "*m 2n"}, attrs={"activation": ACTIVATIONS}, weight="n k" if transposed else "k n",
     )  # fmt: skip
 
 
@@ -70,13 +71,3 @@ def gated_linear_of(transposed: bool, batched: bool = False, halves: bool = Fals
     one = gated_linear_kn() if transposed else gated_linear
     op = (batched and one.batched) or one
     return halves_apart(op) if halves else op
-
-
-def _name(transposed: bool) -> str:
-    return f"gated_mlp{'_kn' if transposed else ''}_dgrad"
-
-
-def _options(transposed: bool) -> dict[str, Any]:
-    return {
-        "operands": {"pre": "*m 2n"}, "attrs": {"activation": ACTIVATIONS}, "weight": "n k" if transposed else "k n",
-    }  # fmt: skip

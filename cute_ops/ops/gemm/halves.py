@@ -50,12 +50,9 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
         return _of(other, name, whole, packed | _packed(op))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        given = {key: _joined(a, shapes[key]) for key, a in inputs.items()}
-        if op.program:
-            found = op.program.run(xp, call, given, attrs)
-        else:
-            found = op.with_twins(call(op, given, attrs))
-        return {key: _parted(a, shapes[key]) for key, a in found.items()}
+        given = {key: _reshaped(a, shapes[key], parted=False) for key, a in inputs.items()}
+        found = op.program.run(xp, call, given, attrs) if op.program else op.with_twins(call(op, given, attrs))
+        return {key: _reshaped(a, shapes[key], parted=True) for key, a in found.items()}
 
     run.__module__ = op.program.run.__module__ if op.program else op.reference.__module__
     shared = () if whole or "n" in op.parallel else ("n",)
@@ -78,25 +75,13 @@ def _apart(shape: str, packed: bool) -> str:
     return " ".join(APART if dim == both else dim for dim in shape.split())
 
 
-def _place(shape: str) -> int:
-    """Of the dim for both halves, from the end; 0 where there is none."""
+def _reshaped(array: Any, shape: str, parted: bool) -> Any:
+    """The array with its halves as a dim, or with them in one dim, where the shape with that dim has it."""
     dims = shape.split()
-    return dims.index("2") - len(dims) if "2" in dims else 0
-
-
-def _joined(array: Any, shape: str) -> Any:
-    place = _place(shape)
-    if array is None or not place:
+    if array is None or "2" not in dims:
         return array
     sizes = tuple(array.shape)
-    first = len(sizes) + place
+    first = len(sizes) + parted + dims.index("2") - len(dims)
+    if parted:
+        return array.reshape((*sizes[:first], 2, sizes[first] // 2, *sizes[first + 1 :]))
     return array.reshape((*sizes[:first], 2 * sizes[first + 1], *sizes[first + 2 :]))
-
-
-def _parted(array: Any, shape: str) -> Any:
-    place = _place(shape)
-    if array is None or not place:
-        return array
-    sizes = tuple(array.shape)
-    first = len(sizes) + place + 1
-    return array.reshape((*sizes[:first], 2, sizes[first] // 2, *sizes[first + 1 :]))

@@ -140,13 +140,8 @@ def check_rows(op: Op, problem: Problem) -> None:
 def configure(
     problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], demand: Demand
 ) -> GemmConfig:
-    """The config of a product.
-
-    Args:
-        problem: the call.
-        vectors: what :func:`vector` gives for both operands.
-        sizes: the dims of the product's rows, columns and terms.
-        demand: what its epilogue needs.
+    """The config of a product with these dims of rows, columns and terms; ``vectors`` is what :func:`vector` gives for
+    both operands.
     """
     (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
     chosen = None
@@ -182,12 +177,8 @@ def sums_of_few_rows(
 
 
 def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tuple[int, bool]], int]:
-    """What :func:`vector` gives for both operands, and the columns of the second that share a row of shared memory.
-
-    Args:
-        problem: the call.
-        names: of the operands.
-        terms: the dim that is summed over.
+    """What :func:`vector` gives for the operands of these names, and the columns of the second that share a row of
+    shared memory, where the dim ``terms`` is summed over.
     """
     vectors = [vector(problem, name, problem.size(problem.contiguous[name])) for name in names]
     return vectors, 8 if problem.contiguous[names[1]] == terms else SWIZZLED

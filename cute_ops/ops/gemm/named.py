@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cute_ops.op import Case, OneOf
+from cute_ops.ops.activation.maths import halves
 from cute_ops.ops.gemm.fused import fused_linear
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -135,8 +136,8 @@ def add(xp: Any, acc: Any, residual: Any) -> Any:
     weight="``T[2n k]``, ``[gate | up]``.", rounded=": neither half is stored",
 )  # fmt: skip
 def gated(xp: Any, acc: Any, *, activation: str) -> Any:
-    n = acc.shape[-1] // 2
-    return getattr(xp, activation)(acc[..., :n]) * acc[..., n:]
+    gate, up = halves(acc)
+    return getattr(xp, activation)(gate) * up
 
 
 linear_gelu = fused_linear(

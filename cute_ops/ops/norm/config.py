@@ -27,9 +27,11 @@ from cute_ops.ops.rows import (
     RowProblem,
     bytes_of,
     cluster_for,
+    in_step,
     needs_in_registers,
     needs_in_smem,
     next_power,
+    of_scheduler,
     resident_clusters,
     row_of,
     row_threads,
@@ -73,11 +75,8 @@ FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
 
 def forward(problem: Problem, centred: bool = False) -> NormConfig:
-    """The config of a forward.
-
-    Args:
-        problem: the problem.
-        centred: whether the row's mean is subtracted, as in layer norm: that takes more instructions and registers.
+    """The config of a forward. Where it is ``centred``, by subtracting the row's mean as in layer norm, that takes more
+    instructions and registers.
     """
     if problem.n is None:
         return NormConfig("two_pass", TWO_PASS_THREADS)
@@ -185,7 +184,7 @@ def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int
     clusters = resident_clusters(problem, cluster) * resident
     return NormConfig(
         "persistent", rows * share, share, cluster, resident, row.align_vectors, stages=stages,
-        clusters=max(clusters // period, 1) * period, sort_period=period if cluster > 1 else 0,
+        clusters=in_step(clusters, row, row.align_vectors), sort_period=period if cluster > 1 else 0,
     )  # fmt: skip
 
 
@@ -224,7 +223,6 @@ MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
 # Balanced CTAs: as many threads as have registers for two sums of each of their columns. No other number of warps would
 # give the busiest of an SM's schedulers fewer vectors.
 BALANCED_THREADS = 12 * WARP
-SCHEDULERS = 4  # of an SM
 
 
 def backward(problem: Problem, centred: bool = False) -> NormConfig:
@@ -242,10 +240,9 @@ def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
 
     Where there are column sums, the number of rows of their workspace sees to that.
     """
-    if config.sort_period or row_of(problem).aligned or {"dweight", "dbias"} & problem.dtypes.keys():
+    if config.sort_period or {"dweight", "dbias"} & problem.dtypes.keys():
         return config
-    period = WIDEST_VECTOR * config.align_vectors
-    return replace(config, clusters=max(config.clusters // period, 1) * period)
+    return replace(config, clusters=in_step(config.clusters, row_of(problem), config.align_vectors))
 
 
 def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, centred: bool) -> NormConfig | None:
@@ -321,7 +318,7 @@ def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, ce
         per_thread, threads = step(CLUSTERED if cluster > 1 else WIDE_CTA if row.itemsize == 4 else NARROW_CTA, span)
     if per_thread == 4:
         # Four or five, whichever gives the busiest of an SM's schedulers fewer vectors.
-        per_thread = min((4, 5), key=lambda k: -(-threads_for(span, k, 512) // (SCHEDULERS * WARP)) * k)
+        per_thread = min((4, 5), key=lambda k: of_scheduler(span, k, 512))
     return per_thread, threads
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_ops.array_api import cast, widen
+from cute_ops.binding import as_outputs
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
 from cute_ops.ops import docs
@@ -67,12 +68,18 @@ BLOCK = "block: 0 for one scale per row, 128 for one per block of 128 columns; a
 
 
 def declare(
-    name: str, kernel: str, reference: Callable[..., Any], *, like: Op | None = None,
+    name: str, kernel: str, reference: Callable[..., Any] | None = None, *, like: Op | None = None,
     inference_only: str = "", cases: tuple[Case, ...], doc: str,
 ) -> Op:  # fmt: skip
     """An op whose first output is quantised, with the inputs, attributes and further outputs of ``like``; by default
-    with rows alone.
+    with rows alone. The reference is by default that of ``like``, whose one output is not rounded between.
     """
+
+    def of_like(xp: Any, *arrays: Any, block: int, **attrs: Any) -> tuple[Any, Any]:
+        assert like is not None
+        (y,) = as_outputs(like, like.reference(xp, *widen(xp, *arrays), **attrs))
+        return quantise(xp, y, block, arrays[0])
+
     more = {n: t for n, t in like.outputs.items() if n != "out"} if like else {}
     return Op(
         name,
@@ -82,7 +89,7 @@ def declare(
         attrs={**(like.attrs if like else {}), "block": OneOf(*BLOCKS)},
         derived={"blocks": blocks},
         check=like.check if like else None,
-        reference=reference,
+        reference=reference or of_like,
         kernel=Kernel(f"cute_ops.kernels.quantize.quantize_fp8:{kernel}", least_sm=LEAST_SM),
         tuning=Tuning(config, space=SPACE),
         inference_only=inference_only or (f"{like.name} has one" if like else ""),

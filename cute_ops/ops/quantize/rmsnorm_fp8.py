@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from cute_ops.array_api import widen
 from cute_ops.op import Case
 from cute_ops.ops import docs
-from cute_ops.ops.norm.rmsnorm import reference as normalise
 from cute_ops.ops.norm.rmsnorm import rmsnorm
-from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare, quantise
+from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -26,17 +22,9 @@ CASES = (
 )
 
 
-def reference(
-    xp: Any, x: Any, weight: Any = None, bias: Any = None, *, eps: float, weight_offset: float, block: int
-) -> tuple[Any, Any]:
-    y = normalise(xp, *widen(xp, x, weight, bias), eps=eps, weight_offset=weight_offset)
-    return quantise(xp, y, block, x)
-
-
 rmsnorm_fp8 = declare(
     "rmsnorm_fp8",
     "RMSNormFP8",
-    reference,
     like=rmsnorm,
     cases=CASES,
     doc=f"""RMSNorm to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.

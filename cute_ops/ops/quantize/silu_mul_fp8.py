@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from cute_ops.array_api import widen
 from cute_ops.op import Case
 from cute_ops.ops import docs
 from cute_ops.ops.activation.silu_mul import silu_mul
-from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare, quantise
+from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -22,15 +19,9 @@ CASES = (
 )
 
 
-def reference(xp: Any, gate: Any, up: Any, *, block: int) -> tuple[Any, Any]:
-    (y,) = silu_mul.reference(xp, *widen(xp, gate, up))
-    return quantise(xp, y, block, gate)
-
-
 silu_mul_fp8 = declare(
     "silu_mul_fp8",
     "SiluMulFP8",
-    reference,
     like=silu_mul,
     cases=CASES,
     doc=f"""SiLU of the gate times up, to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.

@@ -166,12 +166,7 @@ def reduced_pairs(problem: Problem) -> ReduceConfig:
 
 
 def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
-    """Elementwise, no reduction.
-
-    Args:
-        problem: the problem.
-        whole: aligned rows up to this length are not cut where rows are many.
-    """
+    """Elementwise, no reduction. Aligned rows up to the length ``whole`` are not cut where rows are many."""
     if problem.n is None:
         return MapConfig("elements", TWO_PASS_THREADS)
     row = row_of(problem)
