@@ -220,13 +220,8 @@ def copied(
     expression: Expression, graph: Graph, operand: Callable[[Node], int] | None = None,
     instead: Mapping[int, int] = NOTHING,
 ) -> list[int]:  # fmt: skip
-    """An expression's nodes in another graph.
-
-    Args:
-        expression: the expression.
-        graph: the other graph.
-        operand: makes what stands for a node that is an operand; by default the operand with the same index.
-        instead: nodes of the other graph that take the place of the expression's, by index.
+    """An expression's nodes in another graph. ``operand`` makes what stands for a node that is an operand, by default
+    the one with the same index; nodes ``instead``, of the other graph, take the place of the expression's, by index.
     """
     operand = operand or (lambda node: graph.operand(node.operand, node.half))
     nodes: list[int] = []
@@ -248,13 +243,8 @@ def rebuilt(
     expression: Expression, *, outputs: Sequence[int] | None = None, kept: Sequence[int] | None = None,
     operands: Iterable[Operand] | None = None,
 ) -> Expression:  # fmt: skip
-    """An expression with other outputs or operands.
-
-    Args:
-        expression: the expression.
-        outputs: nodes, by index; by default its outputs.
-        kept: the operands that are left, by index, all that its nodes are; by default all operands.
-        operands: what these are now; by default what they were.
+    """An expression with other nodes as outputs, with fewer operands, those ``kept`` by index, which are all that its
+    nodes are, or with operands of other kinds.
     """
     places = range(len(expression.operands)) if kept is None else kept
     graph = Graph([expression.operands[i] for i in places] if operands is None else operands)

@@ -71,13 +71,9 @@ def decorate(
     function: Function | None, name: str, operands: Mapping[str, str] | None, declaration: Mapping[str, Any],
     register: Callable[[Op], Function], by_call: Callable[[ByCall], Function],
 ) -> Function:  # fmt: skip
-    """The decorated function, for the decorators of both adapters.
-
-    Args:
-        function: the function; None for a decorator that is called with arguments, ``@fused(name="f")``.
-        name, operands, declaration: as in :data:`DOC`.
-        register: makes the adapter's function of an op.
-        by_call: makes the adapter's function of a :class:`ByCall`.
+    """The decorated function, for the decorators of both adapters, which make functions of an op by ``register`` and of
+    a :class:`ByCall` by ``by_call``. Without a function it is a decorator that is called with arguments,
+    ``@fused(name="f")``. Other arguments as in :data:`DOC`.
     """
     if operands is None and declaration:
         name = next(iter(declaration))
@@ -186,14 +182,8 @@ class ByCall:
         return found
 
     def halves(self, there: str, attrs: Attrs) -> str:
-        """Which operands are read by halves: ``2`` for each that is, ``1`` for each other one.
-
-        Args:
-            there: from :func:`there`.
-            attrs: the call's attributes.
-
-        Raises:
-            TraceError: the function does what an expression cannot say.
+        """Which operands are read by halves: ``2`` for each that is, ``1`` for each other one; ``there`` is from
+        :func:`there`. Raises TraceError for a function that does what an expression cannot say.
         """
         key = self._key(there, attrs)
         if key not in self._halves:
