@@ -9,7 +9,7 @@ from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, strided_offset
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_count, strided_offset
 from cute_ops.kernels.rotary.layout import Rotary, wide
 
 
@@ -65,7 +65,7 @@ class AppendKV:
 
     @cute.jit
     def __call__(self, mKCache, mVCache, mK, mV, mSlots, mCos, mSin, stream):
-        groups = (self._tokens(mSlots) + (self.depth - 1)) // self.depth
+        groups = (row_count(mSlots, inner=0) + (self.depth - 1)) // self.depth
         segments = self._of_keys(mK) + self._segments(mV, "v")
         self.kernel(mKCache, mVCache, mK, mV, mSlots, mCos, mSin).launch(
             grid=[Int32(groups * segments), 1, 1],
@@ -73,12 +73,6 @@ class AppendKV:
             stream=stream,
             use_pdl=self.pdl,
         )
-
-    def _tokens(self, mSlots):
-        count = Int64(1)
-        for i in range(len(mSlots.shape)):
-            count = count * extent(mSlots, i)
-        return count
 
     def _vectors(self, mX, name):
         """Vectors of a token."""
@@ -109,7 +103,7 @@ class AppendKV:
         token = Int64(group) * self.depth + level
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        if token < self._tokens(mSlots):
+        if token < row_count(mSlots, inner=0):
             slot = Int64(load_number(mSlots, self.keys["slots"], token))
             if segment < of_keys:
                 if const_expr(self.rotary is None):

@@ -105,7 +105,7 @@ class Terms:
             if piece.rows and not piece.columns:
                 address = number_address(mX, key, row)
             elif piece.rows:
-                address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1])
+                address = row_address(mX, key, row, mX.shape[-1])
             if piece.columns:
                 address = address + (Int64(column) + piece.index * n) * (mX.element_type.width // 8)
             elements.append(gmem_elements(mX.element_type, address, 1)[0].to(Float32))

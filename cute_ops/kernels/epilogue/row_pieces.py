@@ -85,7 +85,7 @@ class RowPieces:
         """(rows, elements of a row's piece), the former in 64 bits."""
         piece = self.tile_piece
         mX = tensors[piece.name]
-        n = mX.shape[len(mX.shape) - 1]
+        n = mX.shape[-1]
         return row_count(mX), self.n if self.n is not None else n // piece.count
 
     def rows(self, tensors, pieces, row, n):
@@ -93,7 +93,7 @@ class RowPieces:
         found = []
         for _, piece in pieces:
             mX = tensors[piece.name]
-            address = row_address(mX, self.variant.tensors[piece.name], row, mX.shape[len(mX.shape) - 1])
+            address = row_address(mX, self.variant.tensors[piece.name], row, mX.shape[-1])
             step = Int64(n) * (piece.index * (mX.element_type.width // 8))
             found.append(Row(mX.element_type, address + step))
         return found

@@ -147,23 +147,18 @@ class RowsInRegisters(HeldRows):
 
     @cute.kernel
     def kernel(self, arguments):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, rank, _ = cute.arch.block_idx()
-        if const_expr(self.tile.cluster == 1):
-            rank = 0
+        bidx, local, t, rank = self.tile.here()
         tensors = self.named(arguments)
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self._allocate(smem)
-        t = tidx % self.tile.threads_per_row
-        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        row = Int64(bidx) * self.tile.rows + local
         count = self.shape(tensors)[0]
         valid = row < count
         place = self.access.place(row, count, t, rank)
         first = place.first
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            for gRow in self.rows(tensors, self.tiles, cutlass.min(row, count - 1), self.n):
-                self.access.fetch_ahead(gRow, place, few)
+            self.access.fetch_ahead(self.rows(tensors, self.tiles, cutlass.min(row, count - 1), self.n), place, few)
         wait_for_previous(self.pdl)
         held = self._load(tensors, place)
         columns = self._columns(tensors, first, [each for each in self.vectors if each not in self.late])

@@ -183,3 +183,10 @@ def scale(rW, weight_offset):
     """``weight_offset + weight`` in fp32."""
     w = widen(rW)
     return w + weight_offset if weight_offset else w
+
+
+def affine(y, rWeight, rBias, weight_offset):
+    """``y * (weight_offset + weight) + bias`` in fp32, without what is None."""
+    if rWeight is not None:
+        y = y * scale(rWeight, weight_offset)
+    return y if rBias is None else y + widen(rBias)

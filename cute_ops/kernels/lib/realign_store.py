@@ -15,7 +15,8 @@ from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, Vectors, pre
 
 class ColumnVectors(Vectors):
     """As :class:`Vectors`, but never shifted, and narrower than the widest only if the alignment allows ``least``
-    elements or rows are short. ``apart`` names the tensors whose vectors do not start on a vector of memory.
+    elements or rows are short. ``apart``: tensors whose vectors do not start on one of memory, with the bytes of a
+    vector.
     """
 
     def __init__(self, variant, names, n, align_vectors, least):
@@ -23,12 +24,12 @@ class ColumnVectors(Vectors):
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         widest = VECTOR_BYTES // max(sizes)
-        self.apart = ()
+        self.apart = {}
         if self.shifted or (self.vec < max(widest // 2, least) and n >= 8 * widest):
             self.shifted, self.masked = False, True
             self.vec = self.unit = widest
-            self.bytes = {t.name: widest * s for t, s in zip(tensors, sizes)}
-            self.apart = tuple(t.name for t in tensors if min(t.align, t.row_align) < self.bytes[t.name])
+            vectors = [(t, widest * size) for t, size in zip(tensors, sizes)]
+            self.apart = {t.name: size for t, size in vectors if min(t.align, t.row_align) < size}
 
 
 class ColumnStore:

@@ -74,6 +74,11 @@ class Row(NamedTuple):
     element_type: Any
     address: Any
 
+    @classmethod
+    def of(cls, mX, key, row, n):
+        """A row of a tensor with n elements in each."""
+        return cls(mX.element_type, row_address(mX, key, row, n))
+
     def at(self, column):
         """Byte address of an element."""
         return self.address + Int64(column) * (self.element_type.width // 8)
@@ -99,17 +104,17 @@ class RowAccess:
 
     def row(self, mX, name, row):
         """A row of a tensor."""
-        return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
+        return Row.of(mX, self.variant.tensors[name], row, self.n)
 
     def rows(self, tensors, names, row):
         """A row of each of several tensors, one after another: an address is computed where its loads are."""
         return (self.row(mX, name, row) for mX, name in zip(tensors, names))
 
-    def fetch_ahead(self, gRow, place, predicate):
-        """Prefetch this thread's vectors of a row that exists to L2."""
-        for start in place.first:
-            inside = (start >= 0) & (start < self.n)
-            fetch_ahead(gRow.at(start), predicate & inside)
+    def fetch_ahead(self, rows, place, predicate):
+        """Prefetch this thread's vectors of rows that exist to L2."""
+        for gRow in rows:
+            for start in place.first:
+                fetch_ahead(gRow.at(start), predicate & (start >= 0) & (start < self.n))
 
     def readable(self, place):
         """The place with a row that may be read: past the last row it is the last one again, so that no load depends on
@@ -151,9 +156,14 @@ class RowAccess:
             else:
                 load(rX, gRow.at(first[k]))
 
-    def load_columns(self, mW, name, place, ks=None):
-        """A parameter's elements for the columns of this thread's vectors, or of some of them."""
-        return column_vectors(mW, self.variant.tensors[name], self.tile, place.first, ks)
+    def columns(self, mWeight, mBias, place, ks=None):
+        """(weight, bias) at the columns of each of this thread's vectors, or of some of them; None if absent."""
+        ks = range(self.tile.per_thread) if ks is None else ks
+        loaded = [
+            [None] * len(ks) if m is None else column_vectors(m, self.variant.tensors[name], self.tile, place.first, ks)
+            for m, name in ((mWeight, "weight"), (mBias, "bias"))
+        ]
+        return list(zip(*loaded))
 
     def trim(self, rX, k, place):
         """Overwrite a loaded vector's elements of neighbouring rows with ``empty``."""

@@ -57,7 +57,6 @@ class Vectors:
         # Rows of whole vectors need no masks inside a vector. Strides do not tell a dynamic row length.
         whole = n % self.vec == 0 if n is not None else flat
         self.masked = self.shifted or not whole
-        self.bytes = {t.name: self.vec * s for t, s in zip(tensors, sizes)}
         # Whether a row is followed by the next one in all tensors. The memory between strided rows may not be readable.
         self.follows = all(t.layout == "flat" for t in tensors) and (n is None or n >= widest)
 
@@ -75,6 +74,8 @@ class RowTile:
     Then some threads have no last vector.
     """
 
+    local = 1
+
     def __init__(self, vectors, config):
         self.v = vectors
         self.vec = vectors.vec
@@ -90,6 +91,11 @@ class RowTile:
         if config.balanced:
             self.span = -(-self.count // (self.cluster * WARP)) * WARP
             self.per_thread = -(-self.span // self.threads_per_row)
+
+    def here(self):
+        """This cluster, the thread's row in its CTA, the thread among those of the row, and the CTA in the cluster."""
+        tidx, (bidx, rank, _) = cute.arch.thread_idx()[0], cute.arch.block_idx()
+        return bidx, tidx // self.threads_per_row, tidx % self.threads_per_row, rank if self.cluster > 1 else 0
 
     @property
     def even(self):
@@ -177,16 +183,18 @@ def extent(mX, dim):
     return Int64(cute.size(mX, mode=[dim]))
 
 
-def row_count(mX):
-    """Rows of a tensor, the product of its leading dims, in 64 bits."""
+def row_count(mX, inner=1):
+    """Rows of a tensor, the product of its dims but for the ``inner`` last ones, in 64 bits."""
     count = Int64(1)
-    for i in range(len(mX.shape) - 1):
+    for i in range(len(mX.shape) - inner):
         count = count * extent(mX, i)
     return count
 
 
 class WalkedRow:
     """``threads`` threads of each of ``cluster`` CTAs walk one row together, each CTA ``local`` segments of it."""
+
+    here = RowTile.here
 
     def __init__(self, vectors, config, cluster=1, local=1):
         self.v = vectors

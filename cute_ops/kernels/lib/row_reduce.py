@@ -29,7 +29,7 @@ class RowSum:
         self.stages = stages
         self.warps = max(tile.threads_per_row // WARP, 1)
         # A CTA may stand for several of a cluster: then it contributes their partial sums one after another.
-        self.partials = self.warps * tile.cluster * getattr(tile, "local", 1)
+        self.partials = self.warps * tile.cluster * tile.local
         self.alone = tile.threads_per_row <= WARP and self.partials == 1
         # Half a warp sums up the first number of a pair, the other half the second.
         self.halved = values % 2 == 0 and tile.threads_per_row >= WARP

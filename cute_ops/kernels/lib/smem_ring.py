@@ -17,7 +17,7 @@ from cute_ops.kernels.lib.copy import (
     load,
     load_first,
 )
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, vector_address
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, vector_address
 
 
 class RowRing:
@@ -49,13 +49,13 @@ class RowRing:
         )
         return cute.make_tensor(cute.recast_ptr(base + self.offsets[name], dtype=dtype), layout)
 
-    def allocate(self, smem, tensors, names):
+    def allocate(self, smem, tensors, empty=0):
         """The ring's memory, and the slots of each tensor, None for an absent one."""
-        base = smem.allocate(self.bytes, 16)
-        slots = [None if mX is None else self.view(base, mX, name) for mX, name in zip(tensors, names)]
+        base, keys = smem.allocate(self.bytes, 16), iter(self.keys)
+        slots = [None if mX is None else self.view(base, mX, next(keys).name) for mX in tensors]
         for sX in slots:
             if sX is not None:
-                self.clear(sX)
+                self.clear(sX, empty)
         return base, slots
 
     @cute.jit
@@ -67,8 +67,19 @@ class RowRing:
                 for stage in cutlass.range_constexpr(self.stages):
                     sX[None, None, tidx, k, stage].fill(value)
 
+    def fetch_row(self, tensors, slots, row, count, first, stage, valid=None):
+        """Start copying this thread's vectors of a row of each tensor, if it exists or, where this is given, if it is
+        ``valid``; the caller commits the group.
+        """
+        present = [(mX, sX) for mX, sX in zip(tensors, slots) if mX is not None]
+        rows = (
+            (sX, row_address(mX, key, row, self.tile.n), first, row < count if valid is None else valid)
+            for (mX, sX), key in zip(present, self.keys)
+        )
+        self.fetch_rows(rows, self.tile.edge(row, count), stage)
+
     def fetch_rows(self, rows, edge, stage):
-        """Start copying this thread's vectors of a row of each input; the caller commits the group.
+        """As :meth:`fetch_row`.
 
         Args:
             rows: (slots, byte address, first columns, whether the row exists) of each input.

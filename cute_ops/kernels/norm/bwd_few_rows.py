@@ -51,7 +51,7 @@ class NormBackwardFewRows(NormBackward):
             rank = 0
         stages, rows = self.ring.stages, self.tile.rows
         smem = cutlass.utils.SmemAllocator()
-        _, slots = self.ring.allocate(smem, inputs, self.names)
+        _, slots = self.ring.allocate(smem, inputs)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
         sTerms = smem.allocate_tensor(Float32, cute.make_layout((2, stages * rows)), byte_alignment=16)
@@ -126,9 +126,8 @@ class NormBackwardFewRows(NormBackward):
         column = (rank * self.held + vector) * self.tile.vec
         held = []
         for row in range(0, self.ring.stages * self.tile.rows, self.height):
-            address = row_address(mDout, self.variant.tensors["dout"], Int64(row + top), self.n)
+            gDout = Row.of(mDout, self.variant.tensors["dout"], Int64(row + top), self.n)
             wanted = (Int64(row + top) < count) & (column < self.n) & (top < self.depth)
-            gDout = Row(mDout.element_type, address)
             held.append(VectorAccess(self.tile.v).load(gDout, column, self.n, wanted))
         return held
 

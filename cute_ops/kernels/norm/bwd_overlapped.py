@@ -8,7 +8,7 @@ from cute_ops.kernels.lib.column_reduce import CTAColumnSum
 from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import row_address, row_count
+from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre
 
@@ -110,6 +110,6 @@ class NormBackwardOverlapped(NormBackward):
 
     def _load(self, mX, name, row, column, count):
         """A vector of a row, zero past the last row; loaded from L2, which has what earlier kernels wrote."""
-        gRow = Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
+        gRow = Row.of(mX, self.variant.tensors[name], row, self.n)
         wanted = (row < count) & (column < self.n)
         return VectorAccess(self.tile.v, shared=True).load(gRow, column, self.n, wanted)

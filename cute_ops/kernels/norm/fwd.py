@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.column_params import scale
+from cute_ops.kernels.lib.column_params import affine
 from cute_ops.kernels.lib.copy import AHEAD, compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
@@ -64,17 +64,12 @@ class NormForward:
 
     @cute.kernel
     def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, rank, _ = cute.arch.block_idx()
-        if const_expr(self.tile.cluster == 1):
-            rank = 0
+        bidx, local, t, rank = self.tile.here()
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
 
-        t = tidx % self.tile.threads_per_row
         count = row_count(mX)
-        local = tidx // self.tile.threads_per_row
         group = Int64(bidx // self.period * (self.period * self.unroll) + bidx % self.period)
         rows = [(group + u * self.period) * self.tile.rows + local for u in range(self.unroll)]
         first = self.access.place(rows[0], count, t, rank)
@@ -84,8 +79,8 @@ class NormForward:
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
             for place in places:
-                for gRow in self.access.rows(inputs, ROW_TENSORS, cutlass.min(place.row, count - 1)):
-                    self.access.fetch_ahead(gRow, place, few)
+                rows = self.access.rows(inputs, ROW_TENSORS, cutlass.min(place.row, count - 1))
+                self.access.fetch_ahead(rows, place, few)
         wait_for_previous(self.pdl)
         held = [
             self.access.load(self.access.rows(inputs, ROW_TENSORS, self.access.readable(place).row), place)
@@ -93,13 +88,13 @@ class NormForward:
         ]
         columns = None
         if const_expr(not self.delay_weight_load):
-            columns = self._columns(mWeight, mBias, first)
+            columns = self.access.columns(mWeight, mBias, first)
         let_next_start(self.pdl)
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
             rH, mean, rstd = self._statistics(held[u], mResidualOut, places[u], sSum, mbar, u)
             if const_expr(self.delay_weight_load):
-                columns = self._columns(mWeight, mBias, first)
+                columns = self.access.columns(mWeight, mBias, first)
             self._postprocess(rH, mean, rstd, columns, mOut, places[u])
 
     def _statistics(self, held, mResidualOut, place, sSum, mbar, step):
@@ -119,19 +114,6 @@ class NormForward:
         for k, (rWeight, rBias) in enumerate(columns):
             if self.keep_dtype:
                 compiler_barrier(rH[k])
-            y = normalised(widen(rH[k]), mean, rstd)
-            if rWeight is not None:
-                y = y * scale(rWeight, self.weight_offset)
-            if rBias is not None:
-                y = y + widen(rBias)
+            y = affine(normalised(widen(rH[k]), mean, rstd), rWeight, rBias, self.weight_offset)
             rOut = narrow(y, mOut.element_type, self.tile.vec)
             self.access.store(self.access.row(mOut, "out", place.row), rOut, place, k)
-
-    def _columns(self, mWeight, mBias, place, ks=None):
-        """(weight, bias) for each of this thread's vectors, or for some of them."""
-        ks = range(self.tile.per_thread) if ks is None else ks
-        loaded = [
-            [None] * len(ks) if m is None else self.access.load_columns(m, name, place, ks)
-            for m, name in ((mWeight, "weight"), (mBias, "bias"))
-        ]
-        return list(zip(*loaded))

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.column_params import column_vectors, scale
+from cute_ops.kernels.lib.column_params import affine, column_vectors
 from cute_ops.kernels.lib.copy import compiler_barrier, narrow, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.norm.persistent import RowWalk
@@ -68,7 +68,7 @@ class NormForwardPersistent(RowWalk):
             held, (mean, rstd) = None, self.sum.forward_terms(sums, 1.0 / self.n)
         else:
             held, mean, rstd = sums
-        (mOut, mResidualOut), (rWeight, rBias) = outputs, kept
+        mOut, mResidualOut = outputs
         place = self._start_of(mOut, "out", row, first)
         beside = None if mResidualOut is None else self._start_of(mResidualOut, "residual_out", row, first)
         for k in range(self.tile.per_thread):
@@ -76,12 +76,9 @@ class NormForwardPersistent(RowWalk):
             if const_expr(mResidualOut is not None):
                 self._store_row(beside, rH, first[k], k)
             y = normalised(widen(rH), mean, rstd)
-            for rColumns in (rWeight, rBias):
-                if rColumns is not None:
-                    # It stays in registers in its own dtype, not widened.
-                    compiler_barrier(rColumns[k])
-            if rWeight is not None:
-                y = y * scale(rWeight[k], self.weight_offset)
-            if rBias is not None:
-                y = y + widen(rBias[k])
+            columns = [None if rColumns is None else rColumns[k] for rColumns in kept]
+            for rColumn in columns:
+                if rColumn is not None:
+                    compiler_barrier(rColumn)  # It stays in registers in its own dtype, not widened.
+            y = affine(y, *columns, self.weight_offset)
             self._store_row(place, narrow(y, mOut.element_type, self.tile.vec), first[k], k)

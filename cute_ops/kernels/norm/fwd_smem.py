@@ -4,10 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.column_params import scale
+from cute_ops.kernels.lib.column_params import affine
 from cute_ops.kernels.lib.copy import compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import present, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.norm.fwd import NormForward
 from cute_ops.kernels.norm.statistics import normalised
@@ -25,31 +25,27 @@ class NormForwardSmem(NormForward):
 
     def __init__(self, variant, config, centred):
         super().__init__(variant, config, centred)
-        self.names = ("x", "residual")
-        self.ring = RowRing(self.tile, present(variant, self.names), 1)
+        self.ring = RowRing(self.tile, present(variant, ("x", "residual")), 1)
         self.carveout = 100
 
     @cute.kernel
     def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, rank, _ = cute.arch.block_idx()
-        if const_expr(self.tile.cluster == 1):
-            rank = 0
+        bidx, local, t, rank = self.tile.here()
         smem = cutlass.utils.SmemAllocator()
         inputs = (mX, mResidual)
-        _, slots = self.ring.allocate(smem, inputs, self.names)
+        _, slots = self.ring.allocate(smem, inputs)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
 
         count = row_count(mX)
-        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
-        place = self.access.place(row, count, tidx % self.tile.threads_per_row, rank)
+        row = Int64(bidx) * self.tile.rows + local
+        place = self.access.place(row, count, t, rank)
 
         wait_for_previous(self.pdl)
         columns = None
         if const_expr(not self.delay_weight_load):
-            columns = self._columns(mWeight, mBias, place)
-        self._fetch(inputs, slots, place)
+            columns = self.access.columns(mWeight, mBias, place)
+        self.ring.fetch_row(inputs, slots, row, count, place.first, Int32(0))
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
@@ -62,23 +58,12 @@ class NormForwardSmem(NormForward):
                 self.access.store(gSum, rH, place, k)
             y = normalised(widen(rH), mean, rstd)
             delayed = const_expr(self.delay_weight_load)
-            rWeight, rBias = self._columns(mWeight, mBias, place, [k])[0] if delayed else columns[k]
+            rWeight, rBias = self.access.columns(mWeight, mBias, place, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
-                # The weight is kept in its own dtype until here.
-                compiler_barrier(rWeight)
-                y = y * scale(rWeight, self.weight_offset)
-            if const_expr(rBias is not None):
-                y = y + widen(rBias)
+                compiler_barrier(rWeight)  # kept in its own dtype until here
+            y = affine(y, rWeight, rBias, self.weight_offset)
             self.access.store(gOut, narrow(y, mOut.element_type, self.tile.vec), place, k)
         let_next_start(self.pdl)
-
-    def _fetch(self, inputs, slots, place):
-        held = (
-            (sX, row_address(m, self.variant.tensors[name], place.row, self.n), place.first, place.valid)
-            for m, sX, name in zip(inputs, slots, self.names)
-            if m is not None
-        )
-        self.ring.fetch_rows(held, self.tile.edge(place.row, place.count), Int32(0))
 
     def _statistics_from_smem(self, slots, mResidualOut, place, sSum, mbar):
         for k in range(self.tile.per_thread):

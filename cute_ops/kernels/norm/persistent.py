@@ -64,7 +64,7 @@ class RowWalk:
         if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
-        base, slots = self.ring.allocate(smem, inputs, self.names)
+        base, slots = self.ring.allocate(smem, inputs)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
 
@@ -151,12 +151,7 @@ class RowWalk:
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
-        held = (
-            (sX, row_address(mX, self.variant.tensors[name], row, self.n), first, row < count)
-            for mX, sX, name in zip(inputs, slots, self.names)
-            if mX is not None
-        )
-        self.ring.fetch_rows(held, self.tile.edge(row, count), stage)
+        self.ring.fetch_row(inputs, slots, row, count, first, stage)
         cute.arch.cp_async_commit_group()
 
     def _arrive(self, slots, kept, first, counts, step, before, pending, sSum, mbar):

@@ -39,7 +39,7 @@ class TwoPassRows:
         self.pdl = can_use_pdl(variant.arch)
 
     def length(self, mX):
-        return Int32(mX.shape[len(mX.shape) - 1])
+        return Int32(mX.shape[-1])
 
     def vectors(self, n, shift):
         """Vectors of a row of n elements."""
@@ -49,7 +49,7 @@ class TwoPassRows:
         """A row of a tensor, None if the tensor is absent."""
         if mX is None:
             return None
-        n = mX.shape[len(mX.shape) - 1]
+        n = mX.shape[-1]
         return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, n))
 
     def read(self, gRow, first, n, readable):
@@ -98,7 +98,7 @@ class NormForwardTwoPass(TwoPassRows):
         steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)
-            shift = self.tile.v.shift(row, mX.shape[len(mX.shape) - 1])
+            shift = self.tile.v.shift(row, mX.shape[-1])
             count = self.vectors(n, shift)
             within = readable(self.tile.v, n, row, row_count(mX))
             gX, gOut = self.row(mX, "x", row), self.row(mOut, "out", row)
@@ -172,7 +172,7 @@ class NormBackwardTwoPass(TwoPassRows):
         sSum, mbar = self.sum.allocate(smem)
         mX, _, mDres = inputs
         n, vec = self.length(mX), self.tile.vec
-        long_n = mX.shape[len(mX.shape) - 1]
+        long_n = mX.shape[-1]
         steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
         shift = self.tile.v.shift(Int64(group), long_n)
         count = self.vectors(n, shift)

@@ -17,11 +17,10 @@ from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
-from cute_ops.kernels.norm.fwd import NormForward
 from cute_ops.kernels.norm.statistics import row_statistics
 
 
-class QuantizeRows(NormForward):
+class QuantizeRows:
     """One pass: a row stays in fp32 registers between its largest element and its output.
 
     Tile: as in :class:`~cute_ops.kernels.norm.fwd.NormForward`, but a row's first vector always starts with its first
@@ -49,7 +48,7 @@ class QuantizeRows(NormForward):
         self.lanes = BLOCK // self.tile.vec
         if not self.by_row and (self.lanes > WARP or self.tile.threads_per_row % self.lanes != 0):
             raise ValueError(f"{self.tile.threads_per_row} threads of a row share a block of {self.lanes} vectors")
-        bytes_apart = [v.bytes[name] for name in ("out", "residual_out") if name in v.apart]
+        bytes_apart = [v.apart[name] for name in ("out", "residual_out") if name in v.apart]
         self.column_store = ColumnStore(self.tile, max(bytes_apart)) if bytes_apart else None
         self.unroll = 1 if self.column_store else config.unroll
         stages = min(self.unroll, 2)
@@ -78,8 +77,8 @@ class QuantizeRows(NormForward):
         smem = cutlass.utils.SmemAllocator()
         sums, maxima = self._exchange(smem)
         sRows = self.column_store.allocate(smem) if const_expr(self.column_store is not None) else None
-        group, local, t, rank = self._here()
-        count = row_count(mOut)
+        bidx, local, t, rank = self.tile.here()
+        group, count = Int64(bidx), row_count(mOut)
         sRow = sRows[None, local] if const_expr(self.column_store is not None) else None
         rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
         places = [self.access.place(row, count, t, rank) for row in rows]
@@ -88,7 +87,7 @@ class QuantizeRows(NormForward):
         held = [self._load(inputs, place) for place in places]
         loaded = None
         if const_expr(not self.delay_weight_load):
-            loaded = self._columns(*columns, places[0])
+            loaded = self.access.columns(*columns, places[0])
         let_next_start(self.pdl)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
@@ -98,7 +97,7 @@ class QuantizeRows(NormForward):
                 rH, rstd = self._normed(vectors, mResidualOut, *sums, u, places[u], sRow)
                 vectors = [rH]
             if const_expr(self.delay_weight_load):
-                loaded = self._columns(*columns, places[0])
+                loaded = self.access.columns(*columns, places[0])
             values = self._values(vectors, rstd, loaded, places[u])
             self._quantise(values, mOut, mScale, maxima, u, places[u], sRow)
 
@@ -186,13 +185,6 @@ class QuantizeRows(NormForward):
         elif self.by_row:
             self.max.prepare(maxima[1])
         return sums, maxima
-
-    def _here(self):
-        """This CTA, this thread's row in it, the thread among those of the row, and the CTA in its cluster."""
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, rank, _ = cute.arch.block_idx()
-        row = self.tile.threads_per_row
-        return Int64(bidx), tidx // row, tidx % row, rank if self.tile.cluster > 1 else 0
 
     def _quantise(self, values, mOut, mScale, maxima, step, place, sRow):
         base = row_address(mScale, self.variant.tensors["scale"], place.row, self.blocks)

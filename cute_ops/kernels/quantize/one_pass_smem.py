@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import compiler_barrier, compiler_barrier_value, narrow, widen
 from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
@@ -47,20 +47,20 @@ class QuantizeRowsInSmem(QuantizeRows):
     def _vectors(self, variant, names):
         v = Vectors(variant, names, self.n, self.config.align_vectors)
         if self.by_row and v.shifted:
-            v.apart = ()
+            v.apart = {}
             return v
         return super()._vectors(variant, names)
 
     @cute.kernel
     def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
         smem = cutlass.utils.SmemAllocator()
-        memory, slots = self.ring.allocate(smem, inputs, self.source.names)
+        memory, slots = self.ring.allocate(smem, inputs)
         both = self.sum_and_max.allocate(smem) if const_expr(self.together) else (None, None)
         if const_expr(self.together):
             self.sum_and_max.prepare(both[1], last=False)
         sums, maxima = self._exchange(smem)
-        group, local, t, rank = self._here()
-        count, row = row_count(mOut), group * self.tile.rows + local
+        bidx, local, t, rank = self.tile.here()
+        count, row = row_count(mOut), Int64(bidx) * self.tile.rows + local
         place = self.access.place(row, count, t, rank)
         base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)
         bases = [
@@ -80,7 +80,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             # After the row's copies, since for unaligned rows these loads are waited for; two vectors at a time, since
             # until then they take twice their registers.
             pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
-            loaded = [found for ks in pairs for found in self._columns(*columns, place, ks)]
+            loaded = [found for ks in pairs for found in self.access.columns(*columns, place, ks)]
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         if const_expr(self.windowed and not self.apart):
@@ -180,7 +180,7 @@ class QuantizeRowsInSmem(QuantizeRows):
     def _again(self, given, rstd, k):
         """This thread's k-th vector of y."""
         _, _, columns, loaded, place = given
-        parameters = self._columns(*columns, place, [k])[0] if loaded is None else loaded[k]
+        parameters = self.access.columns(*columns, place, [k])[0] if loaded is None else loaded[k]
         for rW in parameters:
             if rW is not None:
                 compiler_barrier(rW)  # kept in its own dtype until here

@@ -56,7 +56,7 @@ class QuantizeTwoPass:
         smem = cutlass.utils.SmemAllocator()
         sSum, _ = self.sum.allocate(smem)
         sMax, _ = self.max.allocate(smem)
-        n = Int32(mOut.shape[len(mOut.shape) - 1])
+        n = Int32(mOut.shape[-1])
         stride = self.tile.threads * self.vec
         walk = (n + (stride - 1)) // stride
         start = tidx * self.vec
@@ -114,7 +114,7 @@ class QuantizeTwoPass:
     def _base(self, mX, name, row):
         if mX is None:
             return None
-        return row_address(mX, self.variant.tensors[name], row, mX.shape[len(mX.shape) - 1])
+        return row_address(mX, self.variant.tensors[name], row, mX.shape[-1])
 
     def _value(self, inputs, bases, rstd, columns, first, n):
         """A vector in fp32, zero outside the row."""

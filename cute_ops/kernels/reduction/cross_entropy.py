@@ -20,7 +20,7 @@ def logit(mLogits: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int6
     rX, dtype = cute.make_rmem_tensor((1,), Float32), mLogits.element_type
     rX.fill(-Float32.inf)
     if valid:
-        address = row_address(mLogits, key, row, mLogits.shape[len(mLogits.shape) - 1]) + column * (dtype.width // 8)
+        address = row_address(mLogits, key, row, mLogits.shape[-1]) + column * (dtype.width // 8)
         rX[0] = gmem_elements(dtype, address, 1)[0].to(Float32)
     return rX[0]
 
@@ -78,7 +78,7 @@ class Loss(RowFunction):
 
     def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, *_ = numbers
-        n = Int64(mLogits.shape[len(mLogits.shape) - 1])
+        n = Int64(mLogits.shape[-1])
         target = Int64(number_or(mTarget, variant.tensors["target"], row, valid, 0))
         kept = target != self.set.ignored
         known = valid & kept & (target >= 0) & (target < n)
@@ -88,7 +88,7 @@ class Loss(RowFunction):
     def postprocess(self, variant, numbers, rows, results, context, row):
         mLogits, _, mLoss, mMax, mSum = numbers
         kept, known, picked = context
-        loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[len(mLogits.shape) - 1])
+        loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[-1])
         # fmax ignores NaN, a sum does not.
         top = cutlass.select_(log_sum == log_sum, results[0], log_sum)
         for name, m, value in zip(("loss", "row_max", "log_sum"), (mLoss, mMax, mSum), (loss, top, log_sum)):
@@ -106,7 +106,7 @@ class LossGradient(RowFunction):
 
     def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, mMax, mSum, mDloss = numbers
-        n = mLogits.shape[len(mLogits.shape) - 1]
+        n = mLogits.shape[-1]
         tensors = variant.tensors
         target = Int64(number_or(mTarget, tensors["target"], row, valid, 0))
         top = number_or(mMax, tensors["row_max"], row, valid, 0)
@@ -143,7 +143,7 @@ class LossStep(RowFunction):
 
     def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, mDloss, _ = numbers
-        tensors, n = variant.tensors, mLogits.shape[len(mLogits.shape) - 1]
+        tensors, n = variant.tensors, mLogits.shape[-1]
         target = Int64(number_or(mTarget, tensors["target"], row, valid, 0))
         dloss = number_or(mDloss, tensors["dloss"], row, valid, 0)
         kept = target != self.set.ignored

@@ -23,7 +23,7 @@ class SumRow(RowFunction):
         (mOut,) = numbers
         total = results[0]
         if self.mean:
-            total = total / Float32(rows[0].shape[len(rows[0].shape) - 1])
+            total = total / Float32(rows[0].shape[-1])
         store_number(total, mOut, variant.tensors["out"], row)
 
 
@@ -39,7 +39,7 @@ class FillRow(RowFunction):
         mDout, mDx = numbers
         value = number_or(mDout, variant.tensors["dout"], row, valid, 0).to(Float32)
         if self.mean:
-            value = value / Float32(mDx.shape[len(mDx.shape) - 1])
+            value = value / Float32(mDx.shape[-1])
         return value, valid
 
     def emit(self, values, results, context, columns):

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, load_if, store_if
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_address, row_count, strided_offset
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, row_address, row_count, strided_offset
 
 # CTAs in the second dimension of a grid.
 MAX_LINES = 65535
@@ -44,7 +44,7 @@ class Rotary:
         """(d, r), static where known."""
         if self.d is not None:
             return self.d, self.r
-        return Int32(mX.shape[len(mX.shape) - 1]), Int32(mCos.shape[len(mCos.shape) - 1])
+        return Int32(mX.shape[-1]), Int32(mCos.shape[-1])
 
     def chunks(self, d, r):
         """Chunks of a head: rotated ones, then those that pass through."""
@@ -79,7 +79,7 @@ class Rotary:
     def table_as_is(self, mTable, which, row, chunk, rotated):
         """As :meth:`table`, in the table's dtype."""
         key = self.tables[which]
-        n = mTable.shape[len(mTable.shape) - 1]
+        n = mTable.shape[-1]
         address = row_address(mTable, key, row, n)
         address = address + Int64(chunk * self.vec) * ITEMSIZE[key.dtype]
         rTable = fragment(mTable.element_type, self.vec)
@@ -163,7 +163,8 @@ def table_grid(blocks, mX, mCos):
     CTAs start in the order of the first dimension, so CTAs that read the same row start together and find it in L2.
     """
     planes = (blocks + (MAX_LINES - 1)) // MAX_LINES
-    return [Int32(token_count(mX) // row_count(mCos)), Int32(cutlass.min(blocks, Int64(MAX_LINES))), Int32(planes)]
+    sequences = row_count(mX, inner=2) // row_count(mCos)
+    return [Int32(sequences), Int32(cutlass.min(blocks, Int64(MAX_LINES))), Int32(planes)]
 
 
 def sequence_and_block():
@@ -185,14 +186,6 @@ def apart(start, more, size):
 def head_count(mX):
     """Size of the dim before the last."""
     return Int32(mX.shape[len(mX.shape) - 2])
-
-
-def token_count(mX):
-    """Product of the dims before heads and elements."""
-    count = Int64(1)
-    for i in range(len(mX.shape) - 2):
-        count = count * extent(mX, i)
-    return count
 
 
 def head_address(mX, key, token, head, d):

@@ -19,7 +19,6 @@ from cute_ops.kernels.rotary.layout import (
     head_count,
     sequence_and_block,
     table_grid,
-    token_count,
 )
 
 # Chunks of a head that a thread keeps in registers; heads that need more are read twice.
@@ -244,7 +243,7 @@ class QKNormRopeBackward(HeadRows):
             sums = [fragment(Float32, 2 * self.rotary.vec) for _ in places]
             for rSum in sums:
                 rSum.fill(0.0)
-            steps = Int32((self.blocks(mX, token_count(mX)) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
+            steps = Int32((self.blocks(mX, row_count(mX, inner=2)) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
             for step in cutlass.range(steps, unroll=1):
                 at = Int64(block) + Int64(step) * Int64(ctas)
                 self._step(mX, mDout, mDx, mCos, mSin, at, places, weights, sums, names)
@@ -256,7 +255,7 @@ class QKNormRopeBackward(HeadRows):
         sums: cutlass.Constexpr, names: cutlass.Constexpr,
     ):  # fmt: skip
         d, _ = self.rotary.sizes(mX, mCos)
-        token, group, valid = self.unit(mX, at, token_count(mX))
+        token, group, valid = self.unit(mX, at, row_count(mX, inner=2))
         heads = [group + u * self.groups(mX) for u in range(self.heads)]
         here = [valid & (head < head_count(mX)) for head in heads]
         loaded = []
@@ -317,7 +316,7 @@ class QKNormRopeBackward(HeadRows):
         """A warp's heads one by one; its row of the workspace holds the sums, each element one lane's own."""
         d, r = self.rotary.sizes(mX, mCos)
         count, partials = Int32(self.rotary.chunks(d, r)), Int32(mPartials.shape[0])
-        units = token_count(mX) * Int64(head_count(mX))
+        units = row_count(mX, inner=2) * Int64(head_count(mX))
         steps = Int32((units - Int64(partial) + Int64(partials - 1)) // Int64(partials))
         for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
             _, first, second = self.rotary.place(chunk, d, r)

@@ -8,8 +8,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, store_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import RowTile, Vectors, WalkedRow, row_address, row_count
+from cute_ops.kernels.lib.row_copy import Row, RowAccess
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors, WalkedRow, row_count
 from cute_ops.kernels.rowwise.config import MapConfig
 from cute_ops.kernels.rowwise.function import Columns
 
@@ -54,15 +54,12 @@ class Segments:
 
     @cute.kernel
     def kernel(self, inputs, outputs, numbers):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, rank, _ = cute.arch.block_idx()
-        if const_expr(self.segments == 1):
-            rank = 0
-        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        bidx, local, t, rank = self.tile.here()
+        row = Int64(bidx) * self.tile.rows + local
         count = row_count(outputs[0])
         place = None
         if const_expr(self.known):
-            place = self.access.place(row, count, tidx % self.tile.threads_per_row, rank)
+            place = self.access.place(row, count, t, rank)
         if const_expr(self.known and self.pdl):
             self._fetch_ahead(inputs, place, bidx)
         wait_for_previous(self.pdl)
@@ -70,12 +67,12 @@ class Segments:
         if const_expr(self.known):
             self._vectors(inputs, outputs, place, predicate, context)
         else:
-            self._elements(inputs, outputs, tidx, row, context)
+            self._elements(inputs, outputs, t, row, context)
 
     def _fetch_ahead(self, inputs, place, bidx):
         index = bidx if self.segments == 1 else bidx + place.rank * cute.arch.grid_dim()[0]
-        for gRow in self.access.rows(inputs, self.function.inputs, place.row):
-            self.access.fetch_ahead(gRow, place, place.valid & (index < AHEAD))
+        rows = self.access.rows(inputs, self.function.inputs, place.row)
+        self.access.fetch_ahead(rows, place, place.valid & (index < AHEAD))
 
     def _vectors(self, inputs, outputs, place, predicate, context):
         function = self.function
@@ -91,23 +88,21 @@ class Segments:
     @cute.jit
     def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):
         """A row whose length is not known at compile time, element by element."""
-        long_n = outputs[0].shape[len(outputs[0].shape) - 1]
+        long_n = outputs[0].shape[-1]
         n = Int32(long_n)
-        bases = self._bases(inputs, self.function.inputs, row, long_n)
-        targets = self._bases(outputs, self.function.outputs, row, long_n)
+        sources, targets = (
+            [Row.of(m, self.variant.tensors[name], row, long_n) for m, name in zip(tensors, names)]
+            for tensors, names in ((inputs, self.function.inputs), (outputs, self.function.outputs))
+        )
         let_next_start(self.pdl)
         for column in cutlass.range(tidx, n, self.tile.threads, unroll=4):
-            self._element(inputs, outputs, bases, targets, column, n, context)
+            self._element(sources, targets, column, n, context)
 
-    def _bases(self, tensors, names, row, n):
-        return [row_address(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
-
-    def _element(self, inputs, outputs, bases, targets, column, n, context):
+    def _element(self, sources, targets, column, n, context):
         values = []
-        for mX, base in zip(inputs, bases):
-            rX = fragment(mX.element_type, 1)
-            load_elements(rX, base + Int64(column) * (mX.element_type.width // 8), column, n)
+        for gRow in sources:
+            rX = fragment(gRow.element_type, 1)
+            load_elements(rX, gRow.at(column), column, n)
             values.append(rX.load().to(Float32))
-        for x, mX, base in zip(self.function.emit(tuple(values), (), context, Columns(column, 1)), outputs, targets):
-            rX = narrow(x, mX.element_type, 1)
-            store_elements(rX, base + Int64(column) * (mX.element_type.width // 8), column, n)
+        for x, gRow in zip(self.function.emit(tuple(values), (), context, Columns(column, 1)), targets):
+            store_elements(narrow(x, gRow.element_type, 1), gRow.at(column), column, n)

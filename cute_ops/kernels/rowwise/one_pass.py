@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import AHEAD, Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, present, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.rowwise.function import Columns
 
@@ -53,10 +53,7 @@ class OnePassRows:
         smem = cutlass.utils.SmemAllocator()
         slots = None
         if const_expr(self.ring is not None):
-            base = smem.allocate(self.ring.bytes, 16)
-            slots = [self.ring.view(base, m, name) for m, name in zip(inputs, self.function.inputs)]
-            for sX in slots:
-                self.ring.clear(sX, self.function.reduction.empty)
+            _, slots = self.ring.allocate(smem, inputs, self.function.reduction.empty)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
 
@@ -68,8 +65,8 @@ class OnePassRows:
         first = place.first
         if const_expr(self.pdl and self.ring is None):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            for gRow in self.access.rows(inputs, self.function.inputs, cutlass.min(row, count - 1)):
-                self.access.fetch_ahead(gRow, place, few)
+            rows = self.access.rows(inputs, self.function.inputs, cutlass.min(row, count - 1))
+            self.access.fetch_ahead(rows, place, few)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, valid)
         held = slots
@@ -80,7 +77,7 @@ class OnePassRows:
                 for rX in held:
                     self.access.trim(rX[k], k, place)
         else:
-            self._fetch(inputs, slots, first, row, count, predicate)
+            self.ring.fetch_row(inputs, slots, row, count, first, Int32(0), predicate)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             let_next_start(self.pdl)
@@ -101,13 +98,6 @@ class OnePassRows:
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
                     self.access.store(self.access.row(mX, name, row), rOut, place, k)
-
-    def _fetch(self, inputs, slots, first, row, count, predicate):
-        held = (
-            (sX, row_address(mX, self.variant.tensors[name], row, self.n), first, predicate)
-            for mX, sX, name in zip(inputs, slots, self.function.inputs)
-        )
-        self.ring.fetch_rows(held, self.tile.edge(row, count), Int32(0))
 
     def _gather(self, gets, insides):
         if self.ring is None:

@@ -139,7 +139,7 @@ class Pointwise:
 
     def _length(self, mOut):
         """Elements of a row's piece."""
-        return Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count if self.n is None else self.n
+        return Int64(mOut.shape[-1]) // self.outputs[0].count if self.n is None else self.n
 
     @cute.kernel
     def tiles(self, inputs, outputs):
@@ -288,7 +288,7 @@ class Pointwise:
         first = first + piece.index * Int64(n)
         if not piece.rows:
             return mX.iterator.toint() + first * itemsize
-        return row_address(mX, self.keys[piece.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
+        return row_address(mX, self.keys[piece.name], row, mX.shape[-1]) + first * itemsize
 
     def _store(self, rX, mX, piece, n, row, first, left):
         rOut = narrow(rX.load(), mX.element_type, self.vec)

@@ -87,7 +87,7 @@ class PointwiseShifted:
 
     def _row(self, mX, piece, n, row):
         """Byte address of the first element of a piece of a row."""
-        address = row_address(mX, self.keys[piece.name], row, mX.shape[len(mX.shape) - 1])
+        address = row_address(mX, self.keys[piece.name], row, mX.shape[-1])
         return address + Int64(n) * (piece.index * ITEMSIZE[self.keys[piece.name].dtype])
 
     def _edge(self, piece, n, row, rows):

@@ -14,7 +14,6 @@ from cute_ops.kernels.lib.row_layout import (
     WalkedRow,
     clusters,
     readable,
-    row_address,
     row_count,
 )
 from cute_ops.kernels.rowwise.config import ReduceConfig
@@ -63,7 +62,7 @@ class WalkedRows:
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
-        long_n = inputs[0].shape[len(inputs[0].shape) - 1]
+        long_n = inputs[0].shape[-1]
         n, vec, local = Int32(long_n), self.tile.vec, self.tile.local
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
@@ -96,9 +95,7 @@ class WalkedRows:
                     self._emit(rows, targets, results, context, v * vec - shift, n, readable_n)
 
     def _rows(self, tensors, names, row, n):
-        return [
-            Row(m.element_type, row_address(m, self.variant.tensors[name], row, n)) for m, name in zip(tensors, names)
-        ]
+        return [Row.of(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
 
     def _emit(self, rows, targets, results, context, first, n, readable):
         values = []
