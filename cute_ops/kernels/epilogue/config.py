@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
+from cute_ops.config import KernelConfig
 from cute_ops.kernels.lib.row_config import RowConfig
-from cute_ops.kernels.rowwise.config import PointwiseConfig
 
 
 class Texts(NamedTuple):
@@ -26,9 +26,11 @@ class Texts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FusedConfig(PointwiseConfig):
+class FusedConfig(KernelConfig):
     """``unroll`` vectors of each of ``threads`` threads, and the :class:`Texts` that say what they compute."""
 
+    threads: int
+    unroll: int
     expression: str
     reads: str
     writes: str

@@ -168,6 +168,14 @@ def trim(rX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constexpr = 0):
         fill_outside(rX, first, n, value)
 
 
+def trimmed(x, first, n):
+    """An fp32 vector with zeros outside the row."""
+    rX = fragment(Float32, cute.size(x.shape))
+    rX.store(x)
+    trim(rX, first, n)
+    return rX.load()
+
+
 class Inside:
     """Which elements of a vector, whose first of ``vec`` is column ``first``, lie in the columns ``[0, end)``.
 
@@ -180,12 +188,7 @@ class Inside:
 
     def only(self, x):
         """The fp32 vector with zeros in place of the elements outside."""
-        if self.whole:
-            return x
-        copy = fragment(Float32, self.vec)
-        copy.store(x)
-        trim(copy, self.first, self.end)
-        return copy.load()
+        return x if self.whole else trimmed(x, self.first, self.end)
 
     def count(self):
         """The number of elements inside, in fp32."""

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, trim
+from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, trimmed
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
 # Elements of a thread from which on its mean is near that of the row: off by a standard deviation in one of thousands.
@@ -46,14 +46,6 @@ def total(x):
     return x.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
 
-def trimmed(apart, first, n):
-    """Deviations from a mean, zero again outside the row."""
-    rD = fragment(Float32, cute.size(apart.shape))
-    rD.store(apart)
-    trim(rD, first, n)
-    return rD.load()
-
-
 class Total:
     """Sum of products over a thread's vectors, in several independent sums that hide an addition's latency."""
 
@@ -71,6 +63,8 @@ class Total:
                 self.sums[j % self.width] = self.sums[j % self.width] + value
 
     def value(self):
+        if not self.sums:
+            return Float32(0.0)
         while len(self.sums) > 1:
             half = len(self.sums) // 2
             # Of an odd number of sums the last one has no partner.
@@ -116,13 +110,11 @@ class MeanSquare(Statistics):
             counts: from :meth:`counts`.
         """
         totals = [Total(self.tile.per_thread) for _ in range(self.values)]
-        given = 0
         for k in range(self.tile.per_thread):
             vectors = read(k)
-            given = len(vectors)
             for t, v in zip(totals, vectors):
                 t.add(vectors[0], v)
-        return *(t.value() for t in totals[:given]), *(Float32(0.0) for _ in totals[given:])
+        return tuple(t.value() for t in totals)
 
     def begin(self):
         return (Float32(0.0),) * self.values
@@ -241,7 +233,7 @@ class Moments(Statistics):
                     t.sums[0] = t.sums[0] + rFound[i]
             else:
                 self._deviate(sums, read, first, middle, k)
-        return tuple(t.value() if t.sums else Float32(0.0) for t in sums)
+        return tuple(t.value() for t in sums)
 
     @cute.jit
     def _deviations_if(

@@ -51,10 +51,11 @@ class Settings:
         scale = dloss * (1.0 + 2.0 * self.z * (top + log_sum)) if self.z else dloss
         return scale * cute.math.exp(-log_sum), dloss * (self.smoothing / Float32(self.classes or n))
 
-    def slope(self, x, top, scales):
-        """The gradient of a vector of logits, without the target's term."""
-        dx = exponentials(x, top) * scales[0]
-        return dx - scales[1] if self.smoothing else dx
+    def gradient(self, x, top, scales, columns):
+        """The gradient of a vector of logits, without the target's term, as a fragment."""
+        dx, rDx = exponentials(x, top) * scales[0], fragment(Float32, columns.count)
+        rDx.store(dx - scales[1] if self.smoothing else dx)
+        return rDx
 
     def at_target(self, dloss):
         return dloss * (1.0 - self.smoothing)
@@ -125,8 +126,7 @@ class LossGradient(RowFunction):
         column, top, log_sum, dloss, n = context
         # Computed here, because earlier the logits' loads would wait for the numbers.
         scales = self.set.scales(log_sum, top, dloss, n)
-        rDx = fragment(Float32, columns.count)
-        rDx.store(self.set.slope(values[0], top, scales))
+        rDx = self.set.gradient(values[0], top, scales, columns)
         subtract_at(rDx, column - columns.first, self.set.at_target(dloss))
         return (rDx.load(),)
 
@@ -161,8 +161,7 @@ class LossStep(RowFunction):
     def emit(self, values, results, context, columns):
         kept, _, column, dloss, _, n = context
         scales = self.set.scales(cute.math.log(results[1]), results[0], dloss, n)
-        rDx = fragment(Float32, columns.count)
-        rDx.store(self.set.slope(values[0], results[0], scales))
+        rDx = self.set.gradient(values[0], results[0], scales, columns)
         subtract_within(rDx, column - columns.first, self.set.at_target(dloss))
         zero_unless(rDx, kept)  # a row that was not read has undefined values here
         return (rDx.load(),)

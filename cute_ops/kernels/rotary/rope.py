@@ -43,12 +43,12 @@ class Rope:
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mX, mCos, mSin, mOut, stream):
-        d, r = self.rotary.sizes(mX, mCos)
-        rows = row_count(mCos)
-        blocks = (rows * self._items(mX, d, r) + (self.threads - 1)) // self.threads
-        self.kernel(mX, mCos, mSin, mOut).launch(
-            grid=table_grid(blocks, mX, mCos),
+    def __call__(self, *arguments):
+        *sources, mCos, mSin, mOut, stream = arguments
+        d, r = self.rotary.sizes(sources[0], mCos)
+        blocks = (row_count(mCos) * self._items(mOut, d, r) + (self.threads - 1)) // self.threads
+        self.kernel(tuple(sources), mCos, mSin, mOut).launch(
+            grid=table_grid(blocks, sources[0], mCos),
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
@@ -75,25 +75,31 @@ class Rope:
         return row, token, row < row_count(mCos), item - group * chunks, heads
 
     @cute.kernel
-    def kernel(self, mX, mCos, mSin, mOut):
+    def kernel(self, sources, mCos, mSin, mOut):
         rotary = self.rotary
-        d, r = rotary.sizes(mX, mCos)
-        row, token, valid, chunk, heads = self._place(mX, mCos, d, r)
+        d, r = rotary.sizes(sources[0], mCos)
+        row, token, valid, chunk, heads = self._place(mOut, mCos, d, r)
         rotated, first, second = rotary.place(chunk, d, r)
-        turned = valid & rotated
-        inside = [valid & (head < self._heads(mX)) for head in heads]
+        inside = [valid & (head < self._heads(mOut)) for head in heads]
         wait_for_previous(self.pdl)
         loaded = []
         for head, here in zip(heads, inside):
-            address = head_address(mX, self.sources[0], token, head, d)
-            loaded.append(rotary.load(mX.element_type, address, here, first, second, d))
-        rCos = rotary.table(mCos, 0, row, chunk, turned)
-        rSin = rotary.table(mSin, 1, row, chunk, turned)
+            address = self._source(sources, token, head, d)
+            loaded.append(rotary.load(sources[0].element_type, address, here, first, second, d))
+        some = self._turns(sources, valid & rotated, heads[0])  # the first head is the lowest
+        rCos, rSin = rotary.table(mCos, 0, row, chunk, some), rotary.table(mSin, 1, row, chunk, some)
         let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
-            rotary.rotate(rX, rCos, rSin, rotated, self.sign)
-            address = head_address(mOut, self.out, token, head, d)
-            rotary.store(rX, mOut.element_type, address, here, first, second, d)
+            rotary.rotate(rX, rCos, rSin, self._turns(sources, rotated, head), self.sign)
+            rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, first, second, d)
+
+    def _source(self, sources, token, head, d):
+        """Byte address of a head of the output in the source that has it."""
+        return head_address(sources[0], self.sources[0], token, head, d)
+
+    def _turns(self, sources, rotated, head):
+        """Whether a chunk of a head turns, if it is ``rotated`` in heads that do."""
+        return rotated
 
 
 class RopeBackward(Rope):
@@ -114,40 +120,15 @@ class RopeBackwardJoined(Rope):
         heads = None if of_q is None else of_q + 2 * of_k
         super().__init__(variant, ("dq", "dk", "dv"), "dqkv", -1.0, heads)
 
-    @cute.jit
-    def __call__(self, mDq, mDk, mDv, mCos, mSin, mOut, stream):
-        d, r = self.rotary.sizes(mDq, mCos)
-        blocks = (row_count(mCos) * self._items(mOut, d, r) + (self.threads - 1)) // self.threads
-        self.kernel(mDq, mDk, mDv, mCos, mSin, mOut).launch(
-            grid=table_grid(blocks, mDq, mCos),
-            block=[self.threads, 1, 1],
-            stream=stream,
-            use_pdl=self.pdl,
+    def _source(self, sources, token, head, d):
+        # For a head that a source does not have, its address is not used.
+        of_q = head_count(sources[0])
+        turned = of_q + head_count(sources[1])
+        q, k, v = (
+            head_address(m, key, token, head - begin, d)
+            for m, key, begin in zip(sources, self.sources, (0, of_q, turned))
         )
+        return cutlass.select_(head < of_q, q, cutlass.select_(head < turned, k, v))
 
-    @cute.kernel
-    def kernel(self, mDq, mDk, mDv, mCos, mSin, mOut):
-        rotary = self.rotary
-        d, r = rotary.sizes(mDq, mCos)
-        row, token, valid, chunk, heads = self._place(mOut, mCos, d, r)
-        rotated, first, second = rotary.place(chunk, d, r)
-        of_q = head_count(mDq)
-        turned = of_q + head_count(mDk)  # heads from here on are not rotated
-        inside = [valid & (head < self._heads(mOut)) for head in heads]
-        wait_for_previous(self.pdl)
-        loaded = []
-        for head, here in zip(heads, inside):
-            # For a head that a source does not have, its address is not used.
-            q, k, v = (
-                head_address(m, key, token, head - begin, d)
-                for m, key, begin in zip((mDq, mDk, mDv), self.sources, (0, of_q, turned))
-            )
-            address = cutlass.select_(head < of_q, q, cutlass.select_(head < turned, k, v))
-            loaded.append(rotary.load(mDq.element_type, address, here, first, second, d))
-        # The first head is the lowest.
-        some = valid & rotated & (heads[0] < turned)
-        rCos, rSin = rotary.table(mCos, 0, row, chunk, some), rotary.table(mSin, 1, row, chunk, some)
-        let_next_start(self.pdl)
-        for rX, head, here in zip(loaded, heads, inside):
-            rotary.rotate(rX, rCos, rSin, rotated & (head < turned), self.sign)
-            rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, first, second, d)
+    def _turns(self, sources, rotated, head):
+        return rotated & (head < head_count(sources[0]) + head_count(sources[1]))

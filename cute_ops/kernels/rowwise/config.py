@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cute_ops.config import KernelConfig
 from cute_ops.kernels.lib.row_config import RowConfig
 
 
@@ -34,11 +33,3 @@ class MapConfig(RowConfig):
 
     form: Literal["rows", "segments", "elements"]
     segments: int = 1
-
-
-@dataclass(frozen=True)
-class PointwiseConfig(KernelConfig):
-    """Each of ``threads`` threads takes ``unroll`` vectors, of whatever rows."""
-
-    threads: int
-    unroll: int

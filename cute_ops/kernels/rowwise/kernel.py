@@ -2,8 +2,15 @@
 
 import cutlass.cute as cute
 
+from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig
 from cute_ops.kernels.rowwise.map import Segments
-from cute_ops.kernels.rowwise.two_pass import run_rows
+from cute_ops.kernels.rowwise.one_pass import OnePassRows
+from cute_ops.kernels.rowwise.two_pass import WalkedRows
+
+FORMS = {
+    "one_pass": OnePassRows, "smem": OnePassRows, "two_pass": WalkedRows,
+    "rows": Segments, "segments": Segments, "elements": Segments,
+}  # fmt: skip
 
 
 class RowKernel:
@@ -13,7 +20,8 @@ class RowKernel:
 
     def __init__(self, make, variant):
         self.names, self.function = variant.names, make(variant)
-        self.form = (Segments if self.function.reduction is None else run_rows)(variant, self.function)
+        config = (MapConfig if self.function.reduction is None else ReduceConfig).of(variant.config)
+        self.form = FORMS[config.form](variant, config, self.function)
 
     @cute.jit
     def __call__(self, *arguments):

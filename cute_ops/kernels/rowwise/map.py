@@ -10,7 +10,6 @@ from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, st
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, WalkedRow, row_count
-from cute_ops.kernels.rowwise.config import MapConfig
 from cute_ops.kernels.rowwise.function import Columns
 
 
@@ -21,17 +20,12 @@ class Segments:
     No shared memory. Bytes moved per element: every row tensor once. Each thread reads its elements before it writes
     them, so an output may have an input's memory. CTAs that start while the previous kernel is busy prefetch their
     inputs to L2.
-
-    Args:
-        variant: the kernel's variant.
-        function: a :class:`~cute_ops.kernels.rowwise.function.RowFunction` without a reduction.
     """
 
-    def __init__(self, variant, function):
+    def __init__(self, variant, config, function):
         self.variant = variant
         self.function = function
         self.n = variant.dims["n"]
-        config = MapConfig.of(variant.config)
         vectors = Vectors(variant, (*function.inputs, *function.outputs), self.n, config.align_vectors)
         self.segments = config.segments
         self.pdl = can_use_pdl(variant.arch)

@@ -22,7 +22,6 @@ from cute_ops.kernels.lib.copy import (
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, element_address, row_address, row_count
 from cute_ops.kernels.lib.tiled_copy import as_rows, lane_copy, load_vector, store_vector
-from cute_ops.kernels.rowwise.config import PointwiseConfig
 from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
 
 VECTOR_BYTES = 16
@@ -60,13 +59,13 @@ class Pointwise:
 
     Args:
         variant: the kernel's variant.
-        inputs, outputs: names of tensors, or pieces of them.
+        inputs, outputs: the tensors, or pieces of them.
         compute: fp32 elements to a tuple of fp32 elements.
-        config: a :class:`PointwiseConfig`; by default made from the variant's config.
+        config: with its ``threads`` and ``unroll``.
     """
 
-    def __init__(self, variant, inputs, outputs, compute, config=None):
-        self.inputs, self.outputs = _pieces(inputs), _pieces(outputs)
+    def __init__(self, variant, inputs, outputs, compute, config):
+        self.inputs, self.outputs = inputs, outputs
         self.keys = variant.tensors
         self.compute = compute
         self.n = variant.dims["n"]
@@ -76,8 +75,7 @@ class Pointwise:
         widest = VECTOR_BYTES // max(self._itemsize(p) for p in read)
         starts = [(self._start(p), self._itemsize(p)) for p in pieces if p.columns]
         self.vec = min([widest, *(start // size for start, size in starts if start < VECTOR_BYTES)])
-        config, self.shifted = config or PointwiseConfig.of(variant.config), None
-        tiles = all(p.tile for p in pieces)
+        self.shifted, tiles = None, all(p.tile for p in pieces)
         if tiles and 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
             self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
         self.threads = config.threads
@@ -302,7 +300,3 @@ class Pointwise:
 def number_address(mX, key, row):
     """Byte address of a row's element in a tensor of one number per row, ``*m 1`` or ``*m``."""
     return element_address(mX, key, row) if key.layout == "scattered" else row_address(mX, key, row, 1)
-
-
-def _pieces(names):
-    return tuple(name if isinstance(name, Piece) else Piece(name) for name in names)

@@ -16,9 +16,7 @@ from cute_ops.kernels.lib.row_layout import (
     readable,
     row_count,
 )
-from cute_ops.kernels.rowwise.config import ReduceConfig
 from cute_ops.kernels.rowwise.function import Columns
-from cute_ops.kernels.rowwise.one_pass import OnePassRows
 
 BATCH = 4  # vectors of a thread that are in flight together
 
@@ -132,9 +130,3 @@ class WalkedRows:
             if self.tile.vec * rX.element_type.width >= 32:
                 compiler_barrier(rX)
         return tuple(rX.load().to(Float32) for rX in vectors)
-
-
-def run_rows(variant, function):
-    """The kernel of a row function, in the form that the variant's config names."""
-    config = ReduceConfig.of(variant.config)
-    return (WalkedRows if config.form == "two_pass" else OnePassRows)(variant, config, function)
