@@ -16,7 +16,7 @@ from cute_ops.kernels.epilogue.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.row_copy import Row
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
-from cute_ops.kernels.rowwise.pointwise import Piece, number_address
+from cute_ops.kernels.rowwise.pointwise import Piece
 
 VEC = 8  # columns of a thread: half of the smallest group, a 16th of the largest
 MOST_HELD = 4  # vectors of each tile, and of sums over rows, that a thread has in registers at once
@@ -71,10 +71,6 @@ class RowsOfGroups(RowsInPasses):
             at = row % row_count(tensors[piece.name]) if self._period(piece) else row
             found += super().rows(tensors, [(i, piece)], at, n)
         return found
-
-    def number_address(self, tensors, piece, row):
-        mX = tensors[piece.name]
-        return number_address(mX, self.variant.tensors[piece.name], row) if piece.rows else mX.iterator.toint()
 
     def _begin(self, tensors, group, n, long_n):
         if self.steps == 0:

@@ -8,16 +8,10 @@ from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.row_exchange import exchanges
 from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown
 from cute_ops.kernels.lib.column_params import column_elements
-from cute_ops.kernels.lib.copy import (
-    fragment,
-    gmem_elements,
-    store,
-    store_elements,
-    widen,
-)
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, store, store_elements, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import VectorAccess
-from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, readable
+from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, clusters, readable
 
 
 class RowsInPasses(RowPieces):
@@ -44,9 +38,7 @@ class RowsInPasses(RowPieces):
         groups = cutlass.min(self.shape(tensors)[0], Int64(MAX_GRID))
         if const_expr(len(self.sums) > 0):
             groups = tensors[self.partials_of(self.sums[0][1])].shape[0]
-        self.kernel(arguments).launch(
-            grid=[Int32(groups), 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
-        )
+        self.kernel(arguments).launch(**clusters(self.tile, Int32(groups)), stream=stream, use_pdl=self.pdl)
 
     @cute.kernel
     def kernel(self, arguments):

@@ -13,7 +13,7 @@ from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
-from cute_ops.kernels.rowwise.pointwise import Piece
+from cute_ops.kernels.rowwise.pointwise import Piece, number_address
 
 
 class Column(NamedTuple):
@@ -93,9 +93,9 @@ class RowPieces:
         found = []
         for _, piece in pieces:
             mX = tensors[piece.name]
-            address = row_address(mX, self.variant.tensors[piece.name], row, mX.shape[-1])
+            gRow = Row.of(mX, self.variant.tensors[piece.name], row, mX.shape[-1])
             step = Int64(n) * (piece.index * (mX.element_type.width // 8))
-            found.append(Row(mX.element_type, address + step))
+            found.append(gRow._replace(address=gRow.address + step))
         return found
 
     def column(self, tensors, piece, n):
@@ -112,7 +112,7 @@ class RowPieces:
 
     def number_address(self, tensors, piece, row):
         mX = tensors[piece.name]
-        return row_address(mX, self.variant.tensors[piece.name], row, 1) if piece.rows else mX.iterator.toint()
+        return number_address(mX, self.variant.tensors[piece.name], row) if piece.rows else mX.iterator.toint()
 
     @cute.jit
     def store_numbers(self, tensors: cutlass.Constexpr, values: cutlass.Constexpr, row: Int64, alone: Boolean):

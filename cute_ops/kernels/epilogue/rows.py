@@ -465,6 +465,6 @@ class Slot:
 
     def elements(self, k, columns):
         """From j to the operands' j-th elements of the k-th vectors, by node."""
-        held = [*((i, vector) for (i, _), vector in zip(self.rows.tiles, self.read(k)))]
+        held = [(i, vector) for (i, _), vector in zip(self.rows.tiles, self.read(k))]
         held += [(i, widen(rW)) for i, rW in columns]
         return lambda j: {i: vector[j] for i, vector in held}

@@ -9,17 +9,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import column_elements, scale
 from cute_ops.kernels.lib.column_reduce import ColumnSum
-from cute_ops.kernels.lib.copy import (
-    fragment,
-    load,
-    load_elements,
-    narrow,
-    store,
-    store_elements,
-)
+from cute_ops.kernels.lib.copy import fragment, load, load_elements, narrow, store, store_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, readable, row_address, row_count
+from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, clusters, readable, row_count
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
 
@@ -38,19 +31,13 @@ class TwoPassRows:
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2, held=False)
         self.pdl = can_use_pdl(variant.arch)
 
-    def length(self, mX):
-        return Int32(mX.shape[-1])
-
     def vectors(self, n, shift):
         """Vectors of a row of n elements."""
         return (n + shift + (self.tile.vec - 1)) // self.tile.vec
 
     def row(self, mX, name, row):
         """A row of a tensor, None if the tensor is absent."""
-        if mX is None:
-            return None
-        n = mX.shape[-1]
-        return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, n))
+        return None if mX is None else Row.of(mX, self.variant.tensors[name], row, mX.shape[-1])
 
     def read(self, gRow, first, n, readable):
         """A vector in fp32, zero outside the row; see :func:`cute_ops.kernels.lib.row_layout.readable`."""
@@ -79,10 +66,7 @@ class NormForwardTwoPass(TwoPassRows):
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
         rows = row_count(mX)
         self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
-            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
-            block=[self.tile.threads, 1, 1],
-            stream=stream,
-            use_pdl=self.pdl,
+            **clusters(self.tile, Int32(cutlass.min(rows, Int64(MAX_GRID)))), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
@@ -92,7 +76,7 @@ class NormForwardTwoPass(TwoPassRows):
         grid, _, _ = cute.arch.grid_dim()
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
-        n, vec = self.length(mX), self.tile.vec
+        n, vec = Int32(mX.shape[-1]), self.tile.vec
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
@@ -124,7 +108,7 @@ class NormForwardTwoPass(TwoPassRows):
                 if const_expr(mResidual is None):
                     h = self.read(gX, first, n, within)
                 else:
-                    h = self.read(self.row(mResidualOut, "residual_out", row), first, n, within)
+                    h = self.read(gSum, first, n, within)
                 y = centre(h, mean) * rstd
                 if const_expr(mWeight is not None):
                     y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
@@ -158,7 +142,7 @@ class NormBackwardTwoPass(TwoPassRows):
         else:
             groups = Int32(cutlass.min(rows, Int64(self.config.clusters)))
         self.kernel(inputs, columns[0], outputs, partials).launch(
-            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
+            **clusters(self.tile, groups), stream=stream, use_pdl=self.pdl
         )
         if const_expr(mPartials is not None):
             self.column_sum(partials, dcolumns, stream)
@@ -171,8 +155,8 @@ class NormBackwardTwoPass(TwoPassRows):
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
         mX, _, mDres = inputs
-        n, vec = self.length(mX), self.tile.vec
-        long_n = mX.shape[-1]
+        long_n, vec = mX.shape[-1], self.tile.vec
+        n = Int32(long_n)
         steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
         shift = self.tile.v.shift(Int64(group), long_n)
         count = self.vectors(n, shift)

@@ -10,7 +10,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import fragment, load_elements, load_if, narrow, store_elements, store_if, trim
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_finite, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, row_address, row_count
+from cute_ops.kernels.lib.row_copy import Row
+from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, clusters, row_count
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
 from cute_ops.kernels.quantize.one_pass import store_number_if
@@ -42,10 +43,7 @@ class QuantizeTwoPass:
     def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
         rows = row_count(mOut)
         self.kernel(inputs, columns, mResidualOut, mOut, mScale).launch(
-            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
-            block=[self.tile.threads, 1, 1],
-            stream=stream,
-            use_pdl=self.pdl,
+            **clusters(self.tile, Int32(cutlass.min(rows, Int64(MAX_GRID)))), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
@@ -65,26 +63,25 @@ class QuantizeTwoPass:
         steps = Int32((row_count(mOut) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)
-            bases = [self._base(m, name, row) for m, name in zip(inputs, self.source.names)]
-            out_base, scale_base = self._base(mOut, "out", row), self._base(mScale, "scale", row)
-            read, read_bases, rstd = inputs, bases, None
+            read, rstd = [self._row(m, name, row) for m, name in zip(inputs, self.source.names)], None
+            gOut, gScale = self._row(mOut, "out", row), self._row(mScale, "scale", row)
             if const_expr(self.source.normed):
                 squares = Float32(0.0)
                 if const_expr(mResidualOut is not None):
-                    sum_base = self._base(mResidualOut, "residual_out", row)
+                    gX, gResidual = read
                     # This thread's own stores are read back.
-                    read, read_bases = (mResidualOut,), [sum_base]
+                    read = [self._row(mResidualOut, "residual_out", row)]
                     for i in cutlass.range(walk, unroll=2):
                         first = i * stride + start
-                        h = self._read(inputs[0], bases[0], first, n) + self._read(inputs[1], bases[1], first, n)
+                        h = self._read(gX, first, n) + self._read(gResidual, first, n)
                         rH = narrow(h, mResidualOut.element_type, self.vec)
-                        self._write(rH, sum_base, first, n)
+                        self._write(rH, read[0], first, n)
                         h = rH.load().to(Float32)
                         squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 else:
-                    read, read_bases = inputs[:1], bases[:1]
+                    read = read[:1]
                     for i in cutlass.range(walk, unroll=4):
-                        h = self._read(inputs[0], bases[0], i * stride + start, n)
+                        h = self._read(read[0], i * stride + start, n)
                         squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 (total,) = self.sum((squares,), sSum, None, step)
                 rstd = cute.math.rsqrt(total / Float32(n) + self.source.eps, fastmath=True)
@@ -92,33 +89,31 @@ class QuantizeTwoPass:
             if const_expr(self.by_row):
                 largest = Float32(0.0)
                 for i in cutlass.range(walk, unroll=2):
-                    rY = self._value(read, read_bases, rstd, columns, i * stride + start, n)
+                    rY = self._value(read, rstd, columns, i * stride + start, n)
                     largest = largest_finite(rY, largest)
                 (largest,) = self.max((largest,), sMax, None, step)
                 factor, inverse = scale_of(largest)
-                store_number_if(tidx == 0, factor, scale_base)
+                store_number_if(tidx == 0, factor, gScale.address)
             for i in cutlass.range(walk, unroll=2):
                 first = i * stride + start
-                rY = self._value(read, read_bases, rstd, columns, first, n)
+                rY = self._value(read, rstd, columns, first, n)
                 if const_expr(not self.by_row):
-                    self._scale_block(rY, scale_base, first, n)
+                    self._scale_block(rY, gScale, first, n)
                 else:
                     rY.store(rY.load() * inverse)
-                self._write(to_fp8(rY.load(), self.vec), out_base, first, n)
+                self._write(to_fp8(rY.load(), self.vec), gOut, first, n)
 
-    def _scale_block(self, rY, base, first, n):
+    def _scale_block(self, rY, gScale, first, n):
         factor, inverse = scale_of(lanes_max(largest_finite(rY, Float32(0.0)), self.lanes))
-        store_number_if((first % BLOCK == 0) & (first < n), factor, base + Int64(first // BLOCK) * 4)
+        store_number_if((first % BLOCK == 0) & (first < n), factor, gScale.at(first // BLOCK))
         rY.store(rY.load() * inverse)
 
-    def _base(self, mX, name, row):
-        if mX is None:
-            return None
-        return row_address(mX, self.variant.tensors[name], row, mX.shape[-1])
+    def _row(self, mX, name, row):
+        return None if mX is None else Row.of(mX, self.variant.tensors[name], row, mX.shape[-1])
 
-    def _value(self, inputs, bases, rstd, columns, first, n):
+    def _value(self, rows, rstd, columns, first, n):
         """A vector in fp32, zero outside the row."""
-        wide = [self._read(m, base, first, n) for m, base in zip(inputs, bases)]
+        wide = [self._read(gX, first, n) for gX in rows]
         parameters = [
             None if m is None else self._column(m, name, first, n) for m, name in zip(columns, ("weight", "bias"))
         ]
@@ -127,27 +122,24 @@ class QuantizeTwoPass:
         trim(rY, first, n)
         return rY
 
-    def _read(self, mX, base, first, n):
-        rX = self._vector(mX.element_type, base + Int64(first) * (mX.element_type.width // 8), self.whole, first, n)
-        return rX.load().to(Float32)
+    def _read(self, gX, first, n):
+        return self._vector(gX, self.whole, first, n).load().to(Float32)
 
     def _column(self, mW, name, first, n):
-        itemsize = mW.element_type.width // 8
-        whole = self.whole and self.variant.tensors[name].align >= min(self.vec * itemsize, 16)
-        return self._vector(mW.element_type, mW.iterator.toint() + Int64(first) * itemsize, whole, first, n)
+        whole = self.whole and self.variant.tensors[name].align >= min(self.vec * mW.element_type.width // 8, 16)
+        return self._vector(Row(mW.element_type, mW.iterator.toint()), whole, first, n)
 
-    def _vector(self, dtype, address, whole, first, n):
-        rX = fragment(dtype, self.vec)
+    def _vector(self, gX, whole, first, n):
+        rX = fragment(gX.element_type, self.vec)
         rX.fill(0)
         if whole:
-            load_if(first < n, rX, address)
+            load_if(first < n, rX, gX.at(first))
         else:
-            load_elements(rX, address, first, n)
+            load_elements(rX, gX.at(first), first, n)
         return rX
 
-    def _write(self, rX, base, first, n):
-        address = base + Int64(first) * (rX.element_type.width // 8)
+    def _write(self, rX, gX, first, n):
         if self.whole:
-            store_if(first < n, rX, address)
+            store_if(first < n, rX, gX.at(first))
         else:
-            store_elements(rX, address, first, n)
+            store_elements(rX, gX.at(first), first, n)

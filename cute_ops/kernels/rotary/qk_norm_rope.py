@@ -83,6 +83,16 @@ class HeadRows:
             return x
         return cute.arch.warp_reduction(x, operator.add, threads_in_group=self.lanes)
 
+    def load(self, mX, name, token, head, valid, places, d):
+        """This thread's chunks of a head."""
+        address = head_address(mX, self.key(name), token, head, d)
+        return [self.rotary.load(mX.element_type, address, valid & p[1], *p[3:], d) for p in places]
+
+    def heads_of(self, mX, group, valid):
+        """(head, whether it exists) of each head that a unit of threads works on."""
+        heads = [group + u * self.groups(mX) for u in range(self.heads)]
+        return [(head, valid & (head < head_count(mX))) for head in heads]
+
     def tables(self, mCos, mSin, row, place, valid):
         chunk, inside, rotated, _, _ = place
         turned = valid & inside & rotated
@@ -130,20 +140,11 @@ class QKNormRope(HeadRows):
             self._long(mX, mWeight, mCos, mSin, mOut, token, group, valid, row, names)
         else:
             places = self.places(d, r)
-            heads = [group + u * self.groups(mX) for u in range(self.heads)]
-            here = [valid & (head < head_count(mX)) for head in heads]
-            loaded = [
-                [
-                    self.rotary.load(
-                        mX.element_type, head_address(mX, self.key(names[0]), token, head, d), ok & p[1], *p[3:], d
-                    )
-                    for p in places
-                ]
-                for head, ok in zip(heads, here)
-            ]
+            heads = self.heads_of(mX, group, valid)
+            loaded = [self.load(mX, names[0], token, head, ok, places, d) for head, ok in heads]
             weights = [self.rotary.column(mWeight, self.key(names[1]), p[1], *p[3:], d) for p in places]
             tables = [self.tables(mCos, mSin, row, p, valid) for p in places]
-            for head, ok, chunks in zip(heads, here, loaded):
+            for (head, ok), chunks in zip(heads, loaded):
                 squares = Float32(0.0)
                 for rX in chunks:
                     squares = squares + _dot(rX, rX)
@@ -256,22 +257,13 @@ class QKNormRopeBackward(HeadRows):
     ):  # fmt: skip
         d, _ = self.rotary.sizes(mX, mCos)
         token, group, valid = self.unit(mX, at, row_count(mX, inner=2))
-        heads = [group + u * self.groups(mX) for u in range(self.heads)]
-        here = [valid & (head < head_count(mX)) for head in heads]
-        loaded = []
-        for head, ok in zip(heads, here):
-            x_address = head_address(mX, self.key(names[0]), token, head, d)
-            dout_address = head_address(mDout, self.key(names[2]), token, head, d)
-            loaded.append([
-                (
-                    self.rotary.load(mX.element_type, x_address, ok & p[1], *p[3:], d),
-                    self.rotary.load(mDout.element_type, dout_address, ok & p[1], *p[3:], d),
-                )
-                for p in places
-            ])  # fmt: skip
+        heads, loaded = self.heads_of(mX, group, valid), []
+        for head, ok in heads:
+            both = [self.load(m, name, token, head, ok, places, d) for m, name in ((mX, names[0]), (mDout, names[2]))]
+            loaded.append([*zip(*both)])
         row = self.rotary.row(mCos, token)
         tables = [self.tables(mCos, mSin, row, p, valid) for p in places]
-        for head, ok, chunks in zip(heads, here, loaded):
+        for (head, ok), chunks in zip(heads, loaded):
             squares, products = Float32(0.0), Float32(0.0)
             for p, (rX, rDout), rWeight, table in zip(places, chunks, weights, tables):
                 self.rotary.rotate(rDout, *table, p[2], -1.0)
