@@ -10,7 +10,7 @@ from cute_ops.expressions.groups import REDUCTIONS, sizes
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
-from cute_ops.kernels.epilogue.row_passes import RowsInPasses, zeros
+from cute_ops.kernels.epilogue.row_passes import RowsInPasses
 from cute_ops.kernels.epilogue.select import FusedRows
 from cute_ops.kernels.epilogue.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
@@ -75,7 +75,7 @@ class RowsOfGroups(RowsInPasses):
     def _begin(self, tensors, group, n, long_n):
         if self.steps == 0:
             return super()._begin(tensors, group, n, long_n)
-        return [[zeros(self.tile.vec) for _ in self.outputs["r"]] for _ in range(self.steps)]
+        return [[fragment(Float32, self.tile.vec, 0.0) for _ in self.outputs["r"]] for _ in range(self.steps)]
 
     def _end(self, tensors, sums, group, tidx, n):
         for k, held in enumerate(sums):

@@ -56,7 +56,10 @@ class RowsInPasses(RowPieces):
         wait_for_previous(self.pdl)
         if const_expr(len(self.sums) == 0):
             let_next_start(self.pdl)
-        sums, scalars = self._begin(tensors, Int32(group), n, long_n), [zeros(1) for _ in self.outputs["s"]]
+        sums, scalars = (
+            self._begin(tensors, Int32(group), n, long_n),
+            [fragment(Float32, 1, 0.0) for _ in self.outputs["s"]],
+        )
         for step in cutlass.range(steps, unroll=1):
             walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
             values = self._reduced(walk, step, sSum, mbar, scalars)
@@ -123,7 +126,7 @@ class RowsInPasses(RowPieces):
             for v in cutlass.range(cute.arch.thread_idx()[0], vectors, self.tile.threads, unroll=1):
                 first = v * self.tile.vec - shift
                 address = self._place(tensors[self.partials_of(piece)], piece, group, n) + Int64(first) * 4
-                store_elements(zeros(self.tile.vec), address, first, n)
+                store_elements(fragment(Float32, self.tile.vec, 0.0), address, first, n)
 
     def _place(self, mPartials, piece, group, n):
         return mPartials.iterator.toint() + (Int64(group) * Int64(mPartials.shape[1]) + Int64(piece.index * n)) * 4
@@ -137,12 +140,6 @@ class RowsInPasses(RowPieces):
         for j in cutlass.range_constexpr(self.tile.vec):
             if first + j >= 0 and first + j < n:
                 gSum[j] = gSum[j] + rX[j]
-
-
-def zeros(count):
-    rX = fragment(Float32, count)
-    rX.fill(0.0)
-    return rX
 
 
 class RowPass:

@@ -181,8 +181,7 @@ def combined(combine, rX):
 @cute.jit
 def number(mX: cute.Tensor, address: Int64, valid: Boolean):
     """A number in fp32; 0 where it does not exist."""
-    rX = cute.make_rmem_tensor((1,), mX.element_type)
-    rX.fill(0)
+    rX = fragment(mX.element_type, 1, 0)
     if valid:
         rX[0] = gmem_elements(mX.element_type, address, 1)[0]
     return rX[0].to(Float32)

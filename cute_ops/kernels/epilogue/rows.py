@@ -204,9 +204,8 @@ class RowsInRegisters(HeldRows):
             flat = self.variant.tensors[piece.name].layout == "flat"
             tail = place.row + 1 >= place.count if flat else Boolean(True)
             bound = cutlass.select_(tail, Int32(self.n - vec + 1), bound)
-        pairs = [fragment(gRow.element_type, 2 * vec) for _ in place.first]
+        pairs = [fragment(gRow.element_type, 2 * vec, 0) for _ in place.first]
         for rPair, start in zip(pairs, place.first):
-            rPair.fill(0)
             begin = start - past // itemsize
             fetch(rPair, base + Int64(begin) * itemsize, begin, end, bound, tail)
         return pairs, past
@@ -313,7 +312,7 @@ class RowsInRing(HeldRows):
 
     def _numbers(self, tensors, row, count):
         """What the operands have one number of, for a row."""
-        numbers = [cute.make_rmem_tensor((1,), tensors[piece.name].element_type) for _, piece in self.numbers]
+        numbers = [fragment(tensors[piece.name].element_type, 1) for _, piece in self.numbers]
         self._load_numbers(tensors, numbers, row, count, scalars=True)
         return numbers
 
@@ -402,11 +401,9 @@ class RowsInRing(HeldRows):
 
     def _nothing(self):
         """This thread's sums over rows: of its vectors of each row vector, and of each scalar."""
-        vectors = [[fragment(Float32, self.tile.vec) for _ in range(self.tile.per_thread)] for _ in self.outputs["r"]]
-        numbers = [cute.make_rmem_tensor((1,), Float32) for _ in self.outputs["s"]]
-        for rSum in (*(rSum for rSums in vectors for rSum in rSums), *numbers):
-            rSum.fill(0.0)
-        return [*vectors, *numbers]
+        vec, count = self.tile.vec, self.tile.per_thread
+        vectors = [[fragment(Float32, vec, 0.0) for _ in range(count)] for _ in self.outputs["r"]]
+        return [*vectors, *(fragment(Float32, 1, 0.0) for _ in self.outputs["s"])]
 
     @cute.jit
     def _store_columns(

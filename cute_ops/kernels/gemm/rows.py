@@ -27,10 +27,7 @@ class RowReductions:
 
     def start(self):
         """The results for no columns: two rows for each reduction."""
-        found = [fragment(Float32, 2) for _ in self.reductions]
-        for word, rX in zip(self.reductions, found):
-            rX.fill(NEUTRAL[word])
-        return found
+        return [fragment(Float32, 2, NEUTRAL[word]) for word in self.reductions]
 
     def add(self, results, v, chunk, values):
         """Add the values of one accumulator, given by its index, unless its column lies outside."""

@@ -75,7 +75,7 @@ def _realigned(dtype, base, tile, first, ks):
     regular = tile.threads_per_row * tile.vec % each == 0
     loaded = []
     for k in ks:
-        rLoaded = cute.make_rmem_tensor((count * each,), dtype)
+        rLoaded = fragment(dtype, count * each)
         lower = first[k] >> each.bit_length() - 1
         for i in range(count):
             place = lower + i
@@ -124,7 +124,7 @@ def _load_piece(
     size = rX.element_type.width // 8
     if here:
         source = cute.make_ptr(bits, address + place * size, cute.AddressSpace.gmem, assumed_align=bytes_)
-        found = cute.make_rmem_tensor((1,), bits)
+        found = fragment(bits, 1)
         found[0] = cute.arch.load(source, bits, sem="relaxed", scope="cta")
         # The layout is made anew: that of a single number would have no stride.
         pointer = cute.recast_ptr(found.iterator, dtype=rX.element_type)

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_reduce import WARP
 
@@ -68,7 +69,7 @@ class ColumnSum:
             count = Int32(mPartials.shape[0])
             for p in cutlass.range(level, count, self.depth * BATCH, unroll=1):
                 # BATCH loads at a time; past the end they load the last row again, which is then not counted.
-                rPartials = cute.make_rmem_tensor((BATCH,), Float32)
+                rPartials = fragment(Float32, BATCH)
                 for i in cutlass.range_constexpr(BATCH):
                     rPartials[i] = mPartials[cutlass.min(p + i * self.depth, count - 1), start + x]
                 for i in cutlass.range_constexpr(BATCH):

@@ -36,8 +36,12 @@ def gmem_elements(dtype, address, vec):
     return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem), cute.make_layout(vec))
 
 
-def fragment(dtype, vec):
-    return cute.make_rmem_tensor((vec,), dtype)
+def fragment(dtype, vec, value=None):
+    """``vec`` elements in registers, undefined or all of one value."""
+    rX = cute.make_rmem_tensor((vec,), dtype)
+    if value is not None:
+        rX.fill(value)
+    return rX
 
 
 def load(rX, address, shared=False):
@@ -224,6 +228,14 @@ def widen(rX):
         rWide[2 * j] = (rWords[j] << 16).bitcast(Float32)
         rWide[2 * j + 1] = (rWords[j] & UPPER_HALF).bitcast(Float32)
     return rWide.load()
+
+
+def widen_late(vectors):
+    """Vectors in fp32, no earlier than here: until then they take the registers of their own dtype."""
+    for rX in vectors:
+        if cute.size(rX) * rX.element_type.width >= 32:
+            compiler_barrier(rX)
+    return tuple(rX.load().to(Float32) for rX in vectors)
 
 
 def narrow(x, dtype, vec):

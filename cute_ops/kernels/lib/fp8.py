@@ -28,12 +28,12 @@ def to_fp8(x, vec):
     rX = fragment(Float32, vec)
     rX.store(x)
     if vec % 4 == 0:
-        rWords = cute.make_rmem_tensor((vec // 4,), Int32)
+        rWords = fragment(Int32, vec // 4)
         for i in range(vec // 4):
             four = [rX[4 * i + j] for j in range(4)]
             rWords[i] = cute.arch.inline_ptx(_FOUR, write_only_types=[Int32], read_only_args=four)
         return _bytes(rWords, vec)
-    rPairs = cute.make_rmem_tensor(((vec + 1) // 2,), Int16)
+    rPairs = fragment(Int16, (vec + 1) // 2)
     for i in range((vec + 1) // 2):
         two = [rX[2 * i], rX[min(2 * i + 1, vec - 1)]]
         rPairs[i] = cute.arch.inline_ptx(_PAIR, write_only_types=[Int16], read_only_args=two)

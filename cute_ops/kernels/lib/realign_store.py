@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8
 
-from cute_ops.kernels.lib.copy import gmem_elements, store
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, store
 from cute_ops.kernels.lib.realign import settle
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, Vectors, present
 
@@ -91,7 +91,7 @@ class ColumnStore:
     def _move(self, sRow: cute.Tensor, address: Int64, head: Int32, i: Int32, whole: Int32):
         """The i-th whole vector of memory."""
         if i < whole:
-            rPair = cute.make_rmem_tensor((2 * VECTOR_BYTES,), Uint8)
+            rPair = fragment(Uint8, 2 * VECTOR_BYTES)
             source = cute.make_ptr(
                 Uint8, (sRow.iterator + i * VECTOR_BYTES).toint(), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES
             )

@@ -132,9 +132,7 @@ class RowAccess:
         held, (bound, tail) = [], self.tile.edge(place.row, place.count)
         valid = place.valid if self.tile.v.shifted else True
         for gRow in rows:
-            vectors = [fragment(gRow.element_type, self.tile.vec) for _ in place.first]
-            for rX in vectors:
-                rX.fill(self.empty)
+            vectors = [fragment(gRow.element_type, self.tile.vec, self.empty) for _ in place.first]
             if predicate is None:
                 self._load(vectors, gRow, place.first, bound, valid)
             else:
@@ -230,8 +228,7 @@ class VectorAccess:
 @cute.jit
 def number_or(mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, valid: Boolean, other: cutlass.Constexpr):
     """A row's number, or ``other`` if the row does not exist."""
-    rX = cute.make_rmem_tensor((1,), mX.element_type)
-    rX.fill(other)
+    rX = fragment(mX.element_type, 1, other)
     if valid:
         rX[0] = load_number(mX, key, row)
     return rX[0]

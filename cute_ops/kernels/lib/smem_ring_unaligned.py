@@ -6,7 +6,7 @@ See :mod:`cute_ops.kernels.lib.realign` for how a vector is made from two.
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_ops.kernels.lib.copy import access_bits, pieces, trim
+from cute_ops.kernels.lib.copy import access_bits, fragment, pieces, trim
 from cute_ops.kernels.lib.realign import bytes_past, settle_all
 from cute_ops.kernels.lib.smem_ring import RowRing
 
@@ -71,7 +71,7 @@ class WindowRing(RowRing):
     def read_row(self, sX, address, first, k):
         """This thread's k-th vector of a row, zero outside it."""
         vec, t = self.tile.vec, cute.arch.thread_idx()[0]
-        rPair = cute.make_rmem_tensor((2 * vec,), sX.element_type)
+        rPair = fragment(sX.element_type, 2 * vec)
         for i in range(2):
             sV = self._vector(sX, k, t + i)
             cute.autovec_copy(sV, cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(sV.shape)))

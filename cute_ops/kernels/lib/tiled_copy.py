@@ -33,7 +33,7 @@ def store_vector(copy, rX, tXgX, inside=True):
     """Store a lane's vector if ``inside``; all its accesses have this one predicate, (accesses)."""
     tXpX = None
     if inside is not True:
-        rInside = cute.make_rmem_tensor((1,), Boolean)
+        rInside = fragment(Boolean, 1)
         rInside[0] = inside
         tXpX = cute.make_tensor(rInside.iterator, cute.make_layout((cute.size(tXgX, mode=[0, 1]),), stride=(0,)))
     cute.copy(copy, cute.make_tensor(rX.iterator, tXgX.layout.shape), tXgX, pred=tXpX)

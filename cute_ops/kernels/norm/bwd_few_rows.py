@@ -136,9 +136,7 @@ class NormBackwardFewRows(NormBackward):
         """Gradients of the weight and the bias, for the cluster's share of the CTA's columns."""
         tile, rows = self.tile, self.tile.rows
         vector, top = self._place(replica)
-        sums = [fragment(Float32, tile.vec) for _ in dcolumns]
-        for rSum in sums:
-            rSum.fill(0.0)
+        sums = [fragment(Float32, tile.vec, 0.0) for _ in dcolumns]
         for i in cutlass.range_constexpr(len(held)):
             row = i * self.height + top
             if (row < count) & (top < self.depth):

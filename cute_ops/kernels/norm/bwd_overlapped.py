@@ -90,9 +90,7 @@ class NormBackwardOverlapped(NormBackward):
         # The loads above need no wait, since the first kernel let this one start after its own wait. Its results do.
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
-        sums = [fragment(Float32, vec) for _ in dcolumns]
-        for rSum in sums:
-            rSum.fill(0.0)
+        sums = [fragment(Float32, vec, 0.0) for _ in dcolumns]
         for row, (rX, rDout) in zip(rows, held):
             dout = widen(rDout)
             if const_expr(mTerms is not None):

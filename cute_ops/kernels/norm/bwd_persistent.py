@@ -131,10 +131,7 @@ class NormBackward(RowWalk):
     def _accumulators(self, mPartials):
         if mPartials is None:
             return None
-        sums = [fragment(Float32, self.tile.vec) for _ in range(self.tile.per_thread)]
-        for rSum in sums:
-            rSum.fill(0.0)
-        return sums
+        return [fragment(Float32, self.tile.vec, 0.0) for _ in range(self.tile.per_thread)]
 
     def _store_accumulated(self, partials, accumulated, base, place, rank, first):
         for mPartials, rSum in zip(partials, accumulated):

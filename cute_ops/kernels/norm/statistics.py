@@ -226,8 +226,7 @@ class Moments(Statistics):
         sums = [Total(self.tile.per_thread) for _ in range(4)]
         for k in range(self.tile.per_thread):
             if self.tile.sparse(k):
-                rFound = fragment(Float32, 4)
-                rFound.fill(0.0)
+                rFound = fragment(Float32, 4, 0.0)
                 self._deviations_if(first[k] < self.tile.n, rFound, read, first, middle, k)
                 for i, t in enumerate(sums[: 4 if self.backward else 2]):
                     t.sums[0] = t.sums[0] + rFound[i]

@@ -164,8 +164,7 @@ class NormBackwardTwoPass(TwoPassRows):
         for mPartials in partials:
             if const_expr(mPartials is not None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
-                    zero = fragment(Float32, vec)
-                    zero.fill(0.0)
+                    zero = fragment(Float32, vec, 0.0)
                     self._store_partial(zero, mPartials, group, v * vec - shift, n)
         for step in cutlass.range(steps, unroll=1):
             row = Int64(group) + Int64(step) * Int64(groups)

@@ -93,8 +93,7 @@ class EmbeddingBackward:
         first = chunk * self.chunk
         if first + self.chunk <= Int32(extent(mClasses, 0)):
             if mClasses[first] == mClasses[first + self.chunk - 1]:
-                rSum = fragment(Float32, self.vec)
-                rSum.fill(0.0)
+                rSum = fragment(Float32, self.vec, 0.0)
                 self._add_tokens(
                     rSum, mOrder, mDout, first, Int32(self.chunk), Int32(0), self.chunk, group, column, inside
                 )
@@ -114,8 +113,7 @@ class EmbeddingBackward:
         first = self._first(mEnds, block, cutlass.min(group, self.groups - 1))
         begin = self._begin(mEnds, first, count)
         ends = [mEnds[cutlass.min(first + i, count - 1)] for i in range(self.classes)]
-        rZero = fragment(mDweight.element_type, self.vec)
-        rZero.fill(0)
+        rZero = fragment(mDweight.element_type, self.vec, 0)
         for i in cutlass.range_constexpr(self.classes):
             empty = ends[i] == (begin if const_expr(i == 0) else ends[i - 1])
             address = self._address(mDweight, "dweight", first + i, column)
@@ -146,8 +144,7 @@ class EmbeddingBackward:
 
     def _token(self, mDout, row, column, predicate):
         """A token's vector, zeros if the predicate is false."""
-        rX = fragment(mDout.element_type, self.vec)
-        rX.fill(0)
+        rX = fragment(mDout.element_type, self.vec, 0)
         load_if(predicate, rX, self._address(mDout, "dout", row, column))
         return rX
 
@@ -160,8 +157,7 @@ class EmbeddingBackward:
         if inside & (end - begin >= self.chunk):
             sLong[0] = 1
         if inside & (end > begin) & (end - begin < self.chunk):
-            rSum, rClass = fragment(Float32, self.vec), fragment(Int32, 1)
-            rSum.fill(0.0)
+            rSum, rClass = fragment(Float32, self.vec, 0.0), fragment(Int32, 1)
             rClass[0] = mClasses[begin]
             for j in cutlass.range(begin, end, UNROLL, unroll=1):
                 # Past the end the last token's place is read again, and zeros are added.
@@ -199,8 +195,7 @@ class EmbeddingBackward:
                 for c in cutlass.range(first, cutlass.min(first + self.classes, count), 1, unroll=1):
                     begin, end = self._begin(mEnds, c, count), mEnds[c]
                     if end > begin:
-                        rSum = fragment(Float32, self.vec)
-                        rSum.fill(0.0)
+                        rSum = fragment(Float32, self.vec, 0.0)
                         self._add_class(rSum, mOrder, mDout, mPartials, begin, end, group, column, inside)
                         self._combine(rSum, sSum, group)
                         self._store(mDweight, rSum, c, column, inside & (group == 0))
@@ -219,8 +214,7 @@ class EmbeddingBackward:
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
             held = []
             for u in cutlass.range_constexpr(UNROLL):
-                rPartial = fragment(Float32, self.vec)
-                rPartial.fill(0.0)
+                rPartial = fragment(Float32, self.vec, 0.0)
                 place = k + u * self.groups
                 load_if(inside & (place < whole), rPartial, self._address(mPartials, "partials", low + place, column))
                 held.append(rPartial)

@@ -121,7 +121,7 @@ class QuantizeRows:
         end = cutlass.select_(place.valid, Int32(self.n), Int32(-2 * vec))
         pairs = []
         for start in place.first:
-            rPair = cute.make_rmem_tensor((2 * vec,), dtype)
+            rPair = fragment(dtype, 2 * vec)
             begin = start - past // itemsize
             fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(place.row, place.count))
             pairs.append(rPair)

@@ -130,8 +130,7 @@ class QuantizeTwoPass:
         return self._vector(Row(mW.element_type, mW.iterator.toint()), whole, first, n)
 
     def _vector(self, gX, whole, first, n):
-        rX = fragment(gX.element_type, self.vec)
-        rX.fill(0)
+        rX = fragment(gX.element_type, self.vec, 0)
         if whole:
             load_if(first < n, rX, gX.at(first))
         else:

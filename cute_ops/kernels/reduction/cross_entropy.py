@@ -17,8 +17,7 @@ from cute_ops.kernels.rowwise.kernel import RowKernel
 @cute.jit
 def logit(mLogits: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, valid: Boolean):
     """A row's element in fp32, -inf if it does not exist."""
-    rX, dtype = cute.make_rmem_tensor((1,), Float32), mLogits.element_type
-    rX.fill(-Float32.inf)
+    rX, dtype = fragment(Float32, 1, -Float32.inf), mLogits.element_type
     if valid:
         address = row_address(mLogits, key, row, mLogits.shape[-1]) + column * (dtype.width // 8)
         rX[0] = gmem_elements(dtype, address, 1)[0].to(Float32)

@@ -43,8 +43,7 @@ class FillRow(RowFunction):
         return value, valid
 
     def emit(self, values, results, context, columns):
-        rX = fragment(Float32, columns.count)
-        rX.fill(context)
+        rX = fragment(Float32, columns.count, context)
         return (rX.load(),)
 
 

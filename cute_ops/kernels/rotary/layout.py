@@ -82,8 +82,7 @@ class Rotary:
         n = mTable.shape[-1]
         address = row_address(mTable, key, row, n)
         address = address + Int64(chunk * self.vec) * ITEMSIZE[key.dtype]
-        rTable = fragment(mTable.element_type, self.vec)
-        rTable.fill(0)
+        rTable = fragment(mTable.element_type, self.vec, 0)
         if min(key.align, key.row_align) >= access_bits(mTable.element_type, self.vec) // 8:
             load_if(rotated, rTable, address)
         else:
@@ -96,8 +95,7 @@ class Rotary:
 
     def load_as_is(self, dtype, address, valid, first, second, d):
         """As :meth:`load`, in the tensor's dtype."""
-        rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
-        rX.fill(0)
+        rX = fragment(dtype, 2 * self.vec, 0)
         halves = self._halves(rX)
         itemsize = dtype.width // 8
         load_if(valid, halves[0], address + Int64(first) * itemsize)
@@ -106,8 +104,7 @@ class Rotary:
 
     def column(self, mWeight, key, valid, first, second, d):
         """Weights of a chunk's elements, in fp32; zeros past the head."""
-        rWeight = cute.make_rmem_tensor((2 * self.vec,), mWeight.element_type)
-        rWeight.fill(0)
+        rWeight = fragment(mWeight.element_type, 2 * self.vec, 0)
         itemsize = ITEMSIZE[key.dtype]
         aligned = key.align >= access_bits(mWeight.element_type, self.vec) // 8
         for rHalf, start in zip(self._halves(rWeight), (first, second)):
@@ -119,7 +116,7 @@ class Rotary:
         return wide(rWeight)
 
     def store(self, rWide, dtype, address, valid, first, second, d, streaming=True):
-        rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
+        rX = fragment(dtype, 2 * self.vec)
         rX.store(rWide.load().to(dtype))
         halves = self._halves(rX)
         itemsize = dtype.width // 8

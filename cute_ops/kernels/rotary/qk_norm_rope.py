@@ -241,9 +241,7 @@ class QKNormRopeBackward(HeadRows):
             ctas = Int32(mPartials.shape[0])
             places = self.places(d, r)
             weights = [self.rotary.column(mWeight, self.key(names[1]), p[1], *p[3:], d) for p in places]
-            sums = [fragment(Float32, 2 * self.rotary.vec) for _ in places]
-            for rSum in sums:
-                rSum.fill(0.0)
+            sums = [fragment(Float32, 2 * self.rotary.vec, 0.0) for _ in places]
             steps = Int32((self.blocks(mX, row_count(mX, inner=2)) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
             for step in cutlass.range(steps, unroll=1):
                 at = Int64(block) + Int64(step) * Int64(ctas)
@@ -312,8 +310,7 @@ class QKNormRopeBackward(HeadRows):
         steps = Int32((units - Int64(partial) + Int64(partials - 1)) // Int64(partials))
         for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
             _, first, second = self.rotary.place(chunk, d, r)
-            zero = fragment(Float32, 2 * self.rotary.vec)
-            zero.fill(0.0)
+            zero = fragment(Float32, 2 * self.rotary.vec, 0.0)
             self._set_partial(mPartials, partial, zero, first, second, d)
         for step in cutlass.range(steps, unroll=1):
             at = Int64(partial) + Int64(step) * Int64(partials)
@@ -361,8 +358,7 @@ class QKNormRopeBackward(HeadRows):
 
     @cute.jit
     def _get_partial(self, mPartials, partial: Int32, first: Int32, second: Int32, d: Int32):
-        rSum = fragment(Float32, 2 * self.rotary.vec)
-        rSum.fill(0.0)
+        rSum = fragment(Float32, 2 * self.rotary.vec, 0.0)
         for j in cutlass.range_constexpr(2 * self.rotary.vec):
             column = first + j if const_expr(j < self.rotary.vec) else second + (j - self.rotary.vec)
             if column < d:

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import AHEAD, Inside, compiler_barrier, narrow
+from cute_ops.kernels.lib.copy import AHEAD, Inside, narrow, widen_late
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, present, row_count
@@ -111,10 +111,7 @@ class OnePassRows:
     def _read(self, held, k):
         if self.ring is not None:
             return tuple(self.ring.read(sX, k, Int32(0)).load().to(Float32) for sX in held)
-        if self.tile.vec * held[0][k].element_type.width >= 32:
-            for rX in held:
-                compiler_barrier(rX[k])
-        return tuple(rX[k].load().to(Float32) for rX in held)
+        return widen_late([vectors[k] for vectors in held])
 
     def _inside(self, k, first):
         """Which elements of the k-th vectors are inside the row."""

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_ops.kernels.lib.copy import load_first_if, load_if, narrow, store_masked, widen
+from cute_ops.kernels.lib.copy import fragment, load_first_if, load_if, narrow, store_masked, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address
@@ -111,7 +111,7 @@ class PointwiseShifted:
         pairs = []
         for mX, piece in zip(inputs, self.inputs):
             itemsize = ITEMSIZE[self.keys[piece.name].dtype]
-            rPair = cute.make_rmem_tensor((2 * self.vec,), mX.element_type)
+            rPair = fragment(mX.element_type, 2 * self.vec)
             address = self._row(mX, piece, n, row) + Int64(first) * itemsize
             bound, tail = self._edge(piece, n, row, rows)
             past = self._apart(piece, target)
@@ -133,7 +133,7 @@ class PointwiseShifted:
             for found, x in zip(results, self.compute(*(g[j] for g in given))):
                 found.append(x)
         for i in group:
-            rX = cute.make_rmem_tensor((self.vec,), Float32)
+            rX = fragment(Float32, self.vec)
             for j, x in enumerate(results[i]):
                 rX[j] = x
             rOut = narrow(rX.load(), outputs[i].element_type, self.vec)

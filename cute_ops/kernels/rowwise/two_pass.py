@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import Inside, compiler_barrier, narrow
+from cute_ops.kernels.lib.copy import Inside, narrow, widen_late
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import (
@@ -119,14 +119,7 @@ class WalkedRows:
         for first, vectors in zip(firsts, loaded):
             state = self.function.reduction.add(
                 state,
-                lambda vectors=vectors: self._widened(vectors),
+                lambda vectors=vectors: widen_late(vectors),
                 Inside(self.tile.vec, first, cutlass.min(end * self.tile.vec - shift, n)),
             )
         return state
-
-    def _widened(self, vectors):
-        """Loaded vectors in fp32, no earlier than here: four of them in fp32 would leave too few registers."""
-        for rX in vectors:
-            if self.tile.vec * rX.element_type.width >= 32:
-                compiler_barrier(rX)
-        return tuple(rX.load().to(Float32) for rX in vectors)
