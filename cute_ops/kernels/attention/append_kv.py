@@ -14,13 +14,8 @@ from cute_ops.kernels.rotary.layout import Rotary, wide
 
 
 class Heads:
-    """The heads at one index of the dims before them: those of a token, or of a slot of a cache.
-
-    Args:
-        mX: the tensor, (..., heads, elements).
-        key: its description.
-        index: the index over the dims before the heads, in 64 bits.
-        size: elements of a head.
+    """The heads, of ``size`` elements each, at one index of the dims before them: those of a token, or of a slot of a
+    cache.
     """
 
     def __init__(self, mX, key, index, size):

@@ -11,10 +11,6 @@ class Emitter:
 
     A kernel makes one, ``Emitter(config.expression)``, and calls it for each element. Values that no output needs are
     not computed.
-
-    Args:
-        text: the expression's text.
-        device: the device functions of its words.
     """
 
     def __init__(self, text, device=DEVICE):

@@ -12,8 +12,6 @@ class RowEmitter:
     """The order in which an expression with reductions of rows is computed.
 
     Attributes:
-        expression: the expression.
-        device: the device functions of its words.
         stages: the nodes of the reductions of each stage.
         words: their words.
         read: the nodes of the operands that are read.

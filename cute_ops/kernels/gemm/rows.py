@@ -17,9 +17,7 @@ class RowReductions:
 
     The results go to the workspace ``row_partials``, ``(rows, partials, reductions)`` in fp32: each warp along a row
     has one.
-
-    Args:
-        reductions: a word of :data:`COMBINE` each.
+    ``reductions`` are words of :data:`COMBINE`.
     """
 
     def __init__(self, reductions):
@@ -64,10 +62,7 @@ class FinishRows:
 
     Args:
         expression: computes the outputs from the reductions' results, followed by all operands of the epilogue.
-        reductions: a word of :data:`COMBINE` each.
         operands: the tensors of the operands that it reads, by their index in the expression.
-        outputs: the tensors of the outputs.
-        arch: the architecture to compile for.
     """
 
     threads, lanes = 128, 8

@@ -18,14 +18,8 @@ def bytes_by_grouping(rows: Any, columns: Any, group: int, m: Any, n: Any) -> tu
 
 
 def tile_of(index: Any, rows: Any, columns: Any, group: int, by_columns: Any) -> tuple[Any, Any]:
-    """Row and column of the tile with this index in the order.
-
-    Args:
-        index: from 0 to ``rows * columns - 1``.
-        rows: tiles below one another.
-        columns: tiles beside one another.
-        group: rows of a group, or columns.
-        by_columns: 1 where columns are grouped, instead of rows, else 0.
+    """Row and column of the tile with this index in the order; ``by_columns`` is 1 where columns are grouped, ``group``
+    of them, instead of rows, else 0.
     """
     swap = by_columns * (columns - rows)
     outer, inner = _in_groups(index, rows + swap, columns - swap, group)
@@ -34,12 +28,8 @@ def tile_of(index: Any, rows: Any, columns: Any, group: int, by_columns: Any) ->
 
 
 def tile_of_batch(index: Any, order: tuple[Any, ...], group: int) -> tuple[Any, ...]:
-    """Row, column and, in a batch, the matrix of the tile with this index: one matrix comes after another.
-
-    Args:
-        index: from 0 to :func:`tile_count` ``- 1``.
-        order: rows, columns and ``by_columns`` as in :func:`tile_of`, and in a batch the number of matrices.
-        group: as in :func:`tile_of`.
+    """Row, column and, in a batch, the matrix of the tile with this index: one matrix comes after another. ``order``:
+    rows, columns and ``by_columns`` as in :func:`tile_of`, and in a batch the number of matrices.
     """
     rows, columns, by_columns, *batch = order
     if not batch:

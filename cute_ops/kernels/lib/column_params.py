@@ -14,13 +14,8 @@ LOWER, MIDDLE = 0x3210, 0x5432
 
 
 def column_vectors(mW, key, tile, first, ks=None):
-    """A parameter's elements for the columns of a thread's vectors of a row.
-
-    Args:
-        mW, key: the parameter and its description.
-        tile: the row tile.
-        first: first columns of the vectors.
-        ks: which of them; all by default.
+    """A parameter's elements for the columns of a thread's vectors of a row, which begin at ``first``; all of them, or
+    the ``ks``-th.
     """
     v, itemsize = tile.v, ITEMSIZE[key.dtype]
     ks = range(tile.per_thread) if ks is None else ks

@@ -102,12 +102,8 @@ class TileColumnSum:
 
     @cute.jit
     def __call__(self, rSums: cutlass.Constexpr, base: cutlass.Constexpr, address: Int64, group: Int32, rank):
-        """Store them at an address.
-
-        Args:
-            rSums: this thread's sums, a fragment for each of its vectors.
-            base: the shared memory.
-            group, rank: the first of the groups of rows that the sums are of, and the CTA in its cluster.
+        """Store them at an address; ``rSums``: this thread's sums, a fragment for each of its vectors, over the row
+        groups from ``group`` on.
         """
         tile, tidx = self.tile, cute.arch.thread_idx()[0]
         t, local = tidx % tile.threads_per_row, tidx // tile.threads_per_row
@@ -150,11 +146,8 @@ class CTAColumnSum:
 
     @cute.jit
     def __call__(self, mD, n: cutlass.Constexpr, rSum, sColumns, vector, top, start):
-        """Store the sums of the columns up to ``n``.
-
-        Args:
-            rSum: this thread's sums.
-            vector, top: which vector they are of, and which of the threads that share it this one is.
+        """Store the sums of the columns up to ``n``; ``rSum`` are those of this thread, the ``top``-th of the threads
+        that share the vector.
         """
         tidx, group = cute.arch.thread_idx()[0], self.group
         cute.arch.barrier()

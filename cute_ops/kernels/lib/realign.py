@@ -22,14 +22,11 @@ def bytes_past(address, dtype, vec):
 
 @cute.jit
 def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32, bound: Int32, tail: Boolean):
-    """Load two neighbouring aligned vectors if they contain a column of the row, without elements that may not be read.
+    """Load two neighbouring aligned vectors if they contain a column of the row, without elements that may not be read:
+    :meth:`RowTile.edge` gives ``bound`` and ``tail``.
 
-    Args:
-        rPair: receives both.
-        address: of the lower one.
-        begin: the first column of the lower one, above ``-2 * vec``.
-        end: columns of the row; negative if there is no row.
-        bound, tail: from :meth:`RowTile.edge`.
+    The lower one, at ``address``, begins with the column ``begin``, above ``-2 * vec``. The row ends at the column
+    ``end``, which is negative if there is no row.
     """
     vec = cute.size(rPair) // 2
     for i in cutlass.range_constexpr(2):

@@ -54,13 +54,8 @@ class ColumnStore:
 
     @cute.jit
     def __call__(self, vectors: cutlass.Constexpr, sRow: cute.Tensor, address: Int64, t: Int32, rank, valid: Boolean):
-        """Store this thread's vectors of a row.
-
-        Args:
-            sRow: the row's shared memory; all threads of the CTA are done with what was in it.
-            address: of the row, in bytes.
-            t, rank: this thread among those of the row in its CTA, and its CTA in the cluster.
-            valid: whether the row exists.
+        """Store this thread's vectors of the row at an address, if that exists; all threads of the CTA are done with
+        what was in the row's shared memory.
         """
         tile = self.tile
         for k in cutlass.range_constexpr(tile.per_thread):

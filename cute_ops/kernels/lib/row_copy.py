@@ -25,12 +25,8 @@ from cute_ops.kernels.lib.row_layout import element_address, row_address
 
 @cute.jit
 def load_tails(held: cutlass.Constexpr, first: cutlass.Constexpr, tile: cutlass.Constexpr, edge: cutlass.Constexpr):
-    """Load the vectors that :meth:`RowTile.edge` does not allow to load whole, of a row of each input, element by
-    element, in one branch.
-
-    Args:
-        held: (a thread's vectors, the row) of each input.
-        first: the first columns of these vectors.
+    """Load the vectors that :meth:`RowTile.edge` does not allow to load whole, element by element, in one branch;
+    ``held``: (a thread's vectors, the row) of each input.
     """
     bound, tail = edge
     if const_expr(tile.v.masked):
@@ -47,13 +43,8 @@ def _each_tail(held, first, tile, bound):
 
 
 class Place(NamedTuple):
-    """Which row a thread works on, and which vectors of it.
-
-    Attributes:
-        row, count: the row's index, and the number of rows.
-        t: the thread's index among those of its CTA that share the row.
-        rank: its CTA in the cluster.
-        first: first columns of the thread's vectors.
+    """Which of ``count`` rows a thread works on: as thread ``t`` of those of its CTA, the CTA ``rank`` of its cluster,
+    on the vectors from the columns ``first`` on.
     """
 
     row: Any
@@ -86,11 +77,7 @@ class Row(NamedTuple):
 
 class RowAccess:
     """Loads and stores of the vectors that a :class:`RowTile` gives a thread, by their addresses: rows start anywhere.
-
-    Args:
-        variant: the kernel's variant.
-        tile: the mapping.
-        empty: the value of elements outside a row, neutral in the kernel's reduction.
+    ``empty`` is the value of elements outside a row, neutral in the kernel's reduction.
     """
 
     def __init__(self, variant, tile, empty=0):
@@ -123,11 +110,8 @@ class RowAccess:
         return place if self.tile.v.shifted else place._replace(row=cutlass.min(place.row, place.count - 1))
 
     def load(self, rows, place, predicate=None):
-        """This thread's vectors of each of some rows, all in flight together; ``empty`` outside them.
-
-        Args:
-            rows: from :meth:`row`, at the place or, without a predicate, at the :meth:`readable` one.
-            predicate: whether to load the rows; by default those that exist are loaded.
+        """This thread's vectors of each of some rows, all in flight together; ``empty`` outside them. Without a
+        predicate those rows that exist are loaded, and may be taken at the :meth:`readable` place.
         """
         held, (bound, tail) = [], self.tile.edge(place.row, place.count)
         valid = place.valid if self.tile.v.shifted else True
@@ -182,23 +166,16 @@ class RowAccess:
 
 
 class VectorAccess:
-    """Loads and stores of single vectors, for threads that walk along rows.
-
-    Args:
-        v: how rows are cut into vectors.
-        empty: the value of elements that are not read.
-        shared: whether loads must see what other SMs wrote after a line came into L1.
+    """Loads and stores of single vectors, for threads that walk along rows. ``empty`` is the value of elements that are
+    not read; ``shared`` loads see what other SMs wrote after a line came into L1.
     """
 
     def __init__(self, v, empty=0, shared=False):
         self.v, self.empty, self.shared = v, empty, shared
 
     def load(self, gRow, first, readable, predicate=None):
-        """The vector of a row from column ``first`` on; its elements of neighbouring rows are undefined.
-
-        Args:
-            readable: columns of the row, and of the next one, that may be read.
-            predicate: whether to load it; by default if some of it lies in the row.
+        """The vector of a row from column ``first`` on, by default if some of it lies in the row; its elements of
+        neighbouring rows are undefined. ``readable``: columns of the row, and of the next one, that may be read.
         """
         rX = fragment(gRow.element_type, self.v.vec)
         if predicate is None and not self.v.masked:

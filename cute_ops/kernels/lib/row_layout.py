@@ -30,14 +30,7 @@ def present(variant, names):
 
 
 class Vectors:
-    """Vector width and mode of the row tensors of one kernel.
-
-    Args:
-        variant: the kernel's variant.
-        names: the row tensors.
-        n: row length, None where dynamic.
-        align_vectors: as in the config.
-    """
+    """Vector width and mode of the named row tensors of a kernel, with rows of length n, None where dynamic."""
 
     def __init__(self, variant, names, n, align_vectors=1):
         tensors = present(variant, names)

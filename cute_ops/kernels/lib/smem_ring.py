@@ -79,12 +79,7 @@ class RowRing:
         self.fetch_rows(rows, self.tile.edge(row, count), stage)
 
     def fetch_rows(self, rows, edge, stage):
-        """As :meth:`fetch_row`.
-
-        Args:
-            rows: (slots, byte address, first columns, whether the row exists) of each input.
-            edge: from :meth:`RowTile.edge`.
-        """
+        """As :meth:`fetch_row`; ``rows``: (slots, byte address, first columns, whether it exists) of each input."""
         held = []
         for sX, address, first, valid in rows:
             self.fetch(sX, address, first, valid, edge[0], stage)
@@ -96,11 +91,8 @@ class RowRing:
         self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, bound, stage: Int32,
         ks: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
-
-        Args:
-            valid: whether the row exists.
-            bound: from :meth:`RowTile.edge`; :meth:`fetch_tails` copies what begins later.
+        """Start copying this thread's vectors of a row, or some of them, that begin before ``bound``, from
+        :meth:`RowTile.edge`. :meth:`fetch_tails` copies the others.
         """
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
@@ -118,9 +110,6 @@ class RowRing:
 
         Shorter asynchronous copies (cp.async with a size) would need no branch, but compute-sanitizer takes them for
         whole ones.
-
-        Args:
-            held: (slots, address of the row, first columns, whether the row exists) of each input.
         """
         bound, tail = edge
         if const_expr(self.tile.v.masked):

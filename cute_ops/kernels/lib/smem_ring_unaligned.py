@@ -31,13 +31,7 @@ class WindowRing(RowRing):
 
     @cute.jit
     def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, bound):
-        """Start copying the vector past this CTA's own, which its last thread reads too.
-
-        Args:
-            address: of the row, in bytes.
-            rank: this CTA in its cluster.
-            valid, bound: as :meth:`fetch` takes them.
-        """
+        """Start copying the vector past this CTA's own, which its last thread reads too."""
         tile, dtype = self.tile, sX.element_type
         if cute.arch.thread_idx()[0] == 0:
             (begin,) = self.begins(sX, address, [Int32((rank + 1) * tile.per_thread * tile.threads * tile.vec)])

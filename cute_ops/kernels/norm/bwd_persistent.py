@@ -27,12 +27,7 @@ class NormBackward(RowWalk):
     second kernel adds the rows in a fixed order.
     Shared memory: the ring; 4 bytes per sum, warp and CTA of the cluster, twice, in a cluster four times.
     Bytes moved per element: x, dout and dx once each; with a residual also its two gradients.
-
-    Args:
-        variant: the kernel's variant.
-        config: how it is configured.
-        x, dx: the name of the normalised tensor, the names of the outputs of its gradient.
-        centred: whether the row's mean is subtracted.
+    ``x`` names the normalised tensor, ``dx`` the outputs of its gradient.
     """
 
     def __init__(self, variant, config, x, dx, centred):
@@ -42,14 +37,8 @@ class NormBackward(RowWalk):
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
-        """Launch both kernels.
-
-        Args:
-            inputs: (mX, mDout, mDresidualOut or None).
-            columns: (mWeight or None, mBias or None).
-            outputs: gradients of the normalised tensor, one per name in ``dx``, None where absent.
-            dcolumns: (mDweight or None, mDbias or None).
-            partials: their workspaces, (partials, n) each.
+        """Launch both kernels. Tensors, None where absent, are (mX, mDout, mDresidualOut), (mWeight, mBias), those of
+        ``dx``, (mDweight, mDbias), and the workspaces of these, (partials, n) each.
         """
         partials = partials[:2]
         mPartials = partials[0] if const_expr(partials[0] is not None) else partials[1]

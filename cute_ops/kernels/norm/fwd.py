@@ -28,11 +28,6 @@ class NormForward:
     shared memory.
     Shared memory: 4 bytes per sum, warp and CTA of the cluster; none where a row fits a warp.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
-
-    Args:
-        variant: the kernel's variant.
-        config: how it is configured.
-        centred: whether the row's mean is subtracted.
     """
 
     def __init__(self, variant, config, centred):

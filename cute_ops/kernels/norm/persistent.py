@@ -25,13 +25,6 @@ class RowWalk:
     Subclasses define what is kept of the columns (``_keep``), what is added up over the rows of a walk
     (``_accumulate``, ``_store_accumulated``), what is summed over a row (``_reader``) and what follows from the sums
     (``_postprocess``).
-
-    Args:
-        variant: the kernel's variant.
-        config: how it is configured.
-        inputs, outputs: names of the row tensors.
-        centred: whether the row's mean is subtracted.
-        backward: whether the sums are those of the backward.
     """
 
     def __init__(self, variant, config, inputs, outputs, centred, backward):
@@ -106,17 +99,8 @@ class RowWalk:
         self, inputs, slots: cutlass.Constexpr, columns, outputs, partials, start: Int64, stride: Int64, steps: Int32,
         before: cutlass.Constexpr, base, rank, place: Int32, sSum, mbar,
     ):  # fmt: skip
-        """Go through rows that start at the same place of a vector.
-
-        Args:
-            inputs, slots, columns, outputs, partials: as in the kernel.
-            start, stride: this thread's first row, and the distance to its next one.
-            steps: steps of this walk.
-            before: steps of the walks before.
-            base: the ring's shared memory.
-            rank: the CTA's in its cluster.
-            place: row of the workspace.
-            sSum, mbar: shared memory of the sums.
+        """Go through rows that start at the same place of a vector: this thread's are the row ``start`` and those
+        ``stride`` apart. ``before``: steps of the walks before; ``place``: the walk's row of the workspace.
         """
         tidx = cute.arch.thread_idx()[0]
         count = row_count(inputs[0])

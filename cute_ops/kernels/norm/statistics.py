@@ -77,13 +77,7 @@ class Statistics(RowSum):
     """What the norms' sums have in common."""
 
     def row(self, read, first, sSum, mbar, step):
-        """(mean, rstd) of a row in the forward.
-
-        Args:
-            read, first: as in :meth:`thread`.
-            sSum, mbar: shared memory of the sums.
-            step: how many rows came before.
-        """
+        """(mean, rstd) of a row in the forward, after ``step`` others; ``read``, ``first``: as in :meth:`thread`."""
         values = self.thread(read, first, self.counts(first))
         return self.forward_terms(self(values, sSum, mbar, Int32(step)), 1.0 / self.tile.n)
 
@@ -102,12 +96,8 @@ class MeanSquare(Statistics):
         return None
 
     def thread(self, read, first, counts):
-        """A thread's sums.
-
-        Args:
-            read: from k to the thread's k-th vectors, zero outside the row: (x,) or (x, g).
-            first: first column of each of these vectors.
-            counts: from :meth:`counts`.
+        """A thread's sums. ``read(k)`` gives its k-th vectors, (x,) or (x, g), zero outside the row, from the column
+        ``first[k]`` on.
         """
         totals = [Total(self.tile.per_thread) for _ in range(self.values)]
         for k in range(self.tile.per_thread):

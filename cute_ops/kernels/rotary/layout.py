@@ -20,13 +20,7 @@ MAX_LINES = 65535
 
 
 class Rotary:
-    """Chunks of one head.
-
-    Args:
-        variant: the kernel's variant, with dims ``d`` and ``r``, None where dynamic.
-        heads: names of the tensors with heads.
-        interleaved: whether pairs are ``(2j, 2j + 1)``.
-    """
+    """Chunks of one head of the tensors named ``heads``; a variant's dims ``d`` and ``r`` are None where dynamic."""
 
     def __init__(self, variant, heads, interleaved):
         self.d, self.r = variant.dims["d"], variant.dims["r"]
