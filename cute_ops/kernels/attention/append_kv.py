@@ -135,12 +135,12 @@ class AppendKV:
             head = index // rotary.chunks(d, r)
             chunk = index - head * rotary.chunks(d, r)
             rotated, *place = rotary.place(chunk, d, r)
-            rX = rotary.load_as_is(dtype, source.address(head, 0), index < count, *place, d)
+            rX = rotary.load(dtype, source.address(head, 0), index < count, *place, d)
             held.append((rX, rotated, index < count, head, chunk, place))
         # As they are: to widen one would wait for it before the next one is asked for.
         row, tables = rotary.row(mCos, token), []
         for _, rotated, there, _, chunk, _ in held:
-            tables.append([rotary.table_as_is(m, i, row, chunk, there & rotated) for i, m in enumerate((mCos, mSin))])
+            tables.append([rotary.table(m, i, row, chunk, there & rotated) for i, m in enumerate((mCos, mSin))])
         target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._is_place(slot, mCache)
         for (rX, rotated, there, head, _, place), rTables in zip(held, tables):
             rX = wide(rX)

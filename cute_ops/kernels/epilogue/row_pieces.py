@@ -10,7 +10,7 @@ from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.pointwise import outputs_of
 from cute_ops.kernels.epilogue.row_emit import RowEmitter
 from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL, device_for
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
 from cute_ops.kernels.rowwise.pointwise import Piece, number_address
@@ -159,7 +159,7 @@ class RowPieces:
     def store_inside(self, vectors, targets, v, first, n):
         """Store vectors of the tiles, of which some elements may lie outside the row."""
         for rOut, gOut in zip(vectors, targets):
-            VectorAccess(v).store(gOut, narrow(rOut.load(), gOut.element_type, v.vec), first, n)
+            VectorAccess(v).write(gOut, rOut.load(), first, n)
 
 
 class Shown:

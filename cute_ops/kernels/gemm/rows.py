@@ -7,8 +7,9 @@ from cutlass import Float32, Int32, Int64
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.epilogue.emit import Emitter
 from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
-from cute_ops.kernels.lib.copy import fragment, load, store_if
+from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import store_number_if
 
 
 class RowReductions:
@@ -44,9 +45,7 @@ class RowReductions:
                 rX[i] = cute.arch.warp_reduction(results[i][r], COMBINE[word], threads_in_group=4)
             place = address(mPartials, rows[r], partial, count)
             for i in cutlass.range_constexpr(count):
-                one = fragment(Float32, 1)
-                one[0] = rX[i]
-                store_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), one, place + 4 * i)
+                store_number_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), rX[i], place + 4 * i)
 
 
 def address(mPartials, row, partial, count):
@@ -103,6 +102,4 @@ class FinishRows:
             load(one, tensor.address(mX, row, n))
             elements[i] = one[0].to(Float32)
         for tensor, mX, x in zip(self.outputs, outputs, self.emit(*elements, length=n)):
-            one = fragment(mX.element_type, 1)
-            one[0] = x.to(mX.element_type)
-            store_if((lane == 0) & (place < m), one, tensor.address(mX, row, n))
+            store_number_if((lane == 0) & (place < m), x.to(mX.element_type), tensor.address(mX, row, n))

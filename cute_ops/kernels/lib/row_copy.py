@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import column_vectors
 from cute_ops.kernels.lib.copy import (
@@ -15,6 +15,7 @@ from cute_ops.kernels.lib.copy import (
     load_first_if,
     load_if,
     load_inside,
+    narrow,
     store,
     store_if,
     store_masked,
@@ -189,10 +190,20 @@ class VectorAccess:
             load_if(predicate, rX, gRow.at(first), self.shared)
         return rX
 
+    def read(self, gRow, first, n, readable):
+        """The vector of a row from column ``first`` on, in fp32, ``empty`` outside the row."""
+        rX = self.load(gRow, first, readable)
+        self.trim(rX, first, n)
+        return rX.load().to(Float32)
+
     def trim(self, rX, first, n):
         """Overwrite a vector's elements outside the row with ``empty``."""
         if self.v.masked:
             trim(rX, first, n, self.empty)
+
+    def write(self, gRow, x, first, n):
+        """Round an fp32 vector and store its elements that lie in the row."""
+        self.store(gRow, narrow(x, gRow.element_type, self.v.vec), first, n)
 
     def store(self, gRow, rX, first, n):
         """Store the elements of a vector that lie in the row."""
@@ -218,3 +229,9 @@ def load_number(mX, key, row):
 
 def store_number(value, mX, key, row):
     gmem_elements(mX.element_type, element_address(mX, key, row), 1)[0] = value.to(mX.element_type)
+
+
+@cute.jit
+def store_number_if(valid: Boolean, value, address: Int64):
+    if valid:
+        gmem_elements(type(value), address, 1)[0] = value

@@ -39,15 +39,6 @@ class TwoPassRows:
         """A row of a tensor, None if the tensor is absent."""
         return None if mX is None else Row.of(mX, self.variant.tensors[name], row, mX.shape[-1])
 
-    def read(self, gRow, first, n, readable):
-        """A vector in fp32, zero outside the row; see :func:`cute_ops.kernels.lib.row_layout.readable`."""
-        rX = self.access.load(gRow, first, readable)
-        self.access.trim(rX, first, n)
-        return rX.load().to(Float32)
-
-    def write(self, x, gRow, first, n):
-        self.access.store(gRow, narrow(x, gRow.element_type, self.tile.vec), first, n)
-
     def column(self, mW, name, first, n):
         return column_elements(mW, self.variant.tensors[name], self.tile.v, first, n)
 
@@ -90,14 +81,14 @@ class NormForwardTwoPass(TwoPassRows):
             if const_expr(mResidual is None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
                     first = v * vec - shift
-                    sums = self.sum.add(sums, (self.read(gX, first, n, within),), first, n)
+                    sums = self.sum.add(sums, (self.access.read(gX, first, n, within),), first, n)
             else:
                 gResidual = self.row(mResidual, "residual", row)
                 gSum = self.row(mResidualOut, "residual_out", row)
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
                     first = v * vec - shift
-                    h = self.read(gX, first, n, within) + self.read(gResidual, first, n, within)
-                    self.write(h, gSum, first, n)
+                    h = self.access.read(gX, first, n, within) + self.access.read(gResidual, first, n, within)
+                    self.access.write(gSum, h, first, n)
                     h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
                     sums = self.sum.add(sums, (h,), first, n)
             sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
@@ -106,15 +97,15 @@ class NormForwardTwoPass(TwoPassRows):
                 first = v * vec - shift
                 # With a residual, this thread's own stores are read back.
                 if const_expr(mResidual is None):
-                    h = self.read(gX, first, n, within)
+                    h = self.access.read(gX, first, n, within)
                 else:
-                    h = self.read(gSum, first, n, within)
+                    h = self.access.read(gSum, first, n, within)
                 y = centre(h, mean) * rstd
                 if const_expr(mWeight is not None):
                     y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
                 if const_expr(mBias is not None):
                     y = y + self.column(mBias, "bias", first, n).load().to(Float32)
-                self.write(y, gOut, first, n)
+                self.access.write(gOut, y, first, n)
 
 
 class NormBackwardTwoPass(TwoPassRows):
@@ -186,10 +177,10 @@ class NormBackwardTwoPass(TwoPassRows):
                 if const_expr(push is not None):
                     dx = dx - push
                 if const_expr(mDres is not None):
-                    dx = dx + self.read(rows[2], first, n, within)
+                    dx = dx + self.access.read(rows[2], first, n, within)
                 for gDx in targets:
                     if const_expr(gDx is not None):
-                        self.write(dx, gDx, first, n)
+                        self.access.write(gDx, dx, first, n)
                 for mPartials, term in zip(partials, (dout * (x * rstd), dout)):
                     if const_expr(mPartials is not None):
                         rSum = self._load_partial(mPartials, group, first, n)
@@ -198,7 +189,7 @@ class NormBackwardTwoPass(TwoPassRows):
         let_next_start(self.pdl)
 
     def _terms(self, gX, gDout, mWeight, first, n, within):
-        x, dout = self.read(gX, first, n, within), self.read(gDout, first, n, within)
+        x, dout = self.access.read(gX, first, n, within), self.access.read(gDout, first, n, within)
         if mWeight is None:
             return x, dout, dout
         return x, dout, dout * scale(self.column(mWeight, "weight", first, n), self.weight_offset)

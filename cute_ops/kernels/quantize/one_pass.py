@@ -6,14 +6,14 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim, widen
+from cute_ops.kernels.lib.copy import fragment, narrow, trim, widen
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_of_each, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
-from cute_ops.kernels.lib.row_copy import RowAccess
+from cute_ops.kernels.lib.row_copy import RowAccess, store_number_if
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
@@ -178,12 +178,10 @@ class QuantizeRows:
         """Shared memory for exchanging a row's sum and its largest element, initialised."""
         sums = self.sum.allocate(smem) if self.source.normed else None
         maxima = self.max.allocate(smem) if self.by_row else (None, None)
+        if self.by_row:
+            self.max.prepare(maxima[1], last=not self.source.normed)
         if self.source.normed:
-            if self.by_row:
-                self.max.prepare(maxima[1], last=False)
             self.sum.prepare(sums[1])
-        elif self.by_row:
-            self.max.prepare(maxima[1])
         return sums, maxima
 
     def _quantise(self, values, mOut, mScale, maxima, step, place, sRow):
@@ -214,9 +212,3 @@ class QuantizeRows:
         factor, inverse = scale_of(lanes_max(largest, self.lanes))
         store_number_if(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
         return inverse
-
-
-@cute.jit
-def store_number_if(here: Boolean, value: Float32, address: Int64):
-    if here:
-        gmem_elements(Float32, address, 1)[0] = value

@@ -7,12 +7,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import compiler_barrier, compiler_barrier_value, narrow, widen
 from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import store_number_if
 from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
 from cute_ops.kernels.lib.row_reduce_max import RowMax
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.lib.smem_ring_unaligned import WindowRing
 from cute_ops.kernels.norm.statistics import Total
-from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number_if
+from cute_ops.kernels.quantize.one_pass import QuantizeRows
 
 # The largest factor of the norm and the scale together: the product of an element with it, and then with the weight, is
 # in the range of fp32.

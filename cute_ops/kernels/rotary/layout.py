@@ -64,14 +64,10 @@ class Rotary:
         return token % row_count(mCos)
 
     def table(self, mTable, which, row, chunk, rotated):
-        """The cosines or sines of a chunk's pairs, in fp32; zeros if it is not rotated.
+        """The cosines or sines of a chunk's pairs; zeros if it is not rotated.
 
         They must be zeros, because the terms that a missing token adds to a sum are multiplied by them.
         """
-        return wide(self.table_as_is(mTable, which, row, chunk, rotated))
-
-    def table_as_is(self, mTable, which, row, chunk, rotated):
-        """As :meth:`table`, in the table's dtype."""
         key = self.tables[which]
         n = mTable.shape[-1]
         address = row_address(mTable, key, row, n)
@@ -84,11 +80,7 @@ class Rotary:
         return rTable
 
     def load(self, dtype, address, valid, first, second, d):
-        """A chunk's two vectors as one fp32 fragment in memory order; zeros where not valid or past the head."""
-        return wide(self.load_as_is(dtype, address, valid, first, second, d))
-
-    def load_as_is(self, dtype, address, valid, first, second, d):
-        """As :meth:`load`, in the tensor's dtype."""
+        """A chunk's two vectors as one fragment in memory order; zeros where not valid or past the head."""
         rX = fragment(dtype, 2 * self.vec, 0)
         halves = self._halves(rX)
         itemsize = dtype.width // 8

@@ -19,6 +19,7 @@ from cute_ops.kernels.rotary.layout import (
     head_count,
     sequence_and_block,
     table_grid,
+    wide,
 )
 
 # Chunks of a head that a thread keeps in registers; heads that need more are read twice.
@@ -86,7 +87,7 @@ class HeadRows:
     def load(self, mX, name, token, head, valid, places, d):
         """This thread's chunks of a head."""
         address = head_address(mX, self.key(name), token, head, d)
-        return [self.rotary.load(mX.element_type, address, valid & p[1], *p[3:], d) for p in places]
+        return [wide(self.rotary.load(mX.element_type, address, valid & p[1], *p[3:], d)) for p in places]
 
     def heads_of(self, mX, group, valid):
         """(head, whether it exists) of each head that a unit of threads works on."""
@@ -96,7 +97,7 @@ class HeadRows:
     def tables(self, mCos, mSin, row, place, valid):
         chunk, inside, rotated, _, _ = place
         turned = valid & inside & rotated
-        return tuple(self.rotary.table(m, i, row, chunk, turned) for i, m in enumerate((mCos, mSin)))
+        return tuple(wide(self.rotary.table(m, i, row, chunk, turned)) for i, m in enumerate((mCos, mSin)))
 
 
 class QKNormRope(HeadRows):
@@ -164,13 +165,13 @@ class QKNormRope(HeadRows):
         squares = Float32(0.0)
         for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
             _, first, second = self.rotary.place(chunk, d, r)
-            rX = self.rotary.load(mX.element_type, address, valid, first, second, d)
+            rX = wide(self.rotary.load(mX.element_type, address, valid, first, second, d))
             squares = squares + _dot(rX, rX)
         rstd = cute.math.rsqrt(self.total(squares) / Float32(d) + self.eps, fastmath=True)
         for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
             rotated, first, second = self.rotary.place(chunk, d, r)
             place = (chunk, cutlass.Boolean(True), rotated, first, second)
-            rX = self.rotary.load(mX.element_type, address, valid, first, second, d)
+            rX = wide(self.rotary.load(mX.element_type, address, valid, first, second, d))
             rWeight = self.rotary.column(mWeight, self.key(names[1]), place[1], first, second, d)
             rX.store(rX.load() * rstd * rWeight.load())
             self.rotary.rotate(rX, *self.tables(mCos, mSin, row, place, valid), rotated)
@@ -340,8 +341,8 @@ class QKNormRopeBackward(HeadRows):
         yes = cutlass.Boolean(True)
         d, r = self.rotary.sizes(mX, mCos)
         rotated, first, second = self.rotary.place(chunk, d, r)
-        rX = self.rotary.load(mX.element_type, addresses[0], yes, first, second, d)
-        rDout = self.rotary.load(mDout.element_type, addresses[1], yes, first, second, d)
+        rX = wide(self.rotary.load(mX.element_type, addresses[0], yes, first, second, d))
+        rDout = wide(self.rotary.load(mDout.element_type, addresses[1], yes, first, second, d))
         table = self.tables(mCos, mSin, row, (chunk, yes, rotated, first, second), yes)
         self.rotary.rotate(rDout, *table, rotated, -1.0)
         rG = fragment(Float32, 2 * self.rotary.vec)

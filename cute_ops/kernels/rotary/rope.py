@@ -14,6 +14,7 @@ from cute_ops.kernels.rotary.layout import (
     head_count,
     sequence_and_block,
     table_grid,
+    wide,
 )
 
 
@@ -85,9 +86,9 @@ class Rope:
         loaded = []
         for head, here in zip(heads, inside):
             address = self._source(sources, token, head, d)
-            loaded.append(rotary.load(sources[0].element_type, address, here, first, second, d))
+            loaded.append(wide(rotary.load(sources[0].element_type, address, here, first, second, d)))
         some = self._turns(sources, valid & rotated, heads[0])  # the first head is the lowest
-        rCos, rSin = rotary.table(mCos, 0, row, chunk, some), rotary.table(mSin, 1, row, chunk, some)
+        rCos, rSin = (wide(rotary.table(m, i, row, chunk, some)) for i, m in enumerate((mCos, mSin)))
         let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
             rotary.rotate(rX, rCos, rSin, self._turns(sources, rotated, head), self.sign)

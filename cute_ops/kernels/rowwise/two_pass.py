@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import Inside, narrow, widen_late
+from cute_ops.kernels.lib.copy import Inside, widen_late
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import (
@@ -96,14 +96,10 @@ class WalkedRows:
         return [Row.of(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
 
     def _emit(self, rows, targets, results, context, first, n, readable):
-        values = []
-        for gRow in rows:
-            rX = self.access.load(gRow, first, readable)
-            self.access.trim(rX, first, n)
-            values.append(rX.load().to(Float32))
-        emitted = self.function.emit(tuple(values), results, context, Columns(first, self.tile.vec))
+        values = tuple(self.access.read(gRow, first, n, readable) for gRow in rows)
+        emitted = self.function.emit(values, results, context, Columns(first, self.tile.vec))
         for x, gOut in zip(emitted, targets):
-            self.access.store(gOut, narrow(x, gOut.element_type, self.tile.vec), first, n)
+            self.access.write(gOut, x, first, n)
 
     def _batch(self, state, rows, start, end, shift, n, readable):
         """The state with up to four more vectors of this thread, all loaded before any is used."""
