@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.epilogue.emit import Emitter
 from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
-from cute_ops.kernels.lib.copy import fragment, load
+from cute_ops.kernels.lib.copy import fragment, load, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import store_number_if
 
@@ -102,4 +102,6 @@ class FinishRows:
             load(one, tensor.address(mX, row, n))
             elements[i] = one[0].to(Float32)
         for tensor, mX, x in zip(self.outputs, outputs, self.emit(*elements, length=n)):
-            store_number_if((lane == 0) & (place < m), x.to(mX.element_type), tensor.address(mX, row, n))
+            one = fragment(mX.element_type, 1)
+            one[0] = x.to(mX.element_type)
+            store_if((lane == 0) & (place < m), one, tensor.address(mX, row, n))

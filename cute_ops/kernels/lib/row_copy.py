@@ -232,6 +232,6 @@ def store_number(value, mX, key, row):
 
 
 @cute.jit
-def store_number_if(valid: Boolean, value, address: Int64):
+def store_number_if(valid: Boolean, value: Float32, address: Int64):
     if valid:
-        gmem_elements(type(value), address, 1)[0] = value
+        gmem_elements(Float32, address, 1)[0] = value
