@@ -6,6 +6,7 @@ import json
 import linecache
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,14 +44,34 @@ def test_adapters_learn_the_same_on_a_model_that_is_not_patched(monkeypatch: pyt
     assert losses == pytest.approx(lora.main(["--steps", "4"]), rel=1e-5)
 
 
+# What torchrun does, but torch is imported once.
+FORKS = """
+import os, runpy, sys, torch.distributed.fsdp, torch.distributed.tensor
+
+children = []
+for rank in "01":
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+    if not (child := os.fork()):
+        sys.argv = sys.argv[1:]
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    children.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+"""
+
+
 @pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.gpu)], ids=["cpu", "gpus"])
 def test_shards_learn_what_the_whole_learns(devices: str) -> None:
     if devices and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     done = subprocess.run(
-        [*command, str(GALLERY / "fsdp2.py"), "--steps", "3"], capture_output=True, text=True, check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": devices, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", FORKS, str(GALLERY / "fsdp2.py"), "--steps", "3"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, **ranks, "CUDA_VISIBLE_DEVICES": devices, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, *_, last = nanogpt.main(["--steps", "3"])

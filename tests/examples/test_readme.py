@@ -54,11 +54,16 @@ def test_links_lead_somewhere(page: str) -> None:
     assert missing == []
 
 
+@functools.cache
+def files() -> list[str]:
+    folders = (path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+    return [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*.py")]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page: str) -> None:
-    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
     named = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
-    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files())] == []
 
 
 def test_commands_of_the_readme_exist() -> None:

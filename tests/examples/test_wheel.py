@@ -132,14 +132,14 @@ def test_a_wheel_of_kernels_asks_for_what_they_were_built_with(kernels: Path) ->
 @pytest.mark.parametrize("frameworks", [("torch",), ("jax",), ("torch", "jax")], ids="+".join)
 def test_examples_run_in_an_empty_environment(frameworks: tuple[str, ...], environment: Make, tmp_path: Path) -> None:
     python, cache = environment(*frameworks), str(tmp_path / "cache")
-    there, counted, where = run(python, tmp_path, "-c", LOOK, CUTE_OPS_CACHE_DIR=cache).splitlines()
-    assert there == " ".join(frameworks)
-    assert counted == "2 from bundles, 0 compiled"
-    assert Path(where).is_relative_to(python.parents[1])
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     chosen = [example for name, example in zip(("torch", "jax"), examples, strict=False) if name in frameworks]
     assert all(f"import cute_ops_{name}" in example for name, example in zip(frameworks, chosen, strict=True))
-    run(python, tmp_path, "-c", "\n".join(chosen), CUTE_OPS_CACHE_DIR=cache)
+    said = run(python, tmp_path, "-c", "\n".join([LOOK, *chosen]), CUTE_OPS_CACHE_DIR=cache)
+    there, counted, where, *_ = said.splitlines()
+    assert there == " ".join(frameworks)
+    assert counted == "2 from bundles, 0 compiled"
+    assert Path(where).is_relative_to(python.parents[1])
     if frameworks == ("jax",):
         said = run(python, tmp_path, "-m", "cute_ops", "doctor", CUTE_OPS_CACHE_DIR=cache, COLUMNS="300")
         assert f"package cute-ops-kernels-sm90 {__version__}: 2 kernels for sm_90a:132, sound" in said
