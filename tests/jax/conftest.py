@@ -74,17 +74,18 @@ def small(cases: tuple[Case, ...], look: Callable[[Case], Any]) -> list[Case]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = next(metafunc.definition.iter_markers("gpu"), None) is not None
-    if "op" in metafunc.fixturenames:
-        metafunc.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
-    if "any_op" in metafunc.fixturenames:
-        parts = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
-        metafunc.parametrize("any_op", [*OPS, *parts], ids=lambda op: op.name)
-    if "row_op" in metafunc.fixturenames:
-        rows = [op for op in (*OPS, *PARTS) if not op.mutates and any(t.rows for t in op.inputs.values())]
-        metafunc.parametrize("row_op", rows, ids=lambda op: op.name)
+    with_rows = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
+    for fixture, ops in (
+        ("op", [op for op in OPS if op.grad]), ("any_op", [*OPS, *with_rows]),
+        ("row_op", [op for op in (*OPS, *with_rows) if not op.mutates and any(t.rows for t in op.inputs.values())]),
+    ):  # fmt: skip
+        if fixture in metafunc.fixturenames:
+            some = metafunc.config.some_of(ops, metafunc.definition)
+            metafunc.parametrize(fixture, some, ids=lambda op: op.name)
     # On the CPU the reference runs: sizes show nothing new, and of its values only what is absent does.
     kinds: tuple[tuple[str, Iterable[Op], Callable[[Case], Any]], ...] = (
-        ("problem", DIFFERENTIABLE, structure_of), ("stage_problem", STAGES.values(), structure_of),
+        ("problem", DIFFERENTIABLE, lambda case: (case.dtypes, case.absent, sorted(case.attrs))),
+        ("stage_problem", STAGES.values(), structure_of),
         ("value_problem", STAGES.values(), lambda case: case.absent),
     )  # fmt: skip
     for name, ops, look in kinds:

@@ -276,6 +276,7 @@ def some(op: Op) -> list[np.ndarray]:
     return testing.sample(op, (2,), 6, np.random.default_rng(0))
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("jvp and second order say what to do")
 def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
     arrays, wrt = some(op), testing.argnums(op)
@@ -300,6 +301,7 @@ def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
         )
 
 
+@pytest.mark.some_ops
 def test_derivative_of_a_backward_op(op: Op) -> None:
     backward, arrays = cute_ops_jax.register(op.grad), some(op.grad)
     with pytest.raises(NotImplementedError, match=f"^cute.{op.grad.name}: no gradient is declared for it; "):

@@ -342,6 +342,7 @@ def test_other_custom_calls_stay_forbidden(tmp_path: Path, fake_kernels: Any) ->
         exporting._serialized(lambda x: call(cute_ops_jax.rmsnorm(x)), ["cuda"], 0, (jnp.ones((2, 64)),), {})
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("FFI: export with symbolic rows, and its gradient where there is one")
 def test_symbolic_rows_reach_the_kernel(
     any_op: Op, through_ffi: Any, fake_kernels: Any, close: Callable[..., Any]

@@ -99,6 +99,7 @@ def test_every_rank_and_row_count_of_small_problems_shares_a_forward_kernel(op: 
     assert len(symbols) <= 2  # one row may have a tile of its own
 
 
+@pytest.mark.some_ops
 def test_zero_rows_launch_nothing(op: Op, fake_kernels: Any) -> None:
     function = cute_ops_jax.register(op)
 
@@ -132,6 +133,7 @@ def test_a_product_of_nothing_is_its_epilogue(dim: str, fake_kernels: Any) -> No
     assert not custom_calls(text) and not fake_kernels.variants
 
 
+@pytest.mark.some_ops
 def test_other_platforms_take_the_reference(op: Op, fake_kernels: Any) -> None:
     lowered = jax.jit(cute_ops_jax.register(op)).trace(*shaped(op, (2,)).values())
     for platform in ("cpu", "tpu"):
@@ -259,6 +261,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("FFI: grad, vmap, scan, checkpoint")
 def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any, again: Any) -> None:
     """Programs that run through the FFI agree with the reference's own lowering."""

@@ -110,6 +110,7 @@ def test_shapes_without_values(problem: Any) -> None:
     assert [(o.shape, o.dtype) for o in jax.tree.leaves(outputs)] == [(e.shape, e.dtype) for e in exact]
 
 
+@pytest.mark.some_ops
 def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., Any]) -> None:
     (rows,) = jax.export.symbolic_shape("rows")
 
@@ -126,6 +127,7 @@ def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., An
         close(exported.call(*arrays), function(*arrays))
 
 
+@pytest.mark.some_ops
 def test_one_dim_is_one_row(op: Op) -> None:
     arrays, function = (
         testing.sample(op, (), 6, np.random.default_rng(0)), testing.plain(op, cute_ops_jax.register(op))
@@ -137,6 +139,7 @@ def test_one_dim_is_one_row(op: Op) -> None:
         np.testing.assert_array_equal(a, b[0])
 
 
+@pytest.mark.some_ops
 @pytest.mark.parametrize("lead", [(0,), (3, 0), (0, 2)])
 def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
     arrays = testing.sample(op, lead, 6, np.random.default_rng(0))

@@ -52,8 +52,9 @@ def test_values_and_gradients(product: Product, fused: str, close: Close) -> Non
     function, arrays = partial(function_of(product), fused=fused), product.arrays()
     values, expected = exact(product.name)
     close(jax.tree.leaves(function(*arrays)), values)
-    for run in (gradient(product, function), jax.jit(gradient(product, function))):
-        close(run(*arrays), expected)
+    close(jax.jit(gradient(product, function))(*arrays), expected)
+    if fused == "auto":
+        close(gradient(product, function)(*arrays), expected)
 
 
 @pytest.mark.feature("zero rows and no terms, and their gradients")

@@ -88,6 +88,7 @@ def placed(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("FFI: row-sharded jit, automatic and explicit mesh, no all-gather")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_each_device_takes_its_rows(
@@ -158,6 +159,7 @@ def test_no_all_reduce_of_a_frozen_weight(kind: AxisType, through_ffi: Any, fake
     assert {variant.op for variant in fake_kernels.variants} == {"rmsnorm_bwd_only_dx"}  # nobody reads the forward
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("FFI: shard_map, with and without replication checks")
 @pytest.mark.parametrize("check", [True, False])
 def test_inside_of_shard_map(row_op: Op, check: bool, through_ffi: Any, close: Close) -> None:
@@ -184,6 +186,7 @@ def test_inside_of_shard_map(row_op: Op, check: bool, through_ffi: Any, close: C
     assert collectives(compiled.as_text()).keys() <= {"all-reduce"}
 
 
+@pytest.mark.some_ops
 def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> None:
     """A backward op that is called by itself returns each shard's part of a sum, which varies over the mesh."""
     backward, mesh = op.grad, mesh_of(AxisType.Auto)
@@ -204,6 +207,7 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
     close(jax.tree.leaves(jax.jit(mapped)(*arrays)), expected)
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("FFI: shard_map over some axes")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_partly_manual(row_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
@@ -619,6 +623,7 @@ def test_arrays_that_nobody_placed(jitted: bool, through_ffi: Any, close: Close)
     close(jax.device_get(got), cute_ops_jax.rmsnorm(x, w))
 
 
+@pytest.mark.some_ops
 def test_other_platforms_are_partitioned_by_xla(op: Op, close: Close) -> None:
     """XLA partitions the reference by itself."""
     function, arrays, mesh = testing.plain(op, cute_ops_jax.register(op)), inputs(op), mesh_of(AxisType.Auto)

@@ -23,6 +23,7 @@ from cute_ops_jax.primitive.primitive import stage
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from crossed import CROSS
 
+pytestmark = pytest.mark.some_ops
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
 Close = Callable[[Any, Any], None]
 

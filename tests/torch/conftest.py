@@ -140,14 +140,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     own = FLOATS[i % len(FLOATS)] if dtype == "turn" else dtype
                     problems.append(pytest.param(Problem(op, case, own), id=f"{op.name}-{own}-{case.name}"))
         metafunc.parametrize(fixture, problems)
-    if "op" in metafunc.fixturenames:
-        metafunc.parametrize("op", [op for op in OPS if op.grad], ids=lambda op: op.name)
-    if "any_op" in metafunc.fixturenames:
-        parts = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
-        metafunc.parametrize("any_op", [*OPS, *parts], ids=lambda op: op.name)
-    if "row_op" in metafunc.fixturenames:
-        rows = [op for op in (*OPS, *PARTS) if not op.mutates and any(t.rows for t in op.inputs.values())]
-        metafunc.parametrize("row_op", rows, ids=lambda op: op.name)
+    with_rows = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
+    for fixture, ops in (
+        ("op", [op for op in OPS if op.grad]), ("any_op", [*OPS, *with_rows]),
+        ("row_op", [op for op in (*OPS, *with_rows) if not op.mutates and any(t.rows for t in op.inputs.values())]),
+    ):  # fmt: skip
+        if fixture in metafunc.fixturenames:
+            some = metafunc.config.some_of(ops, metafunc.definition)
+            metafunc.parametrize(fixture, some, ids=lambda op: op.name)
 
 
 @pytest.fixture(scope="session")

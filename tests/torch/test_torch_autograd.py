@@ -134,6 +134,7 @@ class Count(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("selective activation checkpointing")
 @pytest.mark.parametrize(("policy", "calls"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
 def test_selective_checkpoint(op: Op, make_inputs: Callable[..., Any], policy: CheckpointPolicy, calls: int) -> None:
@@ -181,6 +182,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return lambda *tensors, **named: sum(o.sin().sum() for o in as_tuple(function(*tensors, **named)))
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("torch.func: grad, vjp, jacrev")
 def test_func_grad_vjp_jacrev(op: Op, make_inputs: Callable[..., Any]) -> None:
     function, tensors = function_of(op), make_inputs(op)
@@ -234,6 +236,7 @@ def varied(t: torch.Tensor) -> list[torch.Tensor]:
     return [t, t + 1, t - 2] if t.is_floating_point() else [t, t.flip(0), t]
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("torch.func: vmap, of any inputs, and of grad")
 def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any]) -> None:
     function, tensors = function_of(op), make_inputs(op)

@@ -184,6 +184,7 @@ def test_inductor_calls_ops_directly() -> None:
     ]
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("compile: full graph, any number of rows, backward")
 def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., Any]) -> None:
     """All outputs are read, and each alone is. Nothing but the op is in the graph: no C++ to compile."""
@@ -216,6 +217,7 @@ def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., An
             )
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("compile: inference")
 def test_every_op_in_inductor(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     raw = runner.functional(any_op)

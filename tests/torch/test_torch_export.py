@@ -62,6 +62,7 @@ def dynamic(ops: Sequence[Op]) -> Any:
     return (tuple({0: Dim.DYNAMIC} if t.rows else None for op in ops for t in op.inputs.values()),)
 
 
+@pytest.mark.some_ops
 @pytest.mark.feature("torch.export: any number of rows, saved and loaded")
 def test_export(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     calls = Calls([any_op])
