@@ -90,7 +90,7 @@ def test_gradients(product: Op, m: tuple[int, ...]) -> None:
 def test_gradients_of_nothing(product: Op) -> None:
     for sizes in ({"m": (0, 3)}, {"k": 0}):
         arrays = arrays_of(product, **sizes)
-        found = gradients(register(product), arrays)
+        found = jax.eval_shape(partial(gradients, register(product)), arrays)
         assert [g.shape for g in found] == [a.shape for a in arrays]
 
 
