@@ -136,7 +136,9 @@ def serve() -> None:
             Path(request["path"]).unlink(missing_ok=True)
             answer["error"] = "".join(traceback.format_exception(error))[-_ERROR_TAIL:]
         say(**answer)
-        gc.enable()
+        if not gc.isenabled():
+            gc.freeze()  # the compiler's modules stay: later collections need not look at them
+            gc.enable()
 
 
 def _check_sources(variant: Variant) -> None:
