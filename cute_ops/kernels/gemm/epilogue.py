@@ -265,9 +265,7 @@ class Element:
     def __init__(self, epilogue, sums, loaded, chunk, v, groups, shift=0):
         self.nodes, self.kinds = epilogue.expression.nodes, epilogue.expression.kinds
         self.sums, self.chunk, self.v, self.groups, self.shift = sums, chunk, v, groups, shift
-        self.loaded = {
-            read: values[tensor.loaded_at(v)] for read, tensor, values in zip(epilogue.read, epilogue.operands, loaded)
-        }
+        self.loaded = dict(zip(epilogue.read, zip(loaded, epilogue.operands)))
         self.values = {}
 
     def __call__(self, i, turned=0):
@@ -282,7 +280,8 @@ class Element:
         if node.word == "operand" and node.operand == 0:
             return self.sums(int(node.half == "[n:]"), self.v, distance)
         if node.word == "operand":
-            return self.loaded[node.operand, node.half, turned if self.kinds[i].columns else 0]
+            values, tensor = self.loaded[node.operand, node.half, turned if self.kinds[i].columns else 0]
+            return values[tensor.loaded_at(self.v)]
         if node.word == "rotate_half":
             x = self(node.args[0], int(node.value))
             return x if partner(at, int(node.value)) < 0 else x * -1.0
