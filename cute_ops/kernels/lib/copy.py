@@ -24,12 +24,14 @@ def pieces(dtype, vec):
     return cute.make_layout((width, vec // width))
 
 
+def gmem_pointer(dtype, address, vec):
+    """A byte address that is aligned to one access."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=access_bits(dtype, vec) // 8)
+
+
 def gmem_vector(dtype, address, vec):
     """View of ``vec`` elements at a byte address that is aligned to one access."""
-    align = access_bits(dtype, vec) // 8
-    return cute.make_tensor(
-        cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align), pieces(dtype, vec)
-    )
+    return cute.make_tensor(gmem_pointer(dtype, address, vec), pieces(dtype, vec))
 
 
 def gmem_elements(dtype, address, vec):
@@ -44,6 +46,14 @@ def fragment(dtype, vec, value=None):
     return rX
 
 
+def copy_vector(atom, dtype, vec, source, target):
+    """Copy a vector from a pointer to another. A single access is the atom's own call, which is traced faster."""
+    one = vec == access_bits(dtype, vec) // dtype.width
+    layout = cute.make_layout((vec,)) if one else pieces(dtype, vec)
+    copy = cute.copy_atom_call if one else cute.copy
+    copy(atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout))
+
+
 def load(rX, address, shared=False):
     """Load a whole vector. ``shared``: from L2, past what L1 holds.
 
@@ -53,7 +63,7 @@ def load(rX, address, shared=False):
     dtype, vec = rX.element_type, cute.size(rX)
     mode = LoadCacheMode.GLOBAL if shared else LoadCacheMode.ALWAYS
     atom = cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=access_bits(dtype, vec), load_cache_mode=mode)
-    cute.copy(atom, gmem_vector(dtype, address, vec), cute.make_tensor(rX.iterator, pieces(dtype, vec)))
+    copy_vector(atom, dtype, vec, gmem_pointer(dtype, address, vec), rX.iterator)
 
 
 def fetch_ahead(address, predicate):
@@ -66,7 +76,7 @@ def store(rX, address, streaming=False):
     dtype, vec = rX.element_type, cute.size(rX)
     mode = StoreCacheMode.STREAMING if streaming else StoreCacheMode.WRITE_BACK
     atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=access_bits(dtype, vec), store_cache_mode=mode)
-    cute.copy(atom, cute.make_tensor(rX.iterator, pieces(dtype, vec)), gmem_vector(dtype, address, vec))
+    copy_vector(atom, dtype, vec, rX.iterator, gmem_pointer(dtype, address, vec))
 
 
 @cute.jit
