@@ -7,9 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.conv.walk import Walk, before
+from cute_ops.kernels.conv.walk import VECTOR_BYTES, Walk, before
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
-from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold
 from cute_ops.kernels.lib.copy import (
     compiler_barrier_value,
     fetch_ahead,
@@ -24,6 +24,7 @@ from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 
 BATCH_SPANS = 2**30  # spans
+LEVELS = 8  # threads of a CTA whose sums are added one after the other
 
 
 class Cuts(NamedTuple):
@@ -169,16 +170,17 @@ class CausalConv1dBackward(Walk):
     Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; persistent, a thread takes its share of the consecutive rows of
     all sequences, a span of each that it meets (:class:`Shares`). It keeps the last ``taps`` rows of x and of g and
     walks ``taps`` rows past its span: the gradient of a row is there once g has come so far. Sums of the parameters'
-    gradients stay in registers to the end; those of a CTA make a row of the workspace, and a second kernel adds these
-    rows in a fixed order.
-    Shared memory: ``ahead`` rows of x and of dout per thread, those of one more stage, and where threads of a CTA share
-    channels 4 bytes per sum and thread. Bytes moved per element: x, dout and dx once; of every span, ``2 * taps`` rows
-    of x and ``taps`` of dout again.
+    gradients stay in registers for some :data:`~cute_ops.kernels.lib.column_reduce.TERMS` rows, then go to totals in
+    shared memory; those of a CTA make a row of the workspace, and a second kernel adds these rows in a fixed order.
+    Shared memory: ``ahead`` rows of x and of dout per thread, those of one more stage, and 4 bytes per sum and thread.
+    Bytes moved per element: x, dout and dx once; of every span, ``2 * taps`` rows of x and ``taps`` of dout again.
     """
 
     def __init__(self, variant):
         super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"), 2, spare=1)
         self.column_sum = ColumnSum(None if self.n is None else self.n * (self.width + 1), variant.arch)
+        # Rows between two folds, in whole steps of the walk.
+        self.every = TERMS // self.unit * self.unit
 
     @cute.jit
     def __call__(
@@ -220,29 +222,50 @@ class CausalConv1dBackward(Walk):
         if const_expr(self.pdl):
             self._fetch_ahead(mX, mWeight, mDout, mBias, inside & (left > 0), channel, sequence, start)
         wait_for_previous(self.pdl)
-        rDweight, rDbias = [fragment(Float32, self.vec) for _ in range(self.width)], fragment(Float32, self.vec)
-        for rSum in (*rDweight, rDbias):
-            rSum.fill(0.0)
+        sums = self.sums(smem, mBiasPartials)
         if inside:
             # Where a share meets fewer sequences, what is left of it is nothing.
             for _ in cutlass.range(shares.pieces, unroll=1):
                 end = Int32(cutlass.min(start + left, seqlen))
                 if cutlass.max(start, 0) < end:
                     self._walk(
-                        ring, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, rDweight, rDbias, channel,
-                        sequence, cutlass.max(start, 0), end,
+                        ring, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, sums, channel, sequence,
+                        cutlass.max(start, 0), end,
                     )  # fmt: skip
-                left = left - (end - start)
-                sequence, start = sequence + 1, Int32(-self.ahead)
+                rest = left - (end - start)
+                if left // TERMS != rest // TERMS:
+                    self._fold(sums)
+                left, sequence, start = rest, sequence + 1, Int32(-self.ahead)
         let_next_start(self.pdl)
         # A thread's place in its CTA, from its channel: otherwise its index is in a register all the time.
         start, channel = self.ctas_place(mX)[1], compiler_barrier_value(channel)
-        for mPartials, rSums in ((mWeightPartials, rDweight), (mBiasPartials, [rDbias])):
+        self._fold(sums)
+        if const_expr(self.depth > 1):
+            cute.arch.barrier()
+        for mPartials, first, count in ((mWeightPartials, 0, self.width), (mBiasPartials, self.width, 1)):
             if const_expr(mPartials is not None):
                 if const_expr(self.depth == 1):
-                    self._store_sums(mPartials, rSums, group, channel)
+                    self._store_sums(mPartials, sums[1], first, count, group, channel)
                 else:
-                    self._add_levels(smem, mPartials, rSums, group, start, channel - start, level)
+                    self._add_levels(mPartials, sums[1], first, count, group, start, channel - start, level)
+
+    def sums(self, smem, mBiasPartials):
+        """A thread's sums, one vector for each tap and one of the bias, and their totals: (element, thread, sum)."""
+        rSums = [fragment(Float32, self.vec) for _ in range(self.width + (mBiasPartials is not None))]
+        layout = cute.make_layout((self.vec, self.threads, len(rSums)))
+        sTotals = smem.allocate_tensor(Float32, layout, byte_alignment=VECTOR_BYTES)
+        for j, rSum in enumerate(rSums):
+            rSum.fill(0.0)
+            cute.autovec_copy(rSum, sTotals[None, self.thread(), j])
+        return rSums, sTotals
+
+    def _fold(self, sums):
+        rSums, sTotals = sums
+        for j, rSum in enumerate(rSums):
+            rTotal, sTotal = fragment(Float32, self.vec), sTotals[None, self.thread(), j]
+            cute.autovec_copy(sTotal, rTotal)
+            fold(rSum, rTotal)
+            cute.autovec_copy(rTotal, sTotal)
 
     def _fetch_ahead(self, mX, mWeight, mDout, mBias, there, channel, sequence, start):
         """Have L2 fetch what a thread needs at first, before the kernel before this one ends."""
@@ -256,12 +279,16 @@ class CausalConv1dBackward(Walk):
                 fetch_ahead(row_address(mParameter, self.keys[name], Int64(channel), width), there)
 
     @cute.jit
-    def _store_sums(self, mPartials, rSums: cutlass.Constexpr, group: Int32, channel: Int32):
-        """Write a thread's sums, ``len(rSums)`` for each of its channels, to its CTA's row of the workspace."""
-        each, count = len(rSums), self.vec * len(rSums)
+    def _store_sums(
+        self, mPartials, sTotals, first: cutlass.Constexpr, each: cutlass.Constexpr, group: Int32, channel: Int32
+    ):
+        """Write a thread's totals, ``each`` from the first on for each of its channels, to its CTA's row of the
+        workspace.
+        """
+        count = self.vec * each
         rRow, vec = fragment(Float32, count), math.gcd(count, 4)
         for i in cutlass.range_constexpr(count):
-            rRow[i] = rSums[i % each][i // each]
+            rRow[i] = sTotals[i // each, self.thread(), first + i % each]
         if channel * each < mPartials.shape[1]:
             start = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + channel * each) * 4
             for i in cutlass.range_constexpr(0, count, vec):
@@ -269,28 +296,26 @@ class CausalConv1dBackward(Walk):
 
     @cute.jit
     def _add_levels(
-        self, smem: cutlass.Constexpr, mPartials, rSums: cutlass.Constexpr, group: Int32, start: Int32, place: Int32,
-        level: Int32,
+        self, mPartials, sTotals, first: cutlass.Constexpr, each: cutlass.Constexpr, group: Int32, start: Int32,
+        place: Int32, level: Int32,
     ):  # fmt: skip
         """As :meth:`_store_sums`, for CTAs in which several threads have the same channels."""
-        each, row = len(rSums), self.lanes * self.vec
-        sSum = smem.allocate_tensor(Float32, cute.make_layout((row * each, self.depth)), byte_alignment=16)
-        # A thread past the last channel has sums of zero, which are not read.
-        for c in cutlass.range_constexpr(self.vec):
-            for j in cutlass.range_constexpr(each):
-                sSum[(place + c) * each + j, level] = rSums[j][c]
-        cute.arch.barrier()
-        count = cutlass.min(row * each, Int32(mPartials.shape[1]) - start * each)
+        count = cutlass.min(self.lanes * self.vec * each, Int32(mPartials.shape[1]) - start * each)
         for column in cutlass.range(level * self.lanes + place // self.vec, count, self.threads, unroll=1):
+            channel = column // each
             total = Float32(0.0)
-            for d in cutlass.range_constexpr(self.depth):
-                total = total + sSum[column, d]
+            for top in cutlass.range_constexpr(0, self.depth, LEVELS):
+                some = Float32(0.0)
+                for d in cutlass.range_constexpr(top, min(top + LEVELS, self.depth)):
+                    thread = d * self.lanes + channel // self.vec
+                    some = some + sTotals[channel % self.vec, thread, first + column % each]
+                total = total + some
             mPartials[group, start * each + column] = total
 
     @cute.jit
     def _walk(
         self, ring: cutlass.Constexpr, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial,
-        rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, sequence: Int64, start: Int32, end: Int32,
+        sums: cutlass.Constexpr, channel: Int32, sequence: Int64, start: Int32, end: Int32,
     ):  # fmt: skip
         dtype, seqlen = mX.element_type, self.seqlen(mX)
         tensors = {"x": mX, "dout": mDout, "dx": mDx, "initial_state": mInitial, "dfinal_state": mDfinal,
@@ -305,10 +330,13 @@ class CausalConv1dBackward(Walk):
         gs = [fragment(Float32, self.vec) for _ in xs]
         for rG in gs:
             rG.fill(0.0)
-        given = ring, rows, xs, gs, rWeight, rBias, rDweight, rDbias
+        given = ring, rows, xs, gs, rWeight, rBias, sums[0]
         stage, free, inner = Int32(0), Int32(self.stages), self.inner(start, last)
-        for t in cutlass.range(start, inner, self.unit, unroll=1):
-            stage, free = self._step(given, t, stage, free, start, end, last, seqlen, False)
+        for block in cutlass.range(start, inner, self.every, unroll=1):
+            for t in cutlass.range(block, cutlass.min(block + self.every, inner), self.unit, unroll=1):
+                stage, free = self._step(given, t, stage, free, start, end, last, seqlen, False)
+            if block + self.every <= inner:
+                self._fold(sums)
         for t in cutlass.range(inner, end + self.taps, self.unit, unroll=1):
             stage, free = self._step(given, t, stage, free, start, end, last, seqlen, True)
 
@@ -318,7 +346,7 @@ class CausalConv1dBackward(Walk):
         seqlen: Int32, edge: cutlass.Constexpr,
     ):  # fmt: skip
         """Take a step's rows: all of the span, or with ``edge`` those that may be past its end or the sequence's."""
-        ring, rows, xs, gs, rWeight, rBias, rDweight, rDbias = given
+        ring, rows, xs, gs, rWeight, rBias, rSums = given
         for u in cutlass.range_constexpr(self.unit):
             if const_expr(u % self.batch == 0):
                 self.wait()
@@ -341,9 +369,9 @@ class CausalConv1dBackward(Walk):
                 if t >= seqlen:
                     rG.fill(0.0)
                 if t < end:
-                    self._add(rG, inputs, rDweight, rDbias)
+                    self._add(rG, inputs, rSums)
             else:
-                self._add(rG, inputs, rDweight, rDbias)
+                self._add(rG, inputs, rSums)
             cotangents = [rOld.load() for rOld in self.older(gs, u)] + [rG.load()]
             rDx = fragment(Float32, self.vec)
             rDx.store(self.convolved(cotangents, rWeight[::-1], None))
@@ -361,11 +389,10 @@ class CausalConv1dBackward(Walk):
                 store_if(first == 0, rOut, rows["dinitial_state"].address(first, u), True)
         return stage, free
 
-    def _add(self, rG, inputs, rDweight, rDbias):
+    def _add(self, rG, inputs, rSums):
         g = rG.load()
-        for rSum, x in zip(rDweight, inputs):
-            rSum.store(rSum.load() + g * x)
-        rDbias.store(rDbias.load() + g)
+        for rSum, x in zip(rSums, [*inputs, None]):
+            rSum.store(rSum.load() + (g if x is None else g * x))
 
     def _add_final(self, rDx, rows, dtype, i):
         """Add the cotangent of the final state's i-th row, which is the input ``taps - i`` rows before the end."""

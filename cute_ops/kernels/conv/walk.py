@@ -73,7 +73,7 @@ class Walk:
         self.ctas = self.config.ctas(vectors)
         self.pdl = can_use_pdl(variant.arch)
         self.names, self.threads = names[:streams], self.lanes * self.depth
-        sums = self.width + 1 if "dout" in names and self.depth > 1 else 0
+        sums = self.width + 1 if "dout" in names else 0
         each = self.vec * (self.slots * self.batch * streams * ITEMSIZE[self.keys["x"].dtype] + 4 * sums)
         # For CTAs with the kilobyte that the system takes of each; the rest is L1, which finds rows loaded twice.
         shared = self.ctas * (self.threads * each + 1024)

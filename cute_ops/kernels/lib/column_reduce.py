@@ -11,6 +11,18 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_reduce import WARP
 
 BATCH = 8
+TERMS = 64  # that a thread adds one after another before it folds their sum into a total
+
+
+def fold(rSum, rTotal):
+    """Add a thread's running sum to a total; what rounding the total loses is left in the running sum.
+
+    One sum of k terms in fp32 loses about ``sqrt(k) / 4`` units in its last place. Folded every some terms, it loses
+    what that many terms do, however many there are (Kahan).
+    """
+    old, term = rTotal.load(), rSum.load()
+    rTotal.store(old + term)
+    rSum.store(term - (rTotal.load() - old))
 
 
 class ColumnSum:
