@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,16 @@ def traced(make: Callable[..., Op], namespace: str = "cute") -> Callable[..., An
 
     def function(*options: Any) -> Any:
         return getattr(getattr(torch.ops, namespace), name(*options)).default
+
+    return function
+
+
+def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
+    """``function(*options)``: that of the op ``make(*options)``, or what torch.compile calls in its place."""
+    while_traced, known = traced(make), cache(lambda *options: define(make(*options)).function)
+
+    def function(*options: Any) -> Any:
+        return while_traced(*options) if torch.compiler.is_dynamo_compiling() else known(*options)
 
     return function
 

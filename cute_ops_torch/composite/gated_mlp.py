@@ -7,12 +7,11 @@ import torch
 from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
 from cute_ops_torch.composite.autocast import autocast
-from cute_ops_torch.composite.constant import traced
+from cute_ops_torch.composite.constant import functions
 from cute_ops_torch.library.tensors import checked
-from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
-_traced = traced(declared.gated_mlp)
+_gated_mlp = functions(declared.gated_mlp)
 
 
 @checked
@@ -24,9 +23,5 @@ def gated_mlp(
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
     x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
     options = save, transposed, w_gate_up.ndim > 2 and not halves, halves
-    if torch.compiler.is_dynamo_compiling():
-        run = _traced(*options)
-    else:
-        run = define(declared.gated_mlp(*options)).function
-    out: Tensor = run(x, w_gate_up, w_down, activation, fused)
+    out: Tensor = _gated_mlp(*options)(x, w_gate_up, w_down, activation, fused)
     return out

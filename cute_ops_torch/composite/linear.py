@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
-from cute_ops_torch.composite.constant import number, traced
+from cute_ops_torch.composite.constant import functions, number, traced
 from cute_ops_torch.library.tensors import array, checked
 from cute_ops_torch.registry import define
 
@@ -37,15 +37,13 @@ def linear(
 
     The op is ``torch.ops.cute.linear_<function>_<digest>``, the same in every process that has made this call.
     """
-    if x is None or weight is None:
-        by_call.check_there(x, weight, "linear")  # type: ignore[unreachable]  # but for callers that mypy does not see
     if enabled():
         x, weight = autocast(x, weight)
     if epilogue is None:
         if operands or attrs or halves or packed or save != "pre":
             by_call.without_epilogue(operands, attrs, halves, packed, save)
         dims = weight.ndim
-        run = _product if dims <= 2 else _batched_product()
+        run = _product if dims <= 2 else _batches()
         return run(x, weight.mT if transposed and dims > 1 else weight, fused)
     layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN
     function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), layout, save, attrs)
@@ -65,11 +63,8 @@ def call_with_epilogue(
         save, attrs: as :func:`linear` has them.
     """
     if torch.compiler.is_dynamo_compiling():
-        known = tuple((name, number(value)) for name, value in attrs.items())
-        fits = by_call.fits(epilogue, arrays, layout, array, caller)
-        batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
-        shapes = tuple(fit and fit.shape for fit in fits)
-        function = _traced(caller, epilogue, shapes, batched, layout, save, known)
+        constants = tuple((name, number(value)) for name, value in attrs.items())
+        function, fits = _choose(caller, epilogue, arrays, layout, save, constants)
     else:
         options = layout, save, tuple(attrs.items()) if attrs else ()
         try:
@@ -90,8 +85,8 @@ def _choose(
     fits = by_call.fits(epilogue, arrays, layout, array, caller)
     shapes = tuple(fit and fit.shape for fit in fits)
     batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
-    op = _OPS[caller](epilogue, shapes, batched, layout, save, attrs)
-    return define(op).function, fits
+    what = caller, epilogue, shapes, batched, layout, save, attrs
+    return _traced(*what) if torch.compiler.is_dynamo_compiling() else define(_op(*what)).function, fits
 
 
 @lru_cache(1024)
@@ -112,39 +107,28 @@ def gated_linear(
     halves: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
-    if x is None or weight is None:
-        by_call.check_there(x, weight, "gated_linear")  # type: ignore[unreachable]
     if enabled():
         x, weight = autocast(x, weight)
     options = transposed, weight.ndim > 2 + halves, halves
-    if torch.compiler.is_dynamo_compiling() and out is None:
-        run = _traced_gated(*options)
-    else:
-        run = _gated(*options)
-    found: Tensor = run(x, weight, activation, fused) if out is None else run(x, weight, activation, fused, out=out)
-    return found
-
-
-@cache
-def _gated(*options: bool) -> Callable[..., Any]:
-    return define(gated_linear_of(*options)).function
-
-
-def _batched_product() -> Callable[..., Any]:
-    if torch.compiler.is_dynamo_compiling():
-        return _traced_batch()  # type: ignore[no-any-return]
-    return define(_batched()).function
-
-
-def _batched() -> Op:
-    assert product.batched is not None
-    return product.batched
+    if out is not None:
+        return define(gated_linear_of(*options)).function(x, weight, activation, fused, out=out)  # type: ignore[no-any-return]
+    return _gated(*options)(x, weight, activation, fused)  # type: ignore[no-any-return]
 
 
 # By the function that is called, what makes its op.
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
-_traced = traced(lambda caller, *options: _OPS[caller](*options))
-_traced_gated, _traced_batch = traced(gated_linear_of), traced(_batched)
+
+
+def _op(caller: str, *options: Any) -> Op:
+    return _OPS[caller](*options)
+
+
+def _batch() -> Op:
+    assert product.batched is not None
+    return product.batched
+
+
+_traced, _gated, _batches = traced(_op), functions(gated_linear_of), functions(_batch)
 
 
 def _fitted(tensor: Tensor, fit: Fit, halves: bool) -> Tensor:

@@ -7,16 +7,19 @@ Importing what torch reads such files with imports this, once ``cute_ops_torch``
 from itertools import product
 
 from cute_ops.composite.gated_mlp import gated_mlp
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.composite.rmsnorm_linear import NAMED, rmsnorm_linear
 from cute_ops.ops.gemm.by_call import op_of
 from cute_ops.ops.gemm.named import EPILOGUES
-from cute_ops_torch.composite.projections import MADE_BY
 from cute_ops_torch.registry import define
 
 for _save, _transposed in product(("pre", "none"), (False, True)):
     define(gated_mlp(_save, _transposed))
-for _make in MADE_BY.values():
-    define(_make())
+for _transposed in (False, True):
+    define(linear_add_rmsnorm(_transposed))
+    for _size in SIZES:
+        define(qkv_rope(_size, _transposed))
 for _name, _bias in product(NAMED, ("n", None)):
     define(rmsnorm_linear(_name, (_bias,)))
 # What modules such as LinearGELU call, with a bias and without.
