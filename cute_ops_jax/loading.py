@@ -76,11 +76,11 @@ def _deserialized(data: bytes, kernels: Sequence[str]) -> jax.export.Exported:
     """
     try:
         program = jax.export.deserialize(bytearray(data))
-        stages = [program, program.vjp()] if program.has_vjp() else [program]
+        programs = [program, program.vjp()] if program.has_vjp() else [program]
     except Exception as error:  # flatbuffers' and JAX's readers of something else raise whatever comes first
         raise ValueError(f"its program cannot be read ({type(error).__name__}: {error})") from error
-    for stage in stages:
-        calls = _compat.custom_calls(stage.mlir_module_serialized) - set(kernels)
+    for each in programs:
+        calls = _compat.custom_calls(each.mlir_module_serialized) - set(kernels)
         if calls:
             raise ValueError(f"its program calls {', '.join(sorted(calls))[:200]}, which no exported program does")
     return program

@@ -57,8 +57,8 @@ def define(op: Op, namespace: str = "cute") -> Registered:
     """What :func:`register` does, without making the Python function."""
     with _lock:
         # Refuse what is to be refused, of the gradient too, before defining anything: a second try would find it there.
-        for stage in (op, *_computing(op)):
-            _check(stage, namespace)
+        for each in (op, *_computing(op)):
+            _check(each, namespace)
         return _define(op, namespace)
 
 

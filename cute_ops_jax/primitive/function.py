@@ -16,7 +16,7 @@ from cute_ops.op import Op, check_declaration
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order, wrong_array
-from cute_ops_jax.primitive.primitive import one_for_each, stage
+from cute_ops_jax.primitive.primitive import one_for_each, primitive_of
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
 
 
@@ -84,7 +84,7 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
         if options:
             op.check_options(options)
         if axes:
-            stage(op).bound(given, dict(attrs))
+            primitive_of(op).bound(given, dict(attrs))
             _check_axes(axes, what)
         # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
         given = spread(given, axes) if axes else dict(zip(given, alike(list(given.values())), strict=True))

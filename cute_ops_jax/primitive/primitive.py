@@ -52,7 +52,7 @@ def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
     return call
 
 
-class Stage:
+class OpPrimitive:
     """A declaration with its primitive.
 
     Calling it binds the primitive; arrays and results go by name, None where absent.
@@ -115,9 +115,9 @@ class Stage:
         return dict.fromkeys(self.op.results) | named(binding, results)
 
     @property
-    def batched(self) -> Stage | None:
-        """The stage of a batch of examples."""
-        return stage(self.op.batched) if self.op.batched else None
+    def batched(self) -> OpPrimitive | None:
+        """The primitive of a batch of examples."""
+        return primitive_of(self.op.batched) if self.op.batched else None
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call. Tracing, abstract evaluation and lowering of one call share it.
@@ -135,7 +135,7 @@ class Stage:
     ) -> Arrays:
         """Bind the primitive inside of a ``shard_map`` over all axes."""
         if terms:
-            return self._on_terms(inputs, attrs, terms, by_stage)
+            return self._on_terms(inputs, attrs, terms, by_tracing)
         given = in_order(self.op, inputs)
         binding = self.bound(given, attrs)
         return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
@@ -218,7 +218,7 @@ class Stage:
         return list(slices.present({n: found[n] for n in self.op.results}).values())
 
 
-class Composite(Stage):
+class Composite(OpPrimitive):
     """A declaration with a program of other ops in place of a kernel.
 
     XLA's partitioner would shard such a program as it sees fit, and gather rows in every turn of a loop. Declared as
@@ -241,17 +241,17 @@ class Composite(Stage):
         return {n: jax.lax.psum(a, axes) if slices.adds_up(op, n) else a for n, a in found.items()}
 
     def _on_axes(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> Arrays:
-        return self._outputs(by_stage, inputs, attrs, axes)
+        return self._outputs(by_tracing, inputs, attrs, axes)
 
     def _on_one_device(
         self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = (), *,
         terms: slices.Cuts = slices.WHOLE,
     ) -> Arrays:  # fmt: skip
         if terms:
-            return self._on_terms(inputs, attrs, terms, by_stage)
+            return self._on_terms(inputs, attrs, terms, by_tracing)
         if not axes:
             inputs = dict(zip(inputs, alike(list(inputs.values())), strict=True))
-        return self._outputs(by_stage, inputs, attrs, axes)
+        return self._outputs(by_tracing, inputs, attrs, axes)
 
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
@@ -278,15 +278,15 @@ def _together(
     return slices.on_slices(op, inputs, {**op.keywords, **attrs}, axes, each)
 
 
-def by_stage(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
+def by_tracing(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
     """An op in a program that is being traced."""
-    return stage(op)(inputs, attrs, inplace)
+    return primitive_of(op)(inputs, attrs, inplace)
 
 
 def by_lowering(run: Lowering, op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
     """An op in a program that is being lowered."""
     given = in_order(op, inputs)
-    found = stage(op)
+    found = primitive_of(op)
     binding = found.bound(given, attrs)
     return dict.fromkeys(op.outputs) | named(binding, found._run(run, binding, list(given.values()), inplace))
 
@@ -300,9 +300,9 @@ def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
 
 
 @one_for_each
-def stage(op: Op) -> Stage:
-    """The one stage of a declaration in this process."""
-    return Stage(op) if op.program is None else Composite(op)
+def primitive_of(op: Op) -> OpPrimitive:
+    """The one primitive of a declaration in this process."""
+    return OpPrimitive(op) if op.program is None else Composite(op)
 
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:

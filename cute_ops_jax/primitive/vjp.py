@@ -21,7 +21,7 @@ from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit
 from cute_ops_jax.distributed.varying import Axes, varies
 from cute_ops_jax.primitive.arrays import Attributes
-from cute_ops_jax.primitive.primitive import Stage, no_derivative, stage
+from cute_ops_jax.primitive.primitive import OpPrimitive, no_derivative, primitive_of
 
 Arrays = dict[str, jax.Array]
 # The arrays that the backward reads, by name, and one whose shape says which inputs are differentiated.
@@ -48,19 +48,19 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     """``run(call, inputs) -> outputs``, with a gradient where one is declared. Arrays go by name, absent ones are left
     out.
     """
-    forward = stage(op)
+    forward = primitive_of(op)
 
     def run(call: StaticCall, inputs: Arrays) -> Arrays:
         return outputs_of(forward, call, inputs)
 
-    def outputs_of(forward: Stage, call: StaticCall, inputs: Arrays) -> Arrays:
+    def outputs_of(forward: OpPrimitive, call: StaticCall, inputs: Arrays) -> Arrays:
         # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
         outputs = forward(inputs, dict(call.attrs), axes=call.axes).items()
         return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
 
     if not op.differentiable:
         return run
-    stage_of = stage  # a step's is made when a gradient is first asked for
+    of_step = primitive_of  # a step's is made when a gradient is first asked for
     reads = {name for step in op.steps for name in step.inputs} | op.handed_on.keys() | set(op.scaled.values())
     first, *others = op.outputs
     more = () if op.saving is None else op.saving.outputs.keys() - op.outputs.keys()
@@ -76,7 +76,7 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
         steps = op.backward(wanted, inputs)
         needed = {name for step in steps for name in step.inputs} | {op.scaled[n] for n in wanted if n in op.scaled}
         saving = op.saved_by(wanted, inputs)
-        runs = stage_of(saving) if saving else forward
+        runs = of_step(saving) if saving else forward
         runs.stands_for = op
         made = outputs_of(runs, call, inputs)
         outputs = {name: made[name] for name in op.outputs if name in made}
@@ -94,7 +94,7 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
         for step in op.backward([name for name in call.names if sizes.get(name, 1)], call.names):
             given = {name: _as_input(tensor, known.get(name)) for name, tensor in step.inputs.items()}
             attrs = {n: value for n, value in call.attrs if n in step.keywords}
-            results = stage_of(step)(given, attrs, call.inplace, call.axes)
+            results = of_step(step)(given, attrs, call.inplace, call.axes)
             shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
             known |= {n: results[shared.get(n, n)] for n in results}
         for name, output in op.handed_on.items():

@@ -22,7 +22,7 @@ from cute_ops_jax.primitive.arrays import Arrays, Attributes
 
 
 class SupportsBatching(Protocol):
-    """What the rule needs of the op's stage (:class:`cute_ops_jax.primitive.primitive.Stage`)."""
+    """What the rule needs of an op's primitive (:class:`cute_ops_jax.primitive.primitive.OpPrimitive`)."""
 
     op: Op
 
@@ -37,7 +37,7 @@ class SupportsBatching(Protocol):
 
 
 def batch(
-    stage: SupportsBatching,
+    primitive: SupportsBatching,
     arrays: Sequence[jax.Array],
     axes: Sequence[int | None],
     *,
@@ -45,18 +45,18 @@ def batch(
     attrs: Attributes,
     inplace: bool,
 ) -> tuple[list[jax.Array], list[int]]:
-    """The batching rule of a stage's primitive: every result is batched in axis 0."""
-    op = stage.op
+    """The batching rule of a primitive: every result is batched in axis 0."""
+    op = primitive.op
     given = {name: (a, axis) for name, a, axis in zip(names, arrays, axes, strict=True)}
     batched = {name: jnp.moveaxis(a, axis, 0) for name, (a, axis) in given.items() if axis is not None}
     shared = {name: a for name, (a, axis) in given.items() if axis is None}
     size = next(iter(batched.values())).shape[0]
 
     def run(inputs: dict[str, jax.Array]) -> list[jax.Array]:
-        return list(present(stage({**shared, **inputs}, dict(attrs), inplace)).values())
+        return list(present(primitive({**shared, **inputs}, dict(attrs), inplace)).values())
 
     example = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in batched.items()}
-    one = stage.bound({name: example.get(name, a) for name, (a, _) in given.items()}, dict(attrs))
+    one = primitive.bound({name: example.get(name, a) for name, (a, _) in given.items()}, dict(attrs))
     groups = {op.inputs[name].rows for name in batched} | {op.results[name].rows for name in present(one.results)}
     group = next(iter(groups))
     if len(groups) == 1 and group:
@@ -66,10 +66,10 @@ def batch(
         rows = {n: a for n, a in given.items() if op.inputs[n].rows == group and not (op.inputs[n].broadcast and kept)}
         whole = {n: _with_all_leading_dims(*a, size, op.inputs[n].of(one.dims)) for n, a in rows.items()}
         results = run({**batched, **whole})
-    elif stage.batched is not None:
+    elif primitive.batched is not None:
         lead = one.dims[next(t.rows for t in op.inputs.values() if t.rows)]
         matrices = {n: _example_rows(*a, size, op.inputs[n], lead) for n, a in given.items()}
-        found = stage.batched(matrices, dict(attrs), inplace)
+        found = primitive.batched(matrices, dict(attrs), inplace)
         # A program makes outputs of its own also of those that another one serves for.
         every = {n: a for n, a in present(found).items() if one.results[n] is not None}
         results = [a.reshape(size, *lead, *a.shape[2:]) if op.results[n].rows else a for n, a in every.items()]

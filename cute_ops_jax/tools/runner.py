@@ -11,7 +11,7 @@ import numpy as np
 
 from cute_ops.op import Op
 from cute_ops.testing import Arrays
-from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.primitive.primitive import primitive_of
 
 
 def device() -> str:
@@ -28,6 +28,6 @@ def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | 
 @cache
 def _jitted(op: Op, names: tuple[str, ...], attrs: tuple[tuple[str, Any], ...]) -> Any:
     def call(*arrays: Any) -> dict[str, Any]:
-        return stage(op)(dict(zip(names, arrays, strict=True)), dict(attrs))
+        return primitive_of(op)(dict(zip(names, arrays, strict=True)), dict(attrs))
 
     return jax.jit(call)

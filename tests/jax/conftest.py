@@ -1,7 +1,7 @@
 """Fixtures of the JAX adapter's tests: problems from the declarations, devices, and kernels without a GPU.
 
 Every test that asks for ``op`` (one with a gradient), ``any_op``, ``row_op`` (one that writes no input, so that its
-results have rows), ``problem``, ``stage_problem`` or ``value_problem`` runs for all declarations, so a new op needs no
+results have rows), ``problem``, ``any_problem`` or ``value_problem`` runs for all declarations, so a new op needs no
 new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but not its size.
 """
 
@@ -31,12 +31,12 @@ from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
 from cute_ops.shapes import FLOATS
 from cute_ops_jax.primitive import ffi, function, vjp
-from cute_ops_jax.primitive.primitive import Composite, Stage, stage
+from cute_ops_jax.primitive.primitive import Composite, OpPrimitive, primitive_of
 
 # For programs on several devices; the first one runs everything else.
 jax.config.update("jax_num_cpu_devices", 8)
 
-STAGES = {op.name: op for op in itertools.chain(OPS, PARTS, (op.grad for op in OPS if op.grad))}
+EVERY = {op.name: op for op in itertools.chain(OPS, PARTS, (op.grad for op in OPS if op.grad))}
 NARROWED = {each.name: each for op in OPS for step in op.steps for each in step.narrowed}
 
 
@@ -85,8 +85,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # On the CPU the reference runs: sizes show nothing new, and of its values only what is absent does.
     kinds: tuple[tuple[str, Iterable[Op], Callable[[Case], Any]], ...] = (
         ("problem", DIFFERENTIABLE, lambda case: (case.dtypes, case.absent, sorted(case.attrs))),
-        ("stage_problem", STAGES.values(), structure_of),
-        ("value_problem", STAGES.values(), lambda case: case.absent),
+        ("any_problem", EVERY.values(), structure_of),
+        ("value_problem", EVERY.values(), lambda case: case.absent),
     )  # fmt: skip
     for name, ops, look in kinds:
         if name in metafunc.fixturenames:
@@ -114,11 +114,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
 
 
 @pytest.fixture
-def run_stage() -> Callable[..., tuple[np.ndarray | None, ...]]:
-    """``run_stage(op, inputs, attrs)``: every output of one jitted call as NumPy, None where absent."""
+def run_op() -> Callable[..., tuple[np.ndarray | None, ...]]:
+    """``run_op(op, inputs, attrs)``: every output of one jitted call as NumPy, None where absent."""
 
     def run(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
-        outputs = jax.jit(lambda arrays: stage(op)(arrays, attrs))(inputs)
+        outputs = jax.jit(lambda arrays: primitive_of(op)(arrays, attrs))(inputs)
         return tuple(None if outputs[name] is None else np.asarray(outputs[name]) for name in op.results)
 
     return run
@@ -144,7 +144,7 @@ class FakeKernels:
     def __init__(self) -> None:
         self.variants: list[Variant] = []
         self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
-        self.ops = {**STAGES, **NARROWED}
+        self.ops = {**EVERY, **NARROWED}
 
     def get(self, variant: Variant) -> Any:
         import tvm_ffi
@@ -188,7 +188,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     return fakes
 
 
-class KernelsOnCpu(Stage):
+class KernelsOnCpu(OpPrimitive):
     platforms = ("cuda", "cpu")
 
 
@@ -205,8 +205,8 @@ def call_function(name: str, *given: Any) -> None:
 
 
 @pytest.fixture
-def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Stage]:
-    """``ffi_stage(op)``: a stage of the op whose CUDA lowering runs on the CPU."""
+def ffi_primitive(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], OpPrimitive]:
+    """``ffi_primitive(op)``: the primitive of an op whose CUDA lowering runs on the CPU."""
     import jax_tvm_ffi
     import tvm_ffi
 
@@ -221,27 +221,27 @@ def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Cal
         FUNCTIONS[name] = function
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", register_on_cpu)
-    stages: dict[Op, Stage] = {}
+    primitives: dict[Op, OpPrimitive] = {}
 
-    def made(op: Op) -> Stage:
-        if op not in stages:
-            stages[op] = ProgramOnCpu(op) if op.program else KernelsOnCpu(op)
+    def made(op: Op) -> OpPrimitive:
+        if op not in primitives:
+            primitives[op] = ProgramOnCpu(op) if op.program else KernelsOnCpu(op)
             for one in (op, *(op.without_kernel.ops if op.without_kernel else ())):
                 fake_kernels.ops.setdefault(one.name, one)
-        return stages[op]
+        return primitives[op]
 
     return made
 
 
 @pytest.fixture
 def through_ffi(
-    ffi_stage: Callable[[Op], Stage], monkeypatch: pytest.MonkeyPatch
+    ffi_primitive: Callable[[Op], OpPrimitive], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Op], Callable[..., Any]]:
     """``through_ffi(op)``: the op's function, whose CUDA lowering runs on the CPU."""
-    # Functions are made when they are first asked for. Make all of them now, so that none uses these stages.
-    for op in (*STAGES.values(), *PLAIN_PRODUCTS):
+    # Functions are made when they are first asked for. Make all of them now, so that none uses these primitives.
+    for op in (*EVERY.values(), *PLAIN_PRODUCTS):
         function.register(op)
-    monkeypatch.setattr(vjp, "stage", ffi_stage)
+    monkeypatch.setattr(vjp, "primitive_of", ffi_primitive)
     return inspect.unwrap(function.register)
 
 

@@ -26,7 +26,7 @@ from cute_ops.jit import cache, target
 from cute_ops.lookup import ours
 from cute_ops.ops.gemm.linear import PRODUCTS
 from cute_ops.tools import sweep
-from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import runner
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
@@ -37,11 +37,9 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(cute_ops_jax.__file__).parents[1]
 
 
-def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any]) -> None:
-    arrays = stage_problem.inputs()
-    testing.check(
-        stage_problem.op, arrays, stage_problem.attrs, run_stage(stage_problem.op, arrays, stage_problem.attrs)
-    )
+def test_values_against_float64(any_problem: Any, run_op: Callable[..., Any]) -> None:
+    arrays = any_problem.inputs()
+    testing.check(any_problem.op, arrays, any_problem.attrs, run_op(any_problem.op, arrays, any_problem.attrs))
 
 
 def test_a_sample_of_the_sweep() -> None:
@@ -65,7 +63,7 @@ def test_a_compiled_program_calls_the_kernel(op: Op) -> None:
     for one in (op, op.grad):
         some = testing.sample(one, (33,), 256, np.random.default_rng(0), "bfloat16")
         given = dict(zip(one.inputs, some, strict=True))
-        text = jax.jit(lambda arrays, one=one: stage(one)(arrays, {})).lower(given).compile().as_text()
+        text = jax.jit(lambda arrays, one=one: primitive_of(one)(arrays, {})).lower(given).compile().as_text()
         assert f'custom_call_target="cute_{one.name}_' in text
 
 

@@ -27,11 +27,11 @@ def same_bits(mine: np.ndarray, other: np.ndarray) -> bool:
     return (mine.shape, mine.dtype) == (other.shape, other.dtype) and mine.tobytes() == other.tobytes()
 
 
-def test_same_bits_from_each_op(stage_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
+def test_same_bits_from_each_op(any_problem: Any, run_op: Callable[..., Any], torch_arrays: Any) -> None:
     from cute_ops_torch.tools.runner import functional  # JAX's tests also run where there is no torch
 
-    op, arrays, attrs = stage_problem.op, stage_problem.inputs(), stage_problem.attrs
-    ours = run_stage(op, arrays, attrs)
+    op, arrays, attrs = any_problem.op, any_problem.inputs(), any_problem.attrs
+    ours = run_op(op, arrays, attrs)
     raw = functional(op)(*torch_arrays.to_torch(arrays, "cuda"), *attrs.values())
     theirs = raw if isinstance(raw, tuple) else (raw,)
     pairs = [

@@ -214,10 +214,10 @@ def test_a_cotangent_that_16_bits_do_not_hold() -> None:
 
 
 @pytest.fixture
-def linear_through_ffi(through_ffi: Any, ffi_stage: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def linear_through_ffi(through_ffi: Any, ffi_primitive: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """``linear_cross_entropy``, whose CUDA lowering runs on the CPU."""
     monkeypatch.setattr(module, "register", through_ffi)
-    monkeypatch.setattr(primitive, "stage", ffi_stage)
+    monkeypatch.setattr(primitive, "primitive_of", ffi_primitive)
     return never_traced(cute_ops_jax.linear_cross_entropy)
 
 

@@ -28,7 +28,7 @@ import conftest, jax_tvm_ffi
 from cute_ops.jit import cache, toolchain
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive import ffi
-from cute_ops_jax.primitive.primitive import Stage
+from cute_ops_jax.primitive.primitive import OpPrimitive
 import cute_ops_jax
 
 fakes = conftest.FakeKernels()
@@ -39,7 +39,7 @@ real = jax_tvm_ffi.register_ffi_target
 def register(name, function, *, arg_spec, platform, allow_cuda_graph):
     real(name, function, arg_spec=arg_spec, platform="cpu")
 jax_tvm_ffi.register_ffi_target = register
-Stage.platforms = ("cuda", "cpu")
+OpPrimitive.platforms = ("cuda", "cpu")
 """
 CACHED = """
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])

@@ -22,7 +22,7 @@ from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import folded
 from cute_ops.ops import softmax
 from cute_ops_jax.primitive import ffi, function, lowering, primitive
-from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.primitive.primitive import primitive_of
 
 
 def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
@@ -48,7 +48,7 @@ def test_one_call_on_rows_named_after_its_variant(op: Op, fake_kernels: Any) -> 
     for one in (op, op.grad):
         fake_kernels.variants.clear()
         inputs = shaped(one, (3, 5))
-        text = cuda_text(lambda arrays, one=one: stage(one)(arrays, {}), inputs)
+        text = cuda_text(lambda arrays, one=one: primitive_of(one)(arrays, {}), inputs)
         (call,) = custom_calls(text)
         (variant,) = fake_kernels.variants
         assert f"@{variant.symbol}(" in call
@@ -243,17 +243,17 @@ def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.M
 # The whole path on the CPU: lowering, registration, XLA's FFI, TVM-FFI, results back.
 
 
-def test_ffi_values_against_float64(stage_problem: Any, through_ffi: Any, fake_kernels: Any) -> None:
+def test_ffi_values_against_float64(any_problem: Any, through_ffi: Any, fake_kernels: Any) -> None:
     from cute_ops_jax.primitive import vjp
 
-    op, arrays = stage_problem.op, stage_problem.inputs()
-    outputs = jax.jit(lambda given: vjp.stage(op)(given, stage_problem.attrs))(arrays)
+    op, arrays = any_problem.op, any_problem.inputs()
+    outputs = jax.jit(lambda given: vjp.primitive_of(op)(given, any_problem.attrs))(arrays)
     got = tuple(None if outputs[n] is None else np.asarray(outputs[n]) for n in op.results)
-    testing.check(op, arrays, stage_problem.attrs, got)
+    testing.check(op, arrays, any_problem.attrs, got)
     ((symbol, shapes),) = fake_kernels.calls
     assert symbol == fake_kernels.variants[-1].symbol
     given = {n: None if a is None else Array(a.shape, str(a.dtype)) for n, a in arrays.items()}
-    wanted = folded(bind(op, given, stage_problem.attrs))
+    wanted = folded(bind(op, given, any_problem.attrs))
     assert shapes[: len(wanted)] == list(wanted.values())
 
 
@@ -328,7 +328,7 @@ def test_threads_that_register_at_once_get_one_function() -> None:
 
     def work(_: int) -> list[Any]:
         start.wait()
-        return [(cute_ops_jax.register(op), stage(op)) for op in ops]
+        return [(cute_ops_jax.register(op), primitive_of(op)) for op in ops]
 
     sys.setswitchinterval(1e-6)
     try:

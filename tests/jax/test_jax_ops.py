@@ -17,14 +17,14 @@ import pytest
 import cute_ops_jax
 from cute_ops import Op, Tensor, lookup, testing
 from cute_ops.ops import OPS
-from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import stubs
 
 
-def test_values_against_float64_and_torch(value_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
+def test_values_against_float64_and_torch(value_problem: Any, run_op: Callable[..., Any], torch_arrays: Any) -> None:
     """On the CPU both adapters run one reference, so they agree up to the order of sums."""
     op, arrays, attrs = value_problem.op, value_problem.inputs(), value_problem.attrs
-    ours = run_stage(op, arrays, attrs)
+    ours = run_op(op, arrays, attrs)
     exacts, limits = testing.limits(op, arrays, attrs)
     testing.compare(op, ours, exacts, limits)
     if find_spec("torch") is None:
@@ -64,7 +64,7 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
 
     rng = np.random.default_rng(3)
     cotangents = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), jax.eval_shape(ours, present))
-    named = lambda given: stage(op)({**given, **fixed}, attrs)  # noqa: E731
+    named = lambda given: primitive_of(op)({**given, **fixed}, attrs)  # noqa: E731
     got, named_outputs = jax.jit(lambda given, d: (gradients(ours, given, d), named(given)))(present, cotangents)
 
     with jax.enable_x64(True):

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 import cute_ops_jax
 from cute_ops import FLOATS, Op, Sharding, Tensor, testing
 from cute_ops.ops import OPS
-from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.primitive.primitive import primitive_of
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from offered_products import PRODUCTS, Product
@@ -191,7 +191,7 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
     """A backward op that is called by itself returns each shard's part of a sum, which varies over the mesh."""
     backward, mesh = op.grad, mesh_of(AxisType.Auto)
     arrays, whole = inputs(backward), row_specs(backward, "data")
-    results = stage(backward)(dict(zip(backward.inputs, arrays, strict=True)), {})
+    results = primitive_of(backward)(dict(zip(backward.inputs, arrays, strict=True)), {})
     served = {
         n: results[t.same_as] if results[n] is None and t.same_as else results[n] for n, t in backward.outputs.items()
     }

@@ -39,12 +39,12 @@ def lowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """With the reference inlined, and with calls of kernels."""
     if request.param == "kernel":
         request.getfixturevalue("through_ffi")
-        stages = request.getfixturevalue("ffi_stage")
-        monkeypatch.setattr(primitive, "stage", stages)
+        primitives = request.getfixturevalue("ffi_primitive")
+        monkeypatch.setattr(primitive, "primitive_of", primitives)
     return request.param
 
 
-# Without jax.jit around them: JAX would keep traces, with the stages of the test that made them.
+# Without jax.jit around them: JAX would keep traces, with the primitives of the test that made them.
 VOCAB_PARALLEL, VOCAB_PARALLEL_LINEAR = map(
     inspect.unwrap, (cute_ops_jax.vocab_parallel_cross_entropy, cute_ops_jax.vocab_parallel_linear_cross_entropy)
 )
@@ -269,7 +269,7 @@ def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("axes", [(None, "model"), ("data", "model")], ids=str)
 def test_without_a_shard_map(
-    axes: tuple[str | None, str], kind: AxisType, fake_kernels: Any, ffi_stage: Any, close: Close
+    axes: tuple[str | None, str], kind: AxisType, fake_kernels: Any, ffi_primitive: Any, close: Close
 ) -> None:
     """The op itself runs on sharded classes, with explicit and with automatic axes, and nothing is gathered."""
     op = cross_entropy
@@ -288,12 +288,12 @@ def test_without_a_shard_map(
     with jax.set_mesh(mesh):
         logits = jax.device_put(arrays["logits"], jax.NamedSharding(mesh, P(*axes)))
         rows = [jax.device_put(a, jax.NamedSharding(mesh, P(axes[0]))) for a in (target, dloss)]
-        compiled = jax.jit(partial(run, ffi_stage)).lower(logits, *rows).compile()
+        compiled = jax.jit(partial(run, ffi_primitive)).lower(logits, *rows).compile()
         fake_kernels.calls.clear()
         found, dlogits = jax.block_until_ready(compiled(logits, *rows))
         assert dlogits.sharding.is_equivalent_to(logits.sharding, 2)
         assert found["loss"].sharding.is_equivalent_to(rows[0].sharding, 1)
-    close(jax.device_get((found, dlogits)), run(primitive.stage, arrays["logits"], target, dloss))
+    close(jax.device_get((found, dlogits)), run(primitive.primitive_of, arrays["logits"], target, dloss))
     assert {shapes[0] for _, shapes in fake_kernels.calls} == {(ROWS if axes[0] is None else ROWS // 2, N // 4)}
     assert collectives(compiled.as_text()).keys() == {"all-reduce"}
 

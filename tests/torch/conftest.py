@@ -27,7 +27,7 @@ from cute_ops_torch.library.tensors import DTYPES, NAMES
 from cute_ops_torch.registry import define
 from cute_ops_torch.tools.runner import functional
 
-STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
+EVERY = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
 NARROWED = tuple(each for op in OPS for step in op.steps for each in step.narrowed)
 
 
@@ -125,8 +125,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # On a CPU the reference runs: sizes, and float16 beside bfloat16, show nothing new. What depends on no dtype takes
     # one a case, in turn; values, which are the reference's own, one a set of inputs.
     kinds = (
-        ("problem", STAGES, FLOATS if gpu else ("turn",)), ("narrowed", NARROWED, FLOATS if gpu else ("turn",)),
-        ("turn", STAGES, ("turn",)), ("trained", [op for op in OPS if op.grad], ("turn",)),
+        ("problem", EVERY, FLOATS if gpu else ("turn",)), ("narrowed", NARROWED, FLOATS if gpu else ("turn",)),
+        ("turn", EVERY, ("turn",)), ("trained", [op for op in OPS if op.grad], ("turn",)),
     )  # fmt: skip
     for fixture, ops, dtypes in kinds:
         if fixture not in metafunc.fixturenames:
@@ -190,7 +190,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     Like a compiled kernel, one takes the tensors that are present, and numbers, checks shapes, strides, alignments and
     dtypes against its variant, and writes the outputs where they lie.
     """
-    record = Compiled([], [], {op.name: op for op in (*STAGES, *NARROWED)})
+    record = Compiled([], [], {op.name: op for op in (*EVERY, *NARROWED)})
 
     def get(variant: Variant) -> Callable[..., None]:
         record.variants.append(variant)
