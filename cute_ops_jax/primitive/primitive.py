@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from cute_ops.batching import as_one_call
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Op
@@ -24,20 +25,14 @@ from cute_ops.sharding import run_on_terms, with_others
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
-from cute_ops_jax.primitive import ffi, framework, lowering, vmap
+from cute_ops_jax.primitive import ffi, framework, lowering
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
 # ``call(op, inputs, attrs, inplace=False)``: an op's outputs by name.
 Call: TypeAlias = Callable[..., Arrays]
-
-
-class Lowering(Protocol):
-    """:func:`lowering.reference` or :func:`lowering.kernel`."""
-
-    def __call__(
-        self, binding: Binding, arrays: Sequence[jax.Array], inplace: bool = ..., transposed: lowering.Transposed = ...
-    ) -> list[jax.Array]: ...
+# :func:`lowering.reference` or :func:`lowering.kernel`.
+Lowering: TypeAlias = Callable[..., list[jax.Array]]
 
 
 def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
@@ -71,7 +66,7 @@ class OpPrimitive:
         self.op = op
         # What messages call it: the op that it runs in place of, to save more for the gradient.
         self.stands_for = op
-        rules = (self._abstract, partial(vmap.batch, self), self._differentiate)
+        rules = (self._abstract, self._batch, self._differentiate)
         self.primitive = _compat.new_primitive(f"cute_{op.name}", *rules)
         # Its twin that XLA may partition: JAX must then know the devices when it lowers.
         self.partitioned = _compat.new_primitive(f"cute_{op.name}", *rules)
@@ -114,11 +109,6 @@ class OpPrimitive:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
         return dict.fromkeys(self.op.results) | named(binding, results)
 
-    @property
-    def batched(self) -> OpPrimitive | None:
-        """The primitive of a batch of examples."""
-        return primitive_of(self.op.batched) if self.op.batched else None
-
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call. Tracing, abstract evaluation and lowering of one call share it.
 
@@ -148,6 +138,33 @@ class OpPrimitive:
     ) -> list[_compat.ShapedArray]:
         results = self.bound(dict(zip(names, avals, strict=True)), dict(attrs)).results.values()
         return [_compat.aval_like(avals[0], out.shape, jnp.dtype(out.dtype)) for out in results if out is not None]
+
+    def _batch(
+        self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
+        inplace: bool,
+    ) -> tuple[list[jax.Array], list[int]]:  # fmt: skip
+        """The batching rule: examples as one call, or in a loop, which is correct but one launch per example. Every
+        result is batched in axis 0.
+        """
+        each = zip(names, arrays, axes, strict=True)
+        given = {n: (a if axis is None else jnp.moveaxis(a, axis, 0), axis is not None) for n, a, axis in each}
+        shared, batched = ({n: a for n, (a, has) in given.items() if has is kind} for kind in (False, True))
+        size = next(iter(batched.values())).shape[0]
+
+        def run(examples: Arrays) -> list[jax.Array]:
+            return [*slices.present(self({**shared, **examples}, dict(attrs), inplace)).values()]
+
+        one = as_one_call(jnp, self.op, given, size)
+        if one is None:
+            results = jax.lax.map(run, batched)
+        else:
+            example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}
+            every = self.bound({n: example[n] if n in example else shared[n] for n in names}, dict(attrs)).results
+            found = (self if one.op is self.op else primitive_of(one.op))(one.inputs, dict(attrs), inplace)
+            # A program makes outputs of its own also of those that another one serves for.
+            there = {n: a for n, a in slices.present(found).items() if every[n] is not None}
+            results = [one.unfolded(self.op.results[n], a) for n, a in there.items()]
+        return results, [0] * len(results)
 
     def _differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> NoReturn:
         """Reached by a second derivative, and by any derivative of an op without a gradient."""

@@ -1,89 +1,59 @@
-"""``torch.vmap``: a batch dim becomes one more leading dim, which costs nothing.
-
-This needs leading dims of one name on every batched input and on every output. Otherwise it would mix examples: if an
-output sums over rows (a weight's gradient), if a batched input has no rows (a weight per example), or if rows of other
-leading dims are batched (each example's ``*m`` would see all examples' ``*p``). Then an op of batches runs where the
-declaration has one, else the op once per example.
+"""``torch.vmap``: examples as one call, by :mod:`cute_ops.batching`, or one after another.
 
 An input that the op writes has to be batched where any is: the examples' values for one tensor would be several.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from cute_ops.batching import as_one_call
 from cute_ops.errors import message
-from cute_ops.op import Op, Tensor
+from cute_ops.op import Op
 from cute_ops_torch.library.schema import filler, resolver
 from cute_ops_torch.library.tensors import arrays, readable
 
 
 def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..., Any]:
     """The rule that ``torch.library.register_vmap`` takes; ``define`` registers an op and returns its overload."""
-    fill, arity = filler(op), len(op.inputs)
-    declared = list(op.inputs.values())
-    resolve = resolver(op)
+    fill, arity, resolve = filler(op), len(op.inputs), resolver(op)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         args = fill(args)
-        dims = [*in_dims, *[None] * (len(args) - len(in_dims))][:arity]
+        attrs, dims = args[arity:], [*in_dims, *[None] * (len(args) - len(in_dims))][:arity]
         tensors = [t if d is None else t.movedim(d, 0) for t, d in zip(args[:arity], dims, strict=True)]
-        batched = [d is not None for d in dims]
-        _refuse_shared(op, tensors, batched)
-        gives = [o.given is None or args[list(op.inputs).index(o.given)] is not None for o in op.outputs.values()]
-        groups = {t.rows for t, b in zip(declared, batched, strict=True) if b}
-        groups |= {o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given}
-        read = [_reader(d) if name not in op.mutates else _same for name, d in op.inputs.items()]
-        group = next(iter(groups))
-        if len(groups) == 1 and group:
-            own = [d.rows == group for d in declared]
-            lead = _lead(tensors, declared, batched, own)
-            # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all
-            # of them get all leading dims.
-            shared = not any(d.broadcast and b for d, b in zip(declared, batched, strict=True))
-            whole = [
-                _whole(t, d, b, info.batch_size, lead) if t is not None and o and not (d.broadcast and shared) else t
-                for t, d, b, o in zip(tensors, declared, batched, own, strict=True)
-            ]
-            raw = overload(*(take(t) for take, t in zip(read, whole, strict=True)), *args[arity:])
-            if not op.outputs:
-                return None, None
-            outputs = raw if isinstance(raw, tuple) else (raw,)
-            real = resolve(whole, outputs)
-            out_dims = tuple(0 if o is r else None for o, r in zip(outputs, real, strict=True))
-            return (outputs, out_dims) if isinstance(raw, tuple) else (raw, 0)
-        if op.batched:
-            lead = _lead(tensors, declared, batched, [bool(d.rows) for d in declared])
-            matrices = [
-                _example_rows(t, d, b, info.batch_size, lead)
-                for t, d, b in zip(tensors, declared, batched, strict=True)
-            ]
-            given = [
-                t if name in op.mutates else readable(d, t)
-                for (name, d), t in zip(op.batched.inputs.items(), matrices, strict=True)
-            ]
-            raw = define(op.batched)(*given, *args[arity:])
-            if not op.outputs:
-                return None, None
-            outputs = tuple(
-                out.reshape(info.batch_size, *lead, *out.shape[2:]) if d.rows else out
-                for d, out in zip(op.outputs.values(), raw if isinstance(raw, tuple) else (raw,), strict=True)
-            )
-            return (outputs, (0,) * len(outputs)) if isinstance(raw, tuple) else (outputs[0], 0)
-        each = examples(info.batch_size, dims, args[:arity])
-        found = [overload(*(take(t) for take, t in zip(read, example, strict=True)), *args[arity:]) for example in each]
+        _refuse_shared(op, tensors, [d is not None for d in dims])
+        named = zip(op.inputs, tensors, dims, strict=True)
+        one = as_one_call(torch, op, {n: (t, d is not None) for n, t, d in named if t is not None}, info.batch_size)
+        if one is None:
+            each = examples(info.batch_size, dims, args[:arity])
+            found = [_outputs(overload(*_read(op, example), *attrs)) for example in each]
+            results = [stacked(info.batch_size, column) for column in zip(*found, strict=True)]
+            out_dims: list[int | None] = [0] * len(results)
+        else:
+            whole = [one.inputs.get(name) for name in op.inputs]
+            raw = _outputs((overload if one.op is op else define(one.op))(*_read(one.op, whole), *attrs))
+            results = [one.unfolded(t, out) for t, out in zip(op.outputs.values(), raw, strict=True)]
+            real = resolve(whole, results) if one.op is op else results
+            out_dims = [0 if o is r else None for o, r in zip(results, real, strict=True)]
         if not op.outputs:
             return None, None
-        if isinstance(found[0], tuple):
-            columns = zip(*found, strict=True)
-            return tuple(stacked(info.batch_size, column) for column in columns), (0,) * len(op.outputs)
-        return stacked(info.batch_size, found), 0
+        return (results[0], out_dims[0]) if len(results) == 1 else (tuple(results), tuple(out_dims))
 
     return rule
+
+
+def _outputs(raw: Any) -> tuple[Any, ...]:
+    return () if raw is None else raw if isinstance(raw, tuple) else (raw,)
+
+
+def _read(op: Op, tensors: Sequence[Any]) -> list[Any]:
+    """The inputs; copies of those that batching has left so that the op cannot read them."""
+    given = zip(op.inputs.items(), tensors, strict=True)
+    return [t if t is None or name in op.mutates else readable(declared, t) for (name, declared), t in given]
 
 
 def _refuse_shared(op: Op, tensors: Sequence[Any], batched: Sequence[bool]) -> None:
@@ -112,37 +82,3 @@ def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[t
 def stacked(size: int, results: Sequence[torch.Tensor]) -> torch.Tensor:
     """One result of each example of :func:`examples`, batched."""
     return torch.stack(tuple(results))[:size]
-
-
-def _lead(
-    tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[bool], own: Sequence[bool]
-) -> tuple[int, ...]:
-    """The leading dims of one example, of the tensors that have them of their ``own``."""
-    for t, d, b, has in zip(tensors, declared, batched, own, strict=True):
-        if t is not None and has and not d.broadcast:
-            return tuple(t.shape[b : t.ndim - len(d.dims)])
-    return ()
-
-
-def _whole(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
-    """A view with the batch dim and all leading dims."""
-    tail = tensor.shape[tensor.ndim - len(declared.dims) :]
-    ones = (None,) * (batched + len(lead) + len(tail) - tensor.ndim)
-    return tensor[(*[slice(None)] * batched, *ones)].expand(size, *lead, *tail)
-
-
-def _example_rows(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
-    """The tensor of each example with one dim of rows."""
-    if declared.rows:
-        own = tensor.shape[batched + len(lead) :]
-        tensor = tensor.reshape((*([size] if batched else []), math.prod(lead), *own))
-    return tensor if batched else tensor.expand(size, *tensor.shape)
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
-
-
-def _reader(declared: Tensor) -> Callable[[Any], Any]:
-    """Takes an input; a copy if batching has left it so that the op cannot."""
-    return lambda tensor: None if tensor is None else readable(declared, tensor)
