@@ -13,24 +13,9 @@ import jax
 from jax._src.core import Primitive  # jax.extend.core has it too, but takes Pallas along: 20 ms
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
-from jax.core import ShapedArray
+from jax.core import ShapedArray as ShapedArray
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
-
-__all__ = [
-    "Primitive",
-    "ShapedArray",
-    "aval_like",
-    "callbacks_in_keys",
-    "custom_calls",
-    "named_sharding",
-    "needs_devices",
-    "new_primitive",
-    "register_lowering",
-    "reverse_only",
-    "vary",
-    "varying_axes",
-]
 
 
 def new_primitive(

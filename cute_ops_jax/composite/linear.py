@@ -43,15 +43,7 @@ def linear(
 def call_with_epilogue(
     caller: str, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str, attrs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], list[Array]]:
-    """The function of the op of a call, and the operands as it takes them.
-
-    Args:
-        caller: the function that was called.
-        epilogue: what happens to the product.
-        arrays: x, the weight and the operands.
-        layout: the weight's, as :func:`cute_ops.ops.gemm.by_call.weight_shape` gives it.
-        save, attrs: as :func:`linear` has them.
-    """
+    """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them."""
     given = [None if a is None else jnp.asarray(a) for a in arrays]
     fits = by_call.fits(epilogue, given, layout, spec, caller)
     batched = given[1] is not None and by_call.is_batch(layout, given[1].ndim)

@@ -131,14 +131,8 @@ def _may_widen(op: Op, name: str) -> bool:
 
 
 def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Call) -> Arrays:
-    """The op where each device along ``axis`` has a slice of the dim that its declaration splits.
-
-    Args:
-        op: the declaration.
-        inputs: the device's slices, by name.
-        attrs: the attributes of the whole call.
-        axis: one mesh axis or several.
-        call: ``call(inputs, attrs) -> outputs``: the op on one device.
+    """The op where each device along one mesh axis, or several, has a slice of the dim that its declaration splits, by
+    ``call(inputs, attrs) -> outputs`` on one device. The attributes are those of the whole call.
     """
     if op.split is None or op.split.of_slice is None:
         raise TypeError(f"op {op.name} declares no split")

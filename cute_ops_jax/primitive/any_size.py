@@ -31,12 +31,8 @@ def is_symbolic(size: Any) -> bool:
 
 
 def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]], target: Target) -> Plan:
-    """The plan of a call with folded leading dims and symbolic sizes.
-
-    Args:
-        binding: the call.
-        memory: how inputs of these shapes lie, where they are not row-major.
-        target: what the kernel is compiled for.
+    """The plan of a call with folded leading dims and symbolic sizes; ``memory`` says how inputs of some shapes lie,
+    where they are not row-major.
 
     Raises:
         NotImplementedError: a symbolic size that kernels do not have as a dynamic one.
@@ -76,14 +72,8 @@ def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]
 
 
 def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
-    """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them.
-
-    Args:
-        binding: the call.
-        size: this size where the numbers are ``dims``.
-        dims: numbers by name.
-        others: other numbers with the sizes for these.
-        names: the names of symbolic dims.
+    """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them,
+    which have these names. It is ``size`` where the numbers are ``dims``; ``others`` are other numbers, with sizes.
     """
     if all(other == size for _, other in others):
         return size

@@ -93,11 +93,8 @@ def attributes(scalars: Iterable[str], values: Mapping[str, Any]) -> dict[str, A
 
 
 def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | None = None) -> None:
-    """Compile and load a variant and register it under its symbol, once per process.
-
-    Args:
-        variant: the kernel.
-        load: returns the function; by default from the caches or the compiler.
+    """Compile and load a variant and register it under its symbol, once per process. By default ``load`` asks the
+    caches, then the compiler.
 
     Raises:
         RuntimeError: jax-tvm-ffi is missing or does not fit, or its 1024 targets are used up.

@@ -103,15 +103,13 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
     Raises:
         NotImplementedError: a symbolic size that is a constant of kernels, or a GPU that no kernel is built for.
     """
-    symbols = _has_symbols(binding)
     expanded, flat = _folded(binding)
-    declared = not symbols and any(t.contiguous for t in binding.op.inputs.values())
-    memory = _memory(binding.op, transposed, _shapes(flat)) if declared else {}
+    memory = partial(_memory, binding.op, transposed)
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
-    if symbols:
-        return Chosen(flat, plan_for_any_size(flat, partial(_memory, binding.op, transposed), target), expanded)
-    return Chosen(flat, dispatch.choose(flat, memory, target, device), expanded)
+    if _has_symbols(binding):
+        return Chosen(flat, plan_for_any_size(flat, memory, target), expanded)
+    return Chosen(flat, dispatch.choose(flat, memory(_shapes(flat)), target, device), expanded)
 
 
 def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
@@ -120,12 +118,9 @@ def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Pr
         return None
     if not on_gpu:
         return dispatch.instead(binding, {}, None)
-    _, flat = _folded(binding)
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, _ = ffi.target_and_device()
-    if _has_symbols(binding):
-        return dispatch.instead(*with_numbers(flat, partial(_memory, binding.op, transposed)), target)
-    return dispatch.instead(flat, _memory(binding.op, transposed, _shapes(flat)), target)
+    return dispatch.instead(*_in_numbers(binding, transposed), target)
 
 
 def leads(binding: Binding) -> bool:
@@ -134,11 +129,14 @@ def leads(binding: Binding) -> bool:
         target, _ = ffi.target_and_device()
     except (RuntimeError, NotImplementedError):
         return False
+    return dispatch.leads(*_in_numbers(binding, NONE), target)
+
+
+def _in_numbers(binding: Binding, transposed: Transposed) -> tuple[Binding, dict[str, Memory]]:
+    """The call with its leading dims folded and large numbers for symbolic sizes, and how its inputs lie."""
     _, flat = _folded(binding)
-    memory = partial(_memory, binding.op, NONE)
-    if _has_symbols(binding):
-        return dispatch.leads(*with_numbers(flat, memory), target)
-    return dispatch.leads(flat, memory(_shapes(flat)), target)
+    memory = partial(_memory, binding.op, transposed)
+    return with_numbers(flat, memory) if _has_symbols(binding) else (flat, memory(_shapes(flat)))
 
 
 def _folded(binding: Binding) -> tuple[Shapes, Binding]:

@@ -110,11 +110,8 @@ class OpPrimitive:
         return dict.fromkeys(self.op.results) | named(binding, results)
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
-        """The checked call. Tracing, abstract evaluation and lowering of one call share it.
-
-        Args:
-            arrays: arrays, tracers or abstract values by name, in declared order.
-            attrs: attributes by name; those that are missing have their default.
+        """The checked call of arrays, tracers or abstract values in declared order; missing attributes have defaults.
+        Tracing, abstract evaluation and lowering of one call share it.
         """
         given = tuple((name, tuple(a.shape), a.dtype) for name, a in arrays.items())
         full = {**self.op.keywords, **attrs}
@@ -159,7 +156,7 @@ class OpPrimitive:
             results = jax.lax.map(run, batched)
         else:
             example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}
-            every = self.bound({n: example[n] if n in example else shared[n] for n in names}, dict(attrs)).results
+            every = self.bound({n: example.get(n, shared.get(n)) for n in names}, dict(attrs)).results
             found = (self if one.op is self.op else primitive_of(one.op))(one.inputs, dict(attrs), inplace)
             # A program makes outputs of its own also of those that another one serves for.
             there = {n: a for n, a in slices.present(found).items() if every[n] is not None}
@@ -221,12 +218,7 @@ class OpPrimitive:
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
         transposed: lowering.Transposed = lowering.NONE,
     ) -> list[jax.Array]:  # fmt: skip
-        """The body of the primitive on one device, by the reference or the kernel, or by what runs instead.
-
-        Args:
-            axes: as in :attr:`together`.
-            transposed: inputs that are transposed arrays.
-        """
+        """The body of the primitive on one device, by the reference or the kernel, or by what runs instead."""
         program = lowering.instead(binding, run is lowering.kernel, transposed) if self.op.instead else None
         if program is None:
             return run(binding, arrays, inplace, transposed)

@@ -21,9 +21,7 @@ def constant(function: Function) -> Function:
 
 
 def traced(make: Callable[..., Op], namespace: str = "cute") -> Callable[..., Any]:
-    """From arguments of ``make``, which are constants, to what is called in place of its op's function while
-    torch.compile traces; the op is registered.
-    """
+    """From arguments of ``make``, constants, to what torch.compile calls in place of its op's function."""
 
     @constant
     def name(*options: Any) -> str:

@@ -53,15 +53,7 @@ def linear(
 def call_with_epilogue(
     caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], layout: str, save: str, attrs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """The function of the op of a call, and the operands as it takes them.
-
-    Args:
-        caller: the function that was called.
-        epilogue: what happens to the product.
-        arrays: x, the weight and the operands.
-        layout: the weight's, as :func:`cute_ops.ops.gemm.by_call.weight_shape` gives it.
-        save, attrs: as :func:`linear` has them.
-    """
+    """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them."""
     if torch.compiler.is_dynamo_compiling():
         constants = tuple((name, number(value)) for name, value in attrs.items())
         function, fits = _choose(caller, epilogue, arrays, layout, save, constants)

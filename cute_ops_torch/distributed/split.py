@@ -74,14 +74,8 @@ class Slice(NamedTuple):
 def run_on_slice(
     op: Op, call: Callable[..., Any], inputs: Mapping[str, Tensor | None], attrs: Mapping[str, Any], own: Slice
 ) -> list[Tensor]:
-    """Raw outputs: slices of those that have the dim, the others whole.
-
-    Args:
-        op: the declaration.
-        call: ``call(*inputs, *attributes)``: the op, or a function that does the same.
-        inputs: slices of those that have the dim, the others whole.
-        attrs: the attributes of the whole call.
-        own: this rank's slice.
+    """Raw outputs of ``call(*inputs, *attributes)``, which does what the op does: slices of those that have the dim,
+    the others whole, as the inputs are. The attributes are those of the whole call.
     """
     # Lazily: importing cute_ops_torch must not import array_api_compat, which few programs use.
     from array_api_compat import torch as xp

@@ -63,13 +63,8 @@ _lock = threading.Lock()
 
 
 def maker(template: str, label: str, values: Iterable[str], **texts: str) -> Call:
-    """``make(**values)`` of a filled template: returns a new function with these values in its closure.
-
-    Args:
-        template: one of this module's.
-        label: for the file name: op and kind, ``rmsnorm.guarded``.
-        values: the names of the values.
-        texts: what else the template asks for.
+    """``make(**values)`` of a filled template: returns a new function with these values in its closure. ``label``, for
+    the file name, is op and kind, ``rmsnorm.guarded``; ``texts`` are what else the template asks for.
     """
     source = template.format(values=", ".join(values), **texts)
     # torch.compile limits recompiles per code object, so public functions do not share theirs.

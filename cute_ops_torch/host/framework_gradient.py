@@ -28,14 +28,8 @@ def differentiates(
 ) -> bool:
     """Whether a call runs by torch's product, and torch's autograd computes what ours would.
 
-    Under autocast it may not: its backward may run in other dtypes.
-
-    Args:
-        op: the declaration.
-        launcher: makes its CUDA implementation.
-        tensors: the inputs.
-        attrs: the attributes.
-        known: what was found of earlier calls: to plan their gradients takes 0.5 ms.
+    Under autocast it may not: its backward may run in other dtypes. ``known`` holds what was found of earlier calls,
+    because to plan their gradients takes 0.5 ms.
     """
     wanted = tuple(name for name, t in zip(op.inputs, tensors, strict=True) if t is not None and t.requires_grad)
     product = op.instead.program.product if op.instead else None

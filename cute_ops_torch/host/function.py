@@ -34,12 +34,10 @@ def make_function(
     op: Op, overload: Call, fast_path: FastPath | ListCalls, *, raw: bool = False, inplace: Call | None = None,
     devices: tuple[str, ...] = ("cuda",),
 ) -> Call:  # fmt: skip
-    """``cute_ops_torch.<op>``.
+    """``cute_ops_torch.<op>``, by the registered op or past the dispatcher.
 
     Args:
-        op: the declaration.
-        overload: the registered op.
-        fast_path: the way past the dispatcher.
+        op, overload, fast_path: the declaration and these.
         raw: return what the raw op returns: also hidden outputs, and an empty tensor for an absent one.
         inplace: the raw function with a gradient that overwrites the inputs that it reuses, for the option
             ``inplace_backward``.
@@ -156,13 +154,7 @@ def postprocessing(op: Op) -> Call:
 def make_inplace(op: Op, overload: Call, launcher: Launcher, nodes: Nodes) -> Call:
     """The raw function of an op with a gradient that overwrites the inputs that it reuses.
 
-    Where a mode is active it is the op itself: a compiler plans memory on its own.
-
-    Args:
-        op: the declaration.
-        overload: the registered op.
-        launcher: its CUDA implementation.
-        nodes: its autograd nodes with such a gradient.
+    ``nodes`` have such a gradient. Where a mode is active it is the op itself: a compiler plans memory on its own.
     """
     arity = len(op.inputs)
 

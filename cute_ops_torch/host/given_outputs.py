@@ -25,13 +25,8 @@ Expected = tuple[torch.dtype, tuple[Any, ...]] | None
 
 
 class GivenOutputs:
-    """``call(out, *inputs, *attributes, *scalars)`` fills ``out`` with an op's outputs and returns it.
-
-    Args:
-        op: the declaration.
-        overload: the registered op.
-        launcher: makes its CUDA implementation.
-        devices: whose tensors the kernels take.
+    """``call(out, *inputs, *attributes, *scalars)`` fills ``out`` with an op's outputs and returns it. Kernels take the
+    tensors of these devices; for others the registered op runs.
     """
 
     def __init__(self, op: Op, overload: Call, launcher: Callable[[], Launcher], devices: tuple[str, ...]) -> None:

@@ -36,9 +36,7 @@ def guarded(
     """A function of calls like this one.
 
     Args:
-        op: the declaration.
-        tensors: the inputs of the call.
-        attrs: its attributes and scalars.
+        op, tensors, attrs: the call; ``attrs`` are attributes and scalars.
         conditions: source of what else must hold.
         values: what the texts use.
         by_torch: whether torch's function runs the call: then it also runs those whose tensors are aligned to less.

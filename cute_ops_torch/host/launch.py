@@ -43,7 +43,8 @@ class Launcher:
         self.op = op
         self.calls: dict[tuple[Any, ...], CompiledCall] = {}
         self._fill_defaults = filler(op)
-        self._launches, self._fills = GuardedCalls(op, self._specialize_launch), GuardedCalls(op, self._specialize_into)
+        self._launches = GuardedCalls(op, lambda *args: self._specialize(self._launches, *self._fill_defaults(args)))
+        self._fills = GuardedCalls(op, lambda *args: self._specialize(self._fills, *args))
         self.launch, self.into = self._launches.call(), self._fills.call()
 
     def write(self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -71,12 +72,8 @@ class Launcher:
     def find(
         self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor] = NOTHING
     ) -> CompiledCall:
-        """The planned call, of any value of the scalars; plans it the first time.
-
-        Args:
-            tensors: the inputs.
-            attrs: attributes and scalars.
-            outputs: those that are not compact and 16-byte aligned, or all.
+        """The planned call, of any value of the scalars; plans it the first time. ``outputs`` are those that are not
+        compact and 16-byte aligned, or all.
         """
         if self.op.mutates:
             check_memory(self.op, tensors)
@@ -94,41 +91,27 @@ class Launcher:
             self.calls[key] = call
         return call
 
-    def _specialize_launch(self, *args: Any) -> Any:
-        op, args = self.op, self._fill_defaults(args)
-        tensors, attrs = args[: len(op.inputs)], args[len(op.inputs) :]
-        call = self.find(tensors, attrs)
-        given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
-
-        def guard() -> Link:
-            return guarded(
-                op, tensors, attrs, [], {"_run": call.run}, parameters=parameters(op),
-                arguments=", ".join((*op.inputs, *op.keywords)), result=f"_run({', '.join((*given, *op.scalars))})",
-            )  # fmt: skip
-
-        self._launches.put(tensors, (call, kinds(tensors)), guard)
-        return call.run(*given.values(), *attrs[len(op.attrs) :])
-
-    def _specialize_into(self, *args: Any) -> Any:
-        op = self.op
+    def _specialize(self, calls: GuardedCalls, *args: Any) -> Any:
+        """Run a call, and add a guarded one for others like it."""
+        op, fills = self.op, calls is self._fills
         arity, count = len(op.inputs), len(op.inputs) + len(op.keywords)
         tensors, attrs, outputs = args[:arity], args[arity:count], args[count:]
         call = self.find(tensors, attrs)
         variables = [f"_out{k}" for k, _ in enumerate(outputs)]
         given = [n for n, t in zip((*op.inputs, *variables), (*tensors, *outputs), strict=True) if t is not None]
-        wanted = tuple(name for name, out in zip(op.outputs, outputs, strict=True) if out is not None)
-        fill = call.fill(wanted)
+        wanted = tuple(name for name, out in zip(op.outputs, outputs, strict=False) if out is not None)
+        run = call.fill(wanted) if fills else call.run
 
         def guard() -> Link:
             arguments = ", ".join((*op.inputs, *op.keywords, *variables))
             absent = [f"{name} is {'not ' if name in given else ''}None" for name in variables]
             return guarded(
-                op, tensors, attrs, absent, {"_fill": fill}, parameters=arguments, arguments=arguments,
-                result=f"_fill({', '.join((*given, *op.scalars))})",
+                op, tensors, attrs, absent, {"_run": run}, parameters=arguments if fills else parameters(op),
+                arguments=arguments, result=f"_run({', '.join((*given, *op.scalars))})",
             )  # fmt: skip
 
-        self._fills.put(tensors, (call, kinds(tensors), wanted), guard)
-        return fill(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
+        calls.put(tensors, (call, kinds(tensors), wanted), guard)
+        return run(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
 
 
 def _compact(tensor: torch.Tensor) -> bool:

@@ -56,11 +56,8 @@ def _keep(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forward:
-    """A ``forward`` that computes the projections in one autograd node, then runs the rest.
-
-    Args:
-        forward: the attention's.
-        skips_rotation: the same for rotated queries and keys; None where they are not rotated right away.
+    """A ``forward`` that computes the projections in one autograd node, then runs the rest: ``skips_rotation`` where
+    queries and keys are rotated right away, which then are.
     """
 
     @wraps(forward)

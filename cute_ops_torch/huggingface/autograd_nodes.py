@@ -197,13 +197,8 @@ def _project(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _linear_bwd(ctx: Any, dout: Tensor, x: Tensor | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients of the input and the weights of linear layers that read the same input.
-
-    Args:
-        ctx: says which ones are needed, those of the input and of these weights first; ``lead`` is of the input.
-        dout: gradients of the outputs, concatenated along the columns.
-        x: the input; None where no weight needs a gradient.
-        weights: of the layers.
+    """Gradients of the input and the weights of linear layers that read the same input, for the gradients of their
+    outputs side by side. They come first in ``ctx``, which has the input's leading dims, ``lead``.
     """
     needs_dx, *needs_dw = ctx.needs_input_grad[: 1 + len(weights)]
     dx = _input_gradient(dout, weights).view(*ctx.lead, weights[0].shape[1]) if needs_dx else None
@@ -290,13 +285,8 @@ class _LinearAddRMSNorm(torch.autograd.Function):
 def _stream_bwd(
     ctx: Any, stream: Tensor, weight: Tensor, dnormed: Tensor | None, dstream: Tensor | None, needs_dweight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of a residual stream and of the weight of a norm that reads it, where the stream goes on.
-
-    Args:
-        ctx: has the norm's ``eps``.
-        stream, weight: what the norm reads.
-        dnormed, dstream: gradients of the norm's output and of the stream that goes on; one may be None.
-        needs_dweight: whether the weight's gradient is needed.
+    """Gradients of a residual stream and of the weight of a norm that reads it, where the stream goes on; one of the
+    gradients of the norm's output and of that stream may be None.
     """
     if dnormed is None:
         assert dstream is not None  # autograd runs no node without a gradient

@@ -51,12 +51,7 @@ def swiglu_input_gradient(dout: Tensor, down: Tensor, products: Tensor) -> Tenso
 
 
 def swiglu_gradient_again(dout: Tensor, down: Tensor, products: Tensor, overwrite: bool) -> tuple[Tensor, Tensor]:
-    """The same, and what SwiGLU makes of them, computed again.
-
-    Args:
-        dout, down, products: two-dimensional, as above.
-        overwrite: whether the gradient may take the memory of ``products``, which is not read any more.
-    """
+    """The same, and what SwiGLU makes of them, computed again; the gradient may ``overwrite`` the products."""
     run = _gated_dgrad_again.overload
     # A subtile is read and then stored by one CTA. Only vectors of halves of a row that start off a vector overlap.
     if overwrite and products.shape[-1] // 2 * products.itemsize % 16 == 0:

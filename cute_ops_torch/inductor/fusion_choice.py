@@ -57,13 +57,8 @@ def asked_for(device: torch.device) -> bool:
 
 
 def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> Any:
-    """The op as Inductor's own code if that is faster; None if ours is, or if nothing would fuse with it.
-
-    Args:
-        op: the declaration.
-        overload: the registered op.
-        node: its call in the graph that is lowered.
-        arguments: of the call, as buffers.
+    """The op as Inductor's own code, called with these buffers, if that is faster; None if ours is, or if nothing would
+    fuse with it.
     """
     try:
         subgraph = neighbourhood(node)

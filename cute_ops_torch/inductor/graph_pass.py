@@ -60,11 +60,11 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
     unknown = set(ops or ()) - set(PATTERNS)
     if unknown:
         named = ", ".join(f"{name}{meant(name, PATTERNS)}" for name in sorted(unknown))
-        raise ValueError(f"cute_ops_torch.inductor.enable: {named} replaces nothing; {_known()}")
+        raise ValueError(f"cute_ops_torch.inductor.enable: {named} replaces nothing; known are {', '.join(PATTERNS)}")
     disable()
     # Code from Inductor's caches calls ops whose fake kernels have not run in this process.
     registry.register_lowerings()
-    chosen = tuple(name for name in PATTERNS if (ops is None or name in ops) and _exists(name))
+    chosen = tuple(name for name in PATTERNS if ops is None or name in ops)
     config.pre_grad_custom_pass = Replace(chosen, tuple(devices), config.pre_grad_custom_pass)
 
 
@@ -107,11 +107,3 @@ class Replace(CustomGraphPass):
         if self.previous is None:
             return ()
         return tuple(self.previous) if isinstance(self.previous, (list, tuple)) else (self.previous,)
-
-
-def _exists(name: str) -> bool:
-    return ("cute", name) in registry._registered or name == "attention_mask"
-
-
-def _known() -> str:
-    return f"known are {', '.join(name for name in PATTERNS if _exists(name))}"

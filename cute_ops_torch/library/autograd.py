@@ -54,15 +54,9 @@ def autograd_kernel(
     plain: int = PLAIN_CUDA,
     saving: Callable[[Op], Any] | None = None,
 ) -> Call:
-    """The Autograd kernel of an op.
+    """The Autograd kernel of an op; ``saving`` makes the registered op of one that saves more for the gradient.
 
-    Args:
-        op: the declaration.
-        overload: the registered op.
-        fast_path: the way past the dispatcher.
-        nodes: the op's autograd nodes.
-        saving: makes the registered op of one that saves more for the gradient.
-        plain: the dispatch keys of a call that no mode observes; tests run stand-ins on the CPU.
+    A call that no mode observes has the dispatch keys ``plain``, which differ where tests run stand-ins on the CPU.
     """
     get, arity = fast_path.table.get, len(op.inputs)
     dispatched = _dispatching_kernel(op, overload, nodes, saving)

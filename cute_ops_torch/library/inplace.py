@@ -13,12 +13,8 @@ Call = Callable[..., Any]
 
 
 def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
-    """The backward op, writing over the inputs that its outputs reuse where these are compact.
-
-    Args:
-        grad: the backward op.
-        gradient: its function, raw.
-        into: its CUDA implementation with outputs given.
+    """The backward op, which writes over the inputs that its outputs reuse where these are compact, by its raw function
+    and its CUDA implementation with outputs given.
     """
     names = list(grad.inputs)
     donated = [names.index(t.donates) if t.donates else None for t in grad.outputs.values()]

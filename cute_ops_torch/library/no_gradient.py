@@ -21,13 +21,7 @@ def no_gradients(
     """The gradients of an op that has none, in a backward: an error.
 
     Compilers trace the backward of everything that may be differentiated, needed or not. They trace an op that raises
-    when the compiled program runs it.
-
-    Args:
-        op: the declaration.
-        given: its inputs as arrays.
-        cotangents: of its outputs.
-        wanted: which inputs ask for a gradient.
+    when the compiled program runs it, for each input whose gradient is ``wanted``.
     """
     text = message(op, without_gradient_text(op), given)
     if not torch.compiler.is_compiling():

@@ -142,15 +142,7 @@ class _Step(NamedTuple):
 
     @classmethod
     def of(cls, op: Op, run: Call, attrs: Mapping[str, Any], absent: Collection[str], given: Collection[str]) -> _Step:
-        """One backward op.
-
-        Args:
-            op: its declaration.
-            run: its raw function.
-            attrs: the attributes of the forward's call.
-            absent: gradients of inputs that are None, which nobody reads.
-            given: inputs of the forward that are not None.
-        """
+        """One backward op, for these attributes and inputs of the forward; nobody reads the absent gradients."""
         outputs, attributes = tuple(op.outputs), tuple(attrs[name] for name in op.attrs)
         resolve = resolver(op, [name for name in outputs if name not in absent], given)
         shapes = frozenset(name for name, t in op.inputs.items() if t.unread and op.program)

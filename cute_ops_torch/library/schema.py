@@ -48,12 +48,8 @@ def returning(op: Op, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
-    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``.
-
-    Args:
-        op: the declaration.
-        annotated: with types, for stubs.
-        options: with the options that only Python functions have.
+    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``; annotated, for stubs, and with the options that only
+    Python functions have.
     """
     optional, required, many = (
         (": Tensor | None = None", ": Tensor", ": Sequence[Tensor]") if annotated else ("=None", "", "")
@@ -100,12 +96,8 @@ def resolver(
 ) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
     """``resolve(inputs, raw outputs)``: what a caller gets for each raw output, with absent inputs as None.
 
-    That is None for an absent output, and for one that another serves for (``same_as``) the other.
-
-    Args:
-        op: the declaration.
-        wanted: the outputs that are looked at, all by default.
-        given: inputs that are known not to be None.
+    That is None for an absent output, and for one that another serves for (``same_as``) the other. Looks at the outputs
+    that are ``wanted``, all by default; inputs in ``given`` are known not to be None.
     """
     inputs, outputs = list(op.inputs), list(op.outputs)
     source = {t.dtype: k for k, t in reversed(list(enumerate(op.inputs.values())))}

@@ -44,14 +44,8 @@ def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | 
 
 
 def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: Callable[[], Iterable[Arrays]]) -> None:
-    """Compare a call with float64, all on the device.
-
-    Args:
-        op: the declaration.
-        arrays: inputs by name, None for absent ones.
-        attrs: all attributes.
-        base: how inputs lie in memory, see :mod:`cute_ops.tools.sweep`.
-        others: as :func:`cute_ops.testing.check` takes them.
+    """Compare a call with float64, all on the device. Inputs lie in memory as :mod:`cute_ops.tools.sweep` says of
+    ``base``; ``others`` are what :func:`cute_ops.testing.check` takes.
 
     Raises:
         AssertionError: an output is wrong, or an input was written to.
