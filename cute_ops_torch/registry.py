@@ -120,31 +120,18 @@ def _define(op: Op, namespace: str) -> Registered:
         for decomposed in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
             library.impl(name, returning(op, made.fast_path.specialize), decomposed)
         return made
-    library.impl(name, returning(op, _deferred(lambda: made.launcher.launch)), "CUDA")
-    library.impl(name, returning(op, _deferred(lambda: cpu_kernel(op))), "CPU")
+    library.impl(name, returning(op, lambda *args: made.launcher.launch(*args)), "CUDA")
+    library.impl(name, returning(op, cpu_kernel(op)), "CPU")
     kernel = autograd_kernel(
         op, made.overload, made.fast_path, made.nodes, saving=lambda more: made.beside(more).overload
     )
     library.impl(name, returning(op, kernel), "Autograd")
-    register_fake(library, name, returning(op, _deferred(lambda: fake_kernel(op, made.lower))))
-    vmap = _deferred(lambda: vmap_rule(op, made.overload, lambda batched: define(batched, namespace).overload))
+    register_fake(library, name, returning(op, fake_kernel(op, made.lower)))
+    vmap = vmap_rule(op, made.overload, lambda batched: define(batched, namespace).overload)
     torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
     if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
         distributed.shard(op, made.overload, library)
     return made
-
-
-def _deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """The function that ``make`` makes, made by its first call: a program uses few of the ops there are."""
-    made: Callable[..., Any] | None = None
-
-    def call(*args: Any) -> Any:
-        nonlocal made
-        if made is None:
-            made = make()
-        return made(*args)
-
-    return call
 
 
 class Registered:

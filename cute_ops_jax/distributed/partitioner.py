@@ -5,7 +5,7 @@ compiles. JAX calls this ``custom_partitioning``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +16,16 @@ from cute_ops.binding import Binding
 from cute_ops.errors import message
 from cute_ops.sharding import Factors, factors, sizes
 from cute_ops_jax import _compat
-from cute_ops_jax.distributed.slices import Call, Cuts, Local, Together, assign, of_one_device, present, spec_of
+from cute_ops_jax.distributed.slices import Cuts, Local, assign, present, spec_of
 
+# ``local(cuts)``: the program of one device, which names its kernels when it is traced.
+Locals: TypeAlias = Callable[[Cuts], Local]
 # ``kernels(traced) -> names``: traces, and tells the kernels that what was traced calls.
 Kernels: TypeAlias = Callable[[Callable[[], object]], Iterable[str]]
 
 
-class PartitionedOp(NamedTuple):
-    """An op in a program on several devices.
-
-    Attributes:
-        call: the op on one device. It names its kernels when it is traced.
-        together: the same where devices have slices of the dim that the declaration splits.
-        kernels: finds the names of these kernels.
-        devices: how many the program runs on.
-    """
-
-    call: Call
-    together: Together
-    kernels: Kernels
-    devices: int
-
-    def local(self, binding: Binding, cuts: Cuts) -> Local:
-        return of_one_device(binding, self.call, self.together, cuts)
-
-
-def by_partitioner(program: PartitionedOp, binding: Binding, arrays: Sequence[Any]) -> list[Any]:
-    """The op on arrays that XLA shards.
+def by_partitioner(local: Locals, kernels: Kernels, devices: int, binding: Binding, arrays: Sequence[Any]) -> list[Any]:
+    """The op on arrays that XLA shards over so many devices.
 
     Raises:
         NotImplementedError: when XLA compiles shardings that do not name the axes of one mesh.
@@ -71,13 +54,12 @@ def by_partitioner(program: PartitionedOp, binding: Binding, arrays: Sequence[An
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         cuts = cut(mesh, dict(zip((*names, *outputs), (*arguments, *results), strict=True)))
-        local = program.local(binding, cuts)
-        return mesh, local, shardings(mesh, outputs, cuts), tuple(shardings(mesh, names, cuts))
+        return mesh, local(cuts), shardings(mesh, outputs, cuts), tuple(shardings(mesh, names, cuts))
 
     def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
         return shardings(mesh, outputs, cut(mesh, dict(zip(names, arguments, strict=True))))
 
-    partitioned = custom_partitioning(program.local(binding, {}))
+    partitioned = custom_partitioning(local({}))
     rule, whole, lengths = _rule(binding, names, outputs, named)
     # In the order of their first use, as Shardy wants them.
     every = dict.fromkeys(f for n in names for f in named[n] if f is not None)
@@ -86,7 +68,7 @@ def by_partitioner(program: PartitionedOp, binding: Binding, arrays: Sequence[An
         reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
         decode_shardings=not lengths, **lengths,
     )  # fmt: skip
-    with set_xla_metadata(cute_ops_kernel=_label(program, binding, named)):
+    with set_xla_metadata(cute_ops_kernel=_label(local, kernels, devices, binding, named)):
         return list(partitioned(*arrays))
 
 
@@ -119,22 +101,22 @@ def _rule(
     return rule, tuple(wholes), {f: size for f, size in lengths.items() if f not in alone}
 
 
-def _label(program: PartitionedOp, binding: Binding, named: Factors) -> str:
+def _label(local: Locals, kernels: Kernels, devices: int, binding: Binding, named: Factors) -> str:
     """The op, its attributes and its kernels, for the key of XLA's persistent cache, which would otherwise say nothing
     of the program behind the callback.
 
     XLA does not call back for a program that it finds in its cache. So wherever it may find one, the kernels of every
     program that it could be are loaded now. By default the callback's address is in the key: no other process finds it.
     """
-    ways = _partitions(binding, named, 1 if _compat.callbacks_in_keys() else program.devices)
+    ways = _partitions(binding, named, 1 if _compat.callbacks_in_keys() else devices)
 
     def trace() -> None:
         for counts in ways:
-            local = program.local(binding, {f: (f,) for f in counts})
-            jax.make_jaxpr(local, axis_env=list(counts.items()))(*_slices(binding, named, counts))
+            program = local({f: (f,) for f in counts})
+            jax.make_jaxpr(program, axis_env=list(counts.items()))(*_slices(binding, named, counts))
 
     attrs = (f"{n}={v}" for n, v in binding.attrs.items())
-    return " ".join([binding.op.name, cute_ops.__version__, *attrs, *program.kernels(trace)])
+    return " ".join([binding.op.name, cute_ops.__version__, *attrs, *kernels(trace)])
 
 
 def _partitions(binding: Binding, named: Factors, devices: int) -> list[dict[str, int]]:

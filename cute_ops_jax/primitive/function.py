@@ -36,8 +36,7 @@ def register(op: Op) -> Callable[..., Any]:
         The function, the same one for the same declaration. It returns the output, or a tuple where several are
         declared, with None for an absent one.
     """
-    if not isinstance(op, Op):
-        check_declaration(op, "cute_ops_jax.register")  # type: ignore[unreachable]
+    check_declaration(op, "cute_ops_jax.register")
     header = signature(op)
     if op.numbers:
         return _of_lists(op, header)

@@ -201,9 +201,9 @@ class OpPrimitive:
             binding = self.bound(given, attrs)
             return named(binding, self._run(run, binding, list(given.values()), inplace, axes))
 
-        program = partitioner.PartitionedOp(call, self.together, ffi.asked_for_by, devices)
         binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
-        return partitioner.by_partitioner(program, binding, arrays)
+        local = partial(slices.of_one_device, binding, call, self.together)
+        return partitioner.by_partitioner(local, ffi.asked_for_by, devices, binding, arrays)
 
     def _on_terms(self, inputs: Arrays, attrs: Mapping[str, Any], terms: slices.Cuts, call: Call) -> Arrays:
         """The op where devices share its inner dims, by its program."""

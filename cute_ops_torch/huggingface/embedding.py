@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,10 +14,6 @@ from cute_ops_torch.huggingface.match import Replacement, by_source
 _SCALED = "d7afd985f430fa7f"
 
 
-class _ScaledEmbedding(nn.Embedding):
-    embed_scale: torch.Tensor
-
-
 def _embed(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
     # Tables that ranks share (tensor parallelism) are DTensors, whose lookup is torch's.
     if not (torch.is_grad_enabled() and self.weight.requires_grad) or type(self.weight) is not nn.Parameter:
@@ -23,8 +21,9 @@ def _embed(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
     return embedding(input, self.weight, self.padding_idx)
 
 
-def _embed_scaled(self: _ScaledEmbedding, input_ids: torch.Tensor) -> torch.Tensor:
-    return _embed(self, input_ids) * self.embed_scale.to(self.weight.dtype)
+def _embed_scaled(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _embed(self, input_ids) * self.embed_scale.to(self.weight.dtype)
+    return out
 
 
 def _only_gathers(module: nn.Embedding) -> bool:

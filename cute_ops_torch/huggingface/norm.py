@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,13 +18,6 @@ LLAMA = "075c8d1982795b4a"
 _GEMMA, _GEMMA_INNER = "072c442d528d274c", "80a7328746bf45b4"
 
 
-class GemmaRMSNorm(nn.Module):
-    """The attributes of Hugging Face's class of this name."""
-
-    weight: nn.Parameter
-    eps: float
-
-
 def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, hidden_states)) is not None:
         return normed
@@ -30,7 +25,7 @@ def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tens
     return out.to(torch.promote_types(out.dtype, self.weight.dtype))  # to which the original's product promotes
 
 
-def _gemma_rmsnorm(self: GemmaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+def _gemma_rmsnorm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return functions.rmsnorm(x, self.weight, None, self.eps, 1.0)
 
 
