@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from cute_ops import lists
 from cute_ops.errors import message, wrong_arguments
+from cute_ops.headers import header
 from cute_ops.op import Op, check_declaration
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
@@ -152,17 +153,4 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
 
 def signature(op: Op) -> inspect.Signature:
     """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text."""
-    kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    outputs = [
-        "list[Array]" if tensor.many else "Array | None" if tensor.given else "Array"
-        for tensor in op.results.values() if not tensor.hidden
-    ]  # fmt: skip
-    parameters = []
-    for name, tensor in op.inputs.items():
-        default, annotation = (None, "ArrayLike | None") if tensor.optional else (required, "ArrayLike")
-        annotation = "Sequence[ArrayLike]" if tensor.many else annotation
-        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-    for name, value in {**op.keywords, **op.options}.items():
-        parameters.append(inspect.Parameter(name, kind, default=value, annotation=type(value).__name__))
-    returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
-    return inspect.Signature(parameters, return_annotation=returns)
+    return header(op, "ArrayLike", "Array", op.results)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from cute_ops.headers import stub
 from cute_ops.op import Op
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.primitive.function import signature
@@ -40,23 +40,7 @@ from cute_ops_jax.primitive.function import register as register
 def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
     """The stub file's text."""
     own = (op for op in ops if f" as {op.name}\n" not in _HEADER)
-    return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in own)
-
-
-def _literal(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def _function(op: Op) -> str:
-    header = signature(op)
-    arguments = [
-        f"{p.name}: {p.annotation}{'' if p.default is p.empty else f' = {_literal(p.default)}'}"
-        for p in header.parameters.values()
-    ]
-    head = f"def {op.name}({', '.join(arguments)}) -> {header.return_annotation}: ..."
-    if len(head) <= 120:
-        return head
-    return "\n".join([f"def {op.name}(", *(f"    {a}," for a in arguments), f") -> {header.return_annotation}: ..."])
+    return _HEADER + "\n" + "".join(stub(op.name, signature(op)) for op in own)
 
 
 if __name__ == "__main__":

@@ -92,13 +92,12 @@ def make_function(
     if not raw and takes_out(op) and isinstance(fast_path, FastPath):
         values["_write"] = GivenOutputs(op, overload, fast_path.launcher, devices)
         before = f"if out is not None:\n            return _write(out, {arguments})\n        {before}"
-    taken = parameters(op, options=not raw)
+    taken = parameters(op)
     if not raw:
         # Python's own error suggests no name. This takes 30 ns of a call.
         values |= {"_refuse": partial(_refuse, op), "_missing": _MISSING}
-        required = [name for name, t in op.inputs.items() if not t.optional]
-        taken = ", ".join([*(f"{name}=_missing" for name in required), *taken.split(", ")[len(required) :]])
-        taken, before = f"{taken}, **_others", f"if _others:\n            _refuse(_others)\n        {before}"
+        taken = f"{parameters(op, options=True, required='=_missing')}, **_others"
+        before = f"if _others:\n            _refuse(_others)\n        {before}"
     make = codegen.maker(
         codegen.FUNCTION, op.name, values, name=op.name, parameters=taken, before=before, first=next(iter(op.inputs)),
         arguments=arguments, returned=returned,

@@ -47,22 +47,15 @@ def returning(op: Op, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return kernel if op.outputs else call
 
 
-def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
-    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``; annotated, for stubs, and with the options that only
-    Python functions have.
+def parameters(op: Op, options: bool = False, required: str = "") -> str:
+    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``, also the options that only Python functions have;
+    ``required`` follows the name of an input that is not optional.
     """
-    optional, required, many = (
-        (": Tensor | None = None", ": Tensor", ": Sequence[Tensor]") if annotated else ("=None", "", "")
-    )
-    inputs = [name + (many if t.many else optional if t.optional else required) for name, t in op.inputs.items()]
+    inputs = [f"{name}{'=None' if t.optional else required}" for name, t in op.inputs.items()]
     named = {**op.keywords, **(op.options if options else {})}
-    attrs = [f"{n}: {type(v).__name__} = {_quoted(v)}" if annotated else f"{n}={_quoted(v)}" for n, v in named.items()]
-    given = []
-    if options and takes_out(op):
-        # For callers by name alone; Python would take longer to call a function that says so.
-        kind = "Tensor" if len(op.shown) == 1 else "Sequence[Tensor | None]"
-        given = ["*", f"out: {kind} | None = None"] if annotated else ["out=None"]
-    return ", ".join(inputs + attrs + given)
+    # For callers by name alone; Python would take longer to call a function that says so.
+    given = ["out=None"] if options and takes_out(op) else []
+    return ", ".join([*inputs, *(f"{name}={value!r}" for name, value in named.items()), *given])
 
 
 def takes_out(op: Op) -> bool:
@@ -71,11 +64,6 @@ def takes_out(op: Op) -> bool:
     """
     kernel = bool(op.shown) and not op.program and not op.numbers
     return kernel and op.finish is None and "out" not in {*op.inputs, *op.keywords, *op.options}
-
-
-def _quoted(value: Any) -> str:
-    """A default as Python source, strings in double quotes where they contain none."""
-    return f'"{value}"' if isinstance(value, str) and repr(value) == f"'{value}'" and '"' not in value else repr(value)
 
 
 def defaults(op: Op) -> tuple[Any, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import Parameter, Signature
 from pathlib import Path
 
+from cute_ops.headers import header, stub
 from cute_ops.op import Op
 from cute_ops.ops import OPS, PRODUCTS
-from cute_ops_torch.library.schema import parameters
+from cute_ops_torch.library.schema import takes_out
 
 PATH = Path(__file__).parents[1] / "functions.pyi"
 _HEADER = '''"""Made by ``python -m cute_ops_torch.tools.stubs``; edit the declarations instead."""
@@ -26,18 +28,16 @@ def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
     """The text of the stub file."""
     ops = tuple(ops)
     names = "".join(f'    "{name}",\n' for name in sorted(op.name for op in ops))
-    return _HEADER.format(names=names) + "".join(_function(op) for op in ops)
+    return _HEADER.format(names=names) + "".join(stub(op.name, _signature(op)) for op in ops)
 
 
-def _function(op: Op) -> str:
-    kinds = [(t, "list[Tensor]" if t.many else "Tensor") for t in op.outputs.values() if not t.hidden]
-    outputs = [f"{kind}{' | None' if t.given else ''}" for t, kind in kinds]
-    returns = "None" if not outputs else outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
-    arguments = parameters(op, annotated=True, options=True)
-    head = f"def {op.name}({arguments}) -> {returns}: ...\n"
-    if len(head) <= 120:
-        return head
-    return "\n".join([f"def {op.name}(", *(f"    {a}," for a in arguments.split(", ")), f") -> {returns}: ...\n"])
+def _signature(op: Op) -> Signature:
+    found = header(op, "Tensor", "Tensor", op.outputs)
+    if not takes_out(op):
+        return found
+    kind = "Tensor" if len(op.shown) == 1 else "Sequence[Tensor | None]"
+    out = Parameter("out", Parameter.KEYWORD_ONLY, default=None, annotation=f"{kind} | None")
+    return found.replace(parameters=[*found.parameters.values(), out])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""The header of an op's function in the terms of a framework, and the line of a stub file that declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, Signature
+from typing import Any
+
+from cute_ops.op import Op, Tensor
+
+
+def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor]) -> Signature:
+    """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text.
+
+    Args:
+        op: the declaration.
+        given: the type of an input.
+        returned: the type of a result.
+        results: what the function returns, but for those that are hidden.
+    """
+    kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
+    for name, tensor in op.inputs.items():
+        default, annotation = (None, f"{given} | None") if tensor.optional else (Parameter.empty, given)
+        annotation = f"Sequence[{given}]" if tensor.many else annotation
+        parameters.append(Parameter(name, kind, default=default, annotation=annotation))
+    for name, value in {**op.keywords, **op.options}.items():
+        parameters.append(Parameter(name, kind, default=value, annotation=type(value).__name__))
+    shown = [t for t in results.values() if not t.hidden]
+    types = [f"list[{returned}]" if t.many else f"{returned} | None" if t.given else returned for t in shown]
+    returns = "None" if not types else types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
+    return Signature(parameters, return_annotation=returns)
+
+
+def stub(name: str, function: Signature) -> str:
+    """``def name(x: Tensor, eps: float = 1e-06) -> Tensor: ...``, a line for each argument where one is too short."""
+    arguments: list[str] = []
+    for p in function.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        arguments.append(f"{p.name}: {p.annotation}{'' if p.default is p.empty else f' = {_literal(p.default)}'}")
+    line = f"def {name}({', '.join(arguments)}) -> {function.return_annotation}: ..."
+    if len(line) <= 120:
+        return f"{line}\n"
+    return "\n".join([f"def {name}(", *(f"    {a}," for a in arguments), f") -> {function.return_annotation}: ...\n"])
+
+
+def _literal(value: Any) -> str:
+    """A default as Python source, strings in double quotes where they contain none."""
+    return f'"{value}"' if isinstance(value, str) and repr(value) == f"'{value}'" and '"' not in value else repr(value)
