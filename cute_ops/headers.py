@@ -10,13 +10,8 @@ from cute_ops.op import Op, Tensor
 
 
 def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor]) -> Signature:
-    """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text.
-
-    Args:
-        op: the declaration.
-        given: the type of an input.
-        returned: the type of a result.
-        results: what the function returns, but for those that are hidden.
+    """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with these types as text. The function returns
+    the results that are not hidden.
     """
     kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
     for name, tensor in op.inputs.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
@@ -11,11 +13,10 @@ import torch
 from torch import nn
 
 from cute_ops.composite.qkv_rope import SIZES
+from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_unobserved
-from cute_ops_torch.huggingface.match import Forward, Replacement, definition
-from cute_ops_torch.huggingface.rebind import rebind
-from cute_ops_torch.huggingface.rotary import applies_rotary, apply_rotary_pos_emb, half_table
+from cute_ops_torch.huggingface.match import Forward, Replacement, definition, rebind, source_digest
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _OUTPUT = "o_proj"
@@ -30,6 +31,10 @@ _PROJECT_AND_ROTATE = [
 ]
 # The last statements of a `forward` that returns its output projection.
 _PROJECT_OUTPUT = ["attn_output = self.o_proj(attn_output)", "return (attn_output, attn_weights)"]
+# `apply_rotary_pos_emb`: `x * cos + rotate_half(x) * sin` for q and k.
+_APPLY = "6e071d28b2d6c73c"
+# `rotate_half`: the halves of the last dim swapped, the second one negated.
+_ROTATE_HALF = "a68a16140f32af85"
 
 
 def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
@@ -43,7 +48,7 @@ def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
 
 
 def _make_forward(original: type[nn.Module]) -> Forward:
-    forward = rebind(original.forward, apply_rotary_pos_emb=apply_rotary_pos_emb)
+    forward = rebind(original.forward, apply_rotary_pos_emb=_rotate)
     if not _projects_once(original.forward):
         return forward
     skips = _rotates_projections(original.forward)
@@ -69,7 +74,7 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forwa
         if skips_rotation is None or tables is None:
             rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
         else:
-            rest, (cos, sin) = skips_rotation, map(half_table, tables)
+            rest, (cos, sin) = skips_rotation, map(_half_table, tables)
             together = _keeps_projections(self, kwargs)
             outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
         projected = _Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
@@ -152,4 +157,35 @@ def _apart(module: Any) -> str:
     return ""
 
 
-REPLACEMENTS = (Replacement("rope", applies_rotary, _make_forward, packed=_packed, apart=_apart),)
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = _half_table(cos), _half_table(sin)
+    if unsqueeze_dim == 2:  # (batch, seqlen, heads, headdim)
+        return functions.rope(q, cos, sin), functions.rope(k, cos, sin)
+    # (batch, heads, seqlen, headdim), as views of memory that has positions before heads
+    q, k = (functions.rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+    return q, k
+
+
+def _half_table(table: torch.Tensor) -> torch.Tensor:
+    """One of the two equal halves of a table of cosines or sines, without a batch dim of one."""
+    table = table[..., : table.shape[-1] // 2]
+    return table[0] if table.shape[0] == 1 else table
+
+
+def _applies_rotary(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module's ``forward`` calls ``apply_rotary_pos_emb``, on tables whose halves are equal."""
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return False
+    tables = [type(m).forward for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    return (
+        source_digest(forward.__globals__.get("apply_rotary_pos_emb")) == _APPLY
+        and source_digest(forward.__globals__.get("rotate_half")) == _ROTATE_HALF
+        and bool(tables)
+        and all("emb = torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(inspect.unwrap(t)) for t in tables)
+    )
+
+
+REPLACEMENTS = (Replacement("rope", _applies_rotary, _make_forward, packed=_packed, apart=_apart),)

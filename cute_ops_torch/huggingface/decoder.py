@@ -15,8 +15,7 @@ from torch import nn
 from cute_ops_torch.huggingface import residual_norm
 from cute_ops_torch.huggingface.bypass import is_unobserved
 from cute_ops_torch.huggingface.layer import layer_forward
-from cute_ops_torch.huggingface.match import Forward, Replacement, definition
-from cute_ops_torch.huggingface.rebind import can_rebind, rebind
+from cute_ops_torch.huggingface.match import Forward, Replacement, can_rebind, definition, rebind
 from cute_ops_torch.library.modes import transforms_active
 
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
-from cute_ops_torch.huggingface.rebind import rebind
+from cute_ops_torch.huggingface.match import Forward, Replacement, rebind, source_digest
 
 Tensor = torch.Tensor
 # `eager_attention_forward` of BERT: the softmax is in the dtype of the scores.

@@ -1,6 +1,7 @@
 """Recognise Hugging Face's modules by the source of their ``forward``, not by the names of their classes.
 
-Other models of the same build (Mistral, Qwen) match too; a future version that computes something else does not.
+Other models of the same build (Mistral, Qwen) match too; a future version that computes something else does not. Of a
+``forward`` that matches a copy may find other functions under some global names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
+import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -76,3 +78,27 @@ def definition(function: Any) -> ast.FunctionDef | None:
     except (OSError, TypeError, SyntaxError):
         return None
     return tree if isinstance(tree, ast.FunctionDef) else None
+
+
+def rebind(forward: Any, **names: Forward) -> Forward:
+    """A copy of ``forward`` that finds these functions under these global names, beneath its decorators too."""
+    inner, closure = getattr(forward, "__wrapped__", None), forward.__closure__
+    if inner is not None:
+        rebound = rebind(inner, **names)
+        closure = tuple(types.CellType(rebound) if cell.cell_contents is inner else cell for cell in closure)
+        names = {}
+    # Leave out `__name__`: Dynamo would look names up in the module of that name.
+    scope = {k: v for k, v in forward.__globals__.items() if k != "__name__"} | names
+    copy = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def can_rebind(forward: Any) -> bool:
+    """Whether each decorator of ``forward`` holds what it wraps in its closure, where :func:`rebind` replaces it."""
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        cells = forward.__closure__ or () if isinstance(forward, types.FunctionType) else ()
+        if not any(cell.cell_contents is inner for cell in cells):
+            return False
+        forward = inner
+    return isinstance(forward, types.FunctionType)

@@ -11,9 +11,9 @@ import hashlib
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 import cute_ops
@@ -68,10 +68,6 @@ def _words(value: Any, seen: dict[int, Any]) -> Iterator[str]:
             yield from _words(item, seen)
     elif isinstance(value, Mapping):
         yield from _words([*value.items()], seen)
-    elif isinstance(value, partial):
-        yield from _words([value.func, value.args, value.keywords], seen)
-    elif isinstance(value, MethodType):
-        yield from _words([value.__func__, value.__self__], seen)
     elif isinstance(value, FunctionType):
         yield from _of_function(value, seen)
     elif isinstance(value, ModuleType):

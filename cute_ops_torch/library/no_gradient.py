@@ -42,9 +42,6 @@ def without_gradient_text(op: Op) -> str:
     return f"has no gradient of its own{also}."
 
 
-_LIBRARY = torch.library.Library("cute", "FRAGMENT")
-
-
 def _refuse(cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, text: str) -> torch.Tensor:
     """Zeros where all cotangents are zero: compiled backwards pass these for outputs that a loss does not depend on."""
     if any(d.float().any() for d in cotangents):
@@ -52,21 +49,15 @@ def _refuse(cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torc
     return cotangents[0].new_zeros(size, dtype=dtype)
 
 
-def _fake_gradient(
-    cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, text: str
-) -> torch.Tensor:
-    return cotangents[0].new_empty(size, dtype=dtype)
-
-
-def _register() -> None:
-    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe  # it waits for the device
-    schema = "(Tensor[] cotangents, SymInt[] size, ScalarType dtype, str text) -> Tensor"
-    _LIBRARY.define(f"_no_gradient{schema}", tags=tags)
-    _LIBRARY.impl("_no_gradient", _refuse, "CompositeExplicitAutograd")
-    register_fake(_LIBRARY, "_no_gradient", _fake_gradient)
-
-
-_register()
+_library = torch.library.Library("cute", "FRAGMENT")
+_library.define(
+    "_no_gradient(Tensor[] cotangents, SymInt[] size, ScalarType dtype, str text) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),  # it waits for the device
+)
+_library.impl("_no_gradient", _refuse, "CompositeExplicitAutograd")
+register_fake(
+    _library, "_no_gradient", lambda cotangents, size, dtype, text: cotangents[0].new_empty(size, dtype=dtype)
+)
 
 
 def once(name: str) -> Callable[[Call], Call]:

@@ -29,9 +29,13 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
         named = zip(op.inputs, tensors, dims, strict=True)
         one = as_one_call(torch, op, {n: (t, d is not None) for n, t, d in named if t is not None}, info.batch_size)
         if one is None:
-            each = examples(info.batch_size, dims, args[:arity])
-            found = [_outputs(overload(*_read(op, example), *attrs)) for example in each]
-            results = [stacked(info.batch_size, column) for column in zip(*found, strict=True)]
+            count = max(info.batch_size, 1)  # of no example one of zeros, which tells the shapes of results
+            columns = [
+                [t] * count if d is None else (t if info.batch_size else t.new_zeros(1, *t.shape[1:])).unbind()
+                for t, d in zip(tensors, dims, strict=True)
+            ]
+            found = [_outputs(overload(*_read(op, each), *attrs)) for each in zip(*columns, strict=True)]
+            results = [torch.stack(column)[: info.batch_size] for column in zip(*found, strict=True)]
             out_dims: list[int | None] = [0] * len(results)
         else:
             whole = [one.inputs.get(name) for name in op.inputs]
@@ -66,19 +70,3 @@ def _refuse_shared(op: Op, tensors: Sequence[Any], batched: Sequence[bool]) -> N
             f"values into one tensor; batch `{shared[0]}` too."
         )
         raise ValueError(message(op, problem, arrays(op, tensors)))
-
-
-def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The arguments of each of ``size`` examples; ``dims`` are their batch dims, None where not batched. Where there is
-    no example one of zeros, which tells the shapes of results; :func:`stacked` drops it.
-    """
-    count = max(size, 1)
-    moved = [a.movedim(d, 0) if isinstance(d, int) else None for a, d in zip(arguments, dims, strict=True)]
-    batches = [t if t is None or size else t.new_zeros((1, *t.shape[1:])) for t in moved]
-    each = [[a] * count if t is None else t.unbind() for a, t in zip(arguments, batches, strict=True)]
-    return list(zip(*each, strict=True))
-
-
-def stacked(size: int, results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One result of each example of :func:`examples`, batched."""
-    return torch.stack(tuple(results))[:size]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,12 +98,8 @@ def _present(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 @contextmanager
 def contest(binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> Iterator[Contest]:
     """Plans of one call on the same buffers, random numbers in all of them."""
-    with torch.no_grad():
-        made = Contest(binding, memory, plans)
-        try:
-            yield made
-        finally:
-            made.close()
+    with torch.no_grad(), closing(Contest(binding, memory, plans)) as made:
+        yield made
 
 
 class Contest:
