@@ -10,8 +10,11 @@ from typing import Any
 from cute_ops import __version__ as __version__
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
-from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
+from cute_ops_jax.composite.losses import (
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
@@ -19,8 +22,8 @@ _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.
 _LAZY = {
     "export": "exporting", "fused": "composite.fused", "gated_linear": "composite.linear",
-    "gated_mlp": "composite.gated_mlp", "linear": "composite.linear", "linear_add_rmsnorm": "composite.projections",
-    "load": "loading", "qkv_rope": "composite.projections", "rmsnorm_linear": "composite.projections",
+    "gated_mlp": "composite.block", "linear": "composite.linear", "linear_add_rmsnorm": "composite.block",
+    "load": "loading", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
 }  # fmt: skip
 __all__ = [
     "embedding",

@@ -21,9 +21,8 @@ from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
     from cute_ops_torch import nn
+    from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.fused import fused
-    from cute_ops_torch.composite.gated_mlp import gated_mlp
-    from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.patch import patch, unpatch
     from cute_ops_torch.huggingface.warm_up import warm_up
@@ -47,8 +46,8 @@ __all__ = [
 
 # Where functions are that no op of torch's needs, and that take time to import.
 _LAZY = {
-    "fused": "composite.fused", "gated_mlp": "composite.gated_mlp", "linear_add_rmsnorm": "composite.projections",
-    "qkv_rope": "composite.projections", "rmsnorm_linear": "composite.projections", "patch": "huggingface.patch",
+    "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
+    "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block", "patch": "huggingface.patch",
     "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
 }  # fmt: skip
 

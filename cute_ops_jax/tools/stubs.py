@@ -17,19 +17,17 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from cute_ops import __version__ as __version__
+from cute_ops_jax.composite.block import gated_mlp as gated_mlp
+from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnorm
+from cute_ops_jax.composite.block import qkv_rope as qkv_rope
+from cute_ops_jax.composite.block import rmsnorm_linear as rmsnorm_linear
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
-from cute_ops_jax.composite.gated_mlp import gated_mlp as gated_mlp
 from cute_ops_jax.composite.linear import gated_linear as gated_linear
 from cute_ops_jax.composite.linear import linear as linear
-from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from cute_ops_jax.composite.linear_cross_entropy import (
-    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
-)
-from cute_ops_jax.composite.projections import linear_add_rmsnorm as linear_add_rmsnorm
-from cute_ops_jax.composite.projections import qkv_rope as qkv_rope
-from cute_ops_jax.composite.projections import rmsnorm_linear as rmsnorm_linear
-from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_entropy
+from cute_ops_jax.composite.losses import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from cute_ops_jax.composite.losses import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.loading import load as load
 from cute_ops_jax.primitive.ffi_check import probe as probe

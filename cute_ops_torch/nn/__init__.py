@@ -11,11 +11,11 @@ from cute_ops_torch.nn.linear import GatedMLP as GatedMLP
 from cute_ops_torch.nn.linear import Linear as Linear
 from cute_ops_torch.nn.linear import LinearAdd as LinearAdd
 from cute_ops_torch.nn.linear import LinearAddRMSNorm as LinearAddRMSNorm
+from cute_ops_torch.nn.linear import LinearCrossEntropy as LinearCrossEntropy
 from cute_ops_torch.nn.linear import LinearGELU as LinearGELU
 from cute_ops_torch.nn.linear import LinearSiLU as LinearSiLU
 from cute_ops_torch.nn.linear import QKVRoPE as QKVRoPE
 from cute_ops_torch.nn.linear import RMSNormLinear as RMSNormLinear
-from cute_ops_torch.nn.loss import LinearCrossEntropy as LinearCrossEntropy
 from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
 from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
 from cute_ops_torch.nn.norm import RMSNorm as RMSNorm

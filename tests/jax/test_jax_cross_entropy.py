@@ -20,7 +20,7 @@ from cute_ops.composite import chunks
 from cute_ops_jax.primitive import primitive
 
 # The package has a function of that name.
-module = importlib.import_module("cute_ops_jax.composite.linear_cross_entropy")
+module = importlib.import_module("cute_ops_jax.composite.losses")
 
 
 @pytest.fixture(params=[1000, 4, 5], ids=["one-chunk", "chunks", "uneven"])

@@ -1,5 +1,5 @@
-"""Linear layers with what a transformer does next: the norm of the residual stream, the rotation of heads; or with
-what it does before, that norm.
+"""Parts of a transformer's block: linear layers with the norm of the residual stream before or after them, or with the
+rotation of heads after them; and the gated MLP.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cute_ops.composite import gated_mlp as mlp
 from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
@@ -55,4 +56,16 @@ def qkv_rope(
     """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
     size = rotation.head_size(cos.shape)
     out: Array = register(rotation.qkv_rope(size, transposed))(x, weight, cos, sin, heads, fused)
+    return out
+
+
+@checked
+@continued(mlp.DOC)
+def gated_mlp(
+    x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, fused: str = "auto", save: str = "pre",
+    transposed: bool = False, halves: bool = False,
+) -> Array:  # fmt: skip
+    """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
+    op = mlp.gated_mlp(save, transposed, jnp.ndim(w_gate_up) > 2 and not halves, halves)
+    out: Array = register(op)(x, w_gate_up, w_down, activation, fused)
     return out

@@ -1,5 +1,5 @@
-"""Linear layers with what a transformer does next: the norm of the residual stream, the rotation of heads; or with
-what it does before, that norm.
+"""Parts of a transformer's block: linear layers with the norm of the residual stream before or after them, or with the
+rotation of heads after them; and the gated MLP.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cute_ops.composite import gated_mlp as mlp
 from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
@@ -21,6 +22,7 @@ from cute_ops_torch.library.tensors import checked
 Tensor = torch.Tensor
 _linear_add_rmsnorm = functions(add_rmsnorm.linear_add_rmsnorm)
 _qkv_rope = functions(rotation.qkv_rope)
+_gated_mlp = functions(mlp.gated_mlp)
 
 
 @checked
@@ -58,4 +60,17 @@ def qkv_rope(
     size = rotation.head_size(tuple(cos.shape))
     x, weight = autocast(x, weight)
     out: Tensor = _qkv_rope(size, transposed)(x, weight, cos, sin, heads, fused)
+    return out
+
+
+@checked
+@continued(mlp.DOC)
+def gated_mlp(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, fused: str = "auto",
+    save: str = "pre", transposed: bool = False, halves: bool = False,
+) -> Tensor:  # fmt: skip
+    """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
+    x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
+    options = save, transposed, w_gate_up.ndim > 2 and not halves, halves
+    out: Tensor = _gated_mlp(*options)(x, w_gate_up, w_down, activation, fused)
     return out
