@@ -27,7 +27,7 @@ from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice
 from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.reference import fake_kernel, register_fake, run_reference
-from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.schema import filler, schema
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, readable
 
@@ -94,14 +94,7 @@ def _cached_placements(
     cache: dict[Any, CallPlacements], op: Op, tensors: Tensors, attrs: Sequence[Any]
 ) -> CallPlacements:
     key = (*attrs, *(None if t is None else (_placement(t), t.shape, t.stride(), t.dtype) for t in tensors))
-    try:
-        placed = cache.get(key)
-    except TypeError:  # symbolic sizes have no hash
-        return CallPlacements(op, tensors, attrs)
-    if placed is None:
-        make_room(cache)
-        placed = cache[key] = CallPlacements(op, tensors, attrs)
-    return placed
+    return remembered(cache, key, lambda: CallPlacements(op, tensors, attrs))
 
 
 def _placement(tensor: Tensor) -> Any:

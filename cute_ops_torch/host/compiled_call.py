@@ -38,13 +38,7 @@ class CompiledCall(NamedTuple):
     differentiable: bool = False
 
 
-def of_kernel(binding: Binding, chosen: Plan, kernel: Run, device: torch.device) -> CompiledCall:
-    """The call of a compiled kernel."""
-    written = _KernelCall(binding, chosen, kernel, device)
-    return CompiledCall(written.run(), cache(written.fill))
-
-
-class _KernelCall:
+class KernelCall:
     """Writes the source of a kernel's calls. Its arguments are those of the variant that are there.
 
     Attributes:

@@ -16,7 +16,7 @@ from cute_ops.op import Op, Product, Program
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.products import autocast
-from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, memory
 
 # What was found of calls, by these and by the inputs whose gradients are wanted.
@@ -38,10 +38,7 @@ def differentiates(
     call = launcher().find(tensors, attrs)
     if not call.differentiable:
         return False
-    if (call, wanted) not in known:
-        make_room(known)
-        known[call, wanted] = _products_are_faster(op, product, tensors, attrs, wanted)
-    return known[call, wanted]
+    return remembered(known, (call, wanted), lambda: _products_are_faster(op, product, tensors, attrs, wanted))
 
 
 def _products_are_faster(

@@ -54,10 +54,9 @@ def make_function(
 
     def specialize(*args: Any) -> Any:
         for (name, declared), value in zip(op.inputs.items(), args, strict=False):
-            if value is None and not declared.optional:
-                raise TypeError(message(op, f"argument `{name}` is required, but None was given."))
-            if value is _MISSING:
-                raise TypeError(message(op, f"argument `{name}` is required, but was not given."))
+            if value is _MISSING or (value is None and not declared.optional):
+                what = "None was" if value is None else "was not"
+                raise TypeError(message(op, f"argument `{name}` is required, but {what} given."))
             several = declared.many and isinstance(value, list | tuple)
             if problem := next(filter(None, map(wrong_tensor, value if several else [value])), ""):
                 raise TypeError(message(op, f"argument `{name}` must be {problem}."))

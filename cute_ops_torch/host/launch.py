@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan
 from cute_ops.op import Op
 from cute_ops_torch.host import compiled_call
-from cute_ops_torch.host.compiled_call import CompiledCall, Run
+from cute_ops_torch.host.compiled_call import CompiledCall, KernelCall, Run
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.library.mutation import check_memory
-from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.schema import filler, parameters
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, memory
 
@@ -84,12 +85,7 @@ class Launcher:
         ]
         constants = len(self.op.attrs)
         key = (*places, *outputs, *attrs[:constants], *map(type, attrs[constants:]))
-        call = self.calls.get(key)
-        if call is None:
-            call = prepare(self.op, tensors, attrs, outputs)
-            make_room(self.calls)
-            self.calls[key] = call
-        return call
+        return remembered(self.calls, key, lambda: prepare(self.op, tensors, attrs, outputs))
 
     def _specialize(self, calls: GuardedCalls, *args: Any) -> Any:
         """Run a call, and add a guarded one for others like it."""
@@ -142,7 +138,8 @@ def prepare(
 
 def planned_call(binding: Binding, chosen: Plan, device: torch.device) -> CompiledCall:
     """The call of a plan, compiled and loaded."""
-    return compiled_call.of_kernel(binding, chosen, _loaded(chosen, device), device)
+    written = KernelCall(binding, chosen, _loaded(chosen, device), device)
+    return CompiledCall(written.run(), functools.cache(written.fill))
 
 
 def _loaded(chosen: Plan, device: torch.device) -> Run:

@@ -95,11 +95,8 @@ def _functional(graph: Graph, node: Any, op: str, tensors: tuple[str, ...]) -> b
     if eps is None:
         eps = torch.finfo(torch.float32).eps if op == "rmsnorm" else 1e-5  # whatever the dtype of x is
     weights = [given[name] for name in tensors]
-    if op == "rmsnorm":
-        made = _insert(graph, node, op, given["input"], *weights, None, float(eps), 0.0)
-    else:
-        made = _insert(graph, node, op, given["input"], *weights, float(eps))
-    return _finish(graph, node, made, x.dtype)
+    others = (None, float(eps), 0.0) if op == "rmsnorm" else (float(eps),)
+    return _finish(graph, node, _insert(graph, node, op, given["input"], *weights, *others), x.dtype)
 
 
 def _layernorm(graph: Graph, node: Any) -> bool:

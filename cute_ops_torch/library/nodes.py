@@ -11,7 +11,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
-from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import arrays, readable
@@ -56,14 +56,7 @@ class Nodes:
         # What the forward computes serves every level of functorch.
         kept = tuple(name for name, t in given.items() if _tracked(t)) if self._op.scaled else wanted
         key = names, wanted, kept, tuple((type(a), a) for a in attrs)
-        try:
-            found = self._known.get(key)
-        except TypeError:  # a compiler traces with an attribute that is symbolic and has no hash
-            return self._make(names, wanted, kept, attrs)
-        if found is None:
-            make_room(self._known)
-            found = self._known[key] = self._make(names, wanted, kept, attrs)
-        return found
+        return remembered(self._known, key, lambda: self._make(names, wanted, kept, attrs))
 
     def apply(self, run: Call, *args: Any, saving: Callable[[Op], Call] | None = None) -> Any:
         """``run(*inputs, *attributes, *scalars)`` as a node; ``saving(op)`` runs the op that saves more."""
