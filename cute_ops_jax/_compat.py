@@ -95,9 +95,7 @@ def _last_dim(operand: Any) -> int | None:
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Make the devices and the mesh of a program known when the primitive is lowered: ``custom_partitioning`` needs
-    them.
-    """
+    """Make a program's devices and mesh known when the primitive is lowered, as ``custom_partitioning`` needs."""
     prim_requires_devices_during_lowering.add(primitive)
 
 

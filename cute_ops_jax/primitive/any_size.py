@@ -89,9 +89,7 @@ def _refused(binding: Binding, why: str) -> NotImplementedError:
 
 
 def _with_numbers(binding: Binding, rows: int = MANY_ROWS, factors: Mapping[str, int] = NO_FACTORS) -> Binding:
-    """The same call with numbers for symbolic sizes: many rows, and for other sizes a known divisor times a factor by
-    name.
-    """
+    """The call with numbers for symbolic sizes: many rows, and else a known divisor times a factor by name."""
     op = binding.op
 
     def many(sizes: tuple[Any, ...]) -> tuple[int, ...]:

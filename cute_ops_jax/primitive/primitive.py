@@ -140,9 +140,7 @@ class OpPrimitive:
         self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
         inplace: bool,
     ) -> tuple[list[jax.Array], list[int]]:  # fmt: skip
-        """The batching rule: examples as one call, or in a loop, which is correct but one launch per example. Every
-        result is batched in axis 0.
-        """
+        """The batching rule, with the batch in axis 0: one call for all examples, or a loop with a launch for each."""
         each = zip(names, arrays, axes, strict=True)
         given = {n: (a if axis is None else jnp.moveaxis(a, axis, 0), axis is not None) for n, a, axis in each}
         shared, batched = ({n: a for n, (a, has) in given.items() if has is kind} for kind in (False, True))

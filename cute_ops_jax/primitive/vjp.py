@@ -45,9 +45,7 @@ class StaticCall(NamedTuple):
 
 
 def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
-    """``run(call, inputs) -> outputs``, with a gradient where one is declared. Arrays go by name, absent ones are left
-    out.
-    """
+    """``run(call, inputs) -> outputs``, with a gradient where one is declared; arrays that are there go by name."""
     forward = primitive_of(op)
 
     def run(call: StaticCall, inputs: Arrays) -> Arrays:
@@ -127,9 +125,7 @@ def _like(cotangent: Any, dtype: Any) -> Any:
 
 
 def _times(gradient: jax.Array, cotangent: Any) -> Any:
-    """The product in float32, the dtype of the cotangent: rounded to 16 bits, that would add more error than the last
-    rounding.
-    """
+    """The product in float32: a cotangent rounded to 16 bits would add more error than the last rounding."""
     return None if isinstance(cotangent, SymbolicZero) else (gradient * cotangent).astype(gradient.dtype)
 
 
@@ -143,9 +139,7 @@ def _whole(cotangent: Any, axes: Axes) -> Any:
 
 
 def _as_input(declared: Tensor, given: Any) -> Any:
-    """An input of a backward op. The cotangent of an output that was not used is left out where the declaration allows
-    it, to save reading zeros.
-    """
+    """An input of a backward op; the cotangent of an unused output is left out where the declaration allows it."""
     if not isinstance(given, SymbolicZero):
         return given
     return None if declared.optional else jnp.zeros_like(given)

@@ -12,6 +12,7 @@ from cute_ops.ops import fused_by_call
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.fused_by_call import Attrs, ByCall, kinds, there
 from cute_ops_torch.composite.constant import constant, number, traced
+from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.registry import define, register
 
 Function = Callable[..., Any]
@@ -19,8 +20,6 @@ Operand = torch.Tensor | float | None
 Fits = tuple[Fit | None, ...]
 # The function of a call's op, and how its operands meet the result; None where they are passed as they are.
 Chosen = tuple[Function, Fits | None]
-# Kinds of calls of one function that are found again without a look at their shapes' meaning.
-MOST_KNOWN = 1024
 
 
 @overload
@@ -69,23 +68,18 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
             fits = by_call.fits(shapes, halves(there(shapes), attrs))
             run = while_traced(kinds(fits), attrs)
         else:
-            key = *(t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands), attrs, *map(_typed, attrs)
+            given = (t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands)
+            key = *given, attrs, *[type(value) for _, value in attrs]  # 1, 1.0 and True are equal
             try:
                 run, fits = known[key]
             except KeyError:
-                if len(known) >= MOST_KNOWN:
-                    known.clear()
+                make_room(known)
                 run, fits = known[key] = choose(operands, attrs)
             except TypeError:  # a symbolic shape has no hash
                 run, fits = choose(operands, attrs)
         return run(*(operands if fits is None else _fitted(operands, fits)))
 
     return function
-
-
-def _typed(attr: tuple[str, Any]) -> type:
-    """What tells 1 from 1.0 and True, which are equal."""
-    return type(attr[1])
 
 
 def _meet(operands: Sequence[Operand], fits: Fits) -> bool:

@@ -83,9 +83,7 @@ def _choose(
 
 @lru_cache(1024)
 def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: torch.Size | None) -> Any:
-    """The same, found again: a call costs little more than that of its op. In between, whether all operands are there
-    and passed as they are.
-    """
+    """The same, found again at little cost; in between, whether all operands are there and passed as they are."""
     given = [s if s is None else torch.empty(s, device="meta") for s in shapes]
     function, fits = _choose(caller, epilogue, given, *options)
     as_given = all(fit and fit.sizes == s for s, fit in zip(shapes[2:], fits, strict=True))

@@ -61,9 +61,7 @@ def _keep(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forward:
-    """A ``forward`` that computes the projections in one autograd node, then runs the rest: ``skips_rotation`` where
-    queries and keys are rotated right away, which then are.
-    """
+    """A ``forward`` that projects in one autograd node, then runs the rest: ``skips_rotation`` if that rotates, too."""
 
     @wraps(forward)
     def fused(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -57,9 +57,7 @@ def asked_for(device: torch.device) -> bool:
 
 
 def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> Any:
-    """The op as Inductor's own code, called with these buffers, if that is faster; None if ours is, or if nothing would
-    fuse with it.
-    """
+    """The op as Inductor's own code on these buffers if that is faster; None if not, or if nothing would fuse."""
     try:
         subgraph = neighbourhood(node)
         if subgraph is None:

@@ -13,9 +13,7 @@ Call = Callable[..., Any]
 
 
 def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
-    """The backward op, which writes over the inputs that its outputs reuse where these are compact, by its raw function
-    and its CUDA implementation with outputs given.
-    """
+    """The backward op by its raw function and ``into``, which writes over the inputs that its outputs reuse."""
     names = list(grad.inputs)
     donated = [names.index(t.donates) if t.donates else None for t in grad.outputs.values()]
     return overwriting(gradient, into, donated)

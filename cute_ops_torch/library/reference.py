@@ -90,9 +90,7 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_reference(binding: Binding, tensors: Tensors, program: Program | None = None) -> Any:
-    """The reference's outputs, or a program's, as the raw op returns them: compact, new, empty where absent. What the
-    op mutates is written.
-    """
+    """The outputs of the reference, or a program, as the raw op returns them, new and compact; mutates inputs."""
     op = binding.op
     taken = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
     results: list[Any] = []

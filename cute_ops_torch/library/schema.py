@@ -59,9 +59,7 @@ def parameters(op: Op, options: bool = False, required: str = "") -> str:
 
 
 def takes_out(op: Op) -> bool:
-    """Whether the Python function takes ``out=``: not where it does more than a kernel, nor with lists, nor where an
-    argument is called that.
-    """
+    """Whether the Python function takes ``out=``: of kernels without lists, if no argument is called that."""
     kernel = bool(op.shown) and not op.program and not op.numbers
     return kernel and op.finish is None and "out" not in {*op.inputs, *op.keywords, *op.options}
 

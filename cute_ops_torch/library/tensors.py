@@ -72,9 +72,7 @@ def array(tensor: torch.Tensor) -> Array:
 
 
 def check_strides(binding: Binding, tensors: Tensors, addresses: bool = False) -> None:
-    """Raise ValueError unless every tensor lies as its input demands, on any device. Programs of composites take any
-    strides.
-    """
+    """Raise ValueError unless tensors lie as their inputs demand, on any device. Programs take any strides."""
     if binding.op.program:
         return
     for tensor, declared in zip(tensors, binding.op.inputs.values(), strict=True):
@@ -86,9 +84,7 @@ def check_strides(binding: Binding, tensors: Tensors, addresses: bool = False) -
 
 
 def readable(declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose strides the caller never chose: a copy where none of the dims is contiguous that an input asks
-    for.
-    """
+    """A tensor whose strides the caller never chose: a copy where no dim is contiguous that an input asks for."""
     if not has_contiguous(declared) or contiguous_place(declared, tensor.shape, tensor.stride()) is not None:
         return tensor
     order = declared.memory_order(tensor.ndim, declared.places[0])

@@ -60,9 +60,7 @@ def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: C
 
 
 def functional(op: Op, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A call of an op, the registered one by default, as one that changes nothing: what it writes are copies, which it
-    returns before the outputs.
-    """
+    """A call of an op, by default the registered one, that writes to copies and returns them before the outputs."""
     run = call or getattr(torch.ops.cute, op.name).default
     if not op.mutates:
         return run
