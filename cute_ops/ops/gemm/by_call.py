@@ -111,7 +111,8 @@ def fits(
         ValueError: an operand does not broadcast.
     """
     (x, weight, *operands), dims = arrays, layout.split()
-    check_there(x, weight, caller)
+    if x is None or weight is None:
+        raise TypeError(f"cute.{caller}: argument `{'x' if x is None else 'weight'}` is required, but None was given.")
 
     def refuse(problem: str) -> NoReturn:
         _refuse(problem, [x, weight], (), layout, spec, caller)
@@ -142,12 +143,6 @@ def fits(
             )
             _refuse(problem, arrays, names, layout, spec, caller)
     return found
-
-
-def check_there(x: Any, weight: Any, caller: str) -> None:
-    """Raise TypeError for an operand of the product that is None."""
-    if x is None or weight is None:
-        raise TypeError(f"cute.{caller}: argument `{'x' if x is None else 'weight'}` is required, but None was given.")
 
 
 def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: str = "linear") -> str:
