@@ -122,10 +122,9 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from cute_ops.files import cache_dir, folder_swap
-write = Path.write_text
-Path.write_text = lambda path, text: (write(path, text[:5]), os.kill(os.getpid(), 9))
+os.fsync = lambda file: (os.ftruncate(file, 5), os.kill(os.getpid(), 9))
 with folder_swap.replacing(Path(sys.argv[1]), lambda where: set(), "thing") as made:
-    write(made / "file", "one")
+    (made / "file").write_text("one")
     cache_dir.write_whole(made, {"record": b'["file"]'})
 """
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "thing")], cwd=ROOT, check=False)
