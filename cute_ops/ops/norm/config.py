@@ -271,7 +271,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
         deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
     stages = 3 if deeper and 3 * slot <= row.ring_bytes else 2
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
-    held = threads * -(-span // share) * row.vector_elements * (row_bytes // problem.n)
+    held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)
     room = ARCHES[problem.arch].shared_per_cta - _bytes_of_sums(share, cluster, centred)
     stages = min(stages, room // held)
     if stages < 2:
