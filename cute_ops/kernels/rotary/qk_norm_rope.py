@@ -4,9 +4,9 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
@@ -185,8 +185,9 @@ class QKNormRopeBackward(HeadRows):
     the cotangent rotated back, times ``x * rstd``, is summed over all heads to the weight's gradient.
 
     Persistent: CTAs of q share its units evenly, those of k likewise. A thread always holds the same elements of a
-    head and keeps their sums in registers. Each CTA (for long heads each warp) stores its sums in its row of a
-    workspace; a second kernel adds the rows in a fixed order. Shared memory: 4 bytes per element of a head and warp.
+    head and keeps their sums in registers, which it folds into totals every so many heads. Each CTA (for long heads
+    each warp, without totals) stores its sums in its row of a workspace; a second kernel adds the rows in a fixed
+    order. Shared memory: 4 bytes per element of a head and warp, and per sum of a thread.
     Bytes moved per element: x, its cotangent and its gradient once each.
     """
 
@@ -221,19 +222,23 @@ class QKNormRopeBackward(HeadRows):
     def kernel(self, q, k, mCos, mSin):
         block = cute.arch.block_idx()[0]
         smem = cutlass.utils.SmemAllocator()
-        sSum = None
+        sSum, sTotals = None, None
         if const_expr(not self.long):
             sSum = smem.allocate_tensor(Float32, cute.make_layout((self.rotary.d, self.warps)), byte_alignment=16)
+            layout = cute.make_layout((2 * self.rotary.vec, self.threads, self.per_thread))
+            sTotals = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         first_of_k = self._ctas(q[4])
         wait_for_previous(self.pdl)
         if block < first_of_k:
-            self._some(*q, mCos, mSin, sSum, block, ("q", "q_weight", "dq_out", "dq"))
+            self._some(*q, mCos, mSin, sSum, sTotals, block, ("q", "q_weight", "dq_out", "dq"))
         else:
-            self._some(*k, mCos, mSin, sSum, block - first_of_k, ("k", "k_weight", "dk_out", "dk"))
+            self._some(*k, mCos, mSin, sSum, sTotals, block - first_of_k, ("k", "k_weight", "dk_out", "dk"))
         let_next_start(self.pdl)
 
     @cute.jit
-    def _some(self, mX, mWeight, mDout, mDx, mPartials, mCos, mSin, sSum, block: Int32, names: cutlass.Constexpr):
+    def _some(
+        self, mX, mWeight, mDout, mDx, mPartials, mCos, mSin, sSum, sTotals, block: Int32, names: cutlass.Constexpr
+    ):  # fmt: skip
         if const_expr(self.long):
             partial = block * self.warps + cute.arch.thread_idx()[0] // WARP
             self._long(mX, mWeight, mDout, mDx, mPartials, mCos, mSin, partial, names)
@@ -244,9 +249,16 @@ class QKNormRopeBackward(HeadRows):
             weights = [self.rotary.column(mWeight, self.key(names[1]), p[1], *p[3:], d) for p in places]
             sums = [fragment(Float32, 2 * self.rotary.vec, 0.0) for _ in places]
             steps = Int32((self.blocks(mX, row_count(mX, inner=2)) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
+            every = max(TERMS // self.heads, 1)
             for step in cutlass.range(steps, unroll=1):
                 at = Int64(block) + Int64(step) * Int64(ctas)
                 self._step(mX, mDout, mDx, mCos, mSin, at, places, weights, sums, names)
+                if (step + 1) % every == 0:
+                    self._fold(sums, sTotals, step >= every)
+            if steps >= every:
+                self._fold(sums, sTotals, Boolean(True))
+                for p, rSum in enumerate(sums):
+                    cute.autovec_copy(sTotals[None, cute.arch.thread_idx()[0], p], rSum)
             self._store_sums(mPartials, sSum, block, places, sums)
 
     @cute.jit
@@ -279,6 +291,16 @@ class QKNormRopeBackward(HeadRows):
                 rSum.store(rSum.load() + rDout.load() * (rX.load() * scale))
                 rX.store(rDout.load() * rWeight.load() * rstd - rX.load() * pull)
                 self.rotary.store(rX, mDx.element_type, address, ok & p[1], *p[3:], d)
+
+    @cute.jit
+    def _fold(self, sums: cutlass.Constexpr, sTotals: cute.Tensor, there: Boolean):
+        """Fold a thread's sums into its totals, which are zeros before they are ``there``."""
+        for p, rSum in enumerate(sums):
+            rTotal, sTotal = fragment(Float32, cute.size(rSum), 0.0), sTotals[None, cute.arch.thread_idx()[0], p]
+            if there:
+                cute.autovec_copy(sTotal, rTotal)
+            fold(rSum, rTotal)
+            cute.autovec_copy(rTotal, sTotal)
 
     @cute.jit
     def _store_sums(self, mPartials, sSum, block: Int32, places: cutlass.Constexpr, sums: cutlass.Constexpr):
