@@ -22,6 +22,7 @@ from cute_ops.jit.layout import compact
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.kernels.norm.config import NormConfig
+from cute_ops.kernels.parts.config import EmbeddingConfig
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig
 from cute_ops.op import Case, Op
 from cute_ops.ops.rotary import config as rotary
@@ -227,6 +228,14 @@ def test_sums_of_normed_heads_lose_little_over_many_tokens(monkeypatch: pytest.M
     config = RotaryBackwardConfig(32, heads_per_thread=1, resident=1).flat()
     call = kernel_calls.Call(op, arrays, {}, op.attrs, "", lambda _: arrays, config)
     assert losing(call, ("dq_weight", "dk_weight")) < 1
+
+
+def test_sums_of_a_common_class_lose_little() -> None:
+    """3000 chunks of one class; added one after another, they lose twice what is allowed."""
+    (op,) = (op for op in ALL if op.name == "sorted_embedding_bwd")
+    arrays = testing.inputs(op, Case("", {"t": 6000, "n": 32, "c": 1}), "float32")
+    config = EmbeddingConfig(32, threads_per_group=32, classes=1, chunk=2, resident=1).flat()
+    assert losing(kernel_calls.Call(op, arrays, {}, op.attrs, "", lambda _: arrays, config), ("dweight",)) < 1
 
 
 @pytest.mark.parametrize(("rows", "s", "activation"), [(1, 1400, "none"), (2, 700, "none"), (100, 13, "silu")])

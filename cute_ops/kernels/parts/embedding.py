@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.lib.column_reduce import fold
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
@@ -211,6 +212,9 @@ class EmbeddingBackward:
         head = cutlass.min(low * self.chunk, end) - begin
         tokens = end - begin - whole * self.chunk
         self._add_tokens(rSum, mOrder, mDout, begin, head, whole * self.chunk, tokens, group, column, inside)
+        # Of a class as common as padding there may be a hundred thousand chunks.
+        rTotal = fragment(Float32, self.vec)
+        rTotal.fill(0.0)
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
             held = []
             for u in cutlass.range_constexpr(UNROLL):
@@ -220,6 +224,8 @@ class EmbeddingBackward:
                 held.append(rPartial)
             for u in cutlass.range_constexpr(UNROLL):
                 rSum.store(rSum.load() + held[u].load())
+            fold(rSum, rTotal)
+        rSum.store(rTotal.load() + rSum.load())
 
     @cute.jit
     def _add_tokens(
