@@ -194,8 +194,7 @@ class NormBackward(RowWalk):
     @cute.jit
     def _load_total(self, total: cutlass.Constexpr, there: Boolean):
         _, sTotals, address, first = total
-        rTotal = fragment(Float32, self.tile.vec)
-        rTotal.fill(0.0)
+        rTotal = fragment(Float32, self.tile.vec, 0.0)
         if const_expr(sTotals is None and self._whole()):
             load_if(there & (first < self.n), rTotal, address)
         elif there:

@@ -213,8 +213,7 @@ class EmbeddingBackward:
         tokens = end - begin - whole * self.chunk
         self._add_tokens(rSum, mOrder, mDout, begin, head, whole * self.chunk, tokens, group, column, inside)
         # Of a class as common as padding there may be a hundred thousand chunks.
-        rTotal = fragment(Float32, self.vec)
-        rTotal.fill(0.0)
+        rTotal = fragment(Float32, self.vec, 0.0)
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
             held = []
             for u in cutlass.range_constexpr(UNROLL):
