@@ -45,9 +45,10 @@ def call_with_epilogue(
 ) -> tuple[Callable[..., Any], list[Array]]:
     """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them."""
     given = [None if a is None else jnp.asarray(a) for a in arrays]
-    fits = by_call.fits(epilogue, given, layout, spec, caller)
+    known = tuple(attrs.items())
+    fits = by_call.fits(epilogue, given, layout, known, spec, caller)
     batched = given[1] is not None and by_call.is_batch(layout, given[1].ndim)
-    op = _OPS[caller](epilogue, tuple(fit and fit.shape for fit in fits), batched, layout, save, tuple(attrs.items()))
+    op = _OPS[caller](epilogue, tuple(fit and fit.shape for fit in fits), batched, layout, save, known)
     fitted, halves = zip(given[2:], fits, strict=True), APART in layout
     return register(op), [_fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
 

@@ -11,7 +11,7 @@ import torch
 from cute_ops.op import Op
 from cute_ops_torch.registry import define
 
-Function = TypeVar("Function", bound=Callable[..., str])
+Function = TypeVar("Function", bound=Callable[..., str | tuple[str, ...]])
 
 
 def constant(function: Function) -> Function:

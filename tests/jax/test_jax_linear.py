@@ -219,6 +219,30 @@ def test_gated_mlp(save: str, transposed: bool) -> None:
     np.testing.assert_array_equal(each, run(*arrays))
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_packed_weight_of_no_columns(halves: bool) -> None:
+    """A bias of no columns may be one of halves, or one of a half alone."""
+
+    def by_halves(xp, acc, bias):
+        n = acc.shape[-1] // 2
+        return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
+
+    def by_half(xp, acc, bias):
+        n = acc.shape[-1] // 2
+        return xp.silu(acc[..., :n] + bias) * acc[..., n:]
+
+    def normed(x: Any, *given: Any, **options: Any) -> Any:
+        return cute_ops_jax.rmsnorm_linear(x, None, *given, **options)
+
+    x, weight, bias = (jnp.ones(shape, "float16") for shape in ((3, 8), (2, 0, 8) if halves else (0, 8), (0,)))
+    for function in (cute_ops_jax.linear, normed):
+        for epilogue in (by_halves, by_half):
+            run = partial(function, epilogue=epilogue, packed=True, halves=halves)
+            assert jax.jit(run)(x, weight, bias).shape == (3, 0)
+            dx, *others = jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2))(x, weight, bias)
+            assert not dx.any() and [g.shape for g in others] == [weight.shape, bias.shape]
+
+
 @pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
 def test_a_batch_of_gated_mlps_runs_once(save: str, transposed: bool) -> None:
     rng, shapes = np.random.default_rng(0), ((24, 66), (33, 20)) if transposed else ((66, 24), (20, 33))

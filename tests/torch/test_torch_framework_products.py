@@ -142,7 +142,7 @@ def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatc
     """
     plain, biased = fast(linear.linear), fast(BIASED)
     monkeypatch.setattr(composite, "_product", plain)
-    monkeypatch.setattr(composite, "_choose", lambda *call: (biased, by_call.fits(*call[1:4], _spec)))
+    monkeypatch.setattr(composite, "_choose", lambda *call: (biased, by_call.fits(*call[1:4], (), _spec)))
     composite._known.cache_clear()
     x, weight, bias = made(BIASED, (2, 3))
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {

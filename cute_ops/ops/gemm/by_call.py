@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 from cute_ops.errors import header_of, meant, message
-from cute_ops.expressions.text import text_of
+from cute_ops.expressions.symbols import HalvesError
+from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
 from cute_ops.ops.broadcast import Fit, fit
@@ -101,10 +102,11 @@ class Traced(NamedTuple):
 
 
 def fits(
-    epilogue: Epilogue, arrays: Sequence[Any], layout: str, spec: Callable[[Any], Array], caller: str = "linear"
-) -> tuple[Fit | None, ...]:
+    epilogue: Epilogue, arrays: Sequence[Any], layout: str, attrs: Attrs, spec: Callable[[Any], Array],
+    caller: str = "linear",
+) -> tuple[Fit | None, ...]:  # fmt: skip
     """How each operand of a call meets the product, None for one that is left out. ``arrays`` are x, the weight of a
-    :func:`weight_shape` and the operands; ``spec`` gives an array's shape and dtype.
+    :func:`weight_shape` and the operands; ``attrs`` are the epilogue's; ``spec`` gives an array's shape and dtype.
 
     Raises:
         TypeError: the epilogue takes more operands, or fewer; x or the weight is None.
@@ -142,7 +144,27 @@ def fits(
                 f" {' or '.join(whole)}."
             )
             _refuse(problem, arrays, names, layout, spec, caller)
+    if packed and n == 0:  # n columns are as many as 2n
+        read = read_by_halves(epilogue, tuple(fit and fit.shape for fit in found), layout, attrs, caller)
+        found = tuple(f and f._replace(shape=f.shape.replace("n", each)) for f, each in zip(found, read, strict=True))
     return found
+
+
+def read_by_halves(epilogue: Epilogue, shapes: Shapes, layout: str, attrs: Attrs, caller: str) -> tuple[str, ...]:
+    """``2n`` for each operand that the epilogue of a packed product reads by halves, ``n`` for each other one."""
+    function = _meant(epilogue, caller)
+    if isinstance(function, str):
+        declared = iter(parse(function).operands[1:])
+        return tuple(PACKED if shape is not None and next(declared).packed else "n" for shape in shapes)
+    names, found = operand_names(epilogue, len(shapes), caller), [*shapes]
+    while True:
+        try:
+            traced(epilogue, tuple(found), layout.replace(APART, PACKED), attrs, caller)
+        except HalvesError as error:
+            place = names.index(error.operand)
+            found[place] = str(found[place]).replace("n", PACKED)
+        else:
+            return tuple(PACKED if shape and PACKED in shape else "n" for shape in found)
 
 
 def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: str = "linear") -> str:
