@@ -348,11 +348,14 @@ class Program(NamedTuple):
         ops: the ops that it calls. If there are none, XLA sees the framework's functions and may shard and fuse them.
         product: the product that it begins with, and that is all but the first of ``ops``: an adapter may run both
             without ``run``.
+        maps: whether vmap maps the program where the op has no op of batches: each op that it calls is batched by
+            itself. Such a program calls none in place.
     """
 
     run: Callable[..., Mapping[str, Any]]
     ops: tuple[Op, ...] = ()
     product: Product | None = None
+    maps: bool = False
 
 
 class Product(NamedTuple):

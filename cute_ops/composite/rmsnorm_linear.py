@@ -120,7 +120,7 @@ def _normed() -> Op:
 
     return Op(
         "rmsnorm_linear_normed", inputs={"x": ROWS, "norm_weight": NORM}, outputs={"normed": ROWS},
-        reference=_reference_normed, kernel=Program(run, (rmsnorm,)), attrs={"eps": 1e-6}, **COMMON,
+        reference=_reference_normed, kernel=Program(run, (rmsnorm,), maps=True), attrs={"eps": 1e-6}, **COMMON,
     )  # fmt: skip
 
 
@@ -137,8 +137,8 @@ def _of_normed(step: Op) -> Op:
         return step
     return Op(
         f"rmsnorm_{step.name}", inputs={names.get(key, key): tensor for key, tensor in step.inputs.items()},
-        outputs={names.get(key, key): tensor for key, tensor in step.outputs.items()}, kernel=Program(run, (step,)),
-        reference=step.reference, attrs={"fused": FUSED}, dtypes=step.accepts, static=(), cases=CASES,
+        outputs={names.get(key, key): tensor for key, tensor in step.outputs.items()}, reference=step.reference,
+        kernel=Program(run, (step,), maps=True), attrs={"fused": FUSED}, dtypes=step.accepts, static=(), cases=CASES,
         sharding=Sharding(step.parallel, contracted=step.contracted),
     )  # fmt: skip
 
@@ -160,7 +160,8 @@ def _norm_bwd(name: str = "rmsnorm_linear_norm_bwd", wanted: tuple[str, ...] = (
 
     return Op(
         name, inputs={"x": ROWS, "dnormed": ROWS, "norm_weight": NORM}, outputs={key: outputs[key] for key in wanted},
-        reference=reference, kernel=Program(run, (step,)), narrow=_norm_bwd, attrs={"eps": 1e-6}, **COMMON,
+        reference=reference, kernel=Program(run, (step,), maps=True), narrow=_norm_bwd,
+        attrs={"eps": 1e-6}, **COMMON,
     )  # fmt: skip
 
 
@@ -198,8 +199,10 @@ def _op(found: Traced, called: str, weight: str, save: str, halves: bool, batche
     product = linear if plain else op_of_traced(found, weight, save)
     if batched and product.batched is None:
         return None
-    op = Layer(name and f"{name}{'_batched' * batched}", product, found.text, batched).op()
-    return halves_apart(op, whole=product.batched is None) if halves else op
+    if halves:
+        whole = _op(found, called, weight, save, False, batched)
+        return whole and halves_apart(whole, whole=product.batched is None)
+    return Layer(name and f"{name}{'_batched' * batched}", product, found.text, batched).op()
 
 
 def _of_batch(op: Op) -> Op:
@@ -241,7 +244,9 @@ class Layer:
             x, weight, norm_weight, eps = inputs["x"], inputs["weight"], inputs["norm_weight"], {"eps": attrs["eps"]}
             if how["fused"] == "always" and x.shape[-1] != 0:  # rows of nothing have no factor
                 if norm_weight is not None:
-                    factors = xp.broadcast_to(norm_weight[:, None], (*weight.shape[:-1], 1)) if across else norm_weight
+                    factors = norm_weight.reshape((-1, 1)) if across else norm_weight
+                    if across and len(weight.shape) > 2:
+                        factors = xp.broadcast_to(factors, (*weight.shape[:-1], 1))
                     weight = call(scaled, {"weight": weight, "norm_weight": factors}, {})["out"]
                 rstd = call(row_factors(), {"x": x}, eps)["rstd"]
                 found = call(behind, {"x": x, "weight": weight, "rstd": rstd, **given}, how)
@@ -259,7 +264,7 @@ class Layer:
         return Op(
             name, inputs={**inputs, **self.operands, "norm_weight": NORM},
             outputs=product.outputs, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
-            kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind)), static=(), cases=CASES,
+            kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind), maps=True), static=(), cases=CASES,
             dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}",
             called="rmsnorm_linear", sharding=Sharding(tuple(dim for dim in product.parallel if dim == "n")), **more,
         )  # fmt: skip

@@ -140,7 +140,9 @@ class OpPrimitive:
         self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
         inplace: bool,
     ) -> tuple[list[jax.Array], list[int]]:  # fmt: skip
-        """The batching rule, with the batch in axis 0: one call for all examples, or a loop with a launch for each."""
+        """The batching rule, with the batch in axis 0: one call for all examples, or one of each op of a composite,
+        or a loop with a launch for each.
+        """
         each = zip(names, arrays, axes, strict=True)
         given = {n: (a if axis is None else jnp.moveaxis(a, axis, 0), axis is not None) for n, a, axis in each}
         shared, batched = ({n: a for n, (a, has) in given.items() if has is kind} for kind in (False, True))
@@ -150,7 +152,10 @@ class OpPrimitive:
             return [*slices.present(self({**shared, **examples}, dict(attrs), inplace)).values()]
 
         one = as_one_call(jnp, self.op, given, size)
-        if one is None:
+        if one is None and isinstance(self, Composite) and self.program.maps:
+            by_ops = partial(self._outputs, by_tracing)
+            results = [*jax.vmap(lambda examples: by_ops({**shared, **examples}, dict(attrs), ()))(batched).values()]
+        elif one is None:
             results = jax.lax.map(run, batched)
         else:
             example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}

@@ -18,11 +18,7 @@ from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
-<<<<<<< HEAD
-from cute_ops_torch.composite.constant import functions, number, traced
-=======
-from cute_ops_torch.composite.constant import constant, number, traced
->>>>>>> babb9dc (Read a bias of no columns by halves where the epilogue does)
+from cute_ops_torch.composite.constant import constant, functions, number, traced
 from cute_ops_torch.library.tensors import array, checked
 from cute_ops_torch.registry import define
 
@@ -60,16 +56,8 @@ def call_with_epilogue(
 ) -> tuple[Callable[..., Any], Sequence[Any]]:
     """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them."""
     if torch.compiler.is_dynamo_compiling():
-<<<<<<< HEAD
         constants = tuple((name, number(value)) for name, value in attrs.items())
         function, fits = _choose(caller, epilogue, arrays, layout, save, constants)
-=======
-        known = tuple((name, number(value)) for name, value in attrs.items())
-        fits = by_call.fits(epilogue, arrays, layout, known, array, caller)
-        batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
-        shapes = tuple(fit and fit.shape for fit in fits)
-        function = _traced(caller, epilogue, shapes, batched, layout, save, known)
->>>>>>> babb9dc (Read a bias of no columns by halves where the epilogue does)
     else:
         options = layout, save, tuple(attrs.items()) if attrs else ()
         try:

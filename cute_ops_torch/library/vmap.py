@@ -1,18 +1,20 @@
-"""``torch.vmap``: examples as one call, by :mod:`cute_ops.batching`, or one after another.
+"""``torch.vmap``: examples as one call, by :mod:`cute_ops.batching`; or the ops that a composite calls, each
+so; or one after another.
 
 An input that the op writes has to be batched where any is: the examples' values for one tensor would be several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from cute_ops.batching import as_one_call
 from cute_ops.errors import message
 from cute_ops.op import Op
+from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.schema import filler, resolver
 from cute_ops_torch.library.tensors import arrays, readable
 
@@ -28,6 +30,9 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
         _refuse_shared(op, tensors, [d is not None for d in dims])
         named = zip(op.inputs, tensors, dims, strict=True)
         one = as_one_call(torch, op, {n: (t, d is not None) for n, t, d in named if t is not None}, info.batch_size)
+        if one is None and op.program and op.program.maps and info.batch_size:
+            named = zip(tensors, dims, strict=True)
+            return _by_program(op, [t if d is None else Examples(t) for t, d in named], attrs, define)
         if one is None:
             count = max(info.batch_size, 1)  # of no example one of zeros, which tells the shapes of results
             columns = [
@@ -58,6 +63,46 @@ def _read(op: Op, tensors: Sequence[Any]) -> list[Any]:
     """The inputs; copies of those that batching has left so that the op cannot read them."""
     given = zip(op.inputs.items(), tensors, strict=True)
     return [t if t is None or name in op.mutates else readable(declared, t) for (name, declared), t in given]
+
+
+class Examples:
+    """A batched tensor, of which a program sees the shape of one example."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.shape = tensor, tensor.shape[1:]
+
+    def reshape(self, shape: Sequence[int]) -> Examples:
+        return Examples(self.tensor.reshape((len(self.tensor), *shape)))
+
+
+class _Info(NamedTuple):
+    """What a rule reads of torch's own."""
+
+    batch_size: int
+
+
+def _by_program(op: Op, given: Sequence[Any], attrs: Sequence[Any], define: Callable[[Op], Any]) -> Any:
+    """What the rule returns for a composite, whose program calls the rules of ops."""
+    assert op.program is not None
+    first = next(t.tensor for t in given if isinstance(t, Examples))
+
+    def call(called: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        values, options = [inputs.get(name) for name in called.inputs], {**called.keywords, **attrs}.values()
+        if not any(isinstance(t, Examples) for t in values):
+            return program.call(called, inputs, attrs)
+        rule, dims = vmap_rule(called, define(called), define), [0 if isinstance(t, Examples) else None for t in values]
+        tensors = [t.tensor if isinstance(t, Examples) else t for t in values]
+        raw, places = rule(_Info(len(first)), (*dims, *[None] * len(options)), *tensors, *options)
+        outputs = zip(raw, places, strict=True) if isinstance(raw, tuple) else [(raw, places)]
+        made = [out if place is None else Examples(out) for out, place in outputs]
+        return dict(zip(called.outputs, made, strict=True))
+
+    inputs = dict(zip(op.inputs, given, strict=True))
+    named = op.program.run(framework, call, inputs, dict(zip(op.keywords, attrs, strict=True)))
+    found = [first.new_empty(0) if (out := named.get(name)) is None else out for name in op.outputs]
+    places = tuple(0 if isinstance(out, Examples) else None for out in found)
+    outputs = tuple(out.tensor if isinstance(out, Examples) else out for out in found)
+    return (outputs, places) if len(outputs) > 1 else (outputs[0], places[0])
 
 
 def _refuse_shared(op: Op, tensors: Sequence[Any], batched: Sequence[bool]) -> None:

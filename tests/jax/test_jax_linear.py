@@ -259,6 +259,38 @@ def test_a_batch_of_gated_mlps_runs_once(save: str, transposed: bool) -> None:
             np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("fused", ["auto", "always"])
+@pytest.mark.parametrize("axes", [(0, None, 0, 0), (0, 0, 0, 0), (None, None, 0, 0)], ids=str)
+@pytest.mark.parametrize("halves", [False, True])
+def test_vmap_of_rmsnorm_linear_over_weights(halves: bool, axes: tuple[Any, ...], fused: str) -> None:
+    """Products run once for all examples, forward and backward; a gradient of the norm's weight is one for each."""
+
+    def swiglu(xp, acc, bias):
+        n = acc.shape[-1] // 2
+        return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
+
+    rng, shapes = np.random.default_rng(0), ((3, 5, 8), (3, 8), (3, 2, 6, 8) if halves else (3, 12, 8), (3, 12))
+    options: dict[str, Any] = {"epilogue": swiglu, "packed": True, "halves": True} if halves else {"epilogue": "gelu"}
+    given = [jnp.asarray(rng.standard_normal(shape), "float32") / 2 for shape in shapes]
+    given = [a if axis == 0 else a[0] for a, axis in zip(given, axes, strict=True)]
+
+    def total(*each: Any) -> Any:
+        out = cute_ops_jax.rmsnorm_linear(*each, fused=fused, **options)
+        return jnp.sin(out).sum(), out
+
+    run = jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True)
+    mapped = jax.vmap(run, axes)
+    program = str(jax.make_jaxpr(mapped)(*given))
+    products = [name for name in re.findall(r"= (cute_\w+)", program) if "linear" in name]
+    assert len(set(products)) == len(products) and sum("batched" in name for name in products) >= 3
+    (_, out), found = jax.jit(mapped)(*given)
+    one = jax.jit(run)
+    each = [one(*(a if axis is None else a[i] for a, axis in zip(given, axes, strict=True))) for i in range(3)]
+    np.testing.assert_allclose(out, np.stack([out for (_, out), _ in each]), rtol=1e-5, atol=1e-5)
+    for got, gradients in zip(found, zip(*(g for _, g in each), strict=True), strict=True):
+        np.testing.assert_allclose(got, np.stack(gradients), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fused", ["auto", "never"])
 def test_adding_to_a_total(fused: str) -> None:
     add = partial(register(linear_dweight_add), fused=fused)

@@ -969,6 +969,47 @@ def test_rmsnorm_linear_of_a_batch_of_weights(kind: str, transposed: bool, save:
     torch.testing.assert_close(got, torch.autograd.grad(expected.sin().sum(), given), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", ["auto", "always"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["gelu", "swiglu", "halves"])
+@pytest.mark.parametrize("dims", [(0, None, 0, 0), (0, 0, 0, 0), (None, None, 0, 0), (None, None, None, 0)], ids=str)
+def test_vmap_of_rmsnorm_linear_over_weights(dims: tuple[Any, ...], kind: str, transposed: bool, fused: str) -> None:
+    """Products run once for all examples, forward and backward; a gradient of the norm's weight is one for each."""
+    packed, generator = kind != "gelu", torch.Generator().manual_seed(0)
+    shapes = (5, 8), (8,), ((2, 6, 8) if kind == "halves" else (12, 8)), (12,)
+    tensors = [torch.randn((3, *shape), generator=generator) for shape in shapes]
+    tensors[1], tensors[2] = tensors[1].exp(), tensors[2] / 3
+    if transposed:
+        tensors[2] = tensors[2].movedim(-1, 1)
+    given = [t[0] if dim is None else t for t, dim in zip(tensors, dims, strict=True)]
+    options = {"packed": packed, "transposed": transposed, "halves": kind == "halves", "fused": fused}
+
+    def total(*each: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = cute_ops_torch.rmsnorm_linear(*each, epilogue=swiglu if packed else kind, **options)
+        return out.sin().sum(), out
+
+    run = torch.func.grad_and_value(total, (0, 1, 2, 3), has_aux=True)
+    with Ran() as ran:
+        found, (_, out) = torch.vmap(run, dims)(*given)
+    products = [name for name in ran.names if "linear" in name]
+    assert len(set(products)) == len(products) and any("batched" in name for name in products)
+    each = [run(*(t if dim is None else t[i] for t, dim in zip(given, dims, strict=True))) for i in range(3)]
+    torch.testing.assert_close(out, torch.stack([out for _, (_, out) in each]))
+    for got, gradients in zip(found, zip(*(g for g, _ in each), strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(gradients), rtol=1e-4, atol=1e-4)
+
+
+def test_vmap_of_rmsnorm_linear_of_no_example_and_twice() -> None:
+    x, norm_weight, weight = torch.randn(2, 3, 5, 8), torch.rand(3, 8), torch.randn(2, 3, 6, 8)
+    function = cute_ops_torch.rmsnorm_linear
+    assert torch.vmap(function)(x[0, :0], norm_weight[:0], weight[0, :0]).shape == (0, 5, 6)
+    out = torch.vmap(torch.vmap(function), (0, None, 0))(x, norm_weight, weight)
+    normed = torch.nn.functional.rms_norm(x, (8,), eps=1e-6) * norm_weight[:, None]
+    torch.testing.assert_close(out, normed @ weight.mT, rtol=1e-4, atol=1e-5)
+    plain = torch.vmap(partial(function, fused="always"), (0, None, 0))(x[0], None, weight[0])
+    torch.testing.assert_close(plain, torch.nn.functional.rms_norm(x[0], (8,), eps=1e-6) @ weight[0].mT)
+
+
 def test_a_compiled_batch_behind_a_norm() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(cute_ops_torch.rmsnorm_linear, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -59,8 +59,8 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
     return Op(
         name or f"{op.name}_halves", inputs={key: t._replace(shape=shapes[key]) for key, t in op.inputs.items()},
         outputs={key: t._replace(shape=shapes[key], same_as=None) for key, t in op.outputs.items()},
-        static=(), dtypes=op.accepts, kernel=Program(run, op.program.ops if op.program else (op,)),
-        attrs=op.declared_attrs,
+        kernel=Program(run, op.program.ops if op.program else (op,), maps=op.program is None or op.program.maps),
+        static=(), dtypes=op.accepts, attrs=op.declared_attrs,
         sharding=Sharding(op.parallel, contracted=tuple(dict.fromkeys((*shared, *op.contracted))), inner=op.inner),
         grad=tuple(map(apart, op.steps)) or None, saving=op.saving and apart(op.saving), handed_on=op.handed_on,
         no_gradient=op.no_gradient, batched=partial(apart, op.batched) if op.batched else None,
