@@ -232,6 +232,39 @@ def test_calls_are_captured_in_a_cuda_graph(tmp_path: Path) -> None:
     assert not captured["compiler"], "a warm start imports the compiler"
 
 
+LAYER = """
+import json
+import jax, jax.numpy as jnp, cute_ops_jax
+m, k = 304, 256
+shapes = (m, k), (k, k), (k,), (2 * 520, k), (k, 520), (4 * 64, k)
+given = [jax.random.normal(jax.random.key(i), s, jnp.bfloat16) / s[-1] ** 0.5 for i, s in enumerate(shapes)]
+angles = jax.random.uniform(jax.random.key(9), (m, 32))
+def loss(x, weight, bias, gate_up, down, qkv):
+    x = cute_ops_jax.linear(x, weight, bias, epilogue="gelu", fused="always")
+    x = cute_ops_jax.gated_mlp(x, gate_up, down, fused="always")
+    out = cute_ops_jax.qkv_rope(x, qkv, jnp.cos(angles), jnp.sin(angles), 3, fused="always")
+    return jnp.sin(out.astype(jnp.float32)).sum()
+compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4, 5))).lower(*given).compile()
+for _ in range(5):
+    gradients = jax.block_until_ready(compiled(*given))
+sizes = [float(jnp.abs(g.astype(jnp.float32)).mean()) for g in gradients]
+print(json.dumps({"calls": compiled.as_text().count('custom_call_target="cute_'), "sizes": sizes}))
+"""
+
+
+def test_products_and_their_gradients_are_captured_in_a_cuda_graph(tmp_path: Path) -> None:
+    """An epilogue, a gated MLP and rotated projections: no call of ours is outside of a command buffer."""
+    captured = fresh(LAYER, XLA_FLAGS=f"--xla_dump_to={tmp_path}")
+    (thunks,) = tmp_path.glob("*jit_loss.thunk_sequence_after_thunk_passes.txt")
+    lines = thunks.read_text().splitlines()
+    ours = [line for line in lines if "kCustomCall" in line]
+    assert any("kCommandBuffer" in line for line in lines) and all(line.startswith(" ") for line in ours)
+    launched = fresh(LAYER, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
+    assert captured["calls"] == launched["calls"] == len(ours) >= 10  # four products, each with two gradients
+    np.testing.assert_allclose(captured["sizes"], launched["sizes"], rtol=1e-6)
+    assert min(captured["sizes"]) > 0
+
+
 def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None:
     """The second process takes XLA's executable from disk and must know the targets in it."""
     environment = {

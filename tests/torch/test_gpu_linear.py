@@ -739,6 +739,36 @@ def test_gradient_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
     assert all(map(torch.equal, found, eager))
 
 
+def test_a_layer_and_its_gradients_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
+    """By the public functions: an epilogue, a gated MLP and rotated projections; the graph reads what inputs hold when
+    it is replayed.
+    """
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=DEVICE) / shape[-1] ** 0.5).bfloat16().requires_grad_()
+
+    m, k = 300, 256
+    tensors = [made(m, k), made(k, k), made(k), made(2 * 520, k), made(k, 520), made(4 * 64, k)]
+    angles = torch.rand(m, 32, generator=generator, device=DEVICE)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        x, weight, bias, gate_up, down, qkv = tensors
+        x = cute_ops_torch.linear(x, weight, bias, epilogue="gelu", fused="always")
+        x = cute_ops_torch.gated_mlp(x, gate_up, down, fused="always")
+        out = cute_ops_torch.qkv_rope(x, qkv, angles.cos(), angles.sin(), 3, fused="always")
+        return (out, *torch.autograd.grad(out.float().sin().sum(), tensors))
+
+    run()
+    with torch.cuda.graph(captured):
+        found = run()
+    with torch.no_grad():
+        tensors[0].mul_(-2)
+    captured.replay()
+    finish("graph of a layer")
+    assert all(map(torch.equal, found, run()))
+
+
 # --- the framework's product ---------------------------------------------------------------------------------------
 
 
