@@ -4,6 +4,9 @@ Without a manifest it holds what the models of ``models.csv`` call in bfloat16, 
 16,384 tokens at a time. It needs no GPU.
 
     python release/kernel_wheel.py --out dist [--arch sm_90a] [manifest.txt ...]
+    python release/kernel_wheel.py --check dist/cute_ops_kernels_sm90-*.whl
+
+The second command compares a wheel with these sources, as the first one does in the end.
 
 The wheel is a bundle inside a package, which ``cute_ops`` finds by its entry point. Kernels run only with the versions
 that they were built with, so the wheel depends on exactly these.
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -139,17 +143,39 @@ def build_wheel(calls: list[Call], where: Target, out: Path) -> Path:
         return Path(shutil.copy(wheel, out))
 
 
+def check(wheel: Path, calls: list[Call], where: Target) -> int:
+    """Compare a wheel with what calls run on a target by these sources; returns the number of its kernels.
+
+    Raises:
+        CacheError: a file is damaged, or the wheel was built with other versions.
+        ValueError: a kernel is missing; its name depends on the sources that it is made from.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(folder)
+        (record,) = Path(folder).glob("*/bundle/bundle.json")
+        found = bundle.Bundle(record.parent)
+        count = found.verify()
+        with dispatch.as_shipped():
+            missing = [v.describe() for v in variants_of(calls, [where]) if v.symbol not in found.kernels]
+    if missing:
+        raise ValueError(f"{wheel} lacks {len(missing)} kernels, such as {missing[0]}: build it again")
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("manifests", nargs="*", type=Path, help="calls to build in place of the models'")
     parser.add_argument("--arch", default="sm_90a", type=target.parse, help="sm_90a, or sm_90a:114 with so many SMs")
     parser.add_argument("--out", type=Path, default=Path("dist"))
+    parser.add_argument("--check", type=Path, metavar="WHEEL", help="build nothing, say whether this wheel holds all")
     options = parser.parse_args()
     calls = [call for path in options.manifests for call in manifest.read(path)]
     calls = calls or [call for config in models().values() for call in calls_of(config)]
     begin = time.perf_counter()
-    wheel = build_wheel(calls, options.arch, options.out)
-    print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - begin:.0f} s")
+    wheel = options.check or build_wheel(calls, options.arch, options.out)
+    count, size = check(wheel, calls, options.arch), wheel.stat().st_size / 1e6
+    print(f"{wheel}: {count} kernels, {size:.1f} MB in {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

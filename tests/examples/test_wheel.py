@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import kernel_wheel
 import pytest
 
 pytest.importorskip("build", reason="the extra dev installs it")
 from packaging.requirements import Requirement
 
-from cute_ops import __version__
+from cute_ops import __version__, manifest
+from cute_ops.errors import CacheError
+from cute_ops.jit.target import parse
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cute_ops", "cute_ops_torch", "cute_ops_jax")
@@ -127,6 +130,21 @@ def test_a_wheel_of_kernels_asks_for_what_they_were_built_with(kernels: Path) ->
     names = ("cute-ops", "nvidia-cutlass-dsl", "apache-tvm-ffi")
     assert pinned == {name: __version__ if name == "cute-ops" else metadata.version(name) for name in names}
     assert kernels.name.startswith(f"cute_ops_kernels_sm90-{__version__}-py3-none-manylinux")
+
+
+def test_a_wheel_of_kernels_is_compared_with_the_sources(kernels: Path, tmp_path: Path) -> None:
+    """The release's check: all kernels of these sources, each as it was built."""
+    calls, where = manifest.parse(KERNELS), parse("sm_90a")
+    assert kernel_wheel.check(kernels, calls, where) == 2
+    more = manifest.parse("silu x:bfloat16[*,64]\nsilu x:float16[*,64]\n")
+    with pytest.raises(ValueError, match=r"lacks 1 kernels, such as silu.*float16.*: build it again"):
+        kernel_wheel.check(kernels, more, where)
+    damaged = tmp_path / kernels.name
+    with zipfile.ZipFile(kernels) as whole, zipfile.ZipFile(damaged, "w") as other:
+        for name in whole.namelist():
+            other.writestr(name, whole.read(name)[: -1 if name.endswith(".so") else None])
+    with pytest.raises(CacheError, match="checksum"):
+        kernel_wheel.check(damaged, calls, where)
 
 
 @pytest.mark.parametrize("frameworks", [("torch",), ("jax",), ("torch", "jax")], ids="+".join)
