@@ -67,8 +67,10 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 def loss(
     rows: Callable[..., Any], total: Callable[..., Any], hidden: Any, weight: Any, target: Any, bias: Any,
     ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, chunk_rows: int | None, accum_dtype: str,
+    count: Any = None,
 ) -> Any:  # fmt: skip
-    """The public function, from a framework's functions of the two ops.
+    """The public function, from a framework's functions of the two ops. With ``count``, integers without dims, the sum
+    is divided by it: gradients are computed for the quotient, so that the backward does not scale them.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
@@ -81,8 +83,8 @@ def loss(
         raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
     attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, chunk_rows or 0)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
-        return rows(hidden, weight, target, bias, *attrs, reduction=reduction)
-    count = (target != ignore_index).sum() if reduction == "mean" else None
+        return _mean(rows(hidden, weight, target, bias, *attrs, reduction=reduction), count)
+    count = (target != ignore_index).sum() if reduction == "mean" else count
     return total(hidden, weight, target, count, bias, *attrs)
 
 

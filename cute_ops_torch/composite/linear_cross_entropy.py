@@ -49,6 +49,15 @@ def linear_cross_entropy(
     return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
 
 
+def summed_over(
+    count: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int,
+    chunk_rows: int | None,
+) -> Tensor:  # fmt: skip
+    """The sum of the losses, divided by an integer on their device."""
+    options = ignore_index, 0.0, 0.0, "sum", chunk_rows, "float32", count
+    return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
+
+
 def _by_dispatcher(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", accum_dtype: torch.dtype | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cute_ops.composite import chunks
-from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
+from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.bypass import has_hooks
 from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
@@ -55,19 +55,21 @@ def _make_forward(original: type[nn.Module]) -> Forward:
 
 def _next_token_loss(
     head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None,
-    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100, shift_labels: Tensor | None = None,
-    **_: Any,
+    num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
+    shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """``ForCausalLMLoss`` of ``head(hidden)``, a chunk of logits at a time."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    reduction = "mean" if num_items_in_batch is None else "sum"
     # In the leading shape of the hidden states: flat rows of a sharded sequence would have to be gathered.
     target = shift_labels.view(hidden.shape[:-1]).to(hidden.device)
-    loss = linear_cross_entropy(
-        hidden, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction, chunk_rows=chunk_rows
-    )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    given, count = (hidden, head.weight, target, head.bias, ignore_index), num_items_in_batch
+    if isinstance(count, int):
+        count = hidden.new_full((), count, dtype=torch.int64)
+    if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
+        return summed_over(count.to(hidden.device), *given, chunk_rows)
+    loss = linear_cross_entropy(*given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows)
+    return loss if count is None else loss / count
 
 
 def _chunk_rows(model: Any, hidden: Tensor) -> int | None:

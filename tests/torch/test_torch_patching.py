@@ -114,9 +114,17 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
     labels = tokens.masked_fill(torch.rand(2, 19) < 0.3, -100)
     plain, model = llama(), llama()
     cute_ops_torch.patch(model)
-    for extra in ({}, {"num_items_in_batch": torch.tensor(11)}, {"shift_labels": labels.roll(-1, 1)}):
+    counts = torch.tensor(11), torch.tensor(11, dtype=torch.int32), 11, 11.0, torch.tensor([11])
+    shifted = {"shift_labels": labels.roll(-1, 1)}
+    for extra in ({}, *({"num_items_in_batch": count} for count in counts), shifted):
         expected, got = (m(tokens, labels=labels, **extra).loss for m in (plain, model))
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        found = [torch.autograd.grad(*pair) for pair in ((got, model.lm_head.weight), (expected, plain.lm_head.weight))]
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    # An integer is part of the loss' op, so that its gradients need no pass that divides them.
+    for count, divides in zip(counts, (False, False, False, True, True), strict=True):
+        loss = model(tokens, labels=labels, num_items_in_batch=count).loss
+        assert ("Div" in type(loss.grad_fn).__name__) == divides
     assert model(tokens, labels=labels).logits is None
     assert model(tokens, labels=labels, return_dict=False)[0].shape == ()
     for m in (plain.eval(), model.eval()):
