@@ -154,7 +154,7 @@ class OpPrimitive:
         one = as_one_call(jnp, self.op, given, size)
         if one is None and isinstance(self, Composite) and self.program.maps:
             by_ops = partial(self._outputs, by_tracing)
-            results = [*jax.vmap(lambda examples: by_ops({**shared, **examples}, dict(attrs), ()))(batched).values()]
+            results = jax.vmap(lambda some: [*by_ops({**shared, **some}, dict(attrs), ()).values()])(batched)
         elif one is None:
             results = jax.lax.map(run, batched)
         else:

@@ -31,8 +31,8 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
         named = zip(op.inputs, tensors, dims, strict=True)
         one = as_one_call(torch, op, {n: (t, d is not None) for n, t, d in named if t is not None}, info.batch_size)
         if one is None and op.program and op.program.maps and info.batch_size:
-            named = zip(tensors, dims, strict=True)
-            return _by_program(op, [t if d is None else Examples(t) for t, d in named], attrs, define)
+            given = [t if d is None else Examples(t) for t, d in zip(tensors, dims, strict=True)]
+            return _by_program(op, given, attrs, define)
         if one is None:
             count = max(info.batch_size, 1)  # of no example one of zeros, which tells the shapes of results
             columns = [
