@@ -111,13 +111,6 @@ class LogSum:
         top = cute.arch.fmax(state[0], x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
         return self._with(moved(state, top), x, inside)
 
-    def fold(self, state, totals):
-        """Nothing: what is added up has one sign, and threads' errors cancel."""
-        return state, totals
-
-    def folded(self, state, totals):
-        return state
-
     def gather(self, gets, insides):
         """The state of all vectors at once: the maximum is found first, so no sum is corrected."""
         top = -Float32.inf

@@ -33,14 +33,6 @@ class Sum:
         """Add a vector of each input, which ``get()`` reads; ``inside`` tells which elements are inside the row."""
         return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
 
-    def fold(self, state, totals):
-        """A long row's state after some vectors, added to totals: what rounding these loses is left in the state."""
-        new = totals[0] + state[0]
-        return (state[0] - (new - totals[0]),), (new,)
-
-    def folded(self, state, totals):
-        return (totals[0] + state[0],)
-
     def gather(self, gets, insides):
         """The state of all vectors at once."""
         state = self.start()

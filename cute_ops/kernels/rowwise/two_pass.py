@@ -79,11 +79,9 @@ class WalkedRows:
             for j in cutlass.range(local, unroll=1):
                 begin = (rank * local + j) * size
                 end = cutlass.min(begin + size, last)
-                state, totals = self.function.reduction.start(), self.function.reduction.start()
+                state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
                     state = self._batch(state, rows, base + tidx, end, shift, n, readable_n)
-                    state, totals = self.function.reduction.fold(state, totals)
-                state = self.function.reduction.folded(state, totals)
                 self.sum.arrive(self.function.tied(state, context), sSum, mbar, step, j)
             results = self.sum.wait(None, sSum, mbar, step)
             if (tidx == 0) & (rank == 0):
