@@ -8,38 +8,24 @@ In a layer norm ``x`` stands for x minus its mean, and ``r * mean(g)`` is subtra
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.hardware import ARCHES
 from cute_ops.kernels.lib.column_params import column_vectors, scale
-from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, TileColumnSum, fold
-from cute_ops.kernels.lib.copy import (
-    fragment,
-    load_elements,
-    load_if,
-    narrow,
-    store_elements,
-    store_if,
-    trim,
-    widen,
-)
+from cute_ops.kernels.lib.column_reduce import ColumnSum, TileColumnSum
+from cute_ops.kernels.lib.copy import fragment, narrow, store_if, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.norm.persistent import RowWalk
 from cute_ops.kernels.norm.statistics import centre
-
-RESERVED = 3072  # bytes of shared memory for the sums of rows and the system
 
 
 class NormBackward(RowWalk):
     """One pass over the rows, then one over the partial column sums.
 
     Tile: as in the forward, and persistent; see :class:`~cute_ops.kernels.norm.persistent.RowWalk`. A thread keeps the
-    weight and the column sums of its columns in registers, the latter for
-    :data:`~cute_ops.kernels.lib.column_reduce.TERMS` steps, after which it folds them into totals. The column sums of a
-    walk end in its row of the workspace, which holds the totals before; a second kernel adds the rows in a fixed order.
-    Shared memory: the ring; 4 bytes per sum, warp and CTA of the cluster, twice, in a cluster four times. Where a CTA
-    takes several rows at once, the totals: 4 bytes per column sum and thread.
+    weight and the column sums of its columns in registers. The column sums of a walk end in its row of the workspace; a
+    second kernel adds the rows in a fixed order.
+    Shared memory: the ring; 4 bytes per sum, warp and CTA of the cluster, twice, in a cluster four times.
     Bytes moved per element: x, dout and dx once each; with a residual also its two gradients.
     ``x`` names the normalised tensor, ``dx`` the outputs of its gradient.
     """
@@ -48,13 +34,6 @@ class NormBackward(RowWalk):
         super().__init__(variant, config, (x, "dout", "dresidual_out"), dx, centred, backward=True)
         self.dx_names = dx
         self.tile_sum, self.column_sum = TileColumnSum(self.tile), ColumnSum(self.n, variant.arch)
-        self.totals_at, self.folds = self.ring.bytes, config.form == "persistent"
-        if self.folds and self.tile.rows > 1:
-            sums = sum(variant.tensors[f"{name}_partials"] is not None for name in ("dweight", "dbias"))
-            size = self.ring.bytes + 4 * sums * self.tile.threads * self.tile.per_thread * self.tile.vec
-            # Some float32 rows fill shared memory as they are.
-            self.folds = config.resident * (size + RESERVED) <= ARCHES[variant.arch].shared
-            self.ring.bytes = size if self.folds else self.totals_at
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
@@ -143,71 +122,6 @@ class NormBackward(RowWalk):
             return None
         return [fragment(Float32, self.tile.vec, 0.0) for _ in range(self.tile.per_thread)]
 
-    @cute.jit
-    def _fold(
-        self, partials, accumulated: cutlass.Constexpr, base, place, first: cutlass.Constexpr, step: Int32
-    ):  # fmt: skip
-        """Every some steps, move the column sums to their totals."""
-        if const_expr(not self.folds):
-            pass
-        elif (step + 1) % TERMS == 0:
-            for total in self._totals(partials, accumulated, base, place, first):
-                self._fold_vector(total, step >= TERMS)
-
-    @cute.jit
-    def _add_totals(
-        self, partials, accumulated: cutlass.Constexpr, base, place, first: cutlass.Constexpr, steps: Int32
-    ):  # fmt: skip
-        """Add the totals to the column sums, if there are any."""
-        if const_expr(not self.folds):
-            pass
-        elif steps >= TERMS:
-            for total in self._totals(partials, accumulated, base, place, first):
-                rTotal = self._load_total(total, Boolean(True))
-                total[0].store(total[0].load() + rTotal.load())
-
-    def _totals(self, partials, accumulated, base, place, first):
-        """(a vector of column sums, its total's place in shared memory or None, address, first column) of each."""
-        tile, found = self.tile, []
-        for mPartials, rSums in zip(partials, accumulated):
-            if mPartials is None:
-                continue
-            for k, rSum in enumerate(rSums):
-                at = self.totals_at + 4 * tile.vec * tile.threads * len(found)
-                layout = cute.make_layout((tile.vec, tile.threads))
-                sTotals = cute.make_tensor(cute.recast_ptr(base + at, dtype=Float32), layout)
-                address = mPartials.iterator.toint() + (Int64(place) * self.n + first[k]) * 4
-                found.append((rSum, sTotals if tile.rows > 1 else None, address, first[k]))
-        return found
-
-    def _fold_vector(self, total, there):
-        rSum, sTotals, address, first = total
-        rTotal = self._load_total(total, there)
-        fold(rSum, rTotal)
-        if sTotals is not None:
-            cute.autovec_copy(rTotal, sTotals[None, cute.arch.thread_idx()[0]])
-        elif self._whole():
-            store_if(first < self.n, rTotal, address)
-        else:
-            store_elements(rTotal, address, first, Int32(self.n))
-
-    @cute.jit
-    def _load_total(self, total: cutlass.Constexpr, there: Boolean):
-        _, sTotals, address, first = total
-        rTotal = fragment(Float32, self.tile.vec, 0.0)
-        if const_expr(sTotals is None and self._whole()):
-            load_if(there & (first < self.n), rTotal, address)
-        elif there:
-            if const_expr(sTotals is None):
-                load_elements(rTotal, address, first, Int32(self.n))
-            else:
-                cute.autovec_copy(sTotals[None, cute.arch.thread_idx()[0]], rTotal)
-        return rTotal
-
-    def _whole(self):
-        """Whether rows of the workspace are stored by whole vectors."""
-        return not self.tile.v.masked and (self.n * 4) % 16 == 0
-
     def _store_accumulated(self, partials, accumulated, base, place, rank, first):
         for mPartials, rSum in zip(partials, accumulated):
             if mPartials is not None:
@@ -222,7 +136,7 @@ class NormBackward(RowWalk):
         """Write the CTA's column sums to a row of the workspace, after adding those of its rows."""
         n = self.n
         address = mPartials.iterator.toint() + Int64(place) * (n * 4)
-        if const_expr(self.tile.rows == 1 and not self._whole()):
+        if const_expr(self.tile.rows == 1 and (self.tile.v.masked or (n * 4) % 16 != 0)):
             self._store_across(rSum, address, base, first)
         elif const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):

@@ -129,10 +129,8 @@ class RowWalk:
             row = row_of(step)
             if row < count:
                 self._postprocess(slots, outputs, kept, accumulated, first, row, step, sums)
-            self._fold(partials, accumulated, base, place, first, step)
 
         cute.arch.cp_async_wait_group(0)
-        self._add_totals(partials, accumulated, base, place, first, steps)
         self._store_accumulated(partials, accumulated, base, place, rank, first)
 
     def _fetch(self, inputs, slots, first, row, count, stage):
@@ -179,12 +177,6 @@ class RowWalk:
 
     def _accumulate_nothing(self, partials, place, base, rank):
         """Called for a row of the workspace that no walk fills."""
-
-    def _fold(self, partials, accumulated, base, place, first, step):
-        """Called at the end of a step."""
-
-    def _add_totals(self, partials, accumulated, base, place, first, steps):
-        """Called at the end of a walk, before:"""
 
     def _store_accumulated(self, partials, accumulated, base, place, rank, first):
         """Called at the end of a walk."""
