@@ -24,7 +24,8 @@ from cute_ops.ops import OPS, PRODUCTS
 
 # What the second table of features has as columns.
 PRODUCT_NAMES = (
-    "linear", "linear_epilogue", *(op.name for op in PRODUCTS), "gated_mlp", "linear_add_rmsnorm", "rmsnorm_linear", "qkv_rope",
+    "linear", "linear_epilogue", *(op.name for op in PRODUCTS), "gated_mlp", "linear_add_rmsnorm", "rmsnorm_linear",
+    "qkv_rope",
 )  # fmt: skip
 
 
