@@ -20,6 +20,8 @@ from typing import Any
 
 # Prefixes for :func:`new_file`: a file that is being written, the kernels that a process uses, a staging folder's lock.
 WRITTEN, USED, STAGED = "cute_tmp-", "cute_use-", "staging-cute_ops-"
+# Seconds at most for which what is new may be locked by a process that takes it for abandoned and deletes it.
+DELETING = 60.0
 FOLDER = ".d"  # added to such a file's name, it names the folder that belongs to the file
 _handles: set[int] = set()  # files of locks that this process holds or tries to acquire
 
@@ -82,7 +84,7 @@ def new_file(where: Path, prefix: str) -> tuple[int, Path]:
     """
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, dir=where)
-        acquire(handle)
+        acquire(handle, DELETING)
         if _is(handle, Path(name)):
             return handle, Path(name)
         os.close(handle)  # another process took it for abandoned and deleted it before it was locked

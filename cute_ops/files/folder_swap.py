@@ -117,7 +117,7 @@ def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue  # another process took it for abandoned and deleted it before it was locked
-        file_lock.acquire(handle)
+        file_lock.acquire(handle, file_lock.DELETING)
         if path.exists():
             return path, handle
         os.close(handle)

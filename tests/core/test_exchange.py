@@ -8,15 +8,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_ops import CacheError, manifest
 from cute_ops.aot import build
-from cute_ops.files import cache_dir, folder_swap, ownership
+from cute_ops.files import cache_dir, file_lock, folder_swap, ownership
 from cute_ops.jit import cache
 from cute_ops.jit.bundle import Bundle
 from cute_ops.jit.target import parse
@@ -277,6 +280,42 @@ def test_two_writers_at_once(tmp_path: Path, write: Callable[[Path, str], None])
         list(pool.map(lambda turn: write(tmp_path / "thing", str(turn)), range(12)))
     assert names(tmp_path) == ["thing"]
     shutil.rmtree(tmp_path / "thing")
+
+
+def test_what_another_writer_is_deleting_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has found the new folder, or file, before this one could lock it."""
+    deleting: list[threading.Timer] = []
+
+    def taken(path: Path, delete: Callable[[Path], None]) -> None:
+        handle = os.open(path, os.O_RDONLY)
+        assert file_lock.acquire(handle)
+        deleting.append(threading.Timer(0.05, lambda: (delete(path), os.close(handle))))
+        deleting[-1].start()
+
+    def new_folder(**options: Any) -> str:
+        path = made_folder(**options)
+        if not deleting:
+            taken(Path(path), Path.rmdir)
+        return path
+
+    def new_file(**options: Any) -> tuple[int, str]:
+        handle, path = made_file(**options)
+        if len(deleting) < 2:
+            taken(Path(path), Path.unlink)
+        return handle, path
+
+    made_folder, made_file = tempfile.mkdtemp, tempfile.mkstemp
+    monkeypatch.setattr(tempfile, "mkdtemp", new_folder)
+    monkeypatch.setattr(tempfile, "mkstemp", new_file)
+    folder, handle = folder_swap._new_folder(tmp_path, ".thing")
+    file, path = file_lock.new_file(tmp_path, file_lock.WRITTEN)
+    for thread in deleting:
+        thread.join()
+    os.close(handle)
+    os.close(file)
+    assert len(deleting) == 2
+    assert folder.exists()
+    assert path.exists()
 
 
 def test_a_reader_that_is_never_fast_enough_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
