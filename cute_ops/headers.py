@@ -1,4 +1,6 @@
-"""The header of an op's function in the terms of a framework, and the line of a stub file that declares it."""
+"""The header of an op's function in the terms of a framework, and the line of a stub file that declares it; what the
+adapters' ``register`` takes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,16 @@ from typing import Any
 from cute_ops.op import Op, Tensor
 
 
-def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor]) -> Signature:
+def check_declaration(op: object, caller: str) -> None:
+    """Raise TypeError for what is no declaration; says what ``caller`` was given."""
+    if not isinstance(op, Op):
+        hint = "; cute_ops.fused makes a declaration of a function" if callable(op) else ""
+        raise TypeError(f"{caller}: argument `op` must be a cute_ops.Op, got {type(op).__name__}{hint}.")
+
+
+def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor] | None = None) -> Signature:
     """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with these types as text. The function returns
-    the results that are not hidden.
+    the results that are not hidden; by default those of the op.
     """
     kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
     for name, tensor in op.inputs.items():
@@ -20,7 +29,7 @@ def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor]) -> 
         parameters.append(Parameter(name, kind, default=default, annotation=annotation))
     for name, value in {**op.keywords, **op.options}.items():
         parameters.append(Parameter(name, kind, default=value, annotation=type(value).__name__))
-    shown = [t for t in results.values() if not t.hidden]
+    shown = [t for t in (op.results if results is None else results).values() if not t.hidden]
     types = [f"list[{returned}]" if t.many else f"{returned} | None" if t.given else returned for t in shown]
     returns = "None" if not types else types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
     return Signature(parameters, return_annotation=returns)

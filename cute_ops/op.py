@@ -436,13 +436,6 @@ def _without(places: Collection[int], reference: Callable[..., Any], *args: Any,
     return tuple(result for k, result in enumerate(results) if k not in places)
 
 
-def check_declaration(op: object, caller: str) -> None:
-    """Raise TypeError for what is no declaration; says what ``caller`` was given."""
-    if not isinstance(op, Op):
-        hint = "; cute_ops.fused makes a declaration of a function" if callable(op) else ""
-        raise TypeError(f"{caller}: argument `op` must be a cute_ops.Op, got {type(op).__name__}{hint}.")
-
-
 def _as_tuple(names: Any) -> Any:
     """A tuple of names. A single string stays one, so that validation refuses it."""
     return names if isinstance(names, str) else tuple(names)

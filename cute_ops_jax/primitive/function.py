@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import jax
@@ -12,13 +12,16 @@ import jax.numpy as jnp
 
 from cute_ops import lists
 from cute_ops.errors import message, wrong_arguments
-from cute_ops.headers import header
-from cute_ops.op import Op, check_declaration
+from cute_ops.headers import check_declaration, header
+from cute_ops.op import Op
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order, wrong_array
 from cute_ops_jax.primitive.primitive import one_for_each, primitive_of
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
+
+# ``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)`` of an op, with annotations as text.
+signature = partial(header, given="ArrayLike", returned="Array")
 
 
 @one_for_each
@@ -149,8 +152,3 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
             fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}.")
         if not isinstance(value, Hashable):
             fail(f"attribute `{name}` must be {kind}, got {value!r}.")
-
-
-def signature(op: Op) -> inspect.Signature:
-    """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text."""
-    return header(op, "ArrayLike", "Array", op.results)

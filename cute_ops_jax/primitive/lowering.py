@@ -104,12 +104,13 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
         NotImplementedError: a symbolic size that is a constant of kernels, or a GPU that no kernel is built for.
     """
     expanded, flat = _folded(binding)
-    memory = partial(_memory, binding.op, transposed)
+    memory, any_size = partial(_memory, binding.op, transposed), _has_symbols(binding)
+    inputs = {} if any_size else memory(_shapes(flat))
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
-    if _has_symbols(binding):
+    if any_size:
         return Chosen(flat, plan_for_any_size(flat, memory, target), expanded)
-    return Chosen(flat, dispatch.choose(flat, memory(_shapes(flat)), target, device), expanded)
+    return Chosen(flat, dispatch.choose(flat, inputs, target, device), expanded)
 
 
 def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:

@@ -97,6 +97,7 @@ class OpPrimitive:
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
         binding = self.bound(given, attrs)
+        names = [n for n, out in binding.results.items() if out is not None]
         if axes:
             found = self._on_axes(inplace, given, binding.attrs, axes)
             return dict.fromkeys(self.op.results) | dict(found)
@@ -107,7 +108,7 @@ class OpPrimitive:
             results = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
-        return dict.fromkeys(self.op.results) | named(binding, results)
+        return dict.fromkeys(self.op.results) | dict(zip(names, results, strict=True))
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call of arrays, tracers or abstract values in declared order; missing attributes have defaults.
