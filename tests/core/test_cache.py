@@ -337,11 +337,11 @@ def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, mon
     """Between its making and its lock: who makes it sees that it is gone, and makes another."""
     acquire, taken = file_lock.acquire, []
 
-    def late(handle: int) -> bool:
+    def late(handle: int, timeout: float = 0.0) -> bool:
         if not taken:
             taken.extend(tmp_path.iterdir())
             file_lock.sweep(tmp_path)
-        return acquire(handle)
+        return acquire(handle, timeout)
 
     monkeypatch.setattr(file_lock, "acquire", late)
     handle, path = file_lock.new_file(tmp_path, "cute_tmp-")
