@@ -56,6 +56,11 @@ class Binding(NamedTuple):
         return next((t.rows for t in tensors if t.rows and t.rows in self.dims), "")
 
     @property
+    def result_names(self) -> list[str]:
+        """The names of the results that are there."""
+        return [name for name, array in self.results.items() if array is not None]
+
+    @property
     def empty(self) -> bool:
         """Whether an input or an output has no element: no kernel takes such a call, so the reference runs."""
         return any(0 in a.shape for a in (*self.inputs.values(), *self.outputs.values()) if a is not None)

@@ -1,5 +1,5 @@
-"""The header of an op's function in the terms of a framework, and the line of a stub file that declares it; what the
-adapters' ``register`` takes.
+"""What adapters need to make a function of a declaration: the check that it is one, the function's header in the terms
+of a framework, and the line of a stub file.
 """
 
 from __future__ import annotations

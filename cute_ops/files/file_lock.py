@@ -20,7 +20,8 @@ from typing import Any
 
 # Prefixes for :func:`new_file`: a file that is being written, the kernels that a process uses, a staging folder's lock.
 WRITTEN, USED, STAGED = "cute_tmp-", "cute_use-", "staging-cute_ops-"
-# Seconds at most for which what is new may be locked by a process that takes it for abandoned and deletes it.
+# Another process may take a new file or folder for abandoned. It holds the lock while it deletes what it found, for
+# at most so many seconds.
 DELETING = 60.0
 FOLDER = ".d"  # added to such a file's name, it names the folder that belongs to the file
 _handles: set[int] = set()  # files of locks that this process holds or tries to acquire

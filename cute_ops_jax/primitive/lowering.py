@@ -18,6 +18,7 @@ from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
 from cute_ops.errors import naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
+from cute_ops.jit.target import Target
 from cute_ops.op import Op, Program
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.any_size import plan_for_any_size, with_numbers
@@ -104,13 +105,11 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
         NotImplementedError: a symbolic size that is a constant of kernels, or a GPU that no kernel is built for.
     """
     expanded, flat = _folded(binding)
-    memory, any_size = partial(_memory, binding.op, transposed), _has_symbols(binding)
-    inputs = {} if any_size else memory(_shapes(flat))
-    with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
-        target, device = ffi.target_and_device()
-    if any_size:
+    memory = partial(_memory, binding.op, transposed)
+    if _has_symbols(binding):
+        target, _ = _target_and_device(binding)
         return Chosen(flat, plan_for_any_size(flat, memory, target), expanded)
-    return Chosen(flat, dispatch.choose(flat, inputs, target, device), expanded)
+    return Chosen(flat, dispatch.choose(flat, memory(_shapes(flat)), *_target_and_device(binding)), expanded)
 
 
 def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
@@ -119,8 +118,7 @@ def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Pr
         return None
     if not on_gpu:
         return dispatch.instead(binding, {}, None)
-    with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
-        target, _ = ffi.target_and_device()
+    target, _ = _target_and_device(binding)
     return dispatch.instead(*_in_numbers(binding, transposed), target)
 
 
@@ -131,6 +129,12 @@ def leads(binding: Binding) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return dispatch.leads(*_in_numbers(binding, NONE), target)
+
+
+def _target_and_device(binding: Binding) -> tuple[Target, int | None]:
+    """:func:`ffi.target_and_device`, whose errors name the call."""
+    with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
+        return ffi.target_and_device()
 
 
 def _in_numbers(binding: Binding, transposed: Transposed) -> tuple[Binding, dict[str, Memory]]:

@@ -97,10 +97,10 @@ class OpPrimitive:
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
         binding = self.bound(given, attrs)
-        names = [n for n, out in binding.results.items() if out is not None]
         if axes:
             found = self._on_axes(inplace, given, binding.attrs, axes)
             return dict.fromkeys(self.op.results) | dict(found)
+        names = binding.result_names
         if binding.empty or (self.transparent and _automatic()):
             arrays = [jnp.asarray(a) for a in given.values()]
             results: Sequence[Any] = self._run(lowering.reference, binding, arrays, inplace=False)
@@ -141,23 +141,14 @@ class OpPrimitive:
         self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
         inplace: bool,
     ) -> tuple[list[jax.Array], list[int]]:  # fmt: skip
-        """The batching rule, with the batch in axis 0: one call for all examples, or one of each op of a composite,
-        or a loop with a launch for each.
-        """
+        """The batching rule, with the batch in axis 0: one call for all examples, or :meth:`_map`."""
         each = zip(names, arrays, axes, strict=True)
         given = {n: (a if axis is None else jnp.moveaxis(a, axis, 0), axis is not None) for n, a, axis in each}
         shared, batched = ({n: a for n, (a, has) in given.items() if has is kind} for kind in (False, True))
         size = next(iter(batched.values())).shape[0]
-
-        def run(examples: Arrays) -> list[jax.Array]:
-            return [*slices.present(self({**shared, **examples}, dict(attrs), inplace)).values()]
-
         one = as_one_call(jnp, self.op, given, size)
-        if one is None and isinstance(self, Composite) and self.program.maps:
-            by_ops = partial(self._outputs, by_tracing)
-            results = jax.vmap(lambda some: [*by_ops({**shared, **some}, dict(attrs), ()).values()])(batched)
-        elif one is None:
-            results = jax.lax.map(run, batched)
+        if one is None:
+            results = self._map(shared, batched, dict(attrs), inplace)
         else:
             example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}
             every = self.bound({n: example.get(n, shared.get(n)) for n in names}, dict(attrs)).results
@@ -166,6 +157,15 @@ class OpPrimitive:
             there = {n: a for n, a in slices.present(found).items() if every[n] is not None}
             results = [one.unfolded(self.op.results[n], a) for n, a in there.items()]
         return results, [0] * len(results)
+
+    def _map(self, shared: Arrays, batched: Arrays, attrs: Arrays, inplace: bool) -> list[jax.Array]:
+        """The results of all examples, by a loop with a launch for each."""
+
+        def run(examples: Arrays) -> list[jax.Array]:
+            return [*slices.present(self({**shared, **examples}, attrs, inplace)).values()]
+
+        results: list[jax.Array] = jax.lax.map(run, batched)
+        return results
 
     def _differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> NoReturn:
         """Reached by a second derivative, and by any derivative of an op without a gradient."""
@@ -266,6 +266,17 @@ class Composite(OpPrimitive):
             inputs = dict(zip(inputs, alike(list(inputs.values())), strict=True))
         return self._outputs(by_tracing, inputs, attrs, axes)
 
+    def _map(self, shared: Arrays, batched: Arrays, attrs: Arrays, inplace: bool) -> list[jax.Array]:
+        """The results of all examples: where the program allows it, each of its ops is batched by itself."""
+        if not self.program.maps:
+            return super()._map(shared, batched, attrs, inplace)
+
+        def run(examples: Arrays) -> list[jax.Array]:
+            return [*self._outputs(by_tracing, {**shared, **examples}, attrs, ()).values()]
+
+        results: list[jax.Array] = jax.vmap(run)(batched)
+        return results
+
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
         transposed: lowering.Transposed = lowering.NONE,
@@ -320,7 +331,7 @@ def primitive_of(op: Op) -> OpPrimitive:
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     """The results of a call by name."""
-    return dict(zip((n for n, out in binding.results.items() if out is not None), results, strict=True))
+    return dict(zip(binding.result_names, results, strict=True))
 
 
 def _automatic() -> bool:

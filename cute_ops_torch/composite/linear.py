@@ -24,7 +24,7 @@ from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
 _product = define(product).function
-constant(by_call.read_by_halves)
+constant(by_call.read_by_halves)  # torch.compile calls it, and does not trace it
 _PLAIN = by_call.weight_shape(False, False)
 
 

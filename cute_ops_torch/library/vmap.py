@@ -1,5 +1,5 @@
-"""``torch.vmap``: examples as one call, by :mod:`cute_ops.batching`; or the ops that a composite calls, each
-so; or one after another.
+"""``torch.vmap``: all examples run as one call (see :mod:`cute_ops.batching`). Where an op cannot do that, the ops
+that it calls are batched one by one if it is a composite that allows it, else its examples run one after another.
 
 An input that the op writes has to be batched where any is: the examples' values for one tensor would be several.
 """
@@ -76,13 +76,13 @@ class Examples:
 
 
 class _Info(NamedTuple):
-    """What a rule reads of torch's own."""
+    """The part of torch's information on a vmap that a rule reads."""
 
     batch_size: int
 
 
 def _by_program(op: Op, given: Sequence[Any], attrs: Sequence[Any], define: Callable[[Op], Any]) -> Any:
-    """What the rule returns for a composite, whose program calls the rules of ops."""
+    """What the rule of a composite returns: its program runs with the rules of the ops that it calls."""
     assert op.program is not None
     first = next(t.tensor for t in given if isinstance(t, Examples))
 

@@ -90,7 +90,7 @@ for turn, processes in enumerate(json.loads(turns)):
             sys.argv[1:], sys.stdout = arguments, open(f"{folder}/{turn}-{number}", "w")
             exec(codes[1])
             sys.stdout.flush()
-            sys.modules["jax"].distributed.shutdown()  # which waits for the other: it would die of this one's end
+            sys.modules["jax"].distributed.shutdown()  # waits: if one just ended, JAX would kill the other
             os._exit(0)
         children.append(child)
     if any([os.waitpid(child, 0)[1] for child in children]):
