@@ -71,7 +71,7 @@ wheels: $(READY)  ## this package, and one of prebuilt kernels for an H100 or H2
 clean:  ## remove what the other targets made, the virtual environment too
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
-# uv takes a fifth of pip's time. It looks for packages where pip, as it is set up here, does; where there is no uv, or
+# uv takes a third of pip's time. It looks for packages where pip, as it is set up here, does; where there is no uv, or
 # what it finds does not do, pip installs.
 COMMA = ,
 as_for_pip = UV_$(1)="$${PIP_$(2):-$$($(VENV)/bin/python -m pip config get global.$(3) 2>/dev/null | tr -s '[:space:]' '$(4)')}"
