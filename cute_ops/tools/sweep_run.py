@@ -150,7 +150,7 @@ def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator
         chunk, compiled = every[start : start + CHUNK], 0
         if time.time() > end:
             break
-        if compiles:
+        if compiles and op.kernel:  # a program has none of its own
             variants = {}
             for trial in chunk:
                 arrays = testing.specs(op, trial.case, trial.dtype)
