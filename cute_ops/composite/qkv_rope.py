@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from cute_ops.binding import Binding
@@ -74,18 +74,24 @@ def _op(size: int, transposed: bool) -> Op:
         turned = acc * cos + xp.rotate_half(acc, size) * sin
         return xp.where(xp.arange(acc.shape[-1]) < heads * size, turned, acc)
 
-    def check(binding: Binding) -> str | None:
-        every, given = binding.dims["n"] // size, binding.attrs["heads"]
-        if not every or given == every or every < 2 * given <= 2 * every - 2:
-            return None
-        return f"attribute `heads` is {given}, but {every} heads in all are queries, keys and as many values."
-
     return fused_linear(
         epilogue, name=f"qkv_rope_{size}{'_kn' if transposed else ''}", weight="k n" if transposed else "n k",
-        operands={"cos": table, "sin": table}, attrs={"heads": HEADS}, cases=_cases(size), check=check,
+        operands={"cos": table, "sin": table}, attrs={"heads": HEADS}, cases=_cases(size),
+        check=partial(_problem, size),
         grad=(_turned_back(size), *product_gradients("dacc", across=transposed)), no_gradient=("cos", "sin"),
         called="qkv_rope",
     )  # fmt: skip
+
+
+def _problem(size: int, binding: Binding) -> str | None:
+    """What is wrong with the number of heads."""
+    n, given = binding.dims["n"], binding.attrs["heads"]
+    every = n // size
+    if n % size:
+        return f"{n} columns are no multiple of the {size} columns of a head."
+    if given == every or every < 2 * given <= 2 * every - 2:
+        return None
+    return f"attribute `heads` is {given}, but {every} heads in all are queries, keys and as many values."
 
 
 @cache
@@ -109,7 +115,7 @@ def _turned_back(size: int) -> Op:
         f"qkv_rope_{size}_bwd", inputs={"dout": rows, "cos": angles, "sin": angles}, outputs={"dacc": rows},
         reference=reference, kernel=Program(backward, (rope_bwd_joined,)), dtypes={"T": FLOATS, "C": FLOATS},
         attrs={"heads": HEADS, "fused": FUSED}, static=(), cases=_cases(size),
-        doc="Gradient of :func:`qkv_rope` to the product.",
+        check=partial(_problem, size), doc="Gradient of :func:`qkv_rope` to the product.",
     )  # fmt: skip
 
 
