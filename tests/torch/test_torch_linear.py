@@ -1142,9 +1142,9 @@ def test_qkv_rope(size: int, rows: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="heads have 96 columns, expected 64 or 128"):
         qkv_rope(96)
     gradient = cute_ops_torch.register(qkv_rope(size).grad[0])
-    for columns, problem in ((size + 1, f"no multiple of the {size} columns of a head"), (3 * size, "3 heads in all")):
+    for n, problem in ((size + 1, f"no multiple of the {size} columns of a head"), (3 * size, "3 heads in all")):
         with pytest.raises(ValueError, match=problem):
-            gradient(torch.ones(*rows, columns), angles.cos(), angles.sin(), heads=1)
+            gradient(torch.ones(*rows, n), angles.cos(), angles.sin(), heads=1)
 
 
 # --- weight gradients that are added up ----------------------------------------------------------------------------
