@@ -10,6 +10,7 @@ from typing import Any
 
 import formulas
 import fp8
+import layers
 import torch
 import torch.nn.functional as F
 from problems import BY_NAME, Buffers
@@ -39,6 +40,8 @@ def make(contender: str, op: str, attrs: Mapping[str, Any] | None = None) -> Cal
         "XLA (jit)": _xla,
         "ours (JAX)": _ours_jax,
     }
+    if op in layers.LAYERS:
+        return layers.make(contender, op)
     if contender in JAX and BY_NAME[op].mutates:
         return None  # the arrays are not donated, so a program would copy what it writes
     try:
@@ -54,7 +57,8 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def torch_calls(
     function: Call, direction: str, sets: Sequence[Buffers], wanted: Sequence[bool]
 ) -> list[Callable[[], Any]]:
-    """One closure per buffer set. A backward call goes through autograd, on a forward call made here.
+    """One closure per buffer set. A backward call goes through autograd, on a forward call made here; a call of both
+    makes its own.
 
     Args:
         wanted: per input, whether it has a gradient.
@@ -65,8 +69,11 @@ def torch_calls(
             calls.append(lambda inputs=inputs: as_tuple(function(*inputs)))
             continue
         given = tuple(t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True))
-        outputs = as_tuple(function(*given))
         leaves = tuple(t for t in given if t.requires_grad)
+        if direction == "both":
+            calls.append(lambda a=given, x=leaves, g=cotangents: torch.autograd.grad(as_tuple(function(*a)), x, g))
+            continue
+        outputs = as_tuple(function(*given))
         calls.append(lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True))
     return calls
 
@@ -261,7 +268,7 @@ def overwrites_inputs(contender: str, op: str, direction: str) -> bool:
     """Liger's gated products write their gradients over their inputs, its rope its output over its input, its cross
     entropy the gradient in the forward: they need copies, as all need of caches, which they write.
     """
-    if BY_NAME[op].mutates:
+    if op in BY_NAME and BY_NAME[op].mutates:
         return True
     return contender == "Liger" and (op in ("rope", "cross_entropy") or (direction == "bwd" and "norm" not in op))
 

@@ -201,7 +201,7 @@ class Bench:
             return self.ready_program(function, problem, direction, sets, wanted)
         if contenders.overwrites_inputs(name, problem.op, direction):
             sets = [Buffers(*(tuple(t.clone() for t in part) for part in buffers)) for buffers in sets]
-        with torch.set_grad_enabled(direction == "bwd"):
+        with torch.set_grad_enabled(direction != "fwd"):
             if self.stream is None:
                 calls = contenders.torch_calls(function, direction, sets, problem.wanted)
                 wrong = self.wrong(calls[0](), wanted, problem, direction)

@@ -133,7 +133,7 @@ def once(
         return
     if contenders.overwrites_inputs(name, problem.op, direction):
         made = Buffers(tuple(t.clone() for t in made.inputs), made.cotangents)
-    with torch.set_grad_enabled(direction == "bwd"):
+    with torch.set_grad_enabled(direction != "fwd"):
         contenders.torch_calls(function, direction, [made], problem.wanted)[0]()
 
 

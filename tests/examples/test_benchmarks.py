@@ -27,6 +27,7 @@ import plot
 import prewarm
 import pytest
 import returns
+import sample
 import startup
 import summary
 import tensor_cores
@@ -287,6 +288,33 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
         assert text.endswith("after\n")
         assert "old" not in text
         assert line in text
+
+
+def test_sample_draws_the_same_points_of_a_seed() -> None:
+    """Whichever other kinds are drawn; another seed draws others."""
+    every, rows = sample.draw(3, list(sample.DRAWN), 40), sample.draw(3, ["rows"], 40)
+    assert [p for p in every if p.kind == "rows"] == rows != sample.draw(4, ["rows"], 40)
+    for kind, problem, direction in every:
+        assert direction in problem.directions
+        if kind == "products":
+            assert sample.LEAST_WORK <= problem.flops("fwd") // 2 <= sample.MOST_WORK
+        else:
+            assert 0.99 * sample.ROW_BYTES[0] <= problem.bytes("fwd") <= 1.01 * sample.ROW_BYTES[1]
+
+
+def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cpu-smoke", "--seed", "5", "--points", "2", "--rounds", "1", "--without", "torch.compile"]
+    assert sample.main([*arguments, "--out", str(tmp_path)]) == 0
+    rows = [row for row in common.read(tmp_path / "sample.csv") if row["kind"]]
+    assert {row["kind"] for row in rows} == set(sample.DRAWN)
+    assert {row["status"] for row in rows} <= {"ok", "not available"}
+    assert all(row["seed"] == "5" for row in rows)
+    assert all(float(row["tflops"]) > 0 for row in rows if row["kind"] == "products" and row["us"])
+    best = {"kind": "rows", "op": "softmax", "direction": "fwd", "status": "ok", "of_copy": "0.8", "reason": "of tiles"}
+    points = [{**dict.fromkeys(sample.COLUMNS, ""), **best, "contender": c, "us": u} for c, u in
+              (("ours (torch)", "10"), ("Liger", "9.5"), ("torch eager", "30"))]  # fmt: skip
+    assert "| rows | fwd | 0.950 | 0.95 | 1 |" in (text := sample.report(points))
+    assert "| 10.0 | Liger | 9.5 | 0.95 | of tiles |" in text
 
 
 @pytest.mark.parametrize(("file", "make"), [("benchmarks/results/README.md", plot.page), ("README.md", plot.figures)])

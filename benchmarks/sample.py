@@ -1,0 +1,280 @@
+"""Sizes that nobody picked: products, expressions and rows drawn by a seed, ours beside the others.
+
+A fixed grid does not show where ours loses at other sizes. So each run draws its own points: products of layers forward
+and in training (layers.py), functions as our kernels' expressions (formulas.py), and the row-wise ops, with sizes of
+models, sizes at random, and odd ones. The seed is printed and stands in each row of sample.csv; the same seed draws the
+same points. How a point is measured is said in device_time.py: contenders take turns, results are checked first.
+
+The table at the end lists each point where another contender is more than 3% ahead, with the reason that our choice
+gave in the log; each one is a bug with a number.
+
+    python benchmarks/sample.py --out out/benchmarks                      # a new seed
+    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60
+    python benchmarks/sample.py --seed 7 --list                           # print the points only; needs no GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import random
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import device_time
+import prewarm
+import torch
+from common import Table, first_line, markdown, read
+from formulas import FUNCTIONS
+from layers import LAYERS, Product
+from problems import Problem
+from rich.console import Console
+from rich.progress import track
+from summary import BEHIND, COMPILED, OURS, XLA
+from torch._functorch import config as functorch_config
+
+EAGER, QUACK, LIGER = "torch eager", "quack", "Liger"
+COLUMNS = (*device_time.COLUMNS, "tflops", "kind", "seed", "reason")
+# Hidden sizes, heads and MLPs of models from BERT to Llama 3 70B, DeepSeek, Qwen, Whisper and ViT.
+MODEL_SIZES = (
+    384, 512, 576, 768, 1024, 1152, 1280, 1536, 1600, 1664, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 4608, 5120, 6144,
+    6400, 6656, 7168, 8192, 9216, 10240, 11008, 12288, 13824, 14336, 16384, 18944, 24576, 28672,
+)  # fmt: skip
+LEAST_WORK, MOST_WORK = 2**28, 2**40  # multiply-adds of a product
+MOST_ROWS = 32768
+ROW_BYTES = (128 << 20, 640 << 20)  # of a point of rows and of expressions: past the caches, short enough for many
+ROW_OPS = (
+    "rmsnorm", "add_rmsnorm", "layernorm", "softmax", "log_softmax", "cross_entropy", "sum", "mean", "silu_mul",
+    "gelu_mul", "swiglu", "geglu", "silu", "gelu", "quantize_fp8", "rmsnorm_fp8", "silu_mul_fp8",
+)  # fmt: skip
+LONGEST = 262144  # elements of a drawn row
+DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
+
+
+class Point(NamedTuple):
+    """What is measured: a problem of a kind in a direction."""
+
+    kind: str
+    problem: Any
+    direction: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.problem.op} {self.direction} {self.problem.label}"
+
+
+# --- drawing -------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int, kinds: Sequence[str], count: int) -> list[Point]:
+    """So many points of each kind; a kind's points do not depend on which others are drawn."""
+    found = []
+    for kind in kinds:
+        rng = random.Random(f"{seed} {kind}")
+        for _ in range(count):
+            problem = DRAWN[kind](rng)
+            found.append(Point(kind, problem, rng.choice(problem.directions)))
+    return found
+
+
+def draw_product(rng: random.Random) -> Product:
+    """Three of four sizes are models'; rows are few, many, and any number between."""
+    while True:
+        rows = round(2 ** rng.uniform(0, math.log2(MOST_ROWS)))
+        m = rng.choice((rows, -(-rows // 64) * 64))
+        found = Product(rng.choice(list(LAYERS)), m, draw_size(rng), draw_size(rng), rng.choice(DTYPES[:4]))
+        if LEAST_WORK <= found.flops("fwd") // 2 <= MOST_WORK:
+            return found
+
+
+def draw_size(rng: random.Random) -> int:
+    """A model's size, a multiple of 8, or any."""
+    any_size = round(2 ** rng.uniform(8, 14.5))
+    return rng.choice((*(rng.choice(MODEL_SIZES) for _ in range(3)), any_size // 8 * 8, any_size))
+
+
+def draw_row(rng: random.Random, op: str) -> Problem:
+    """An op on rows of any length, of so many rows that it moves between the bounds."""
+    dtype = "bfloat16" if op.endswith("_fp8") else rng.choice(DTYPES)
+    n = rng.choice((rng.choice(MODEL_SIZES), round(2 ** rng.uniform(6, math.log2(LONGEST)))))
+    weight = rng.choice((None, "float32")) if "norm" in op else None
+    one, two = (Problem(op, rows, n, dtype=dtype, weight=weight).bytes("fwd") for rows in (1, 2))
+    rows = round(2 ** rng.uniform(*map(math.log2, ROW_BYTES)) / (two - one))
+    return Problem(op, max(rows, 1), n, dtype=dtype, weight=weight)
+
+
+DRAWN: Mapping[str, Callable[[random.Random], Any]] = {
+    "products": draw_product,
+    "expressions": lambda rng: draw_row(rng, rng.choice(list(FUNCTIONS))),
+    "rows": lambda rng: draw_row(rng, rng.choice(ROW_OPS)),
+}
+CONTENDERS = {
+    "products": (OURS, EAGER, COMPILED),
+    "expressions": (OURS, COMPILED, XLA),
+    "rows": (OURS, EAGER, COMPILED, QUACK, LIGER, XLA),
+}
+
+
+def shrunk(point: Point) -> Point:
+    """A point of a size that a CPU takes in no time."""
+    problem = point.problem
+    small = {"m": 5, "n": 24, "k": 40} if isinstance(problem, Product) else {"rows": 6, "n": 33 + problem.n % 2}
+    return point._replace(problem=replace(problem, **small))
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+class Drawn(Table):
+    """A table whose rows say which point of which seed they belong to, and what our choice said of it."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        super().__init__(path, COLUMNS)
+        self._seed, self._reasons = seed, Reasons()
+        self._point: Point | None = None
+
+    def begin(self, point: Point) -> None:
+        self._point = point
+        self._reasons.said.clear()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        found, point = {**row, "seed": self._seed}, self._point
+        if point:
+            found |= {"kind": point.kind, "reason": "; ".join(self._reasons.said)}
+            if isinstance(point.problem, Product) and "us" in row:
+                found["tflops"] = point.problem.flops(point.direction) / row["us"] / 1e6
+        super().add(found)
+
+
+class Bench(device_time.Bench):
+    """Also measures products, whose outputs have the dtypes of the inputs."""
+
+    def wrong(self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Any, *rest: Any) -> str | None:
+        if not isinstance(problem, Product):
+            return super().wrong(got, wanted, problem, *rest)
+        found = device_time.error(got, wanted)
+        return None if found <= 3e-2 else f"wrong: relative error {found:.2g}"
+
+
+class Reasons(logging.Handler):
+    """What our choices say of the calls that are being made."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.said: list[str] = []
+        logger = logging.getLogger("cute_ops")
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if " runs by " in text and text not in self.said:
+            self.said.append(text)
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def report(rows: Iterable[Mapping[str, str]]) -> str:
+    """Geometric means of the best other's time over ours by kind and direction, then each point that is behind."""
+    points: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        if row["kind"]:
+            key = tuple(row[c] for c in ("kind", *device_time.KEY))
+            points.setdefault(key, {})[row["contender"]] = row
+    ratios: dict[tuple[str, str], list[float]] = {}
+    behind, failed = [], []
+    for key, found in points.items():
+        times = {name: float(row["us"]) for name, row in found.items() if row["us"]}
+        name = " ".join(part for part in (*key[1:3], "x".join(key[3:5]), *key[5:]) if part)
+        if OURS not in times:
+            failed.append((name, found[OURS]["status"] if OURS in found else "not measured"))
+            continue
+        others = {label: us for label, us in times.items() if not label.startswith("ours")}
+        if not others:
+            continue
+        best = min(others, key=others.__getitem__)
+        ratio = others[best] / times[OURS]
+        ratios.setdefault((key[0], key[2]), []).append(ratio)
+        if ratio < 1 - BEHIND:
+            figures = (name, f"{times[OURS]:.1f}", best, f"{others[best]:.1f}", f"{ratio:.2f}")
+            behind.append(
+                (ratio, (*figures, found[OURS]["reason"] or f"{float(found[OURS]['of_copy']):.0%} of a copy"))
+            )
+    means = [
+        (*group, f"{statistics.geometric_mean(each):.3f}", f"{min(each):.2f}", str(len(each)))
+        for group, each in sorted(ratios.items())
+    ]
+    parts = [markdown(("kind", "direction", "speed over the best other", "least", "points"), means)]
+    if behind:
+        header = ("behind by more than 3%", "ours, us", "best other", "us", "speed", "why")
+        parts.append(markdown(header, [row for _, row in sorted(behind)]))
+    if failed:
+        parts.append(markdown(("not measured with ours", "why"), failed))
+    return "\n\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for sample.csv")
+    parser.add_argument("--seed", type=int, help="draws the points; by default a new one")
+    parser.add_argument("--kinds", nargs="+", default=list(DRAWN), choices=list(DRAWN))
+    parser.add_argument("--points", type=int, default=60, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=15, help="the most samples per contender")
+    parser.add_argument("--without", nargs="+", default=[], metavar="CONTENDER", help="who is left out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further point after this long")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; 0: none")
+    parser.add_argument("--list", action="store_true", help="print the points and end")
+    parser.add_argument("--cpu-smoke", action="store_true", help="on the CPU: checks this file only")
+    options = parser.parse_args(arguments)
+    console, begin = Console(width=200, highlight=False), time.perf_counter()
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    console.print(f"seed {seed}")
+    points = draw(seed, options.kinds, options.points)
+    if options.list:
+        for point in points:
+            console.print(f"{point.kind}: {point.name}")
+        return 0
+    if not options.cpu_smoke and not torch.cuda.is_available():
+        parser.error("no GPU here; --list prints the points, --cpu-smoke checks the code paths")
+    if options.cpu_smoke:
+        points = list(map(shrunk, points))
+    prewarm.share_caches()
+    functorch_config.donated_buffer = False  # a compiled backward is called more than once
+    who = {kind: [name for name in names if name not in options.without] for kind, names in CONTENDERS.items()}
+    if options.workers and not options.cpu_smoke:
+        for kind in options.kinds:
+            tasks = [(p.problem, p.direction) for p in points if p.kind == kind]
+            device_time.compile_ahead(tasks, who[kind], options.workers, options.seconds / 3, console)
+    device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    table = Drawn(options.out / "sample.csv", seed)
+    ceiling = statistics.median(device_time.copy_rate(device, 0.01 if options.cpu_smoke else 2.0))
+    table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
+    bench = Bench(device, table, options.rounds, ceiling, console)
+    for point in track(points, "measured", console=console):
+        if time.perf_counter() - begin > options.seconds:
+            console.print("out of time: later points are not measured")
+            break
+        table.begin(point)
+        try:
+            bench.measure(point.problem, point.direction, who[point.kind])
+        except Exception as failure:  # too little memory for the buffers, or the GPU is lost
+            console.print(f"{point.name}: {first_line(failure)}")
+            if bench.lost():
+                console.print("the GPU does not answer this process any more")
+                break
+        bench.release()
+    console.print(report(read(options.out / "sample.csv")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
