@@ -107,8 +107,7 @@ class AdamW(torch.optim.Optimizer):
         for parameter, state in zip(parameters, states, strict=True):
             given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
             if hasattr(parameter, "to_local"):
-                # This rank's part of a DTensor: the step is elementwise.
-                given = [t.to_local() for t in given]
+                given = _parts(given)
             if not given[0].numel():
                 continue
             # The kernel is launched without the dispatcher, which would resolve a negated view.
@@ -144,6 +143,16 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             if "decoupled_weight_decay" in group:
                 group["decoupled_weight_decay"] = True
+
+
+def _parts(given: list[Any]) -> list[Tensor]:
+    """This rank's parts of a parameter, its gradient and its moments, which are DTensors: a step is elementwise.
+
+    Under tensor parallelism gradients may lie otherwise than their parameters: that of a norm whose rows ranks share is
+    a sum over ranks.
+    """
+    placements = given[0].placements
+    return [(t if t.placements == placements else t.redistribute(placements=placements)).to_local() for t in given]
 
 
 def _check(group: Mapping[str, Any]) -> None:

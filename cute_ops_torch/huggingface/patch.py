@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -92,7 +92,7 @@ def unpatch(model: nn.Module) -> None:
     if not patched:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
-        module.__class__ = type(module)._cute_original  # type: ignore[attr-defined]
+        module.__class__ = _unpatched(type(module))  # type: ignore[arg-type]
 
 
 def _check_model(caller: str, model: object) -> None:
@@ -114,6 +114,18 @@ def _pack(module: nn.Module, replacement: Replacement) -> None:
     # A layer with a bias runs by itself.
     if layers and all(type(m) is nn.Linear and m._parameters["bias"] is None and m.weight.is_cuda for m in layers):
         pack([layer.weight for layer in layers])
+
+
+@cache
+def _unpatched(patched: Any) -> Any:
+    """The class that a patched module had; one that others have derived since (``fully_shard``, parametrizations), of
+    that.
+    """
+    if "_cute_original" in vars(patched):
+        return patched._cute_original
+    bases = tuple(_unpatched(base) if hasattr(base, "_cute_original") else base for base in patched.__bases__)
+    own = {name: value for name, value in vars(patched).items() if name not in ("__dict__", "__weakref__")}
+    return type(patched)(patched.__name__, bases, own)
 
 
 @cache

@@ -1,22 +1,14 @@
-"""What every rank of a process group checks, against one process: ``distributed_checks.py RANKS DEVICE FOLDER``.
+"""What every rank of a process group checks, against one process: ops on DTensors, losses, models, products.
 
-A check is a function of :class:`World`. All ranks run all of them, in one process each; a rank writes what failed to
-``FOLDER/<rank>.json``. A check that fails on one rank leaves the others waiting, so after the first failure a rank runs
-no more.
+A check is a function of :class:`World`. ``distributed_ranks.py`` runs them, and those of ``distributed_training.py``.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import json
-import os
 import re
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -841,12 +833,12 @@ def fsdp_over_tensor_parallel_products(world: World) -> None:
     same_gradients(world, model, whole, "products")
 
 
-def hugging_face(world: World) -> nn.Module:
+def hugging_face(world: World, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=2,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(world.device)
@@ -945,49 +937,3 @@ def compiled_without_a_graph_break(world: World) -> None:
     for eager, compiled in zip(*results, strict=True):
         assert eager.placements == compiled.placements
         world.close(compiled, eager.full_tensor().detach())
-
-
-def fork(ranks: int) -> None:
-    """Fork the ranks; the first process waits for them and exits."""
-    if find_spec("transformers") is not None:
-        from transformers import LlamaForCausalLM  # noqa: F401  once for all
-    children = []
-    for rank in range(ranks):
-        os.environ["RANK"] = str(rank)
-        if not (child := os.fork()):
-            return
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    os._exit(0)
-
-
-def main(ranks: int, device: str, folder: Path) -> None:
-    if os.environ["RANK"] == "all":
-        fork(ranks)
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", f"file://{folder.absolute()}/ranks", timedelta(seconds=600),
-        world_size=ranks, rank=rank,
-    )  # fmt: skip
-    world, found = World(device), {}
-    for name, function in CHECKS.items():
-        start = time.monotonic()
-        try:
-            function(world)
-            found[name] = "passed"
-        except BaseException:
-            found[name] = traceback.format_exc()
-        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-        if found[name] != "passed":
-            break
-    (folder / f"{rank}.json").write_text(json.dumps({**found, "done": "passed"}))
-    os._exit(0)  # an orderly shutdown of the group would wait for ranks that may have failed
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

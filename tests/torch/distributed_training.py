@@ -1,0 +1,260 @@
+"""Checks of training on several ranks: FSDP2 in the ways that programs use it, optimizers, patched models.
+
+A model that is patched is compared with the same one that is not, and both with one process in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from distributed_checks import VOCABULARY, World, check, hugging_face, llama, same_gradients, tensor_parallel
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import cute_ops_torch
+from cute_ops_torch.huggingface.packed_weights import pack
+from cute_ops_torch.optim import AdamW
+
+Prepare = Callable[[nn.Module], Any]
+
+
+def sharded(world: World, model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=world.line, **options)
+    return fully_shard(model, mesh=world.line, **options)
+
+
+def own_rows(world: World, steps: int = 1) -> torch.Tensor:
+    """Tokens by step, rank, and place."""
+    torch.manual_seed(11)
+    return torch.randint(VOCABULARY, (steps, world.line.size(), 9)).to(world.device)
+
+
+def whole_gradients(world: World, tokens: torch.Tensor, layers: int = 2) -> Any:
+    """A model whose gradient is the mean over ranks and the sum over steps, and what it was before."""
+    whole = hugging_face(world, layers)
+    start = copy.deepcopy(whole)
+    for rows in tokens:
+        (sum(whole(row[None], labels=row[None]).loss for row in rows) / len(rows)).backward()
+    return whole, start
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+@check
+def fsdp_sums_gradients_when_it_is_told_to(world: World) -> None:
+    """Two steps without and with synchronization, parameters that stay gathered and such that do not."""
+    tokens = own_rows(world, 2)
+    whole, start = whole_gradients(world, tokens)
+    for reshard in (True, False) if not world.few else (True,):
+        model = copy.deepcopy(start)
+        cute_ops_torch.patch(model)
+        sharded(world, model, reshard_after_forward=reshard)
+        for last, rows in zip((False, True), tokens, strict=True):
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            mine = rows[world.rank][None]
+            model(mine, labels=mine).loss.backward()
+        same_gradients(world, model, whole, f"reshard: {reshard}")
+
+
+@check
+def fsdp_in_mixed_precision(world: World) -> None:
+    """Weights in float32, products in bfloat16: as near to float32 as the model that is not patched."""
+    tokens = own_rows(world)
+    whole, start = whole_gradients(world, tokens)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    errors = {}
+    for patched in (False, True):
+        model = copy.deepcopy(start)
+        if patched:
+            cute_ops_torch.patch(model)
+        sharded(world, model, mp_policy=policy)
+        mine = tokens[0][world.rank][None]
+        out = model(mine, labels=mine)
+        out.loss.backward()
+        assert (out.logits is None) == patched, out.logits
+        pairs = zip(model.parameters(), whole.parameters(), strict=True)
+        errors[patched] = max(float((p.grad.full_tensor() - w.grad).norm() / w.grad.norm()) for p, w in pairs)
+    assert errors[True] < 1.25 * errors[False] + 1e-3, errors
+
+
+def checkpointed_by_hugging_face(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def checkpointed_by_torch(model: Any) -> None:
+    layer = type(model.model.layers[0])
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
+
+
+@check
+def fsdp_of_checkpointed_layers(world: World) -> None:
+    tokens = own_rows(world)
+    whole, start = whole_gradients(world, tokens)
+    for prepare in (checkpointed_by_hugging_face, checkpointed_by_torch):
+        model = copy.deepcopy(start).train()
+        cute_ops_torch.patch(model)
+        prepare(model)
+        sharded(world, model)
+        mine = tokens[0][world.rank][None]
+        model(mine, labels=mine).loss.backward()
+        same_gradients(world, model, whole, prepare.__name__)
+
+
+@check
+def patch_and_unpatch_leave_fsdp_alone(world: World) -> None:
+    """A model may be patched after it was sharded, and what was sharded after it was patched may be unpatched."""
+    tokens = own_rows(world)
+    whole, start = whole_gradients(world, tokens)
+    mine = tokens[0][world.rank][None]
+    for first in ("patch", "shard"):
+        model = copy.deepcopy(start)
+        if first == "patch":
+            cute_ops_torch.patch(model)
+        sharded(world, model)
+        if first == "shard":
+            cute_ops_torch.patch(model)
+        for patched in (True, False):
+            model.zero_grad()
+            out = model(mine, labels=mine)
+            assert (out.logits is None) == patched, first
+            out.loss.backward()
+            same_gradients(world, model, whole, f"{first}, then patched: {patched}")
+            if patched:
+                cute_ops_torch.unpatch(model)
+            assert all(isinstance(m, FSDPModule) for m in (model, *model.model.layers)), first
+            model.set_requires_gradient_sync(True)
+
+
+@check
+def packed_weights_leave_no_memory_behind(world: World) -> None:
+    """Weights that ``patch`` lays side by side, sharded by FSDP and by a plan: a rank keeps its part only."""
+    for by_plan in (False, True):
+        model: Any = hugging_face(world)
+        for layer in model.model.layers:
+            pack([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+        if by_plan:
+            plan = {f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
+            parallelize_module(model, world.grid["tp"], {**plan, "model.layers.*.mlp.down_proj": RowwiseParallel()})
+        else:
+            sharded(world, model)
+        for layer in model.model.layers:
+            for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
+                local = weight.to_local()
+                assert local.untyped_storage().nbytes() == local.nbytes, by_plan
+
+
+@check
+def compiled_layers_under_fsdp(world: World) -> None:
+    if world.rank > 1:  # two ranks are enough, and Dynamo is slow
+        return
+    mesh = world.grid["tp"]
+    torch.manual_seed(11)
+    tokens = torch.randint(VOCABULARY, (2, 9)).to(world.device)
+    whole, start = whole_gradients(world, tokens[None], layers=1)
+    model: Any = copy.deepcopy(start)
+    cute_ops_torch.patch(model)
+    for layer in model.model.layers:
+        layer.compile(backend="inductor" if world.few else "eager")
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mine = tokens[world.rank][None]
+    model(mine, labels=mine).loss.backward()
+    same_gradients(world, model, whole, "compiled")
+
+
+@check
+def every_pass_has_the_same_bits(world: World) -> None:
+    """Memory that a collective still reads is not used again, and kernels wait for what it gathers."""
+    model = hugging_face(world)
+    cute_ops_torch.patch(model)
+    sharded(world, model)
+    mine = own_rows(world)[0][world.rank][None]
+    seen = []
+    for _ in range(6 if world.few else 2):
+        model.zero_grad()
+        model(mine, labels=mine).loss.backward()
+        seen.append([p.grad.to_local().clone() for p in model.parameters()])
+    for gradients in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], gradients, strict=True))
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def after_steps(optimizer: Any, model: nn.Module, tokens: Any, target: Any) -> list[torch.Tensor]:
+    own = optimizer(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        own.zero_grad()
+        model(tokens, target).backward()
+        own.step()
+    return [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+@check
+def adamw_of_shards(world: World) -> None:
+    """Steps on parameters that FSDP shards, and on such of a plan, whose norms have gradients that are sums."""
+
+    def by_plan(model: Any) -> None:
+        tensor_parallel(model, world.grid["tp"])
+
+    def by_fsdp(model: Any) -> None:
+        fully_shard(model, mesh=world.line)
+
+    for shard in (by_plan, by_fsdp):
+        whole, tokens, target = llama(world, True)
+        model = copy.deepcopy(whole)
+        shard(model)
+        found = after_steps(AdamW, model, tokens, target)
+        expected = after_steps(partial(torch.optim.AdamW, eps=1e-8), whole, tokens, target)
+        for (name, _), got, right in zip(whole.named_parameters(), found, expected, strict=True):
+            # A step of a gradient near zero is a quotient of rounding errors.
+            assert (got - right).abs().mean() < 1e-4, f"{shard.__name__}: {name}"
+
+
+# --- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+@check
+def results_that_are_still_on_their_way(world: World) -> None:
+    """Parallel layers hand over tensors whose collective has not ended; ops wait for them."""
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(s, device=world.device) for s in ((4, 3, 8), (4, 3, 8), (8,)))
+    head, target = torch.randn(11, 8, device=world.device), torch.randint(11, (4, 3), device=world.device)
+
+    def late(tensor: torch.Tensor) -> torch.Tensor:
+        part = DTensor.from_local(tensor / world.line.size(), world.line, [Partial()], run_check=False)
+        return part.redistribute(placements=[Replicate()], async_op=True).to_local()
+
+    calls: list[Callable[[Any, Any], Any]] = [
+        lambda x, r: cute_ops_torch.rmsnorm(x, weight),
+        lambda x, r: cute_ops_torch.add_rmsnorm(x, r, weight)[0],
+        lambda x, r: cute_ops_torch.add_rmsnorm(r, x, weight)[1],
+        lambda x, r: cute_ops_torch.linear(x, head, epilogue="gelu"),
+        lambda x, r: cute_ops_torch.linear_cross_entropy(x, head, target),
+        lambda x, r: cute_ops_torch.cross_entropy(x, target.clamp(max=7)),
+        lambda x, r: cute_ops_torch.silu_mul(x, r),
+        lambda x, r: torch.ops.cute.rmsnorm(x, weight),
+    ]
+    for number, call in enumerate(calls):
+        results = []
+        for arrives in (lambda t: t, late):
+            leaf, other = (t.detach().clone().requires_grad_() for t in (x, residual))
+            given = arrives(leaf)
+            out = call(given, other)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), [given, other], allow_unused=True)])
+            with torch.no_grad():
+                results[-1].append(call(arrives(x), residual))
+        for expected, got in zip(*results, strict=True):
+            assert (expected is None) == (got is None)
+            if got is not None:
+                world.close(got.detach(), expected.detach(), number)
