@@ -266,7 +266,7 @@ def interpreter() -> str:
     # In a program that embeds Python, or is frozen, this is empty or the program itself.
     own = Path(sys.executable or "")
     for path in [own, *beside] if "python" in own.name and not hasattr(sys, "frozen") else beside:
-        if os.access(path, os.X_OK):
+        if os.access(path, os.X_OK, effective_ids=True):  # whose rights the kernel looks at when it starts
             return str(path)
     raise Ended(
         f"cannot be started: sys.executable is {sys.executable!r} and {sys.exec_prefix}/bin holds no Python; "

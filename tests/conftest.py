@@ -10,6 +10,7 @@ import signal
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from itertools import count
@@ -47,8 +48,31 @@ def _compile_quickly() -> None:
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 
-# Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
-os.environ.pop("PYTHONUNBUFFERED", None)
+# What a user has set for programs and not for their tests: widths and colours of terminals, which tests compare text
+# with, and what changes the numbers of frameworks or whether they compile. `other_machines.py` sets all of it.
+FOR_PROGRAMS = {
+    "COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE", "GITHUB_ACTIONS",  # by which typer takes a file for a terminal
+    "JAX_ENABLE_X64", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_LOG_COMPILES", "JAX_COMPILATION_CACHE_DIR",
+    "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    # Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
+    "PYTHONUNBUFFERED",
+}  # fmt: skip
+
+
+def _forget_the_user() -> None:
+    """Tests of what the environment or the umask do set it; all others take what most machines have."""
+    # Of a GPU's tests the cache may hold kernels that were compiled ahead.
+    kept = {"CUTE_OPS_FEATURES", *(["CUTE_OPS_CACHE_DIR"] if target.device_count() else [])}
+    for name in FOR_PROGRAMS | {name for name in os.environ if name.startswith("CUTE_OPS_")} - kept:
+        os.environ.pop(name, None)
+    os.umask(0o022)
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # where it was done, and folders were chosen since
+    _forget_the_user()
 
 # A shell's background jobs ignore interrupts, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -62,12 +86,20 @@ if not target.device_count():
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", type=float, default=1.0, metavar="PART", help="this part of the tests, by chance")
     parser.addoption("--sample-seed", default="0", metavar="TEXT", help="another text takes another part")
+    parser.addoption(
+        "--sample-often", default="1:", metavar="TIMES:PATTERN", help="so many times the part of tests with such names"
+    )
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what ``--sample`` does not draw: by each test's name, so that all processes draw the same."""
     part, seed = config.getoption("--sample"), config.getoption("--sample-seed")
-    drawn = [item for item in items if zlib.crc32(f"{seed} {item.nodeid}".encode()) < part * 2**32]
+    times, _, pattern = config.getoption("--sample-often").partition(":")
+
+    def chance(name: str) -> float:
+        return part * float(times) if re.search(pattern, name) else part
+
+    drawn = [item for item in items if zlib.crc32(f"{seed} {item.nodeid}".encode()) < chance(item.nodeid) * 2**32]
     if len(drawn) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(drawn)])
         items[:] = drawn
@@ -216,6 +248,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     yield
 
 
+def _as_root() -> bool:
+    """Whether this process may give files away and become another user: not in a container that maps one user only."""
+    with tempfile.NamedTemporaryFile() as file, suppress(OSError):
+        os.chown(file.name, 65534, 65534)
+        return True
+    return False
+
+
 def _skipped(item: pytest.Item) -> bool:
     return not target.device_count() and item.get_closest_marker("gpu") is not None
 
@@ -223,6 +263,9 @@ def _skipped(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``gpu`` tests skip only where there is no GPU. One case of each says so: thousands take half a minute."""
     _leave_out(config, items)
+    for item in items if not _as_root() else ():
+        if item.get_closest_marker("as_root"):
+            item.add_marker(pytest.mark.skip(reason="only root can give a file away or become another user"))
     if target.device_count():
         return
     left: dict[str, pytest.Item] = {}
@@ -247,6 +290,14 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     dispatch.forget()
     yield where
     dispatch.forget()
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o077], ids="umask {:03o}".format)
+def any_umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What others may do with new files: anything, as in many containers; the group may write them; nothing."""
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
 
 
 class Product(NamedTuple):

@@ -167,7 +167,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
         }  # fmt: skip
     manifest.write(where / "manifest.txt", calls)
     if measured := dispatch.winners_of(kernels):
-        (where / winners.NAME).write_text(winners.dump(measured))
+        (where / winners.NAME).write_text(winners.dump(measured), encoding="utf-8")
     for name, text in _licenses().items():
         (where / "licenses" / f"{name}.txt").write_bytes(text)
     others = sorted(p for p in where.rglob("*") if p.is_file() and p.parent.name != "kernels")

@@ -239,7 +239,7 @@ def bench(
     out.mkdir(parents=True, exist_ok=True)
     header = "op,rows,sizes,us,us_min,us_max,gb_s,copy_gb_s\n"
     lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in (*row, ceiling)) for row in rows_found]
-    (out / "bench.csv").write_text(header + "\n".join(lines) + "\n")
+    (out / "bench.csv").write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
     console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
 
 
@@ -248,18 +248,18 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
         dump = Path(folder)
         try:
             worker.compile(variant, dump / "kernel.so", dump)
-            (ptx,) = (path.read_text() for path in dump.glob("*.ptx"))
+            (ptx,) = (path.read_text(encoding="utf-8") for path in dump.glob("*.ptx"))
             resources = {r.kernel: r for r in sass.resources(dump / "kernel.so")}
             code = sass.sass(dump / "kernel.so")
         except (CompileError, FileNotFoundError) as error:
             fail(error)
         if out:
             out.mkdir(parents=True, exist_ok=True)
-            (out / f"{variant.symbol}.ptx").write_text(ptx)
-            (out / f"{variant.symbol}.sass").write_text(code)
+            (out / f"{variant.symbol}.ptx").write_text(ptx, encoding="utf-8")
+            (out / f"{variant.symbol}.sass").write_text(code, encoding="utf-8")
             (cubin,) = sass.cubins((dump / "kernel.so").read_bytes())
             (out / f"{variant.symbol}.cubin").write_bytes(cubin)
-        shared = json.loads((dump / "shared.json").read_text())
+        shared = json.loads((dump / "shared.json").read_text(encoding="utf-8"))
         for order, (name, threads) in enumerate(sass.threads_of(ptx).items()):
             _, _, rest = code.partition(f"Function : {name}")
             text = rest.partition("Function : ")[0]

@@ -66,7 +66,7 @@ def model(
     Example: python -m cute_ops manifest config.json --train -o llama.txt
     """
     try:
-        settings = json.loads(config.read_text())
+        settings = json.loads(config.read_text(encoding="utf-8"))
         calls = calls_of_model(settings, dtype or None, train=train)
     except OSError as error:
         fail(error)

@@ -52,6 +52,16 @@ def _without_home() -> Path:
     return where
 
 
+def make(where: Path, mode: int = 0o700) -> None:
+    """Make a folder, and all that are missing above it, with this mode: by the umask alone others could replace them,
+    and what is in them would be refused ever after.
+    """
+    if not where.is_dir():
+        if where.parent != where:
+            make(where.parent, mode)
+        where.mkdir(mode=mode, exist_ok=True)
+
+
 def opened(where: Path) -> ownership.Folder:
     """The cache folder, held open, after a check that only this user or root can write or replace it.
 
@@ -117,7 +127,7 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
     """Hold a lock across processes, such as a variant's; yields False where the folder cannot be written."""
     with ExitStack() as stack:
         try:
-            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make(where)
             check_trusted(where)
             held = stack.enter_context(file_lock.exclusive(where / f"{name}.lock", seconds))
         except OSError as error:

@@ -91,7 +91,7 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
     """
     where = where.resolve()
     check_replaceable(where, ours, what)
-    where.parent.mkdir(parents=True, exist_ok=True)
+    cache_dir.make(where.parent, 0o755)
     prefix = f".{where.name}.cute_tmp-"
     for left in [path for path in where.parent.iterdir() if path.name.startswith(prefix)]:
         _clear_abandoned(left, where, ours)

@@ -63,7 +63,7 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         # Only the exported object runs. An engine that could run the kernel here would take a quarter of the time.
         compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
         if dump:
-            (dump / "shared.json").write_text(json.dumps(_dynamic_shared(str(compiled.ir_module))))
+            (dump / "shared.json").write_text(json.dumps(_dynamic_shared(str(compiled.ir_module))), encoding="utf-8")
         if only_cubin and keep:
             (cubin,) = keep.glob("*.cubin")
             cubin.replace(path)
@@ -151,6 +151,6 @@ def _link(source: Path, path: Path) -> None:
     if runtime is None:
         raise CompileError(f"cute_ops: {toolchain.DSL} is not installed; pip install 'cute-ops'")
     arguments = [*command, "-o", str(path), str(source), str(runtime)]
-    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    result = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
     if result.returncode:
         raise CompileError(f"cute_ops: linking failed: {' '.join(arguments)}\n{result.stderr}")

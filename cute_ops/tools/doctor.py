@@ -104,7 +104,7 @@ def _cache() -> Iterator[Finding]:
     where = cache_dir.folder()
     chosen = "set CUTE_OPS_CACHE_DIR to a private folder that you can write"
     try:
-        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        cache_dir.make(where)
         cache_dir.check_trusted(where)
         with tempfile.TemporaryFile(dir=where):
             pass

@@ -108,5 +108,5 @@ def _disassemble(path: Path, option: str) -> str:
             file = Path(folder, "kernel.cubin")
             file.write_bytes(cubin)
             command = [tool("cuobjdump"), option, str(file)]
-            text.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            text.append(subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout)
     return "\n".join(text)

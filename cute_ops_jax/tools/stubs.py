@@ -42,4 +42,4 @@ def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(text())
+    PATH.write_text(text(), encoding="utf-8")

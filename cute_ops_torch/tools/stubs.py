@@ -41,4 +41,4 @@ def _signature(op: Op) -> Signature:
 
 
 if __name__ == "__main__":
-    PATH.write_text(text())
+    PATH.write_text(text(), encoding="utf-8")

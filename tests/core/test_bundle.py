@@ -87,6 +87,17 @@ def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pyte
     assert len(content(made)) >= 4 + 2 + 3
 
 
+def test_a_new_bundle_can_be_read_whatever_the_umask(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_umask: None
+) -> None:
+    """By all, and written by its owner only, as are the folders that are made for it: another is refused."""
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(made.parent / "cache"))
+    outer = tmp_path / "outer"
+    build.build(CALLS, TARGETS, outer / "inner" / "bundle")
+    assert Bundle(outer / "inner" / "bundle").verify() == 4
+    assert not any(path.stat().st_mode & 0o022 for path in (outer, *outer.rglob("*")))
+
+
 def test_it_carries_versions_digests_and_licences(made: Path) -> None:
     record = json.loads((made / "bundle.json").read_text())
     dsl, tvm_ffi = toolchain.versions()
@@ -295,28 +306,28 @@ def test_an_installed_package_serves_its_bundle(
 
 AS_NOBODY = """
 import os
-from cute_ops.jit import bundle, cache, loader
+from cute_ops.jit import cache
 from cute_ops import manifest
 from cute_ops.aot import build
 from cute_ops.jit.target import parse
-bundle.versions(), loader._load_runtime(), loader.tvm_ffi()  # the environment may be for root only
+import rights
 os.environ["CUTE_OPS_TUNE"] = "0"
 variant = build.variant_of(manifest.parse({lines!r})[0], parse("sm_90a"))
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
+rights.become(65534)
 print(callable(cache.get(variant)), cache.counters.bundled)
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.as_root
 def test_a_bundle_of_root_serves_everybody(made: Path, cache_folder: Path) -> None:
     """What several users share: it serves, and is left as it is."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own are for root only
         Path(folder).chmod(0o755)
         shared = Path(shutil.copytree(made, Path(folder, "bundle")))
         content = {path: path.stat().st_mtime for path in shared.rglob("*")}
-        environment = {**os.environ, "CUTE_OPS_BUNDLE": str(shared), "CUTE_OPS_CACHE_DIR": f"{folder}/none"}
+        path = os.pathsep.join([str(Path(__file__).parent / "kernels"), *sys.path])
+        variables = {"CUTE_OPS_BUNDLE": str(shared), "CUTE_OPS_CACHE_DIR": f"{folder}/none", "PYTHONPATH": path}
+        environment = {**os.environ, **variables}
         command = [sys.executable, "-c", AS_NOBODY.format(lines=LINES)]
         served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
         assert served.stdout == "True 1\n" and not served.stderr, served.stderr
@@ -324,7 +335,7 @@ def test_a_bundle_of_root_serves_everybody(made: Path, cache_folder: Path) -> No
 
 
 @pytest.mark.fault("a bundle, or a file in one, that belongs to another user", "an error", "nothing")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.as_root
 @pytest.mark.parametrize("name", [".", "bundle.json", "kernels", "kernels/*.so", ".."])
 def test_a_bundle_of_another_user_is_refused(served: Path, cache_folder: Path, name: str) -> None:
     """Whoever owns it can write it when he likes; who owns a folder around it can put another in its place."""

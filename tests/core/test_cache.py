@@ -174,6 +174,25 @@ def test_a_folder_opened_later_is_refused(cache_folder: Path, variant: Make) -> 
         cache.get(wanted)
 
 
+@pytest.mark.fault(
+    "a umask lets others write new files, as in many containers", "the cache folder and those above it are private",
+    "nothing",
+)  # fmt: skip
+def test_the_cache_is_private_whatever_the_umask(
+    cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, any_umask: None
+) -> None:
+    """Also the folders above it that do not exist yet, such as ~/.cache: who can write one can replace the cache."""
+    outer = cache_folder / "home" / ".cache"
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(outer / "cute_ops"))
+    wanted = variant()
+    assert compiles(lambda: cache.get(wanted)) == 1
+    made = (cache_folder, outer.parent, outer, outer / "cute_ops")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in made[-1].iterdir()} == {0}
+    dispatch.forget()
+    assert compiles(lambda: cache.get(wanted)) == 0
+
+
 @pytest.mark.fault("the cache folder is a link", "an error", "nothing")
 def test_a_link_is_refused(cache_folder: Path, variant: Make, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -183,7 +202,7 @@ def test_a_link_is_refused(cache_folder: Path, variant: Make, tmp_path: Path) ->
 
 
 @pytest.mark.fault("the cache folder belongs to another user", "an error", "nothing")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.as_root
 def test_a_folder_of_another_user_is_refused(cache_folder: Path, variant: Make) -> None:
     cache_folder.mkdir(mode=0o700)
     os.chown(cache_folder, 65534, 65534)
