@@ -105,14 +105,12 @@ def command(*words: str) -> Callable[[], str]:
     return missing
 
 
-def vectors(torch: str, xla: str, blas: str, numpy: str = "") -> dict[str, str | None]:
+def vectors(torch: str, xla: str, onednn: str, blas: str, numpy: str | None = None) -> dict[str, str | None]:
     """Each library's own variable for the vector instructions that it may use."""
-    named = {"ATEN_CPU_CAPABILITY": torch, "XLA_FLAGS": f"--xla_cpu_max_isa={xla}", "OPENBLAS_CORETYPE": blas}
     return {
-        **named,
-        "NPY_DISABLE_CPU_FEATURES": numpy or None,
-        "ONEDNN_MAX_CPU_ISA": xla.replace("_", "").replace("SSE42", "SSE41"),
-    }
+        "ATEN_CPU_CAPABILITY": torch, "XLA_FLAGS": f"--xla_cpu_max_isa={xla}", "ONEDNN_MAX_CPU_ISA": onednn,
+        "OPENBLAS_CORETYPE": blas, "NPY_DISABLE_CPU_FEATURES": numpy,
+    }  # fmt: skip
 
 
 NO_HOME = {"HOME": None, "XDG_CACHE_HOME": None}
@@ -122,11 +120,16 @@ NO_NAME = ("unshare", "--uts", "sh", "-c", 'hostname unknown.invalid; exec "$@"'
 MACHINES = {
     "as it is": Machine("a fresh clone here"),
     # Processors.
+    # (Without AVX XLA compiles no float16.)
     "no vectors": Machine(
-        "a processor of 2008", vectors("default", "SSE4_2", "Nehalem", "AVX2 FMA3 AVX512F AVX512CD AVX512_SKX")
+        "a processor of 2011", vectors("default", "AVX", "SSE41", "Nehalem", "AVX2 FMA3 AVX512F AVX512CD AVX512_SKX")
     ),
-    "avx2": Machine("a processor without AVX-512", vectors("avx2", "AVX2", "Haswell", "AVX512F AVX512CD AVX512_SKX")),
-    "avx512": Machine("a server's processor", vectors("avx512", "AVX512", "SkylakeX"), needs=processor("avx512bw")),
+    "avx2": Machine(
+        "a processor without AVX-512", vectors("avx2", "AVX2", "AVX2", "Haswell", "AVX512F AVX512CD AVX512_SKX")
+    ),
+    "avx512": Machine(
+        "a server's processor", vectors("avx512", "AVX512", "AVX512_CORE", "SkylakeX"), needs=processor("avx512bw")
+    ),
     "one core": Machine(
         "a container with one core", wrap=("taskset", "--cpu-list", "0"), needs=command("taskset", "--cpu-list", "0")
     ),
@@ -141,6 +144,11 @@ MACHINES = {
         umask=0o002,
         mode=0o700,
         needs=root,
+    ),
+    "root of a container": Machine(
+        "root that is another user outside",
+        wrap=("unshare", "--user", "--map-root-user"),
+        needs=command("unshare", "--user", "--map-root-user"),
     ),
     "nobody": Machine("a user without a home", NO_HOME, user=NOBODY, needs=root),
     "stranger": Machine(
