@@ -27,7 +27,7 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test lint docs generate bench wheels clean
+.PHONY: help demo test machines lint docs generate bench wheels clean
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
@@ -43,6 +43,9 @@ test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
 	$(if $(COVERAGE),$(PYTEST) tests/core --cov --cov-report= $(ARGS))
 	$(PYTEST) $(if $(COVERAGE),--ignore=tests/core) $(ARGS)
 	$(if $(COVERAGE),$(PYTHON) tests/coverage_by_room.py)
+
+machines: $(READY)  ## a drawn part of the tests, as if on other machines; ARGS='--only nobody', '--list', '--fraction 0.2'
+	$(PYTHON) tests/other_machines.py $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(PYTHON) -m ruff check .
