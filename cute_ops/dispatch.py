@@ -20,6 +20,7 @@ from cute_ops.binding import Binding
 from cute_ops.config import Config
 from cute_ops.errors import message
 from cute_ops.files import file_lock
+from cute_ops.hardware import sm
 from cute_ops.jit import cache as kernels
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, configured, signature
@@ -98,6 +99,26 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
         return None
     _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
     return op.instead.program
+
+
+def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> dict[str, tuple[int, ...]]:
+    """The operands of a product that are copied first, with the strides of their copies, because our kernel gains more
+    than the copies cost: where TMA cannot load them, cuBLAS is slow, too. Only for adapters that can pass strides, and
+    only where ``fused`` is ``"auto"``. Arguments as in :func:`instead`.
+    """
+    op = binding.op
+    if op.instead is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
+        return {}
+    names = tuple(op.inputs)[:2]
+    arrays = [binding.inputs[name] for name in names]
+    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or None in arrays:
+        return {}
+    flops = 2 * binding.rows * binding.dims["n"] * binding.dims["k"]
+    operands = [(array, memory[name].strides, memory[name].address) for name, array in zip(names, arrays, strict=True)]
+    found = {name: s for name, s in zip(names, choice.realigned(operands, flops), strict=True) if s}
+    if not found or instead(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
+        return {}
+    return found
 
 
 def _log_choice(binding: Binding, what: str, reason: str) -> None:

@@ -124,7 +124,7 @@ def _op(transposed: bool) -> Op:
         given, eps = {key: inputs[key] for key in ("x", "weight")}, {"eps": attrs["eps"]}
         summed = {**given, "residual": inputs["residual"]}
         if attrs["fused"] == "always" or (attrs["fused"] == "auto" and xp.leads(behind, summed, eps)):
-            found = call(behind, summed, {**eps, "fused": "always"})
+            found = call(behind, summed, {**eps, "fused": attrs["fused"]})
             scaled = {"x": found["residual_out"], "rstd": found["rstd"], "weight": inputs["norm_weight"]}
             return {"out": call(scaled_rows(), scaled, {})["out"], "residual_out": found["residual_out"]}
         acc = call(multiplies, given, {"fused": attrs["fused"]})[made]

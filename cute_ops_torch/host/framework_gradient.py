@@ -56,7 +56,8 @@ def _products_are_faster(
             return False
         inputs = {name: known[name] for name in step.inputs}
         call = bind(step, inputs, {name: binding.attrs[name] for name in step.attrs})
-        if dispatch.instead(call, {name: places[name] for name in inputs}, arch) is None:
+        given = {name: places[name] for name in inputs}
+        if dispatch.realigned(call, given, arch) or dispatch.instead(call, given, arch) is None:
             return False
     return True
 

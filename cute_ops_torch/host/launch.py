@@ -129,10 +129,13 @@ def prepare(
     on = index if device.type == "cuda" else None
     with naming(op, binding.inputs, binding.dims, binding.dtypes):
         arch = target.of_device(index)
+    copies = dispatch.realigned(binding, places, arch)
+    places |= {name: Memory(strides) for name, strides in copies.items()}
     program = dispatch.instead(binding, places, arch)
     if program is not None:
         return compiled_call.of_program(binding, program)
-    call = planned_call(binding, dispatch.choose(binding, places, arch, on), device)
+    chosen = dispatch.choose(binding, places, arch, on)
+    call = planned_call(binding, chosen._replace(copies={**chosen.copies, **copies}), device)
     return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
 
 

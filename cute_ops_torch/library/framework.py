@@ -87,4 +87,6 @@ def _leads(
 ) -> bool:
     binding = bind(op, {name: found for name, found, _, _ in places}, dict(attrs))
     memory = {name: Memory(strides, start) for name, _, strides, start in places}
-    return dispatch.leads(binding, memory, target.of_device(device))
+    arch = target.of_device(device)
+    memory |= {name: Memory(strides) for name, strides in dispatch.realigned(binding, memory, arch).items()}
+    return dispatch.leads(binding, memory, arch)

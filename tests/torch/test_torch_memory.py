@@ -11,10 +11,14 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, lookup
-from cute_ops.dispatch import foresee
+from cute_ops.binding import bind
+from cute_ops.dispatch import foresee, realigned
+from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
-from cute_ops.ops.gemm.linear import linear
+from cute_ops.ops.gemm import choice
+from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
+from cute_ops.shapes import Array
 from cute_ops_torch.host import launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function
@@ -88,6 +92,37 @@ def test_which_layouts_of_a_product_tma_takes(x: torch.Tensor, by_tma: bool) -> 
     given = [room.as_strided(x.shape, x.stride(), x.storage_offset()), torch.empty(128, 64, dtype=torch.bfloat16)]
     chosen = foresee(bind_tensors(linear, given, ["auto"]), memory(linear, given), parse("sm_90a:132"))
     assert (chosen.variant.config["form"] != "mma_sync") == by_tma and not chosen.copies
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "pays"),
+    [(2048, 1024, 1031, True), (64, 16384, 4099, True), (4096, 2047, 512, True), (64, 512, 1031, False)],
+)
+def test_operands_of_odd_rows_are_copied_where_that_pays(m: int, n: int, k: int, pays: bool) -> None:
+    """A product and both gradients: those operands that TMA cannot load as they lie."""
+    where = parse("sm_90a:132")
+    for op, shapes in (
+        (linear, {"x": (m, k), "weight": (n, k)}),
+        (linear_dx, {"dout": (m, n), "weight": (n, k)}),
+        (linear_dweight, {"dout": (m, n), "x": (m, k)}),
+    ):
+        arrays = {name: Array(shape, "bfloat16") for name, shape in shapes.items()}
+        binding, places = bind(op, arrays, {}), {name: Memory(compact(a.shape)) for name, a in arrays.items()}
+        expected = {name: (-(-c // 8) * 8, 1) for name, (_, c) in shapes.items() if pays and c % 8}
+        assert realigned(binding, places, where) == expected
+        assert not any(realigned(bind(op, arrays, {"fused": f}), places, where) for f in ("always", "never"))
+        assert not realigned(binding, places, parse("sm_80:108")) and not realigned(binding, places, None)
+
+
+def test_copies_of_operands(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets rows of whole vectors; columns stay columns."""
+    monkeypatch.setattr(choice, "ODD_FLOPS", 1.0)  # the smallest product pays
+    compiled.ops["linear"] = linear
+    x, weight = torch.randn(2, 100, 71).bfloat16(), columns(33, 71).bfloat16()
+    out = Launcher(linear).launch(x, weight, "auto")
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=2**-7, atol=0.1)
+    assert compiled.calls == ["linear"] and [key.row_align for key in compiled.variants[-1].args][:2] == [16, 16]
+    assert compiled.variants[-1].config["form"] != "mma_sync"
 
 
 def test_values_through_kernels(compiled: Any) -> None:
