@@ -109,13 +109,11 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
     op = binding.op
     if op.instead is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
         return {}
-    names = tuple(op.inputs)[:2]
-    arrays = [binding.inputs[name] for name in names]
-    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or None in arrays:
+    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims:
         return {}
     flops = 2 * binding.rows * binding.dims["n"] * binding.dims["k"]
-    operands = [(array, memory[name].strides, memory[name].address) for name, array in zip(names, arrays, strict=True)]
-    found = {name: s for name, s in zip(names, choice.realigned(operands, flops), strict=True) if s}
+    operands = {n: (a, memory[n].strides, memory[n].address) for n, a in [*binding.inputs.items()][:2] if a}
+    found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], flops), strict=True) if s}
     if not found or instead(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
         return {}
     return found
