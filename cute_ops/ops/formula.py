@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from cute_ops.array_api import cast
 from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
+from cute_ops.constants import exact
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
@@ -170,17 +170,17 @@ def declare(
 
 
 class ByAttrs(Generic[Made]):
-    """A function of attributes that makes each of its values once.
-
-    Not a closure of a cache: what identifies an op to compiled graphs looks into objects, but not into caches.
-    """
+    """A function of attributes that makes each of its values once."""
 
     def __init__(self, make: Callable[[Attrs], Made]) -> None:
         self.make = make
-        self._made = cache(lambda items: make(dict(items)))
+        self._made: dict[Hashable, Made] = {}
 
     def __call__(self, attrs: Attrs) -> Made:
-        return self._made(tuple(attrs.items()))
+        key = exact(tuple(attrs.items()))
+        if key not in self._made:
+            self._made.setdefault(key, self.make(attrs))
+        return self._made[key]
 
 
 def space_of(formula: Callable[[Problem], Formula]) -> Space:

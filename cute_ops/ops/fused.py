@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from cute_ops.constants import exact, state
 from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression
@@ -66,15 +67,18 @@ def fused(
     if not isinstance(operands, Mapping):
         came = type(operands).__name__  # type: ignore[unreachable]
         raise TypeError(f"cute_ops.fused: argument `operands` must be shapes by name, {{'x': '*m n'}}, got {came}.")
-    made = _Fused(name or function.__name__, function, operands, outputs, attrs or {}, cases, no_gradient)
-    gradient = declare(
-        f"{made.name}_bwd", made.backward, made.grad_inputs, made.written_gradients,
-        doc=grad_doc or f"Gradient of :func:`{made.name}`.", **made.common,
-    )  # fmt: skip
-    return declare(
-        made.name, made.forward, made.inputs, made.results, grad=gradient, handed_on=made.handed_on,
-        no_gradient=no_gradient, doc=doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.", **made.common,
-    )  # fmt: skip
+    attrs, name = attrs or {}, name or function.__name__
+    made = _Fused(name, Traces(name, function, operands, attrs), operands, outputs, attrs, cases, no_gradient)
+    return made.op(function.__module__, doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.", grad_doc)
+
+
+def fused_traced(
+    expression: Expression, function: Callable[..., Any], *, operands: Mapping[str, str], name: str,
+    no_gradient: tuple[str, ...], doc: str,
+) -> Op:  # fmt: skip
+    """The op of a function's expression, which is not traced again. Other arguments as in :func:`fused`."""
+    made = _Fused(name, ByAttrs(lambda _: expression), operands, (), {}, CASES, no_gradient)
+    return made.op(function.__module__, doc)
 
 
 def fused_again(
@@ -83,10 +87,10 @@ def fused_again(
     """The op of a function's gradients together with its outputs, for a backward that needs both; it has no gradient.
     Arguments as in :func:`fused`.
     """
-    made = _Fused(name, function, operands, (), {}, cases)
+    made = _Fused(name, Traces(name, function, operands, {}), operands, (), {}, cases)
     inputs, outputs = made.inputs | made.cotangents, made.gradients | made.results
     both = ByAttrs(partial(made.differentiated, again=True))
-    return declare(name, both, inputs, outputs, doc=doc, **made.common)
+    return declare(name, both, inputs, outputs, module=function.__module__, doc=doc, **made.common)
 
 
 def _is_tile(shape: str) -> bool:
@@ -97,19 +101,45 @@ def _dtype(name: str, shape: str) -> str:
     return "T" if _is_tile(shape) else f"T_{name}"
 
 
+class Traces(ByAttrs[Expression]):
+    """The expressions of a function, which is traced once for each combination of attributes.
+
+    The op has the numbers that the function refers to when it is declared. A combination that is traced later must not
+    have others.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], operands: Mapping[str, str], attrs: Attrs) -> None:
+        super().__init__(self._trace)
+        self._name, self._function, self._operands = name, function, dict(operands)
+        self._defaults = defaults_of(attrs)
+        self._first, self._state = trace(function, operands, self._defaults), state(function)
+
+    def _trace(self, attrs: Attrs) -> Expression:
+        if exact(attrs) == exact(self._defaults):
+            return self._first
+        same = self._state is not None and state(self._function) is self._state
+        if not same and trace(self._function, self._operands, self._defaults) != self._first:
+            raise ValueError(
+                f"cute.{self._name}: what the function refers to has changed since the op was declared: declare it "
+                "again, or make what changes an attribute or an operand"
+            )
+        return trace(self._function, self._operands, attrs)
+
+
 class _Fused:
-    """A function, traced once per combination of attributes, and the fields of its declarations."""
+    """A function's expressions by its attributes, and the fields of its declarations."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], operands: Mapping[str, str], outputs: Sequence[str],
+        self, name: str, expression: ByAttrs[Expression], operands: Mapping[str, str], outputs: Sequence[str],
         attrs: Attrs, cases: tuple[Case, ...], no_gradient: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.name, self.function, self.operands = name, function, dict(operands)
+        self.name, self.expression, self.operands = name, expression, dict(operands)
+        self.no_gradient = tuple(no_gradient)
         self.wanted = {key: shape for key, shape in operands.items() if key not in no_gradient}
         # The function itself; and the gradients of operands, before sums over the dims that these lack.
         self.forward, self.backward = ByAttrs(self._traced), ByAttrs(self.differentiated)
         defaults = defaults_of(attrs)
-        kinds = trace(function, operands, defaults).output_kinds
+        kinds = expression(defaults).output_kinds
         names = tuple(outputs) or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
         # Tiles; column vectors for values without columns.
         self.outputs = dict.fromkeys(names, "*m n")
@@ -136,10 +166,21 @@ class _Fused:
         counts = any(node.word == "n" for each in (forward, backward) for node in each.expression.nodes)
         alone = forward.by_rows or any("2n" in shape for shape in operands.values())
         self.common: dict[str, Any] = {
-            "attrs": attrs, "cases": cases, "module": function.__module__, "config": Formula.config_alone,
+            "attrs": attrs, "cases": cases, "config": Formula.config_alone,
             "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
             "sharding": Sharding(parallel=() if alone else ("n",)),
         }  # fmt: skip
+
+    def op(self, module: str, doc: str, grad_doc: str = "") -> Op:
+        """The op, of a function of this module, with its gradient."""
+        gradient = declare(
+            f"{self.name}_bwd", self.backward, self.grad_inputs, self.written_gradients, module=module,
+            doc=grad_doc or f"Gradient of :func:`{self.name}`.", **self.common,
+        )  # fmt: skip
+        return declare(
+            self.name, self.forward, self.inputs, self.results, module=module, grad=gradient, doc=doc,
+            handed_on=self.handed_on, no_gradient=self.no_gradient, **self.common,
+        )  # fmt: skip
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"cute_ops.fused: {self.name} cannot be fused: {why}")
@@ -178,7 +219,7 @@ class _Fused:
         return cotangents, twins
 
     def _traced(self, attrs: Attrs) -> Formula:
-        expression = trace(self.function, self.operands, attrs)
+        expression = self.expression(attrs)
         if sizes(expression) or any(node.word == "column" for node in expression.nodes):
             self._refuse("columns by their number or in groups are for epilogues of products, cute_ops.fused_linear")
         if len(expression.outputs) != len(self.outputs):

@@ -25,13 +25,14 @@ from functools import partial, update_wrapper
 from numbers import Real
 from typing import Any, NoReturn
 
+from cute_ops.constants import Exact, Unknown, constant, state
 from cute_ops.errors import header_of, meant, unknown_argument
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit, fit
-from cute_ops.ops.fused import fused
+from cute_ops.ops.fused import fused, fused_traced
 
 SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "", "n": "", "_": None}
 KINDS = {"*m n": "t", "*m 2n": "2t", "n": "r", "2n": "2r", "*m 1": "c", "": "s", "number": "n"}
@@ -52,8 +53,8 @@ function reads by halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-
 Keyword-only arguments are attributes: numbers and texts that Python sees; each combination has a kernel of its own.
 
 There is an op for each combination of these, ``gelu_add_trt_<digest>`` for a tile, a row vector and a tile; its name is
-the same in every process. The function is traced at its first call of each combination; numbers that it refers to are
-constants of its kernel.
+the same in every process. The function is traced at its first call of each combination, and when a number that it
+refers to has changed: these are constants of its kernel.
 
 Args:
     function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
@@ -118,8 +119,10 @@ class ByCall:
             raise ValueError(f"cute_ops.fused: {called}: operand `{clash[0]}` has the name of an output or a gradient")
         self._defaults = {p.name: p.default for p in own if p.default is not p.empty}
         self._attrs = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        self._halves: dict[tuple[Any, ...], str] = {}
-        self._ops: dict[tuple[Any, ...], Op] = {}
+        self._halves: dict[Hashable, str] = {}
+        # By all that an op follows from; the last one by kinds and attributes.
+        self._ops: dict[Hashable, Op] = {}
+        self._last: dict[tuple[str, Exact], Op] = {}
 
     @property
     def signature(self) -> inspect.Signature:
@@ -185,8 +188,9 @@ class ByCall:
         """Which operands are read by halves: ``2`` for each that is, ``1`` for each other one; ``there`` is from
         :func:`there`. Raises TraceError for a function that does what an expression cannot say.
         """
-        key = self._key(there, attrs)
-        if key not in self._halves:
+        key = self.key(there, attrs)
+        found = self._halves.get(key) if key else None
+        if found is None:
             shapes = {
                 name: SHAPES["t" if each == "1" else "_"] for name, each in zip(self.operands, there, strict=True)
             }
@@ -196,8 +200,10 @@ class ByCall:
                     break
                 except HalvesError as error:
                     shapes[error.operand] = SHAPES["2t"]
-            self._halves[key] = "".join("2" if shape == SHAPES["2t"] else "1" for shape in shapes.values())
-        return self._halves[key]
+            found = "".join("2" if shape == SHAPES["2t"] else "1" for shape in shapes.values())
+            if key and key == self.key(there, attrs):  # nothing has changed meanwhile
+                self._halves[key] = found
+        return found
 
     def fits(self, shapes: Sequence[Sizes], halves: str) -> tuple[Fit | None, ...]:
         """How each operand of a call broadcasts to the result; None for one that is left out.
@@ -262,10 +268,13 @@ class ByCall:
             TraceError: the function does what an expression cannot say.
             ValueError: it does something that cannot be fused yet.
         """
-        key = self._key(kinds, attrs)
-        if key not in self._ops:
-            self._ops[key] = self._declared(kinds, dict(attrs))
-        return self._ops[key]
+        key = self.key(kinds, attrs)
+        found = self._ops.get(key) if key else None
+        if found is None:
+            found = self._last[kinds, Exact(attrs)] = self._declared(kinds, dict(attrs))
+            # Nothing has changed meanwhile.
+            self._ops[key if key and key == self.key(kinds, attrs) else (kinds, Exact(attrs))] = found
+        return found
 
     def choose(self, operands: Sequence[Any], attrs: Attrs, array: Any) -> tuple[Op, tuple[Fit | None, ...]]:
         """The op of a call, and how its operands broadcast to the result."""
@@ -273,26 +282,41 @@ class ByCall:
         fits = self.fits(shapes, self.halves(there(shapes), attrs))
         return self.op(kinds(fits), attrs), fits
 
-    def _key(self, what: str, attrs: Attrs) -> tuple[Any, ...]:
+    def key(self, what: Hashable, attrs: Attrs) -> Hashable:
+        """A key of what follows from a call, from its attributes, and from what the function refers to; None where it
+        cannot be known whether that changes: then the function is traced anew.
+        """
+        refers_to = state(self.function)
+        if not attrs or refers_to is None:
+            self._check(attrs)
+            return refers_to and (what, refers_to)
+        try:
+            return what, refers_to, constant(attrs)
+        except Unknown:
+            self._check(attrs)
+            return None
+
+    def _check(self, attrs: Attrs) -> None:
         for name, value in attrs:
             if hasattr(value, "shape") or not isinstance(value, Hashable):
                 problem = (
                     f"attribute `{name}` is a kernel's constant: give a number or text, not {type(value).__name__}"
                 )
                 self._refuse(TypeError, f"{problem}; an array is an operand, before the `*`.")
-        return what, attrs, tuple(type(value) for _, value in attrs)
 
     def _declared(self, kinds: str, attrs: Mapping[str, Any]) -> Op:
         by_name = dict(zip(self.operands, _KIND.findall(kinds), strict=True))
         operands = {name: shape for name, kind in by_name.items() if (shape := SHAPES[kind]) is not None}
         known = {**{name: None for name in self.operands if name not in operands}, **attrs}
         function = update_wrapper(partial(self.function, **known), self.function) if known else self.function
-        computed = "; ".join([text_of(trace(function, operands)), kinds, *operands])
+        expression = trace(function, operands)  # once: name and op must be of the same numbers
+        computed = "; ".join([text_of(expression), kinds, *operands])
         name = f"{self.name}_{kinds}_{hashlib.sha256(computed.encode()).hexdigest()[:12]}"
         if name not in _known:
             numbers = tuple(key for key, kind in by_name.items() if kind == "n")
             doc = inspect.getdoc(self.function) or f"``{self.name}`` in one pass."
-            _known.setdefault(name, fused(function, operands=operands, name=name, no_gradient=numbers, doc=doc))
+            made = fused_traced(expression, function, operands=operands, name=name, no_gradient=numbers, doc=doc)
+            _known.setdefault(name, made)
         return _known[name]
 
     def default(self) -> Op:
@@ -334,9 +358,11 @@ class ByCall:
         return self.op(found[1], self._with_defaults(given))
 
     def texts(self) -> dict[str, Op]:
-        """The ops of all calls so far, by the text that :meth:`find` takes, without ops that no text describes."""
+        """The ops of all calls so far, by the text that :meth:`find` takes, without ops that no text describes. If a
+        number that the function refers to has changed, it is the last op.
+        """
         found = {}
-        for (kinds, attrs, _), op in list(self._ops.items()):
+        for (kinds, attrs), op in list(self._last.items()):
             differing = {name: value for name, value in attrs if repr(value) != repr(self._attrs[name])}
             if all(map(_has_text, differing.values())):
                 said = ",".join(f"{name}={value!r}" for name, value in differing.items())

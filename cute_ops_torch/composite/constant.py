@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 
+from cute_ops.constants.state import reader_of
 from cute_ops.op import Op
 from cute_ops_torch.registry import define
 
@@ -43,6 +45,43 @@ def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
         return while_traced(*options) if torch.compiler.is_dynamo_compiling() else known(*options)
 
     return function
+
+
+def parts(function: Any) -> tuple[Any, Any]:
+    """A bound method, of which torch.compile makes no constant, as two: the function and its object."""
+    return (function.__func__, function.__self__) if isinstance(function, MethodType) else (function, None)
+
+
+def whole(function: Any, owner: Any) -> Any:
+    """A function from its :func:`parts`."""
+    return function if owner is None else MethodType(function, owner)
+
+
+class _Readers:
+    """Functions that read what others read, as attributes: torch.compile guards each by itself."""
+
+
+_readers = _Readers()
+
+
+@constant
+def _reader(function: Any, owner: Any) -> str:
+    """The attribute of a function's reader; empty where it cannot be known what the function reads."""
+    made = reader_of(whole(function, owner))
+    if made is None:
+        return ""
+    name = f"of_{id(made)}"
+    setattr(_readers, name, made.read)
+    return name
+
+
+def guard(function: Any) -> None:
+    """Read what a function reads, while torch.compile traces: the graph is of these values alone."""
+    name = "" if isinstance(function, str) else _reader(*parts(function))
+    if name:
+        for value in getattr(_readers, name)(function):
+            if isinstance(value, bool | int | float):
+                number(value)
 
 
 def number(value: Any) -> Any:

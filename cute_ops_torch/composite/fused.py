@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 
 from cute_ops.composite.docstrings import continued
+from cute_ops.constants import make_room
 from cute_ops.ops import fused_by_call
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.fused_by_call import Attrs, ByCall, kinds, there
-from cute_ops_torch.composite.constant import constant, number, traced
-from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.composite.constant import constant, guard, number, traced
 from cute_ops_torch.registry import define, register
 
 Function = Callable[..., Any]
@@ -48,7 +48,7 @@ def fused(
 
 def _by_call(by_call: ByCall, namespace: str) -> Function:
     """The function that callers get."""
-    known: dict[tuple[Any, ...], Chosen] = {}
+    known: dict[Hashable, Chosen] = {}
     while_traced = traced(by_call.op, namespace)
 
     @constant
@@ -63,18 +63,21 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
         operands, attrs = by_call.bind(args, kwargs)
         fits: Fits | None
         if torch.compiler.is_dynamo_compiling():
+            guard(by_call.function)
             attrs = tuple((name, number(value) if isinstance(value, int | float) else value) for name, value in attrs)
             shapes = by_call.shapes(operands, torch.Tensor)
             fits = by_call.fits(shapes, halves(there(shapes), attrs))
             run = while_traced(kinds(fits), attrs)
         else:
-            given = (t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands)
-            key = *given, attrs, *[type(value) for _, value in attrs]  # 1, 1.0 and True are equal
+            given = tuple([t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands])
+            key = by_call.key(given, attrs)
             try:
                 run, fits = known[key]
             except KeyError:
-                make_room(known)
-                run, fits = known[key] = choose(operands, attrs)
+                run, fits = choose(operands, attrs)
+                if key and key == by_call.key(given, attrs):
+                    make_room(known)
+                    known[key] = run, fits
             except TypeError:  # a symbolic shape has no hash
                 run, fits = choose(operands, attrs)
         return run(*(operands if fits is None else _fitted(operands, fits)))

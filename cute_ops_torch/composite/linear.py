@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
+from cute_ops.constants import make_room
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
@@ -18,7 +18,7 @@ from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
-from cute_ops_torch.composite.constant import constant, functions, number, traced
+from cute_ops_torch.composite.constant import constant, functions, guard, number, parts, traced, whole
 from cute_ops_torch.library.tensors import array, checked
 from cute_ops_torch.registry import define
 
@@ -57,15 +57,17 @@ def call_with_epilogue(
     """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them."""
     if torch.compiler.is_dynamo_compiling():
         constants = tuple((name, number(value)) for name, value in attrs.items())
+        guard(epilogue)
         function, fits = _choose(caller, epilogue, arrays, layout, save, constants)
     else:
-        options = layout, save, tuple(attrs.items()) if attrs else ()
+        constants = tuple(attrs.items()) if attrs else ()
+        what = caller, layout, save, *[t if t is None else t.shape for t in arrays]
         try:
-            function, as_given, fits = _known(caller, epilogue, options, *[t if t is None else t.shape for t in arrays])
-            if as_given:
-                return function, arrays[2:]
-        except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
-            function, fits = _choose(caller, epilogue, arrays, *options)
+            function, fits, as_given = _known[by_call.key_of(epilogue, constants, *what)]
+        except (KeyError, TypeError):  # a symbolic shape has no hash
+            function, fits, as_given = _remembered(what, epilogue, arrays, constants)
+        if as_given:
+            return function, arrays[2:]
     fitted = zip(arrays[2:], fits, strict=True)
     halves = APART in layout
     return function, [_fitted(t, fit, halves) for t, fit in fitted if t is not None and fit is not None]
@@ -78,17 +80,30 @@ def _choose(
     fits = by_call.fits(epilogue, arrays, layout, attrs, array, caller)
     shapes = tuple(fit and fit.shape for fit in fits)
     batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
-    what = caller, epilogue, shapes, batched, layout, save, attrs
-    return _traced(*what) if torch.compiler.is_dynamo_compiling() else define(_op(*what)).function, fits
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(caller, *parts(epilogue), shapes, batched, layout, save, attrs), fits
+    return define(_OPS[caller](epilogue, shapes, batched, layout, save, attrs)).function, fits
 
 
-@lru_cache(1024)
-def _known(caller: str, epilogue: Epilogue, options: tuple[Any, ...], *shapes: torch.Size | None) -> Any:
-    """The same, found again at little cost; in between, whether all operands are there and passed as they are."""
-    given = [s if s is None else torch.empty(s, device="meta") for s in shapes]
-    function, fits = _choose(caller, epilogue, given, *options)
-    as_given = all(fit and fit.sizes == s for s, fit in zip(shapes[2:], fits, strict=True))
-    return function, as_given and APART not in options[0], fits
+# By calls; at last, whether all operands are there and passed as they are.
+_known: dict[Hashable, tuple[Callable[..., Any], tuple[Fit | None, ...], bool]] = {}
+
+
+def _remembered(
+    what: tuple[Any, ...], epilogue: Epilogue, arrays: Sequence[Tensor | None], attrs: Attrs
+) -> tuple[Callable[..., Any], tuple[Fit | None, ...], bool]:
+    """What ``_known`` has of a call, which is put there if that is possible."""
+    key, (caller, layout, save, *shapes) = by_call.key_of(epilogue, attrs, *what), what
+    function, fits = _choose(caller, epilogue, arrays, layout, save, attrs)
+    as_given = all(fit and fit.sizes == shape for shape, fit in zip(shapes[2:], fits, strict=True))
+    found = function, fits, as_given and APART not in layout
+    if key and key == by_call.key_of(epilogue, attrs, *what):  # nothing has changed meanwhile
+        try:
+            make_room(_known)
+            _known[key] = found
+        except TypeError:  # a symbolic shape has no hash
+            pass
+    return found
 
 
 @checked
@@ -110,8 +125,8 @@ def gated_linear(
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
 
 
-def _op(caller: str, *options: Any) -> Op:
-    return _OPS[caller](*options)
+def _op(caller: str, function: Epilogue, owner: Any, *options: Any) -> Op:
+    return _OPS[caller](whole(function, owner), *options)
 
 
 def _batch() -> Op:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
+from cute_ops.constants import Unknown, constant, make_room, state
 from cute_ops.errors import header_of, meant, message
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
@@ -34,8 +34,8 @@ Attrs = tuple[tuple[str, Any], ...]
 OPTIONS = ("epilogue", "fused", "packed", "transposed", "save")
 # Names of operands that an op has for something else, and those that it may not have.
 _TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
-# Expressions by epilogue, then by the shapes of operands and weight, and by attributes.
-_known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Traced]] = WeakKeyDictionary()
+# Expressions by :func:`key_of`, with the shapes of operands and weight.
+_known: dict[Hashable, Traced] = {}
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     weight: ``T[n k]``, as in PyTorch; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``. With
@@ -46,9 +46,9 @@ DOC = """Args:
         has some of the leading dims alone is copied to all of them.
     epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns one value or several, each
         rounded once. ``acc`` is the product in float32. A function is traced once for each combination of operands'
-        shapes and attributes: numbers that it refers to are constants of its kernel. Or ``"gelu"``, ``"gelu_tanh"``,
-        ``"silu"``, ``"bias"``, which read a bias if one is given; ``"add"``, which reads a bias or None and a residual;
-        or an expression's text.
+        shapes, attributes and numbers that it refers to: these are constants of its kernel. Or ``"gelu"``,
+        ``"gelu_tanh"``, ``"silu"``, ``"bias"``, which read a bias if one is given; ``"add"``, which reads a bias or
+        None and a residual; or an expression's text.
     fused: whether one kernel computes all of it: ``"always"``; ``"never"``, but the framework's product and a pass over
         its output; or ``"auto"``, a kernel where it was measured to be at least as fast. float32 is never fused.
     packed: the weight is ``[gate | up]``: the epilogue reads ``acc[..., :n]`` and ``acc[..., n:]`` with
@@ -324,20 +324,35 @@ def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), c
     if isinstance(epilogue, str):
         _refuse_attributes(dict(attrs), (), epilogue, caller)
         return Traced("", epilogue, _there(operand_names(epilogue, len(shapes), caller), shapes))
-    try:
-        known = _known.setdefault(epilogue, {})
-    except TypeError:  # a callable object that nothing may refer to weakly
-        known = {}
-    key = shapes, weight, attrs, tuple(type(value) for _, value in attrs)
-    if key not in known:
+    key = key_of(epilogue, attrs, shapes, weight)
+    found = _known.get(key) if key else None
+    if found is None:
         names = operand_names(epilogue, len(shapes), caller)
         _check_attributes(epilogue, len(names), dict(attrs), caller)
         _, acc, *_ = inspect.signature(epilogue).parameters
         product = "*m 2n" if "2n" in weight else "*m n"
         operands = {acc: product, **dict(zip(names, shapes, strict=True))}
         text = text_of(trace(epilogue, operands, dict(attrs)))
-        known[key] = Traced(_name(epilogue), text, _there(names, shapes))
-    return known[key]
+        found = Traced(_name(epilogue), text, _there(names, shapes))
+        if key and key == key_of(epilogue, attrs, shapes, weight):  # nothing has changed meanwhile
+            make_room(_known)
+            _known[key] = found
+    return found
+
+
+def key_of(epilogue: Epilogue, attrs: Attrs, *what: Hashable) -> Hashable:
+    """A key of what follows from an epilogue, from what it refers to and from its attributes; None where it cannot be
+    known whether that changes: then it is traced anew.
+    """
+    if isinstance(epilogue, str):
+        return epilogue, what
+    refers_to = state(epilogue)
+    if refers_to is None:
+        return None
+    try:
+        return refers_to, what, constant(attrs)
+    except Unknown:
+        return None
 
 
 def _meant(epilogue: Any, caller: str) -> Epilogue:

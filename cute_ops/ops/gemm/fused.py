@@ -336,7 +336,7 @@ class _Epilogue:
         made.outputs = {**self.outputs, ACC: shape}
         made.writes = [*self.writes, *(f"{ACC}{half}" for half in SHAPES[shape].halves)]
         made.packs = self.packs or "2n" in shape
-        made._traced = ByAttrs(made._trace)
+        made._traced = ByAttrs(lambda attrs: _with_acc(self._traced(attrs)))
         return made
 
     def apart(self, forward: Forward) -> Op:
@@ -396,7 +396,7 @@ class _Epilogue:
             _refuse(self.name, f"xp.rotate_half of the tile `{tiles[0]}`: use the tile after the rotation")
         if not any(kind.columns for kind in found.output_kinds):
             _refuse(self.name, "it returns reductions alone: return a tile, '*m n', too")
-        return _with_acc(found) if self.saves else found
+        return found
 
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
         """The fields of the kernel's config that say what it computes."""

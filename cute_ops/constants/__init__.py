@@ -1,0 +1,11 @@
+"""What a call holds constant, as keys of tables: attributes, and what the functions that it traces read.
+
+``exact`` (keys of values), ``reads`` (what a function reads, by its code), ``state`` (whether that is what it was). A
+table of kernels must not confuse ``1``, ``True`` and ``1.0``, nor ``0.0`` and ``-0.0``, which are equal to Python, and
+must not return what was traced while a global had another value.
+"""
+
+from cute_ops.constants.exact import Exact, Unknown, exact
+from cute_ops.constants.state import constant, make_room, state
+
+__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "state"]

@@ -1,0 +1,122 @@
+"""Keys of values: two keys are equal if no Python function can tell the values apart."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+from collections.abc import Callable, Hashable, Iterable
+from decimal import Decimal
+from fractions import Fraction
+from types import BuiltinFunctionType, CodeType, ModuleType, NoneType
+from typing import Any, NoReturn
+
+# Values of these types are equal only to values that nothing tells from them, if the types are equal.
+_PLAIN = (int, bool, str, bytes, NoneType, type(...), range, CodeType, Fraction)
+_SEQUENCES = (tuple, list)
+_SETS = (set, frozenset)
+# Modules of functions that depend on their arguments alone.
+PURE_MODULES = ("math", "cmath", "operator", "_operator")
+# Builtin functions and classes that read something else, or whose results do.
+_IMPURE = {
+    "__build_class__", "__import__", "breakpoint", "compile", "delattr", "dir", "eval", "exec", "getattr", "globals",
+    "hasattr", "hash", "id", "input", "iter", "locals", "memoryview", "next", "object", "open", "setattr", "super",
+    "type", "vars",
+}  # fmt: skip
+# Of NumPy: functions that read files or a state.
+_IMPURE_STARTS = ("random", "load", "from", "genfrom", "memmap", "get", "set", "err", "seterr", "geterr", "save")
+# Classes of libraries whose instances are values, and classes that are called or named.
+_VALUES = {("torch", "dtype"), ("torch", "device"), ("torch", "memory_format"), ("torch", "layout")}
+_LIBRARIES = ("numpy", "ml_dtypes", "jax")
+
+
+class Unknown(TypeError):
+    """A value has no key: an object that may change, or a function that reads what is not known."""
+
+
+def exact(value: Any, other: Callable[[Any], Hashable] | None = None) -> Hashable:
+    """The key of a value: of numbers with type and sign, of containers with their contents.
+
+    Args:
+        value: a number, a text, a container of such, or what a library has as a constant.
+        other: gives the key of anything else.
+
+    Raises:
+        Unknown: it is none of these.
+    """
+    kind = type(value)
+    if kind is float:
+        # 0.0 equals -0.0, and NaN nothing.
+        return (float, value) if value and value == value else (float, repr(value))
+    if kind is int or kind is str:
+        return value  # type: ignore[no-any-return]
+    if kind in _PLAIN:
+        return kind, value
+    if kind in _SEQUENCES:
+        return kind, *(exact(each, other) for each in value)
+    if kind is dict:
+        return dict, *((exact(key, other), exact(each, other)) for key, each in value.items())
+    if kind in _SETS:
+        return kind, frozenset(exact(each, other) for each in value)
+    if kind is complex:
+        return complex, exact(value.real), exact(value.imag)
+    if kind is slice:
+        return slice, exact(value.start, other), exact(value.stop, other), exact(value.step, other)
+    if kind is Decimal:
+        return Decimal, str(value)
+    if is_constant(value):
+        return (kind, value.dtype.str, value.tobytes()) if _is_numpy_number(value) else (kind, value)
+    return _unknown(value) if other is None else other(value)
+
+
+class Exact(tuple[Any, ...]):
+    """A tuple that is equal to another one only if the keys of both are: ``Exact((0.0,)) != Exact((-0.0,))``."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Exact) and _key(self) == _key(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(_key(self))
+
+
+def _key(values: Iterable[Any]) -> Hashable:
+    return exact(tuple(values), lambda value: (type(value), value))
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value never changes, and neither does what it returns if it is called."""
+    kind = type(value)
+    if kind in _PLAIN or kind in (float, complex, Decimal):
+        return True
+    if kind in (tuple, frozenset):
+        return all(map(is_constant, value))
+    if isinstance(value, enum.Enum) or (kind.__module__, kind.__name__) in _VALUES or _is_numpy_number(value):
+        return True
+    if kind.__module__ in ("numpy.dtypes", "numpy") and kind.__name__ != "ndarray":
+        return _pure_of_numpy(value)
+    if kind is BuiltinFunctionType:
+        of_builtins = value.__self__ is builtins and value.__name__ not in _IMPURE
+        return of_builtins or (isinstance(value.__self__, ModuleType) and value.__module__ in PURE_MODULES)
+    if isinstance(value, type):
+        top = value.__module__.partition(".")[0]
+        if top == "builtins":
+            return value.__name__ not in _IMPURE
+        return top in _LIBRARIES or (top == "torch" and value.__name__ in ("finfo", "iinfo"))
+    return False
+
+
+def _is_numpy_number(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and type(value).__name__ != "ndarray"
+
+
+def _pure_of_numpy(value: Any) -> bool:
+    name = str(getattr(value, "__name__", ""))
+    return not (callable(value) and name.startswith(_IMPURE_STARTS))
+
+
+def _unknown(value: Any) -> NoReturn:
+    raise Unknown(f"a {type(value).__name__} may change, so that no kernel can be found by it")

@@ -1,0 +1,330 @@
+"""Keys of what calls hold constant, and what functions read."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gc
+import logging
+import math
+import os
+import random
+import types
+import weakref
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops.constants import Exact, Unknown, constant, exact, state
+from cute_ops.ops.fused_by_call import ByCall
+
+DISTINCT = [
+    0, False, 0.0, -0.0, 1, True, 1.0, math.nan, -1, 0.5, math.inf, -math.inf, "1", "", None, ..., b"", b"1", (), [], {},
+    (1,), (True,), (1.0,), [1], ((0.0,),), ((-0.0,),), {1: 0.0}, {1: -0.0}, {True: 0.0}, frozenset(), {1}, {True}, 0j,
+    complex(0.0, -0.0), 1 + 0j, np.float32(1), np.float64(1), np.int32(1), np.float32(0), np.float32(-0.0),
+    Decimal("1"), Decimal("1.0"), slice(0, 1), slice(0, True), range(2), int, float, np.float32, math.sqrt,
+]  # fmt: skip
+
+
+def test_keys_are_equal_for_what_cannot_be_told_apart_alone() -> None:
+    for i, a in enumerate(DISTINCT):
+        for j, b in enumerate(DISTINCT):
+            assert (exact(a) == exact(b)) == (i == j), (a, b)
+    assert exact(float("nan")) == exact(float("nan"))
+    assert len({exact(each) for each in DISTINCT}) == len(DISTINCT)
+    assert Exact((0.0,)) != Exact((-0.0,)) and Exact((1,)) != Exact((True,)) and Exact((1,)) == Exact((1,))
+    assert len({Exact((1,)), Exact((1.0,)), Exact((True,))}) == 3
+
+
+@pytest.mark.parametrize("value", [object(), types.SimpleNamespace(a=1), np.zeros(1), [object()], open])
+def test_what_may_change_has_no_key(value: Any) -> None:
+    with pytest.raises(Unknown):
+        constant(value)
+
+
+class Mode(enum.Enum):
+    PLAIN, TWICE = 1, 2
+
+
+class Config:
+    def __init__(self) -> None:
+        self.limit, self.table, self.mode = 3.0, {"a": [1.0, 2.0]}, Mode.PLAIN
+
+
+class Layer:
+    factor = 2.0
+
+    def __init__(self) -> None:
+        self.scale, self.bias, self.config = 2.0, None, Config()
+        self.act: Callable[..., Any] = lambda x: x * self.scale
+
+    @property
+    def double(self) -> float:
+        return self.scale * 2
+
+    def plain(self, xp: Any, x: Any) -> Any:
+        return x * self.scale * self.factor if self.bias is None else x
+
+    def nested(self, xp: Any, x: Any) -> Any:
+        config = self.config
+        return x * config.limit * config.table["a"][1]
+
+    def of_property(self, xp: Any, x: Any) -> Any:
+        return x * self.double
+
+    def by_helper(self, xp: Any, x: Any) -> Any:
+        return self.plain(xp, self.act(x))
+
+    def in_comprehension(self, xp: Any, x: Any) -> Any:
+        return sum([x * self.scale for _ in range(2)], 0.0)
+
+    def __call__(self, xp: Any, x: Any) -> Any:
+        return x * self.scale
+
+
+SCALE, LIST, TABLE, NESTED = 2.0, [1.0, 2.0], {"k": 2.0, "other": 1.0}, {"a": {"b": (1.0, [2.0])}}
+MODULE = types.ModuleType("numbers_of_a_test")
+MODULE.inner = types.SimpleNamespace(k=2.0)  # type: ignore[attr-defined]
+
+
+def helper(x: Any, *, by: float = 2.0) -> Any:
+    return x * SCALE * by
+
+
+def of_global(xp: Any, x: Any) -> Any:
+    return x * SCALE
+
+
+def of_list(xp: Any, x: Any) -> Any:
+    for each in LIST:
+        x = x * each
+    return x
+
+
+def of_table(xp: Any, x: Any) -> Any:
+    return x * TABLE["k"]
+
+
+def of_values(xp: Any, x: Any) -> Any:
+    return x * sum(TABLE.values()) * TABLE.get("k", 1.0)
+
+
+def of_nested(xp: Any, x: Any) -> Any:
+    inner = NESTED["a"]
+    return x * inner["b"][1][0]
+
+
+def of_helper(xp: Any, x: Any) -> Any:
+    return helper(x) * math.sqrt(2 / math.pi)
+
+
+def of_module(xp: Any, x: Any) -> Any:
+    return x * MODULE.inner.k
+
+
+def of_default(xp: Any, x: Any, *, by: float = 2.0) -> Any:
+    return x * by
+
+
+def of_mode(xp: Any, x: Any) -> Any:
+    return x * 2 if Config.mode is Mode.TWICE else x  # type: ignore[attr-defined]
+
+
+def of_import(xp: Any, x: Any) -> Any:
+    import math
+
+    return x * math.pi * SCALE
+
+
+def closure(k: Any) -> Callable[..., Any]:
+    def inner(x: Any) -> Any:
+        return x * k
+
+    def outer(xp: Any, x: Any) -> Any:
+        return inner(x) * k
+
+    return outer
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    return run
+
+
+Change = Callable[[], None]
+
+
+def put(owner: Any, name: str, value: Any) -> Change:
+    def change() -> None:
+        if isinstance(owner, dict | list):
+            owner[name] = value  # type: ignore[index,call-overload]
+        else:
+            setattr(owner, name, value)
+
+    return change
+
+
+def situations() -> dict[str, tuple[Callable[[], Any], list[Change]]]:
+    """What gives a function, and changes, after each of which it computes something else."""
+    here = globals()
+    layer, cell = Layer(), closure(2.0)
+    partial = functools.partial(of_default, by=3.0)
+    return {
+        "global": (lambda: of_global, [put(here, "SCALE", 3.0), put(here, "SCALE", 3), put(here, "SCALE", True)]),
+        "zero": (lambda: of_global, [put(here, "SCALE", 0.0), put(here, "SCALE", -0.0), put(here, "SCALE", 0)]),
+        "list": (lambda: of_list, [put(LIST, 0, 5.0), lambda: LIST.append(2.0), put(here, "LIST", [7.0])]),  # type: ignore[arg-type]
+        "element": (lambda: of_table, [put(TABLE, "k", 5.0), put(here, "TABLE", {"k": 7.0})]),
+        "values": (lambda: of_values, [put(TABLE, "other", 5.0), put(TABLE, "new", 5.0)]),
+        "nested": (lambda: of_nested, [lambda: put(NESTED["a"]["b"][1], 0, 5.0)()]),  # type: ignore[arg-type]
+        "helper's global": (lambda: of_helper, [put(here, "SCALE", 4.0), put(helper, "__kwdefaults__", {"by": 3.0})]),
+        "helper": (lambda: of_helper, [put(here, "helper", lambda x: x * 9.0)]),
+        "module": (lambda: of_module, [put(MODULE.inner, "k", 3.0)]),
+        "default": (lambda: of_default, [put(of_default, "__kwdefaults__", {"by": 3.0})]),
+        "mode": (lambda: of_mode, [put(Config, "mode", Mode.TWICE)]),
+        "import": (lambda: of_import, [put(here, "SCALE", 6.0)]),
+        "closure": (lambda: cell, [lambda: put(cell.__closure__[1], "cell_contents", 3.0)()]),  # type: ignore[index]
+        "wrapper": (lambda: wrapped(cell), [lambda: put(cell.__closure__[1], "cell_contents", 4.0)()]),  # type: ignore[index]
+        "partial": (lambda: partial, [put(partial.keywords, "by", 4.0)]),
+        "method": (lambda: layer.plain, [put(layer, "scale", 3.0), put(Layer, "factor", 3.0), put(layer, "bias", 1.0)]),
+        "config": (lambda: layer.nested, [put(layer.config, "limit", 5.0), put(layer.config.table["a"], 1, 5.0)]),  # type: ignore[arg-type]
+        "property": (lambda: layer.of_property, [put(layer, "scale", 7.0)]),
+        "method's helper": (lambda: layer.by_helper, [put(layer, "scale", 8.0), put(layer, "act", lambda x: x * 5.0)]),
+        "comprehension": (lambda: layer.in_comprehension, [put(layer, "scale", 9.0)]),
+        "callable object": (lambda: layer, [put(layer, "scale", 10.0)]),
+        "code": (lambda: of_module, [put(of_module, "__code__", (lambda xp, x: x * 5.0).__code__)]),
+    }
+
+
+@pytest.fixture
+def restored() -> Any:
+    """Globals, and functions' attributes, as they were."""
+    names = {name: value for name, value in globals().items() if not name.startswith("__")}
+    lists, tables = [*LIST], dict(TABLE)
+    kept = [(f, f.__code__, f.__kwdefaults__) for f in (helper, of_default, of_module)]
+    yield
+    globals().update(names)
+    LIST[:], NESTED["a"]["b"][1][0], MODULE.inner.k, Layer.factor = lists, 2.0, 2.0, 2.0  # type: ignore[index]
+    TABLE.clear()
+    TABLE.update(tables)
+    for function, code, defaults in kept:
+        function.__code__, function.__kwdefaults__ = code, defaults
+    if "mode" in vars(Config):
+        del Config.mode
+
+
+@pytest.mark.parametrize("name", situations())
+def test_a_change_of_what_a_function_reads_is_another_state(name: str, restored: None) -> None:
+    Config.mode = Mode.PLAIN  # type: ignore[attr-defined]
+    make, changes = situations()[name]
+    seen = [state(make())]
+    for change in changes:
+        assert seen[-1] is not None and state(make()) is seen[-1]
+        change()
+        seen.append(state(make()))
+    assert len({id(each) for each in seen}) == len(seen)
+
+
+def test_what_was_seen_before_is_the_state_of_then(restored: None) -> None:
+    first = state(of_global)
+    globals()["SCALE"] = 3.0
+    assert state(of_global) is not first
+    globals()["SCALE"] = 4.0 / 2
+    assert state(of_global) is first
+    a, b = Layer(), Layer()
+    assert state(a.plain) is state(b.plain)
+    b.scale = 5.0
+    assert state(a.plain) is not state(b.plain)
+    assert state(closure(2.0)) is state(closure(2.0)) is not state(closure(2))
+
+
+def counts(xp: Any, x: Any) -> Any:
+    global SCALE
+    SCALE += 1.0
+    return x * SCALE
+
+
+def of_environment(xp: Any, x: Any) -> Any:
+    return x * float(os.environ.get("CUTE_OPS_TEST_NUMBER", "1"))
+
+
+def of_chance(xp: Any, x: Any) -> Any:
+    return x * random.random()
+
+
+def of_object(xp: Any, x: Any) -> Any:
+    return x * vars(MODULE.inner)["k"]
+
+
+def of_array(xp: Any, x: Any) -> Any:
+    return x * ARRAY
+
+
+def of_name(xp: Any, x: Any) -> Any:
+    return x * getattr(MODULE.inner, "k")  # noqa: B009
+
+
+ARRAY = np.array(2.0)
+
+
+@pytest.mark.parametrize("function", [counts, of_environment, of_chance, of_object, of_array, of_name])
+def test_a_function_that_reads_what_cannot_be_known_has_no_state(
+    function: Any, restored: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "cute_ops"):
+        assert state(function) is None
+        assert state(function) is None
+    told = [r.message for r in caplog.records if r.message.startswith(f"{function.__name__} is traced at each call: it")]
+    assert len(told) <= 1
+
+
+def test_a_function_is_traced_anew_where_what_it_reads_cannot_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ByCall(of_environment)
+    names = []
+    for value in ("2", "3", "2"):
+        monkeypatch.setenv("CUTE_OPS_TEST_NUMBER", value)
+        (out,) = made.op("t").reference(np, np.ones((2, 3), np.float32))
+        assert (out == float(value)).all()
+        names.append(made.op("t").name)
+    assert names[0] == names[2] != names[1]
+
+
+def test_name_and_op_come_from_one_trace(restored: None) -> None:
+    made, x = ByCall(counts), np.ones((2, 3), np.float32)
+    for _ in range(3):
+        op = made.op("t")
+        (out,) = op.reference(np, x)
+        same = ByCall(closure_of_product(float(out[0, 0])), "counts").op("t")
+        assert same is op
+
+
+def closure_of_product(k: float) -> Callable[..., Any]:
+    return lambda xp, x: x * k
+
+
+def test_nothing_keeps_the_object_of_a_method_alive() -> None:
+    layer = Layer()
+    for method in (layer.plain, layer.nested, layer.by_helper, layer):
+        assert state(method) is not None
+        ByCall(method).op("t")
+    gone = weakref.ref(layer)
+    del layer, method
+    gc.collect()
+    assert gone() is None
+
+
+def test_functions_as_attributes_count_with_what_they_read(restored: None) -> None:
+    def applied(xp: Any, x: Any, *, act: Callable[..., Any]) -> Any:
+        return act(x)
+
+    made = ByCall(applied)
+    first = made.op("t", (("act", helper),))
+    globals()["SCALE"] = 3.0
+    second = made.op("t", (("act", helper),))
+    (out,) = second.reference(np, np.ones((1, 2), np.float32))
+    assert first is not second and (out == 6.0).all()

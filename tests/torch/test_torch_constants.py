@@ -1,0 +1,146 @@
+"""Attributes and captured numbers in PyTorch: no call gets the answer of another one."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch as ct
+
+X, W = torch.randn(4, 6), torch.randn(8, 6)
+SCALE = 2.0
+
+
+def factor(out: torch.Tensor, of: torch.Tensor) -> float:
+    """By which the largest element was multiplied."""
+    place = of.abs().argmax()
+    return (out.flatten()[place] / of.flatten()[place]).item()
+
+
+def by_flag(xp: Any, acc: Any, *, flag: Any = False) -> Any:
+    return acc * 10 if flag is True else acc * 5.5 if isinstance(flag, float) else acc * flag
+
+
+def product(function: Callable[..., Any], **attrs: Any) -> torch.Tensor:
+    return ct.linear(X, W, epilogue=function, **attrs)
+
+
+def normed(function: Callable[..., Any], **attrs: Any) -> torch.Tensor:
+    return ct.rmsnorm_linear(X, None, W, epilogue=function, **attrs)
+
+
+@pytest.mark.parametrize("order", [(1, True, 1.0), (True, 1.0, 1), (1.0, 1, True)])
+@pytest.mark.parametrize("run", [product, normed])
+def test_an_epilogues_attributes_are_told_apart_by_type(run: Callable[..., Any], order: Any) -> None:
+    wanted = {int: 1.0, bool: 10.0, float: 5.5}
+    plain = run(by_flag, flag=1)
+    for flag in (*order, *order):
+        assert factor(run(by_flag, flag=flag), plain) == pytest.approx(wanted[type(flag)])
+
+
+def test_minus_zero_is_another_attribute_than_zero() -> None:
+    @ct.fused
+    def times(xp: Any, x: Any, *, k: float = 1.0) -> Any:
+        return x * k
+
+    def scaled(xp: Any, acc: Any, *, k: float) -> Any:
+        return xp.abs(acc) * k
+
+    for k in (0.0, -0.0, 0.0, -0.0):
+        for out in (times(torch.ones(1, 2), k=k), product(scaled, k=k)):
+            assert (torch.signbit(out) == (math.copysign(1, k) < 0)).all()
+
+
+class Layer:
+    scale = 2.0
+
+    def epilogue(self, xp: Any, acc: Any) -> Any:
+        return acc * self.scale
+
+    def __call__(self, xp: Any, acc: Any) -> Any:
+        return acc * self.scale
+
+
+def test_a_method_has_the_numbers_that_its_object_has_now() -> None:
+    first, second, plain = Layer(), Layer(), X @ W.T
+    for scale in (2.0, 3.0, 2.0):
+        first.scale, second.scale = scale, scale + 1
+        for layer in (first, second):
+            for epilogue in (layer.epilogue, layer):
+                assert factor(product(epilogue), plain) == pytest.approx(layer.scale, rel=1e-5)
+    gone = weakref.ref(first)
+    del first, layer, epilogue
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_changed_global_is_never_half_seen() -> None:
+    @ct.fused
+    def scaled(xp: Any, x: Any, bias: Any = None) -> Any:
+        return x * SCALE if bias is None else x * SCALE + bias
+
+    for scale in (2.0, 5.0, 2.0):
+        globals()["SCALE"] = scale
+        assert factor(scaled(X), X) == factor(scaled(X, torch.zeros(6)), X) == scale
+
+
+def test_gradients_have_the_number_of_their_forward() -> None:
+    @ct.fused
+    def scaled(xp: Any, x: Any) -> Any:
+        return x * SCALE
+
+    x = X.clone().requires_grad_()
+    globals()["SCALE"] = 3.0
+    out = scaled(x)
+    globals()["SCALE"] = 2.0
+    out.sum().backward()
+    assert x.grad is not None and (x.grad == 3).all()
+
+
+@ct.fused
+def of_global(xp: Any, x: Any, *, k: float = 1.0) -> Any:
+    return x * SCALE * k
+
+
+def test_a_compiled_graph_is_compiled_anew_for_a_changed_number() -> None:
+    layer, plain = Layer(), X @ W.T
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return of_global(x), ct.linear(x, w, epilogue=layer.epilogue), ct.linear(x, w, epilogue=layer)
+
+    for scale in (2.0, 3.0, 4.0, 2.0):
+        globals()["SCALE"], layer.scale = scale, scale + 1
+        fused, *products = both(X, W)
+        assert factor(fused, X) == pytest.approx(scale, rel=1e-5)
+        for out in products:
+            assert factor(out, plain) == pytest.approx(scale + 1, rel=1e-5)
+    globals()["SCALE"] = 2.0
+
+
+def helper(x: Any) -> Any:
+    return x * 2.0
+
+
+@ct.fused
+def of_helper(xp: Any, x: Any) -> Any:
+    return helper(x)
+
+
+def test_a_compiled_graph_is_compiled_anew_for_a_changed_helper() -> None:
+    kept = helper
+    compiled = torch.compile(lambda x: of_helper(x), fullgraph=True, backend="eager")
+    try:
+        assert factor(compiled(X), X) == pytest.approx(2.0)
+        globals()["helper"] = lambda x: x * 3.0
+        assert factor(of_helper(X), X) == pytest.approx(3.0)
+        assert factor(compiled(X), X) == pytest.approx(3.0)
+    finally:
+        globals()["helper"] = kept
