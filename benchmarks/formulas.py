@@ -203,12 +203,16 @@ class Torch:
 
 
 def in_torch() -> dict[str, Call]:
-    """By name: computed in float32, rounded once."""
+    """By name: computed in float32, rounded once; a number per row is float32."""
 
     def call(function: Call) -> Call:
         def rounded(*tensors: torch.Tensor) -> Any:
             found, dtype = function(Torch, *(t.float() for t in tensors)), tensors[0].dtype
-            return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
+            each = [
+                out if out.shape[-1] == 1 else out.to(dtype)
+                for out in (found if isinstance(found, tuple) else (found,))
+            ]
+            return tuple(each) if isinstance(found, tuple) else each[0]
 
         return rounded
 
@@ -230,7 +234,7 @@ def in_jax() -> dict[str, Call]:
     def call(function: Call) -> Call:
         def rounded(*arrays: Any) -> Any:
             found = function(words, *(a.astype(jnp.float32) for a in arrays))
-            return jax.tree.map(lambda each: each.astype(arrays[0].dtype), found)
+            return jax.tree.map(lambda out: out if out.shape[-1] == 1 else out.astype(arrays[0].dtype), found)
 
         return rounded
 

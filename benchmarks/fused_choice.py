@@ -130,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, begin = Console(width=160, highlight=False), time.perf_counter()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     console.print(f"seed {seed}")
-    import faulthandler; faulthandler.dump_traceback_later(60, repeat=True)
+    import faulthandler
+
+    faulthandler.dump_traceback_later(60, repeat=True)
     points, where = draw(seed, options.points), target.of_device()
     variants = []
     for point in points:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cute_ops.expressions.words import ROUNDS_TO, WORDS
+from cute_ops.expressions.words import LIKE, ROUNDS_TO, STORED_AS, WORDS
 
 # Bounds of what is read from files. The derivative of a written-out GELU has 40 nodes and is 20 deep.
 MOST_NODES, MOST_DEPTH, MOST_OPERANDS, MOST_OUTPUTS = 1000, 200, 32, 32
@@ -69,8 +69,8 @@ class Node(NamedTuple):
     Attributes:
         word: a word, or one of :data:`LEAVES`: an operand, a constant, the length of a row or an element's place in it.
         args: nodes, by index.
-        value: of an operand ``0``, ``0[:n]`` or ``0[n:]``; of a constant its number; of ``astype`` the dtype;
-            of a grouped word the columns of a group.
+        value: of an operand ``0``, ``0[:n]`` or ``0[n:]``; of a constant its number; of ``astype`` the dtype, for an
+            output also ``dtype0``, that of an operand; of a grouped word the columns of a group.
     """
 
     word: str
@@ -86,6 +86,12 @@ class Node(NamedTuple):
     def half(self) -> str:
         """Of a half of a packed operand: ``[:n]`` or ``[n:]``; else empty."""
         return self.value[len(self.value.partition("[")[0]) :]
+
+    @property
+    def stored_as(self) -> str:
+        """Of an output that says its dtype: the dtype, or ``dtype0``; else empty."""
+        said = self.word == "astype" and (self.value in STORED_AS or self.value.startswith(LIKE))
+        return self.value if said else ""
 
     @property
     def number(self) -> float | bool | None:
@@ -166,8 +172,8 @@ class Graph:
         got = "".join(self.kinds[i].dtype[0] for i in args)
         if got != declared.takes:
             raise ValueError(f"{word} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
-        if (value in ROUNDS_TO) != (word == "astype") or (value and word != "astype" and not declared.grouped):
-            raise ValueError(f"{word} {value!r}: {', '.join(ROUNDS_TO)} belong to astype")
+        if self._is_dtype(value) != (word == "astype") or (value and word != "astype" and not declared.grouped):
+            raise ValueError(f"{word} {value!r}: {', '.join((*STORED_AS, ROUNDS_TO[-1]))} belong to astype")
         if declared.grouped != value.isdigit():
             raise ValueError(f"{word} {value!r}: the columns of a group belong to words of groups")
         rows, columns = any(self.kinds[i].rows for i in args), any(self.kinds[i].columns for i in args)
@@ -177,6 +183,11 @@ class Graph:
             args = tuple(sorted(args, key=self._order.__getitem__))
         dtype = "bool" if declared.gives == "b" else "float32"
         return self._make(Node(word, args, value), Kind(rows, columns and not declared.reduces, dtype))
+
+    def _is_dtype(self, value: str) -> bool:
+        number = value.removeprefix(LIKE)
+        like = value.startswith(LIKE) and number.isdecimal() and str(int(number)) == number
+        return value in (*STORED_AS, *ROUNDS_TO) or (like and int(number) < len(self.operands))
 
     def finish(self, outputs: Sequence[int]) -> Expression:
         """What the outputs need, numbered in the order in which they need it."""
@@ -237,6 +248,19 @@ def copied(
         else:
             nodes.append(graph.add(node.word, *(nodes[arg] for arg in node.args), value=node.value))
     return nodes
+
+
+def operands_of(expression: Expression, i: int) -> set[int]:
+    """The operands that a node is computed from, by index."""
+    found: set[int] = set()
+    waiting, seen = [i], {i}
+    while waiting:
+        node = expression.nodes[waiting.pop()]
+        if node.word == "operand":
+            found.add(node.operand)
+        waiting += [arg for arg in node.args if arg not in seen]
+        seen.update(node.args)
+    return found
 
 
 def rebuilt(

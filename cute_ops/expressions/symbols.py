@@ -143,6 +143,23 @@ def _operator(word: str, swapped: bool = False) -> Callable[..., Symbol]:
     return lambda self, *other: self._graph.apply(word, self, *other)
 
 
+class OperandDtype(str):
+    """The dtype of an operand, ``x.dtype``, which is known when the op is called: ``xp.astype(out, x.dtype)``. It reads
+    as that of its values, float32.
+
+    Attributes:
+        operand: the operand, by index.
+    """
+
+    operand: int
+
+    @classmethod
+    def of(cls, operand: int) -> OperandDtype:
+        made = cls("float32")
+        made.operand = operand
+        return made
+
+
 class Arithmetic:
     """The operators that values and sizes have."""
 
@@ -259,10 +276,10 @@ _NUMBER = "write the word of xp that does it, as xp.exp for math.exp; a value is
 
 
 class Symbol(Arithmetic, NoArray):
-    """A value: a node of a graph."""
+    """A value: a node of a graph; ``stored_as``: the dtype that ``xp.astype`` gave it, which it has as an output."""
 
-    def __init__(self, graph: Tracing, node: int) -> None:
-        self._graph, self._id = graph, node
+    def __init__(self, graph: Tracing, node: int, stored_as: str = "") -> None:
+        self._graph, self._id, self._stored_as = graph, node, stored_as
 
     __lt__, __le__ = _operator("less"), _operator("less_equal")
     __gt__, __ge__ = _operator("less", swapped=True), _operator("less_equal", swapped=True)
@@ -299,7 +316,8 @@ class Symbol(Arithmetic, NoArray):
 
     @property
     def dtype(self) -> str:
-        return self._graph.kinds[self._id].dtype
+        node, dtype = self._graph.nodes[self._id], self._graph.kinds[self._id].dtype
+        return OperandDtype.of(node.operand) if node.word == "operand" and dtype == "float32" else dtype
 
     @property
     def shape(self) -> TracedShape:
@@ -340,7 +358,8 @@ class Packed(Symbol):
 
     @property
     def dtype(self) -> str:
-        return self._graph.operands[self._index].kind.dtype
+        dtype = self._graph.operands[self._index].kind.dtype
+        return OperandDtype.of(self._index) if dtype == "float32" else dtype
 
     @property
     def shape(self) -> TracedShape:

@@ -6,7 +6,7 @@
     trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"})
 
 All values are computed in float32; ``xp.astype`` rounds where it stands, and outputs are rounded once, when they are
-stored.
+stored. An output that ``xp.astype`` gives has that dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cute_ops.errors import first_line, meant
 from cute_ops.expressions.graph import SHAPES, Expression, Operand
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.simplify import NUMBERS, fold
-from cute_ops.expressions.symbols import Packed, Size, Symbol, TraceError, Tracing, is_users
-from cute_ops.expressions.words import OFFERED, ROUNDS_TO, WORDS
+from cute_ops.expressions.symbols import OperandDtype, Packed, Size, Symbol, TraceError, Tracing, is_users
+from cute_ops.expressions.words import LIKE, OFFERED, ROUNDS_TO, WORDS
 
 
 def trace(
@@ -74,11 +74,18 @@ def trace(
 def _output(graph: Tracing, x: Any, at: tuple[str, int] | None) -> int:
     """The node of what a function returns."""
     if isinstance(x, Symbol) and not isinstance(x, Packed):
-        return graph.node(x, "return")
+        return _stored(graph, graph.node(x, "return"), x._stored_as)
     what = f"{x._name}, which is packed" if isinstance(x, Packed) else f"a {type(x).__name__}"
     if isinstance(x, Real):
         what = "a value that depends on no operand"
     graph.refuse(f"it returns {what}", "return a value or a tuple of values", at)
+
+
+def _stored(graph: Tracing, i: int, dtype: str) -> int:
+    """The node of an output that says its dtype, if it is not the one that the output has anyway."""
+    tiles = [k for k, operand in enumerate(graph.operands) if operand.kind.rows and operand.kind.columns]
+    usual = [f"{LIKE}{k}" for k in tiles[:2]] if graph.kinds[i].columns else ["float32"]
+    return i if dtype in ("", graph.nodes[i].value) or [dtype] == usual else graph.add("astype", i, value=dtype)
 
 
 def _operand(name: str, shape: str | Operand) -> Operand:
@@ -159,7 +166,7 @@ class Namespace:
         return self._word("clip", x, min, max)
 
     def astype(self, x: Any, dtype: Any) -> Any:
-        """Rounds to a narrow float; a bool to 0 or 1, a float to whether it is not 0."""
+        """Rounds to a narrow float; a bool to 0 or 1, a float to whether it is not 0. An output gets the dtype."""
         name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).rpartition(".")[2]
         if name == "bool":
             return x if getattr(x, "dtype", "") == "bool" else self.not_equal(x, 0.0)
@@ -168,7 +175,12 @@ class Namespace:
             self._graph.refuse(f"astype to {name}", f"round to one of {kinds}; values are computed in float32")
         if isinstance(x, Symbol) and x.dtype == "bool":
             x = self._word("where", x, 1.0, 0.0)
-        return x if name == "float32" else self._graph.apply("astype", x, value=name)
+        if name != "float32":
+            return self._graph.apply("astype", x, value=name)
+        if isinstance(x, Packed) or not isinstance(x, Symbol):
+            return x
+        stored_as = f"{LIKE}{dtype.operand}" if isinstance(dtype, OperandDtype) else name
+        return Symbol(self._graph, self._graph.node(x, "astype"), stored_as)
 
     def arange(self, n: Any) -> Any:
         """The number of each column, from 0 on."""

@@ -81,6 +81,9 @@ WORDS = {
 }
 # What `astype` rounds to. Values are float32 otherwise.
 ROUNDS_TO = ("float16", "bfloat16", "float8_e4m3fn")
+# What `astype` of an output says of its dtype: one of these, or the dtype of the operand of this number, ``dtype0``.
+STORED_AS = ("float32", "float16", "bfloat16")
+LIKE = "dtype"
 # Those that the array API lacks, which the package offers as functions of their own.
 FUNCTIONS = ("erf", "exp2", "gelu", "gelu_tanh", "ndtr", "relu", "rsqrt", "sigmoid", "silu", "softplus")
 # What a namespace offers: words, and what is written with other words.

@@ -19,6 +19,11 @@ class Fit(NamedTuple):
     sizes: tuple[Any, ...]
     own: tuple[Any, ...]
 
+    @property
+    def expanded(self) -> bool:
+        """Whether it is a tile or a column vector that lacks some of the leading dims."""
+        return "*m" in self.shape and self.own != self.sizes
+
 
 def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool, batch: Sequence[Any] = ()) -> Fit | None:
     """How an operand broadcasts to values ``(*rows, n)`` or, with ``packed``, to a product ``(*rows, 2n)``; None if it

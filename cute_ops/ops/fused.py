@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 from cute_ops.constants import exact, state
 from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
-from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.tracing import trace
+from cute_ops.expressions.words import LIKE
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.formula import Attrs, ByAttrs, Formula, declare
+from cute_ops.shapes import FLOATS
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
 
@@ -40,13 +42,15 @@ def fused(
 
         gelu_add_op = cute_ops.fused(gelu_add, operands={"x": "*m n", "bias": "n", "residual": "*m n"})
 
-    Values are float32. Outputs have the tiles' dtype, rounded once, and the shape ``*m n``, or ``*m 1`` if they follow
-    from reductions of rows alone. :mod:`cute_ops.expressions` says what a function may do.
+    Values are float32. Outputs are rounded once. They have the shape ``*m n`` and the dtype of the tiles that they are
+    computed from, float32 if these differ; or, if they follow from reductions of rows alone, the shape ``*m 1`` and
+    float32. An output that ``xp.astype`` gives has that dtype. :mod:`cute_ops.expressions` says what a function may do.
 
     Args:
         function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
         operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` a
-            column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own.
+            column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own. A dtype may stand
+            before the shape, ``float32 *m n``; ``any *m n`` is a tile of any dtype, on which no output's depends.
         name: the op's name, the function's by default.
         outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
         attrs: as in :class:`Op`; Python sees their values, and each combination has a kernel of its own.
@@ -68,7 +72,8 @@ def fused(
         came = type(operands).__name__  # type: ignore[unreachable]
         raise TypeError(f"cute_ops.fused: argument `operands` must be shapes by name, {{'x': '*m n'}}, got {came}.")
     attrs, name = attrs or {}, name or function.__name__
-    made = _Fused(name, Traces(name, function, operands, attrs), operands, outputs, attrs, cases, no_gradient)
+    shapes = {key: shape_of(operand) for key, operand in operands.items()}
+    made = _Fused(name, Traces(name, function, shapes, attrs), operands, outputs, attrs, cases, no_gradient)
     return made.op(function.__module__, doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.", grad_doc)
 
 
@@ -93,12 +98,30 @@ def fused_again(
     return declare(name, both, inputs, outputs, module=function.__module__, doc=doc, **made.common)
 
 
+ANY = "any"
+
+
 def _is_tile(shape: str) -> bool:
     return shape in ("*m n", "*m 2n")
 
 
-def _dtype(name: str, shape: str) -> str:
-    return "T" if _is_tile(shape) else f"T_{name}"
+def shape_of(operand: str) -> str:
+    """The shape of a declared operand, without a dtype."""
+    return _declared(operand)[1]
+
+
+def _declared(operand: str) -> tuple[str, str]:
+    """The dtype that stands before a shape, a name or :data:`ANY`, else empty; and the shape."""
+    first, _, shape = operand.partition(" ")
+    return (first, shape) if first in (*FLOATS, ANY) else ("", operand)
+
+
+def _dtype(name: str, operand: str) -> str:
+    """A dtype variable, or the dtype itself."""
+    dtype, shape = _declared(operand)
+    if dtype in FLOATS:
+        return dtype
+    return "T" if _is_tile(shape) and not dtype else f"T_{name}"
 
 
 class Traces(ByAttrs[Expression]):
@@ -130,11 +153,12 @@ class _Fused:
     """A function's expressions by its attributes, and the fields of its declarations."""
 
     def __init__(
-        self, name: str, expression: ByAttrs[Expression], operands: Mapping[str, str], outputs: Sequence[str],
+        self, name: str, expression: ByAttrs[Expression], given: Mapping[str, str], outputs: Sequence[str],
         attrs: Attrs, cases: tuple[Case, ...], no_gradient: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.name, self.expression, self.operands = name, expression, dict(operands)
-        self.no_gradient = tuple(no_gradient)
+        self.name, self.expression, self.no_gradient = name, expression, tuple(no_gradient)
+        self.operands = operands = {key: shape_of(operand) for key, operand in given.items()}
+        self.dtypes = {key: _dtype(key, operand) for key, operand in given.items()}
         self.wanted = {key: shape for key, shape in operands.items() if key not in no_gradient}
         # The function itself; and the gradients of operands, before sums over the dims that these lack.
         self.forward, self.backward = ByAttrs(self._traced), ByAttrs(self.differentiated)
@@ -148,15 +172,20 @@ class _Fused:
             self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         if not any(map(_is_tile, operands.values())):
             self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
-        self.tile = next(key for key, shape in operands.items() if _is_tile(shape))
+        tiles = [key for key, shape in operands.items() if _is_tile(shape)]
+        self.tile = tiles[0]
+        # The tiles on whose dtypes those of outputs depend.
+        self.deciding = [key for key in tiles if _declared(given[key])[0] != ANY] or tiles
+        self.output_dtypes: tuple[str, ...] = ()
         forward = self.forward(defaults)
         # Other values of attributes may give other gradients.
         self.handed_on, self.twins = ({}, {}) if attrs else self._passed_on(forward.expression)
         computed, by_rows = self._computed(), self._backward_by_rows(forward)
         self.saved = () if attrs else worth_saving(forward.expression, computed, sum_columns=by_rows)
         backward = self.backward(defaults)
-        self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
-        self.results = {out: Tensor(shape, "T") for out, shape in self.outputs.items()}
+        self.inputs = {key: Tensor(shape, self.dtypes[key]) for key, shape in operands.items()}
+        dtypes: dict[str, str] = dict(zip(self.outputs, self.output_dtypes, strict=True))
+        self.results = {out: Tensor(shape, dtypes[out]) for out, shape in self.outputs.items()}
         self.gradients = {f"d{key}": self.inputs[key] for key in self.wanted}
         written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
         twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
@@ -187,13 +216,14 @@ class _Fused:
 
     def _kept(self, needed: Collection[str]) -> dict[str, Tensor]:
         """What the gradient gets beside cotangents. A tile that it does not read is left out, so that nothing keeps it,
-        if a cotangent says the shape and the dtype of tiles.
+        if a cotangent says the shape of tiles, and this or something else that is read its dtype.
         """
-        told = "*m n" in self.outputs.values()
-        kept = {
-            key: tensor._replace(unread=key not in needed) for key, tensor in self.inputs.items()
-            if key in needed or not (told and _is_tile(tensor.shape))
-        }  # fmt: skip
+        told = {*FLOATS, *(t.dtype for t in self.results.values())}
+        told |= {tensor.dtype for key, tensor in self.inputs.items() if key in needed}
+        tiles = {key: t.dtype for key, t in self.inputs.items() if _is_tile(t.shape) and key not in needed}
+        idle = {key for key, dtype in tiles.items() if dtype in told or key not in self.wanted}
+        idle = idle if "*m n" in self.outputs.values() else set()
+        kept = {k: t._replace(unread=k not in needed) for k, t in self.inputs.items() if k not in idle}
         return kept | {name: self.results[name] for i, name in enumerate(self.outputs) if i in self.saved}
 
     def _passed_on(self, expression: Expression) -> tuple[dict[str, str], dict[str, str]]:
@@ -214,8 +244,11 @@ class _Fused:
             source = found.sources[node.operand] if node.word == "operand" else None
             if source and source.role == "cotangent" and self.outputs[outputs[source.position]] == "*m n":
                 cotangents[name] = outputs[source.position]
-            elif firsts.setdefault(i, name) != name:
-                twins[name] = firsts[i]
+            elif (first := firsts.setdefault(i, name)) != name:
+                # Of dtypes that surely differ, or may, and a call does not tell, both are written.
+                dtypes = {self.dtypes[name], self.dtypes[first]}
+                if len(dtypes) == 1 or dtypes.isdisjoint(FLOATS):
+                    twins[name] = first
         return cotangents, twins
 
     def _traced(self, attrs: Attrs) -> Formula:
@@ -229,9 +262,30 @@ class _Fused:
                 self._refuse(f"{out} holds bools; return xp.where({out}, 1.0, 0.0)")
             if not kind.rows or kind.columns != SHAPES[shape].kind.columns:
                 self._refuse(f"{out} does not have the shape {shape!r}: compute it from a tile")
+        dtypes = tuple(self._output_dtype(expression, place) for place in range(len(self.outputs)))
+        self.output_dtypes = self.output_dtypes or dtypes
+        if dtypes != self.output_dtypes:
+            usual = ", ".join(self.output_dtypes)
+            self._refuse(f"its outputs are {', '.join(dtypes)} with {dict(attrs)}, else {usual}")
         by_rows = bool(stages(expression)) or "*m 1" in self.outputs.values()
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
         return Formula(expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile)
+
+    def _output_dtype(self, expression: Expression, place: int) -> str:
+        """The dtype of an output, or its variable: what the function says; of a number per row float32; else that of
+        the tiles that it is computed from.
+        """
+        names, i = [*self.operands], expression.outputs[place]
+        if said := expression.nodes[i].stored_as:
+            return said if said in FLOATS else self.dtypes[names[int(said.removeprefix(LIKE))]]
+        if not expression.kinds[i].columns:
+            return "float32"
+        read = {names[k] for k in operands_of(expression, i)}
+        found = {self.dtypes[key] for key in ([key for key in self.deciding if key in read] or self.deciding)}
+        if len(found) > 1 and not (found <= {*FLOATS} or "float32" in found):
+            out, dtypes = [*self.outputs][place], ", ".join(sorted(found))
+            self._refuse(f"{out} is computed from tiles of {dtypes}: say its dtype, xp.astype({out}, 'float32')")
+        return found.pop() if len(found) == 1 else "float32"
 
     def differentiated(self, attrs: Attrs, again: bool = False) -> Formula:
         """The gradients that have to be computed; with ``again`` all of them, and the function itself."""

@@ -2,7 +2,9 @@
 
 Each operand has a kind, by how NumPy broadcasts it:
 
-- ``t`` a tile, which has the shape of the result; ``2t`` two side by side, which the function reads by halves
+- ``t`` a tile, which has the shape of the result; ``2t`` two side by side, which the function reads by halves; ``tF``,
+  ``tH`` and ``tB`` tiles of float32, float16 and bfloat16 in a call whose tiles have several dtypes
+- ``e`` a tile that was expanded, since it lacks some of the leading dims; ``2e`` two side by side
 - ``r`` a row vector, which all rows share; ``2r`` two side by side
 - ``c`` a column vector, one number per row
 - ``s`` a scalar
@@ -32,23 +34,31 @@ from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit, fit
-from cute_ops.ops.fused import fused, fused_traced
+from cute_ops.ops.fused import fused, fused_traced, shape_of
+from cute_ops.shapes import FLOATS
 
-SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "", "n": "", "_": None}
-KINDS = {"*m n": "t", "*m 2n": "2t", "n": "r", "2n": "2r", "*m 1": "c", "": "s", "number": "n"}
+TILES = {"t": "*m n", "2t": "*m 2n"}
+DTYPES = {"F": "float32", "H": "float16", "B": "bfloat16"}
+SHAPES: dict[str, str | None] = {
+    **TILES, "e": "any *m n", "2e": "any *m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "", "n": "", "_": None,
+    **{f"{tile}{letter}": f"{dtype} {shape}" for tile, shape in TILES.items() for letter, dtype in DTYPES.items()},
+}  # fmt: skip
+KINDS = {shape: kind for kind, shape in SHAPES.items() if shape is not None and kind != "n"} | {"number": "n"}
 # An argument's shape, "number" for a Python number, or None if it is left out.
 Sizes = Sequence[Any] | str | None
 Attrs = tuple[tuple[str, Any], ...]
 Function = Callable[..., Any]
-_KIND = re.compile(r"2?[tr]|[csn_]")
-_CALL = re.compile(r"((?:2?[tr]|[csn_])+)(?:\((.+)\))?")
+_KIND = re.compile(r"2?t[FHB]?|2?[er]|[csn_]")
+_CALL = re.compile(rf"((?:{_KIND.pattern})+)(?:\((.+)\))?")
 _VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
 # Ops by name; functions with the same expression share one.
 _known: dict[str, Op] = {}
 
 DOC = """Operands broadcast as in NumPy. If the result is ``[*m n]``, an operand is a tile ``[*m n]``, a row vector
 ``[n]``, a column vector ``[*m 1]``, a scalar ``[]``, or a Python number, which has no gradient. None means that an
-operand is left out. A tile that lacks some of the leading dims is expanded to all of them. An operand that the
+operand is left out. An operand that lacks some of the leading dims is expanded to all of them, and its gradient is
+summed in float32. Outputs have the dtype of the tiles that are not expanded, float32 if these differ; what follows from
+reductions of rows alone is float32. An output that ``xp.astype`` gives has that dtype. An operand that the
 function reads by halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-1] // 2``, has twice the columns.
 Keyword-only arguments are attributes: numbers and texts that Python sees; each combination has a kernel of its own.
 
@@ -205,8 +215,9 @@ class ByCall:
                 self._halves[key] = found
         return found
 
-    def fits(self, shapes: Sequence[Sizes], halves: str) -> tuple[Fit | None, ...]:
-        """How each operand of a call broadcasts to the result; None for one that is left out.
+    def fits(self, shapes: Sequence[Sizes], halves: str, dtypes: Sequence[str]) -> tuple[Fit | None, ...]:
+        """How each operand of a call broadcasts to the result; None for one that is left out. ``dtypes`` has the name
+        of each operand's dtype, an empty one for what is no array.
 
         Raises:
             ValueError: they do not broadcast, or none has the shape of the result.
@@ -237,7 +248,7 @@ class ByCall:
                 f"broadcast_to({name}, {tuple(whole)})."
             )
             self._refuse(ValueError, problem, shapes)
-        return tuple(found)
+        return _with_dtypes(found, dtypes)
 
     def _broadcast(self, shapes: Sequence[Sizes], halves: str) -> list[Any]:
         """The shape to which all operands broadcast; of an operand with halves, one half does."""
@@ -279,7 +290,8 @@ class ByCall:
     def choose(self, operands: Sequence[Any], attrs: Attrs, array: Any) -> tuple[Op, tuple[Fit | None, ...]]:
         """The op of a call, and how its operands broadcast to the result."""
         shapes = self.shapes(operands, array)
-        fits = self.fits(shapes, self.halves(there(shapes), attrs))
+        dtypes = [dtype_of(each) if isinstance(each, array) else "" for each in operands]
+        fits = self.fits(shapes, self.halves(there(shapes), attrs), dtypes)
         return self.op(kinds(fits), attrs), fits
 
     def key(self, what: Hashable, attrs: Attrs) -> Hashable:
@@ -309,7 +321,8 @@ class ByCall:
         operands = {name: shape for name, kind in by_name.items() if (shape := SHAPES[kind]) is not None}
         known = {**{name: None for name in self.operands if name not in operands}, **attrs}
         function = update_wrapper(partial(self.function, **known), self.function) if known else self.function
-        expression = trace(function, operands)  # once: name and op must be of the same numbers
+        shapes = {name: shape_of(operand) for name, operand in operands.items()}
+        expression = trace(function, shapes)  # once: name and op must be of the same numbers
         computed = "; ".join([text_of(expression), kinds, *operands])
         name = f"{self.name}_{kinds}_{hashlib.sha256(computed.encode()).hexdigest()[:12]}"
         if name not in _known:
@@ -383,6 +396,25 @@ def _has_text(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or (isinstance(value, bool | int | str) and _VALUE.fullmatch(repr(value)) is not None)
+
+
+def dtype_of(operand: Any) -> str:
+    """The name of an array's dtype, ``float32``."""
+    return str(operand.dtype).rpartition(".")[2]
+
+
+def _with_dtypes(fits: Sequence[Fit | None], dtypes: Sequence[str]) -> tuple[Fit | None, ...]:
+    """The same, with what shapes say of dtypes: an expanded tile has any, if another tile is whole, and tiles of
+    several dtypes have each its own.
+    """
+    tiles = {i: how for i, how in enumerate(fits) if how is not None and how.shape in TILES.values()}
+    whole = [i for i, how in tiles.items() if not how.expanded] or [*tiles]
+    different = len({dtypes[i] for i in whole}) > 1 and all(dtypes[i] in FLOATS for i in whole)
+    own = {i: "any" for i in tiles if i not in whole} | {i: dtypes[i] for i in whole if different}
+    return tuple(
+        how._replace(shape=f"{own[i]} {how.shape}") if how is not None and i in own else how
+        for i, how in enumerate(fits)
+    )
 
 
 def there(shapes: Sequence[Sizes]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import jax
@@ -48,16 +49,41 @@ def _by_call(by_call: ByCall) -> Function:
         operands, attrs = by_call.bind(args, kwargs)
         operands = [unwrapped(a) for a in operands]
         op, fits = by_call.choose(operands, attrs, ARRAYS)
-        given = [_fitted(a, how) for a, how in zip(operands, fits, strict=True) if a is not None and how is not None]
-        return register(op)(*given)
+        each = zip(operands, fits, strict=True)
+        given = [(_as_array(a), how) for a, how in each if a is not None and how is not None]
+        call = partial(_call, register(op), [how for _, how in given])
+        narrow = any(how.expanded and a.dtype.itemsize < 4 for a, how in given)
+        return (_summing(call) if narrow else call)(*(a for a, _ in given))
 
     return function
 
 
+def _call(function: Function, fits: Sequence[Fit], *operands: Any, wide: bool = False) -> Any:
+    """The op's results; ``wide``: operands that are expanded become float32."""
+    given = (a.astype("float32") if wide and how.expanded else a for a, how in zip(operands, fits, strict=True))
+    return function(*map(_fitted, given, fits))
+
+
+def _summing(call: Function) -> Function:
+    """The same function, whose gradients of expanded operands are summed in float32 and rounded once. The backward
+    calls the op anew on float32 operands, since JAX gives a gradient the dtype of what it is that of.
+    """
+
+    def backward(operands: Any, cotangents: Any) -> Any:
+        return jax.vjp(partial(call, wide=True), *operands)[1](cotangents)
+
+    function = jax.custom_vjp(call)
+    function.defvjp(lambda *operands: (call(*operands), operands), backward)
+    return function
+
+
+def _as_array(operand: Any) -> Any:
+    """An operand as an array; a number is float32."""
+    return operand if isinstance(operand, ARRAYS) else jnp.float32(operand)
+
+
 def _fitted(operand: Any, how: Fit) -> Any:
     """An argument of the op."""
-    if not isinstance(operand, ARRAYS):
-        return jnp.float32(operand)
     if operand.shape == () and getattr(operand, "weak_type", False):  # a number that jit traces
         operand = operand.astype("float32")
     if operand.shape == how.sizes:

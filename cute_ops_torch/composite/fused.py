@@ -11,15 +11,17 @@ from cute_ops.composite.docstrings import continued
 from cute_ops.constants import make_room
 from cute_ops.ops import fused_by_call
 from cute_ops.ops.broadcast import Fit
-from cute_ops.ops.fused_by_call import Attrs, ByCall, kinds, there
+from cute_ops.ops.fused_by_call import TILES, Attrs, ByCall, dtype_of, kinds, there
 from cute_ops_torch.composite.constant import constant, guard, number, traced
+from cute_ops_torch.library.nodes import tracked
 from cute_ops_torch.registry import define, register
 
 Function = Callable[..., Any]
 Operand = torch.Tensor | float | None
 Fits = tuple[Fit | None, ...]
-# The function of a call's op, and how its operands meet the result; None where they are passed as they are.
-Chosen = tuple[Function, Fits | None]
+# The function of a call's op; how its operands meet the result, None where they are passed as they are; and pairs of
+# tiles, by place, that must have the same dtype.
+Chosen = tuple[Function, Fits | None, Sequence[tuple[int, int]] | None]
 
 
 @overload
@@ -57,7 +59,21 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
 
     def choose(operands: Sequence[Operand], attrs: Attrs) -> Chosen:
         op, fits = by_call.choose(operands, attrs, torch.Tensor)
-        return define(op, namespace).function, None if _meet(operands, fits) else fits
+        # None of a call whose tiles have several dtypes, which its op declares.
+        tiles = [i for i, how in enumerate(fits) if how is not None and how.shape in TILES.values()]
+        function = define(op, namespace).function
+        return function, None if _meet(operands, fits) else fits, [(tiles[0], i) for i in tiles[1:]] if tiles else None
+
+    def anew(given: tuple[Any, ...], key: Hashable, operands: Sequence[Operand], attrs: Attrs) -> Chosen:
+        """Of a call that was not found by its shapes alone."""
+        own = key, *[t.dtype for t in operands if isinstance(t, torch.Tensor)]
+        if own in known:
+            return known[own]
+        chosen = choose(operands, attrs)
+        if key and key == by_call.key(given, attrs):  # nothing has changed meanwhile
+            make_room(known)
+            known[own if chosen[2] is None else key] = chosen
+        return chosen
 
     def function(*args: Operand, **kwargs: Any) -> Any:
         operands, attrs = by_call.bind(args, kwargs)
@@ -66,20 +82,22 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
             guard(by_call.function)
             attrs = tuple((name, number(value) if isinstance(value, int | float) else value) for name, value in attrs)
             shapes = by_call.shapes(operands, torch.Tensor)
-            fits = by_call.fits(shapes, halves(there(shapes), attrs))
+            dtypes = [dtype_of(t) if isinstance(t, torch.Tensor) else "" for t in operands]
+            fits = by_call.fits(shapes, halves(there(shapes), attrs), dtypes)
             run = while_traced(kinds(fits), attrs)
         else:
             given = tuple([t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands])
             key = by_call.key(given, attrs)
             try:
-                run, fits = known[key]
+                run, fits, alike = known[key]
             except KeyError:
-                run, fits = choose(operands, attrs)
-                if key and key == by_call.key(given, attrs):
-                    make_room(known)
-                    known[key] = run, fits
+                run, fits, alike = anew(given, key, operands, attrs)
             except TypeError:  # a symbolic shape has no hash
-                run, fits = choose(operands, attrs)
+                run, fits, alike = choose(operands, attrs)
+            for i, j in alike or ():
+                if operands[i].dtype is not operands[j].dtype:
+                    run, fits, _ = anew(given, key, operands, attrs)
+                    break
         return run(*(operands if fits is None else _fitted(operands, fits)))
 
     return function
@@ -103,6 +121,15 @@ def _fitted(operands: Sequence[Operand], fits: Fits) -> list[torch.Tensor]:
         if not isinstance(t, torch.Tensor):
             t = like.new_full((), t, dtype=torch.float32)
         elif t.shape != how.sizes:
-            t = t.reshape(how.own).expand(how.sizes)
+            t = expanded(t, how)
         given.append(t)
     return given
+
+
+def expanded(t: torch.Tensor, how: Fit) -> torch.Tensor:
+    """An operand, expanded to the sizes that the op takes. One of 16 bits whose gradient is wanted, which is a sum over
+    what it is expanded along, becomes float32 first: so its terms are not rounded, and the sum is rounded once.
+    """
+    if how.expanded and t.dtype.itemsize < 4 and torch.is_grad_enabled() and tracked(t):
+        t = t.float()
+    return t.reshape(how.own).expand(how.sizes)

@@ -54,7 +54,7 @@ class Nodes:
         given = {name: t for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None}
         names, wanted = tuple(given), tuple(name for name, t in given.items() if t.requires_grad)
         # What the forward computes serves every level of functorch.
-        kept = tuple(name for name, t in given.items() if _tracked(t)) if self._op.scaled else wanted
+        kept = tuple(name for name, t in given.items() if tracked(t)) if self._op.scaled else wanted
         key = names, wanted, kept, tuple((type(a), a) for a in attrs)
         return remembered(self._known, key, lambda: self._make(names, wanted, kept, attrs))
 
@@ -105,8 +105,10 @@ class Nodes:
         return made
 
 
-def _tracked(tensor: torch.Tensor) -> bool:
+def tracked(tensor: torch.Tensor) -> bool:
     """Whether autograd tracks a tensor, or a level of functorch does."""
+    if torch.compiler.is_dynamo_compiling():
+        return tensor.requires_grad
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not tensor.requires_grad:
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.requires_grad

@@ -97,9 +97,12 @@ def resolver(
             )
         return source[tensor.dtype]
 
-    shared = [
-        (k, outputs.index(t.same_as), dtype_of(t), dtype_of(op.outputs[t.same_as])) for k, t in looked_at if t.same_as
-    ]
+    shared = []
+    for k, t in looked_at:
+        if t.same_as:
+            other = op.outputs[t.same_as]
+            places = (0, 0) if t.dtype == other.dtype else (dtype_of(t), dtype_of(other))
+            shared.append((k, outputs.index(t.same_as), *places))
     absent = [(k, inputs.index(t.given)) for k, t in looked_at if t.given and t.given not in given]
     if not shared and not absent:
         return lambda tensors, raw: raw

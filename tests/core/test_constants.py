@@ -279,7 +279,9 @@ def test_a_function_that_reads_what_cannot_be_known_has_no_state(
     with caplog.at_level(logging.INFO, "cute_ops"):
         assert state(function) is None
         assert state(function) is None
-    told = [r.message for r in caplog.records if r.message.startswith(f"{function.__name__} is traced at each call: it")]
+    told = [
+        r.message for r in caplog.records if r.message.startswith(f"{function.__name__} is traced at each call: it")
+    ]
     assert len(told) <= 1
 
 

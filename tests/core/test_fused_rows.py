@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.text import parse as parse_text
 from cute_ops.expressions.words import WORDS
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import Plan, signature
+from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.op import Case
@@ -31,6 +30,7 @@ import interpreter
 import kernel_calls
 import random_programs
 from reducing import FIVE, OPS, ROW, TILE
+from row_forms import FORMS, in_form
 
 ALL = [stage for op in OPS for stage in (op, op.grad) if stage]
 BY_NAME = {op.name: op for op in ALL}
@@ -45,9 +45,9 @@ def configured(op: Op, rows: int, n: int, dtype: str = "bfloat16", arch: str = "
 
 def test_what_follows_from_a_row_s_numbers_is_a_number_of_the_row() -> None:
     op = BY_NAME["log_sum_exp"]
-    assert repr(op) == "Op log_sum_exp(x: T[*m n], scale: T_scale[*m 1]) -> lse: T[*m 1], below: T[*m n]"
+    assert repr(op) == "Op log_sum_exp(x: T[*m n], scale: T_scale[*m 1]) -> lse: float32[*m 1], below: T[*m n]"
     assert repr(op.grad) == (
-        "Op log_sum_exp_bwd(x: T[*m n], scale: T_scale[*m 1], dlse: T[*m 1], dbelow: T[*m n])"
+        "Op log_sum_exp_bwd(x: T[*m n], scale: T_scale[*m 1], dlse: float32[*m 1], dbelow: T[*m n])"
         " -> dx: T[*m n], dscale: T_scale[*m 1]"
     )
 
@@ -61,30 +61,11 @@ def test_kernels_compute_the_reference(op: Op, layout: str) -> None:
             kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, np.random.default_rng([n, rows])))
 
 
-FORMS = {
-    "registers of a CTA": {"form": "one_pass", "threads": 512, "threads_per_row": 512},
-    "registers of a cluster": {"form": "one_pass", "threads": 64, "threads_per_row": 64, "cluster": 2},
-    "values kept": {"form": "one_pass", "threads": 64, "threads_per_row": 16, "keep": True},
-    "shared memory": {"form": "ring", "threads": 64, "threads_per_row": 64},
-    "shared memory of a cluster": {"form": "ring", "threads": 96, "threads_per_row": 96, "cluster": 4},
-    "persistent": {"form": "ring", "threads": 64, "threads_per_row": 32, "stages": 2, "clusters": 64},
-    "persistent cluster": {
-        "form": "ring", "threads": 64, "threads_per_row": 64, "cluster": 2, "stages": 3, "clusters": 64
-    },
-    "passes": {"form": "passes", "threads": 64, "clusters": 64},
-}  # fmt: skip
-
-
 # Those that add up over rows, for row vectors and scalars, go from row to row.
 SUMMED = [
     BY_NAME[name] for name in ("rms_bwd", "rms_of_gated_bwd", "spread_bwd", "rms_of_sum_bwd", "rms_beside_sum_bwd")
 ]
 IN_FORMS = [(op, form) for op in ALL for form in FORMS if op not in SUMMED or "clusters" in FORMS[form]]
-
-
-def in_form(planned: Plan, form: str) -> dict[str, Any]:
-    plain: dict[str, Any] = {"threads_per_row": 0, "cluster": 1, "resident": 1, "stages": 1, "clusters": 0}
-    return replace(FusedRowConfig.of(planned.variant.config), **(plain | FORMS[form])).flat()
 
 
 @pytest.mark.parametrize(("op", "form"), IN_FORMS, ids=lambda x: getattr(x, "name", x))
@@ -319,7 +300,7 @@ def test_older_gpus_have_no_clusters() -> None:
 def test_other_configs_are_tried(op: Op) -> None:
     for n in (64, 616, 32768):  # 616: of 77 vectors, three warps to a row
         sizes = op.example((64,), n)
-        call = bind(op, {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()})
+        call = bind(op, {name: Array(t.of(sizes), op.dtype_near(t, "bfloat16")) for name, t in op.inputs.items()})
         problem = signature(call, {}, parse("sm_90a")).problem
         heuristic = op.config(problem)
         assert not objection(op.space, problem, heuristic)
@@ -338,7 +319,7 @@ COMPILED = [
 @pytest.mark.parametrize(("op", "n", "arch"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
 def test_kernels_compile_without_spills(op: Op, n: int, arch: str, tmp_path: Path) -> None:
     sizes, path = op.example((4096,), n), tmp_path / "kernel.cubin"
-    arrays = {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()}
+    arrays = {name: Array(t.of(sizes), op.dtype_near(t, "bfloat16")) for name, t in op.inputs.items()}
     worker.compile(choose(bind(op, arrays), {}, parse(arch)).variant, path)
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))
 

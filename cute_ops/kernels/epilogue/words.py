@@ -78,7 +78,7 @@ NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -Float32.inf, "min": Float32.inf}
 
 
 def astype(x, dtype):
-    return ROUNDS_TO[dtype](x).to(Float32)
+    return ROUNDS_TO[dtype](x).to(Float32) if dtype in ROUNDS_TO else x  # what an output is stored as
 
 
 # Functions of fp32 and Boolean elements; astype also takes the dtype's name. Kernels of rows have the reductions.

@@ -126,7 +126,7 @@ class Drawn(NamedTuple):
         rng = np.random.default_rng(seed)
         outputs = dict(zip(self.op.outputs, testing.run_reference(self.op, arrays, {}), strict=True))
         given = {
-            f"d{name}": testing.as_dtype(rng.standard_normal(out.shape, np.float32), self.dtype)
+            f"d{name}": testing.as_dtype(rng.standard_normal(out.shape, np.float32), str(out.dtype))
             for name, out in outputs.items()
         }
         found = [(self.op, arrays)]
