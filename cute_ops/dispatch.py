@@ -22,7 +22,7 @@ from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.hardware import sm
 from cute_ops.jit import cache as kernels
-from cute_ops.jit.layout import Memory
+from cute_ops.jit.layout import Memory, misplaced
 from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
@@ -90,6 +90,8 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
         reason: bool | str = "`fused` is 'never'"
     elif beyond is not None:
         reason = f"no kernel takes {beyond}"
+    elif asked == "auto" and (elsewhere := _out_of_reach(binding, memory)):
+        reason = elsewhere
     else:
         reason = asked == "auto" and op.instead.when(signature(binding, memory, target).problem)
     if not reason:
@@ -119,6 +121,13 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
     return found
 
 
+def _out_of_reach(binding: Binding, memory: Mapping[str, Memory]) -> str:
+    """Why the kernel cannot read an input where it lies that the program in its place can; empty if it can."""
+    other = binding.op.instead
+    problems = (misplaced(binding, name, memory.get(name)) for name in (other.anywhere if other else ()))
+    return next(filter(None, problems), "")
+
+
 def _log_choice(binding: Binding, what: str, reason: str) -> None:
     log.debug("%s%s runs by %s: %s", binding.op.name, dict(binding.dims), what, reason)
 
@@ -127,7 +136,7 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
     """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and our pass. For
     programs that have a better pass than :func:`instead`. Arguments as in :func:`instead`.
     """
-    if target is None or binding.empty or binding.dtype_without_kernel:
+    if target is None or binding.empty or binding.dtype_without_kernel or _out_of_reach(binding, memory):
         return False
     problem = signature(binding, memory, target).problem
     if reason := choice.lags(problem, binding.op.config(problem)["form"]):

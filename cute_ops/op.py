@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial, update_wrapper
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from cute_ops import lists
@@ -75,6 +75,7 @@ class _TensorFields(NamedTuple):
     contiguous: str | tuple[str, ...] | None = None
     align: int = 0
     otherwise: str = "refuse"
+    merged: bool = False
     many: str | None = None
     own: tuple[str, ...] = ()
     strided_like: str | None = None
@@ -115,6 +116,7 @@ class Tensor(_TensorFields):
         align: for inputs: bytes, at most 16, that divide the address and the strides of all dims but the contiguous
             one: 16 where TMA loads it. By default each alignment has a kernel of its own.
         otherwise: what happens to an input with other strides or another alignment: ``"refuse"`` or ``"copy"``.
+        merged: whether one stride steps over all rows, as those of a matrix: the kernel gets the leading dims as one.
         many: for a list of one or more such tensors: the name of their number, ``"k"``. Lists with the same name have
             the same length, which is also the size of a dim of this name, ``"k n"``. The kernel gets the tensors one
             after another and is compiled for their number; references, ``check`` and ``arrange`` get lists.
@@ -169,6 +171,15 @@ class Tensor(_TensorFields):
         stepped = [stride for size, stride in zip(shape[:lead], strides[:lead], strict=True) if size != 1]
         return not stepped or bool(stepped[-1] == 1)
 
+    def is_merged(self, shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+        """Whether one stride steps over all leading dims."""
+        lead = len(shape) - len(self.dims)
+        if lead < 2:
+            return True
+        # A dim of one element is stepped over last, so that the usual case does not compare a symbolic size.
+        every = [*zip(shape[:lead], strides[:lead], strict=True)]
+        return _one_stride(every) or _one_stride([each for each in every if each[0] != 1])
+
     def memory_order(self, rank: int, place: int) -> tuple[int, ...]:
         """The dims from the outermost in memory to the contiguous one, which is at this place. Leading dims stay
         together, so that they can be merged.
@@ -199,6 +210,11 @@ class Tensor(_TensorFields):
     @property
     def declared(self) -> str:
         return f"{self.dtype}[{self.shape}]"
+
+
+def _one_stride(dims: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether one stride steps over dims with these sizes and strides."""
+    return all(above == size * stride for (_, above), (size, stride) in pairwise(dims))
 
 
 class Case(NamedTuple):
@@ -386,11 +402,13 @@ class Instead(NamedTuple):
             in the log. With ``"always"`` the kernel runs, with ``"never"`` the program, also on a CPU. No kernel
             depends on this attribute, which must be declared as ``FUSED``.
         dtypes: dtypes that variables of the op may have beside those that the kernel takes.
+        anywhere: inputs that the program takes with any strides: it runs where the kernel cannot read one of them.
     """
 
     program: Program
     when: Callable[[Any], bool | str]
     dtypes: Mapping[str, tuple[str, ...]] = {}
+    anywhere: tuple[str, ...] = ()
 
 
 FUSED = OneOf(*HOW_FUSED)

@@ -259,6 +259,8 @@ def _memory(op: Op) -> Iterator[str]:
             yield f"{name}: align needs a contiguous dim, and it has none"
         if t.otherwise not in ("refuse", "copy"):
             yield f"{name}: otherwise must be 'refuse' or 'copy', got {t.otherwise!r}"
+        if t.merged and (not t.rows or t.broadcast):
+            yield f"{name} is merged, but has no leading dims that are always there"
         if t.otherwise == "copy" and (name in op.outputs or name in op.mutates):
             yield f"{name} is written, so a copy cannot stand for it: otherwise='copy' is for inputs that are read"
 
@@ -323,6 +325,8 @@ def _instead(op: Op) -> Iterator[str]:
     """What may run in place of a kernel."""
     if op.instead is None:
         return
+    if unknown := [name for name in op.instead.anywhere if name not in op.inputs]:
+        yield f"the program that may run instead takes {unknown[0]!r} anywhere, which is no input"
     if op.choices.get("fused") != HOW_FUSED:
         yield "a program may run instead of its kernel, so it must declare the attribute fused=FUSED"
     if op.program:

@@ -107,8 +107,14 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
     return Layout(keys, views, copies)
 
 
-def check_memory(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, tuple[int, ...]]:
+def check_memory(
+    binding: Binding, memory: Mapping[str, Memory], by_kernel: bool = True
+) -> dict[str, tuple[int, ...]]:
     """The inputs that are copied before a kernel takes them, with the strides of their copies.
+
+    Args:
+        binding, memory: as :func:`layout` takes them.
+        by_kernel: whether the kernel is known to run. If not, inputs that a program takes in its place may lie anywhere.
 
     Raises:
         ValueError: an input's strides or alignment are refused by its declaration.
@@ -116,19 +122,29 @@ def check_memory(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, tu
     copies: dict[str, tuple[int, ...]] = {}
     for name, array in binding.inputs.items():
         tensor, where = binding.op.inputs[name], memory.get(name)
-        if array is None or 0 in array.shape or not (where or tensor.align):
+        anywhere = binding.op.instead is not None and name in binding.op.instead.anywhere
+        if anywhere and not by_kernel and binding.attrs["fused"] != "always":
             continue
-        problem = _misplaced(name, tensor, array, where or Memory(preferred(tensor, array.shape)))
-        if problem and where and tensor.otherwise == "copy":
+        problem = misplaced(binding, name, where)
+        if problem and array and where and tensor.otherwise == "copy":
             copies[name] = preferred(tensor, array.shape)
-            problem = _misplaced(name, tensor, array, Memory(copies[name]))
+            problem = misplaced(binding, name, Memory(copies[name]))
         if problem:
+            if anywhere:
+                problem += " With fused='auto' the framework's product takes it anywhere."
             raise ValueError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
     return copies
 
 
+def misplaced(binding: Binding, name: str, where: Memory | None) -> str:
+    """What is wrong with where an input lies, compact by default; empty if nothing is."""
+    tensor, array = binding.op.inputs[name], binding.inputs[name]
+    if array is None or 0 in array.shape or not (where or tensor.align):
+        return ""
+    return _misplaced(name, tensor, array, where or Memory(preferred(tensor, array.shape)))
+
+
 def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
-    """What is wrong with an array's strides or alignment; empty if nothing is."""
     if not has_contiguous(tensor):
         return ""
     contiguous = contiguous_place(tensor, array.shape, where.strides)
@@ -138,6 +154,11 @@ def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
             return f"argument `{name}` has stride {where.strides[-1]} in its last dim, expected 1. {others}"
         dims = " or ".join(tensor.may_be_contiguous)
         return f"argument `{name}` has strides {tuple(where.strides)}, expected 1 in {dims}."
+    if tensor.merged and not tensor.is_merged(array.shape, where.strides):
+        return (
+            f"argument `{name}` has strides {tuple(where.strides)}, expected one that steps over all rows of "
+            f"{list(array.shape)}, as if they were a matrix; call .contiguous() where you accept the copy."
+        )
     if not tensor.align:
         return ""
     if where.address % tensor.align:
@@ -278,7 +299,7 @@ def groups(binding: Binding) -> list[str]:
 
 def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -> dict[str, View]:
     """Views that merge the leading dims of one name as far as every input with them allows; none if all are compact.
-    Without such dims, views with one of size 1.
+    Without such dims, views with one of size 1. A tensor that is declared as merged has one, whatever others allow.
 
     Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo their number of rows.
     """
@@ -299,20 +320,22 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
         else:
             runs.append([i])
     runs = runs or [[]]
-    if len(runs) == len(lead):
-        return {}
-    merged = tuple(math.prod(lead[i] for i in run) for run in runs)
 
-    def view(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
+    def view(tensor: Tensor, runs: list[list[int]], shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
         tail = len(tensor.dims)
+        merged = tuple(math.prod(lead[i] for i in run) for run in runs)
         leading = tuple(strides[run[-1]] if run else math.prod(shape[-tail:]) for run in runs)
         return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
 
     views = {}
     for name, tensor in {**op.inputs, **op.outputs}.items():
         array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
-        if array is not None and tensor.rows == group and not tensor.broadcast:
-            views[name] = view(tensor, tuple(array.shape), tuple(strides.get(name, compact(array.shape))))
+        if array is None or tensor.rows != group or tensor.broadcast:
+            continue
+        shape, stride = tuple(array.shape), tuple(strides.get(name, compact(array.shape)))
+        own = [kept] if tensor.merged and _uneven(shape, stride) else runs
+        if len(own) != len(lead):
+            views[name] = view(tensor, own, shape, stride)
     return views
 
 

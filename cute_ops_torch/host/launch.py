@@ -68,7 +68,8 @@ class Launcher:
         if declared.contiguous is None:
             return _compact(out)
         place = declared.contiguous_place(out.shape, out.stride())
-        return not declared.places or place is not None
+        merged = not declared.merged or declared.is_merged(out.shape, out.stride())
+        return merged and (not declared.places or place is not None)
 
     def find(
         self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor] = NOTHING

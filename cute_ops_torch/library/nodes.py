@@ -234,9 +234,13 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
         return run(*tensors)
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        for k, place, may_miss in read:
+        for k, place, merged, may_miss in read:
             cotangent = cotangents[k]
-            if not may_miss if cotangent is None else place and cotangent.stride()[place] != (1,):
+            if cotangent is None:
+                unread = not may_miss
+            else:
+                unread = place and cotangent.stride()[place] != (1,) or merged and not cotangent.is_contiguous()
+            if unread:
                 cotangents = prepare(ctx, cotangents)
                 if not cotangents:
                     return nothing
@@ -266,15 +270,17 @@ class _Cotangents:
     """Makes cotangents what the backward can read, which has these inputs.
 
     Attributes:
-        read: the places of those that it reads, where in their strides a 1 is expected, and whether they may be None
-            while others are not.
+        read: the places of those that it reads, where in their strides a 1 is expected, whether their rows must be one
+            stride apart, and whether they may be None while others are not.
         required: the places of those that it needs. A backward with one cotangent runs only if that is there.
     """
 
     def __init__(self, op: Op, inputs: Mapping[str, Tensor]) -> None:
         declared = [inputs.get(f"d{name}") for name in op.outputs]
         required = [k for k, t in enumerate(declared) if t and not t.optional]
-        self.read = [(k, _first_place(t), t.optional and bool(required)) for k, t in enumerate(declared) if t]
+        self.read = [
+            (k, _first_place(t), t.merged, t.optional and bool(required)) for k, t in enumerate(declared) if t
+        ]
         self.declared = [(k, t) for k, t in enumerate(declared) if t]
         self.required = [] if len(declared) == 1 else required
 

@@ -76,16 +76,20 @@ def check_strides(binding: Binding, tensors: Tensors, addresses: bool = False) -
     if binding.op.program:
         return
     for tensor, declared in zip(tensors, binding.op.inputs.values(), strict=True):
-        usual = declared.contiguous is None and not declared.align
+        usual = declared.contiguous is None and not declared.align and not declared.merged
         # Strides first, so that the usual case adds no guard on a symbolic size.
         if tensor is not None and not (usual and (not declared.dims or tensor.stride(-1) == 1)):
-            check_memory(binding, memory(binding.op, tensors, addresses))
+            check_memory(binding, memory(binding.op, tensors, addresses), by_kernel=False)
             break
 
 
 def readable(declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose strides the caller never chose: a copy where no dim is contiguous that an input asks for."""
-    if not has_contiguous(declared) or contiguous_place(declared, tensor.shape, tensor.stride()) is not None:
+    """A tensor whose strides the caller never chose: a copy where no dim is contiguous that an input asks for, and
+    where rows are not one stride apart that it wants merged.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    contiguous = not has_contiguous(declared) or contiguous_place(declared, shape, strides) is not None
+    if contiguous and (not declared.merged or declared.is_merged(shape, strides)):
         return tensor
     order = declared.memory_order(tensor.ndim, declared.places[0])
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.ndim)])

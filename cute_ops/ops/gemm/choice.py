@@ -31,14 +31,14 @@ OUR_FLOPS, OUR_BYTES, LAUNCH = 4.5e14, 3.5e12, 3e-6
 
 def instead(
     program: Program, config: Callable[[Problem], GemmConfig], sizes: tuple[str, str, str] | None = None,
-    few_rows: bool = False,
+    few_rows: bool = False, anywhere: tuple[str, ...] = ("x", "weight"),
 ) -> Instead:  # fmt: skip
     """What may run in place of a product's kernel, and where it does: on GPUs other than Hopper, where TMA cannot load
     the operands, for most products of few rows, and where a product without an epilogue leaves the Tensor Cores idle
     for too long. Elsewhere our kernel was measured to be at least as fast.
 
     ``sizes`` are, for a product without an epilogue, the dims of its rows, columns and terms; ``few_rows`` says whether
-    few rows were measured: of one output, by elements.
+    few rows were measured: of one output, by elements; ``anywhere`` are the two that are multiplied.
     """
 
     def when(problem: Problem) -> str:
@@ -53,7 +53,7 @@ def instead(
             return ""
         return f"its tiles keep the Tensor Cores busy for {used:.0%} of the time, less than {LEAST_BUSY:.0%}"
 
-    return Instead(program, when, WIDE)
+    return Instead(program, when, WIDE, anywhere)
 
 
 def lags(problem: Problem, form: str, few_rows: bool = False) -> str:

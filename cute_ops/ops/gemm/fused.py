@@ -144,7 +144,7 @@ def fused_linear(
     if save not in ("pre", "none"):
         _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
     made = _Epilogue(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
-    inputs = {"x": Tensor("*m k", "T"), "weight": Tensor(weight, "T")}
+    inputs = {"x": Tensor("*m k", "T", merged=True), "weight": Tensor(weight, "T")}
     given = {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
     known = {ACC, *made.outputs}
     if wrong := [key for key, dtype in (dtypes or {}).items() if key not in known or dtype not in FLOATS]:
@@ -244,7 +244,7 @@ def _declare(
         return check(binding) if check else None
 
     if apart is None:
-        other = Instead(Program(run), lambda problem: False, WIDE)
+        other = Instead(Program(run), lambda problem: False, WIDE, ("x", "weight"))
     else:
         plain = may_be_few and len(outputs) == 1 and "2n" not in weight
         biased = plain and not attrs and {t.dtype for t in (acc, *outputs.values())} == {"T"}

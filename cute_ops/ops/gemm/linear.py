@@ -27,12 +27,12 @@ from cute_ops.shapes import ITEMSIZE, Array
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
 # Of operands either dim may be contiguous, so that transposed ones are read in place.
-X = Tensor("*m k", "T", contiguous=("k", "m"))
+X = Tensor("*m k", "T", contiguous=("k", "m"), merged=True)
 WEIGHT = Tensor("n k", "T", contiguous=("k", "n"))
-DOUT = Tensor("*m n", "T", contiguous=("n", "m"))
-OUT = Tensor("*m n", "T", contiguous="n")  # an output that the caller passes may have any row stride
+DOUT = Tensor("*m n", "T", contiguous=("n", "m"), merged=True)
+OUT = Tensor("*m n", "T", contiguous="n", merged=True)  # one that the caller passes may have any row stride
 ACROSS = Tensor("k n", "T", contiguous=("n", "k"))
-DX, DWEIGHT = Tensor("*m k", "T", contiguous="k"), Tensor("n k", "T", contiguous="k")
+DX, DWEIGHT = Tensor("*m k", "T", contiguous="k", merged=True), Tensor("n k", "T", contiguous="k")
 
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
@@ -102,7 +102,7 @@ def declare(
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
         tuning=Tuning(config, space_of(sizes, demand, is_batch), sums_of_few_rows(sizes) if may_be_few else None),
-        instead=instead(Program(run, product=multiplied), config, sizes),
+        instead=instead(Program(run, product=multiplied), config, sizes, anywhere=tuple(inputs)),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
     return op

@@ -1,0 +1,69 @@
+"""Calls with arrays that lie anywhere: a kernel is compiled, another program runs, or the call is refused as planned.
+
+A sample of drawn calls; ``CUTE_OPS_SWEEP=NUMBER`` compiles so many kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops import Array, Op
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose, instead
+from cute_ops.hardware import sm
+from cute_ops.jit import cache
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
+from cute_ops.ops import OPS, PARTS
+from cute_ops.ops import PRODUCTS as NAMED
+from cute_ops.ops.gemm.accumulate import linear_dweight_add
+from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+from drawn_layouts import DrawnCall, draws, family
+from epilogues import DIFFERENTIABLE as WITH_EPILOGUES
+from fusing import OPS as FUSED
+from reducing import OPS as REDUCING
+
+EVERY = family([*OPS, *PARTS, *NAMED, *PRODUCTS, linear_dweight_add, *WITH_EPILOGUES, *FUSED, *REDUCING])
+SEED = int(os.environ.get("CUTE_OPS_SEED", "34"))
+COMPILED = int(os.environ.get("CUTE_OPS_SWEEP", "4"))
+TARGETS = (parse("sm_90a"), parse("sm_80"))
+
+
+def planned(call: DrawnCall, arch: int) -> Variant | str:
+    """The kernel that a call runs, or why none does."""
+    binding, memory = call
+    target = TARGETS[arch] if sm(TARGETS[1].arch) >= binding.op.least_sm else TARGETS[0]
+    try:
+        if instead(binding, memory, target) is not None:
+            return "another program"
+        return choose(binding, memory, target).variant
+    except (ValueError, NotImplementedError) as error:
+        assert re.match(rf"cute\.{binding.op.called}: (argument|attribute) `", str(error)), f"{call}\n{error}"
+        assert binding.attrs.get("fused", "always") == "always" or not any(
+            f"argument `{name}`" in str(error) for name in (binding.op.instead.anywhere if binding.op.instead else ())
+        ), f"{call}\n{error}"
+        return "refused"
+
+
+def test_what_is_planned_compiles(cache_folder: Path) -> None:
+    """What no kernel can read is refused before one is compiled, by the name of the op and the argument."""
+    rng, counts, kernels = np.random.default_rng(SEED), Counter[str](), dict[str, tuple[Variant, str]]()
+    for call in draws(EVERY, max(600, 4 * COMPILED), rng):
+        found = planned(call, int(rng.integers(2)))
+        counts[found if isinstance(found, str) else "a kernel"] += 1
+        if not isinstance(found, str):
+            kernels[found.symbol] = found, str(call)
+    assert min(counts.values()) > 20 and len(counts) == 3, counts
+    chosen = [kernels[symbol][0] for symbol in rng.permutation(sorted(kernels))[:COMPILED]]
+    failed = [(kernels[built.variant.symbol][1], built.error) for built in cache.build_all(chosen) if built.error]
+    assert not failed, f"{len(failed)} of {len(chosen)}, seed {SEED}\n" + "\n".join(f"{c}\n{e}\n" for c, e in failed)
