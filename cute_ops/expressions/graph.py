@@ -127,6 +127,10 @@ class Expression(NamedTuple):
         return sum(word.mufu for word in words), sum(word.fma for word in words)
 
 
+class TooLargeError(ValueError):
+    """An expression has more nodes, operands or outputs than expressions may have, or is deeper."""
+
+
 class Graph:
     """Nodes as they are made, each once. A node is its index, and arguments come before it."""
 
@@ -139,7 +143,7 @@ class Graph:
         self._order: list[tuple[object, ...]] = []
         self._depth: list[int] = []
         if len(self.operands) > MOST_OPERANDS:
-            raise ValueError(f"an expression has at most {MOST_OPERANDS} operands, got {len(self.operands)}")
+            raise TooLargeError(f"an expression has at most {MOST_OPERANDS} operands, got {len(self.operands)}")
 
     def operand(self, index: int, half: str = "") -> int:
         operand = self.operands[index]
@@ -192,7 +196,7 @@ class Graph:
     def finish(self, outputs: Sequence[int]) -> Expression:
         """What the outputs need, numbered in the order in which they need it."""
         if not 0 < len(outputs) <= MOST_OUTPUTS:
-            raise ValueError(f"an expression has 1 to {MOST_OUTPUTS} outputs, got {len(outputs)}")
+            raise TooLargeError(f"an expression has 1 to {MOST_OUTPUTS} outputs, got {len(outputs)}")
         number: dict[int, int] = {}
 
         def visit(i: int) -> None:
@@ -217,7 +221,7 @@ class Graph:
             return index
         depth = 1 + max((self._depth[arg] for arg in node.args), default=0)
         if len(self.nodes) >= MOST_NODES or depth > MOST_DEPTH:
-            raise ValueError(f"an expression has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep")
+            raise TooLargeError(f"an expression has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep")
         index = self._index[node] = len(self.nodes)
         self.nodes.append(node)
         self.kinds.append(kind)

@@ -15,7 +15,7 @@ from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
 
-from cute_ops.expressions.graph import Operand
+from cute_ops.expressions.graph import Kind, Node, Operand, TooLargeError
 from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.words import OFFERED, WORDS
 
@@ -41,9 +41,18 @@ class HalvesError(TraceError):
 class Tracing(SimplifyingGraph):
     """The graph of one call of a function."""
 
-    def __init__(self, function: str, operands: Mapping[str, Operand]) -> None:
-        super().__init__(operands.values())
+    def __init__(self, function: str, operands: Mapping[str, Operand], at: tuple[str, int] | None = None) -> None:
         self.function, self.names = function, tuple(operands)
+        try:
+            super().__init__(operands.values())
+        except TooLargeError as error:
+            self.refuse(str(error), "give it fewer operands", at)
+
+    def _make(self, node: Node, kind: Kind) -> int:
+        try:
+            return super()._make(node, kind)
+        except TooLargeError as error:
+            self.refuse(str(error), "compute it by two functions, one after the other")
 
     def refuse(self, what: str, instead: str, at: tuple[str, int] | None = None) -> NoReturn:
         """Raises :class:`TraceError` for the line that runs, or for the line ``at``."""
@@ -104,6 +113,8 @@ class Tracing(SimplifyingGraph):
         if number is not None:
             if math.isnan(number):
                 self.refuse(f"{word} of NaN", "write a number")
+            if math.isinf(number) and x != number:
+                self.refuse(f"{word} of a number beyond float64", "write a smaller one, or xp.inf")
             return self.constant(number)
         if hasattr(x, "shape") and hasattr(x, "dtype"):
             library = type(x).__module__.partition(".")[0]
@@ -131,10 +142,13 @@ def _line() -> tuple[str, int]:
 
 
 def as_number(x: Any) -> float | bool | None:
-    """A number of Python or NumPy as a bool or a float; None for anything else."""
+    """A number of Python or NumPy as a bool or a float, infinity for one beyond float64; None for anything else."""
     if type(x).__module__ == "numpy" and getattr(x, "ndim", None) == 0:
         x = x.item()
-    return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None
+    try:
+        return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None
+    except OverflowError:
+        return math.inf if x > 0 else -math.inf
 
 
 def _operator(word: str, swapped: bool = False) -> Callable[..., Symbol]:

@@ -20,7 +20,7 @@ from traceback import walk_tb
 from typing import Any
 
 from cute_ops.errors import first_line, meant
-from cute_ops.expressions.graph import SHAPES, Expression, Operand
+from cute_ops.expressions.graph import MOST_OUTPUTS, SHAPES, Expression, Operand
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.simplify import NUMBERS, fold
 from cute_ops.expressions.symbols import OperandDtype, Packed, Size, Symbol, TraceError, Tracing, is_users
@@ -42,26 +42,36 @@ def trace(
         attrs: attributes with their values; numbers become constants.
 
     Raises:
-        TraceError: the function does what an expression cannot say.
-        ValueError: a shape is none of the above, or the expression is too large.
+        TraceError: the function does what an expression cannot say, or needs one that is too large.
+        ValueError: a shape is none of the above.
     """
     declared = {name: _operand(name, shape) for name, shape in operands.items() if shape is not None}
     plain = inspect.unwrap(function)
-    graph = Tracing(getattr(plain, "__qualname__", type(plain).__name__), declared)
+    code = getattr(plain, "__code__", None)
+    at = (code.co_filename, code.co_firstlineno) if code else None
+    graph = Tracing(getattr(plain, "__qualname__", type(plain).__name__), declared, at)
     given: dict[str, Any] = dict.fromkeys(operands)
     for i, (name, operand) in enumerate(declared.items()):
         given[name] = Packed(graph, i) if operand.packed else Symbol(graph, graph.operand(i))
     try:
         returned = function(Namespace(graph), **given, **(attrs or {}))
-    except TypeError as error:  # raised by a library that does not know symbols, such as JAX
-        if isinstance(error, TraceError) or Symbol.__name__ not in str(error):
+    except RecursionError as error:
+        graph.refuse("it calls itself without an end", "write a loop of a fixed number of steps", _users_line(error))
+    except TypeError as error:
+        if isinstance(error, TraceError):
             raise
-        frame, line = [each for each in walk_tb(error.__traceback__) if is_users(each[0])][-1]
-        what = f"a library's function of a value: {first_line(error)[:100]}"
-        graph.refuse(what, "write the word of xp that does it", (frame.f_code.co_filename, line))
-    code = getattr(plain, "__code__", None)
-    at = (code.co_filename, code.co_firstlineno) if code else None
+        whole, text = str(error), first_line(error)[:100]
+        if Namespace.__name__ in whole:
+            graph.refuse(text.replace(Namespace.__name__, "xp"), "write words as xp.exp(x)", _users_line(error))
+        if f"'{Size.__name__}'" in whole:
+            graph.refuse(f"the length of a row in {text}", "use +, -, * and / on it", _users_line(error))
+        if Symbol.__name__ in whole:  # raised by a library that does not know symbols, such as JAX
+            what = f"a library's function of a value: {text}"
+            graph.refuse(what, "write the word of xp that does it", _users_line(error))
+        raise
     results = returned if isinstance(returned, tuple) else (returned,)
+    if not 0 < len(results) <= MOST_OUTPUTS:
+        graph.refuse(f"it returns {len(results)} values", f"return 1 to {MOST_OUTPUTS} values", at)
     expression = graph.finish([_output(graph, x, at) for x in results])
     depends: list[bool] = []
     for node in expression.nodes:
@@ -69,6 +79,12 @@ def trace(
     if not all(depends[i] for i in expression.outputs):
         _output(graph, 1.0, at)
     return expression
+
+
+def _users_line(error: Exception) -> tuple[str, int]:
+    """The last line of the user's code that an error came through."""
+    frame, line = [each for each in walk_tb(error.__traceback__) if is_users(each[0])][-1]
+    return frame.f_code.co_filename, line
 
 
 def _output(graph: Tracing, x: Any, at: tuple[str, int] | None) -> int:
@@ -188,14 +204,16 @@ class Namespace:
             self._graph.refuse("xp.arange of anything but the length of a row", "write xp.arange(x.shape[-1])")
         return Symbol(self._graph, self._graph.leaf("column"))
 
-    def group_mean(self, x: Any, size: int) -> Any:
+    def group_mean(self, x: Any = None, size: Any = None) -> Any:
         """The mean of each group of ``size`` columns, in all of its columns."""
-        return self.group_sum(x, size) * (1 / size)
+        return self._grouped("group_sum", x, size) * (1 / size)
 
-    def _grouped(self, word: str, x: Any, size: int) -> Any:
+    def _grouped(self, word: str, x: Any = None, size: Any = None) -> Any:
+        if not isinstance(size, int) or size < 1:
+            self._graph.refuse(f"xp.{word} of groups of {size!r} columns", f"write xp.{word}(x, 64)")
         return self._graph.apply(word, x, value=str(size))
 
-    def _reduced(self, word: str, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+    def _reduced(self, word: str, x: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
         if axis not in (-1, (-1,)) or keepdims is not True:
             instead = f"write xp.{word}(x, axis=-1, keepdims=True)"
             if word in ("max", "min"):

@@ -276,6 +276,21 @@ def branch(xp: Any, x: Any) -> Any:
     return -x
 
 
+def itself(xp: Any, x: Any) -> Any:
+    return itself(xp, x)
+
+
+def deep(xp: Any, x: Any) -> Any:
+    for _ in range(MOST_DEPTH):
+        x = xp.tanh(x)
+    return x
+
+
+def wide(xp: Any, x: Any) -> Any:
+    every = [xp.tanh(x * i) for i in range(2, MOST_NODES // 2)]
+    return xp.exp(every[0])
+
+
 ARRAY = np.ones(4, np.float32)
 CONTROL = "write xp.where(condition, a, b); for max(a, b)"
 REFUSED: list[tuple[Callable[..., Any], str, str]] = [
@@ -339,6 +354,21 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: None, "it returns a NoneType", "return a value or a tuple of values"),
     (lambda xp, x: {"out": x}, "it returns a dict", "return a value or a tuple of values"),
     (lambda xp, x: ARRAY, "it returns a ndarray", "return a value or a tuple of values"),
+    (lambda xp, x: (), "it returns 0 values", "return 1 to 32 values"),
+    (lambda xp, x: (x,) * 33, "it returns 33 values", "return 1 to 32 values"),
+    (lambda xp, x: x * 10**400, "multiply of a number beyond float64", "write a smaller one, or xp.inf"),
+    (lambda xp, x: x < -(10**400), "less of a number beyond float64", "write a smaller one, or xp.inf"),
+    (lambda xp, x: x ** 10**400, "a power other than 1 to 8", "write xp.exp(y * xp.log(x))"),
+    (itself, "it calls itself without an end", "write a loop of a fixed number of steps"),
+    (deep, "an expression has at most 1000 nodes and is at most 200 deep", "compute it by two functions"),
+    (wide, "an expression has at most 1000 nodes and is at most 200 deep", "compute it by two functions"),
+    (lambda xp, x: xp.group_sum(x), "xp.group_sum of groups of None columns", "write xp.group_sum(x, 64)"),
+    (lambda xp, x: xp.group_mean(x, 0), "xp.group_sum of groups of 0 columns", "write xp.group_sum(x, 64)"),
+    (lambda xp, x: xp.rotate_half(x, "a"), "xp.rotate_half of groups of 'a' columns", "write xp.rotate_half(x, 64)"),
+    (lambda xp, x: xp.clip(), "TypeError: xp.clip() missing 1 required positional argument: 'x'", "as xp.exp(x)"),
+    (lambda xp, x: xp(x), "TypeError: 'xp' object is not callable", "write words as xp.exp(x)"),
+    (lambda xp, x: xp.sum(), "xp.sum of anything but whole rows", "write xp.sum(x, axis=-1, keepdims=True)"),
+    (lambda xp, x: x * x.shape[-1] ** 2, "the length of a row in TypeError: unsupported", "use +, -, * and / on it"),
 ]  # fmt: skip
 
 
@@ -401,17 +431,12 @@ def test_a_value_of_another_trace_is_refused() -> None:
         trace(lambda xp, x: x * kept[0], {"x": "n"})
 
 
-def test_a_wrong_shape_and_too_large_an_expression() -> None:
+def test_a_wrong_shape_and_too_many_operands() -> None:
     with pytest.raises(ValueError, match=r"operand `x` has shape '\*m k'; shapes are '\*m n', 'n', "):
         trace(lambda xp, x: x, {"x": "*m k"})
-
-    def deep(xp: Any, x: Any) -> Any:
-        for _ in range(MOST_DEPTH):
-            x = xp.tanh(x)
-        return x
-
-    with pytest.raises(ValueError, match="is at most 200 deep"):
-        trace(deep, {"x": "n"})
+    many = eval(f"lambda xp, {', '.join(f'x{i}' for i in range(33))}: x0")
+    with pytest.raises(TraceError, match=r"<lambda> cannot be traced: an expression has at most 32 operands, got 33\n"):
+        trace(many, {f"x{i}": "*m n" for i in range(33)})
 
 
 # Derivatives
