@@ -14,6 +14,7 @@ import pytest
 from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, dispatch, lookup
 from cute_ops.autotune.rows import resized
 from cute_ops.binding import bind
+from cute_ops.dispatch import choose, instead
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact, folded
@@ -21,6 +22,8 @@ from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import rmsnorm
+from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.linear import linear
 
 SM90 = parse("sm_90a")
 
@@ -287,6 +290,38 @@ def test_leading_dims_merge_into_a_contiguous_one() -> None:
     bound = bind(LAYOUTS.by_columns, {**arrays, "x": Array((6, 1, 8), "float32")})
     with pytest.raises(ValueError, match=r"argument `x` has strides \(4, 1, 24\), expected 1 in k or m\."):
         plan(bound, {"x": Memory((4, 1, 24))}, SM90)
+
+
+APART = Memory((2 * 639 * 440, 440, 1))  # every other example of a batch
+
+
+def test_rows_that_no_stride_steps_over_are_refused_as_planned() -> None:
+    """By name, and only where our kernel is asked for: the framework's product takes them."""
+    arrays = {"x": Array((2, 639, 440), "bfloat16"), "weight": Array((2344, 440), "bfloat16")}
+    with pytest.raises(ValueError) as caught:
+        choose(bind(linear, arrays, {"fused": "always"}), {"x": APART}, SM90)
+    assert str(caught.value).splitlines()[0] == (
+        "cute.linear: argument `x` has strides (562320, 440, 1), expected one that steps over all rows of [2, 639, 440], "
+        "as if they were a matrix; call .contiguous() where you accept the copy. With fused='auto' the framework's "
+        "product takes it anywhere."
+    )
+    for fused in ("auto", "never"):
+        assert instead(bind(linear, arrays, {"fused": fused}), {"x": APART}, SM90) is (linear.instead and linear.instead.program)
+    for x in (Memory((639 * 440, 440, 1)), Memory((639 * 880, 880, 1)), Memory((1, 880, 1), 8)):
+        shape = (1, 639, 440) if x.strides[0] == 1 else (2, 639, 440)
+        call = bind(linear, arrays | {"x": Array(shape, "bfloat16")}, {"fused": "always"})
+        assert instead(call, {"x": x}, SM90) is None and choose(call, {"x": x}, SM90)
+
+
+def test_a_merged_tensor_is_a_matrix_whatever_others_allow() -> None:
+    """A slice of rows is passed by one stride, also beside a residual whose leading dims stay apart."""
+    op = fused_linear(lambda xp, acc, r: acc + r, name="add_r", operands={"r": "*m n"})
+    arrays = {"x": Array((2, 3, 64), "bfloat16"), "weight": Array((64, 64), "bfloat16"), "r": Array((2, 3, 64), "float32")}
+    memory = {"x": Memory((3 * 128, 128, 1)), "r": Memory((64, 128, 1))}
+    found = plan(bind(op, arrays, {"fused": "always"}), memory, SM90)
+    assert found.views == {"x": ((6, 64), (128, 1))}
+    x, r = (found.variant.tensors[name] for name in ("x", "r"))
+    assert x is not None and r is not None and (x.rank, r.rank, r.layout) == (2, 3, "strided")
 
 
 @pytest.mark.parametrize(

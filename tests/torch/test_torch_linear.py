@@ -69,8 +69,29 @@ def test_refused() -> None:
         cute_ops_torch.register(linear)(x.double(), weight.double())
     with pytest.raises(ValueError, match="argument `weight` has k=7, but k=8"):
         cute_ops_torch.register(linear)(x.half(), weight[:, :7].half())
-    with pytest.raises(ValueError, match=r"argument `weight` has strides \(16, 2\), expected 1 in k or n"):
-        cute_ops_torch.register(linear)(x.half(), torch.randn(4, 16).half()[:, ::2])
+    apart = torch.randn(4, 16).half()[:, ::2]
+    with pytest.raises(ValueError, match=r"argument `weight` has strides \(16, 2\), expected 1 in k or n\. With fused="):
+        cute_ops_torch.register(linear)(x.half(), apart, fused="always")
+
+
+@pytest.mark.parametrize("fused", ["auto", "never"])
+@pytest.mark.parametrize("epilogue", [None, "gelu", lambda xp, acc: (acc, xp.sum(acc, axis=-1, keepdims=True))])
+def test_operands_lie_anywhere(epilogue: Any, fused: str) -> None:
+    """Rows that no stride steps over, and gaps between columns: values and gradients are those of compact operands."""
+    every = torch.randn(4, 3, 16), torch.randn(5, 16)
+    for x, weight in ((every[0][::2], every[1]), (every[0][:, :2, ::2], every[1][:, ::2]), (every[0].mT[::2], every[1][:, :3])):
+        results = []
+        for given in ((x, weight), (x.contiguous(), weight.contiguous())):
+            leaves = [t.detach().requires_grad_() for t in given]
+            out = cute_ops_torch.linear(*leaves, epilogue=epilogue, fused=fused)
+            outs = out if isinstance(out, tuple) else (out,)
+            results.append([*outs, *torch.autograd.grad([o.square().sum() for o in outs], leaves)])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+    whole, weight = (t.half() for t in every)
+    for x in (whole[::2], whole[..., ::2]):
+        with pytest.raises(ValueError, match=r"cute\.linear: argument `x` has strides? .*fused='auto'"):
+            cute_ops_torch.linear(x, weight[:, : x.shape[-1]], epilogue=epilogue, fused="always")
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda op: op.name)

@@ -194,7 +194,8 @@ def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
 
 _ARGS = """x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``. Either dim of both may be contiguous, the other has any stride: a transposed operand is read
-            in place. These strides should be multiples of 16 bytes: others are slower.
+            in place. These strides should be multiples of 16 bytes: others are slower. Our kernel needs one stride
+            that steps over all rows of x; for operands that lie otherwise the framework's product runs.
         fused: whether our kernel runs: ``"always"``, ``"never"``, or ``"auto"``, where it was measured to be at least
             as fast as the framework's product, which runs otherwise, and for float32.
 
@@ -203,7 +204,8 @@ _ARGS = """x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit together, an operand without a contiguous dim.
+        ValueError: shapes that do not fit together; with ``"always"`` an operand that our kernel cannot read where it
+            lies.
         NotImplementedError: on a GPU, more than 2^31 rows.
     """
 
