@@ -107,9 +107,7 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
     return Layout(keys, views, copies)
 
 
-def check_memory(
-    binding: Binding, memory: Mapping[str, Memory], by_kernel: bool = True
-) -> dict[str, tuple[int, ...]]:
+def check_memory(binding: Binding, memory: Mapping[str, Memory], by_kernel: bool = True) -> dict[str, tuple[int, ...]]:
     """The inputs that are copied before a kernel takes them, with the strides of their copies.
 
     Args:

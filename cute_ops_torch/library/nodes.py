@@ -278,9 +278,7 @@ class _Cotangents:
     def __init__(self, op: Op, inputs: Mapping[str, Tensor]) -> None:
         declared = [inputs.get(f"d{name}") for name in op.outputs]
         required = [k for k, t in enumerate(declared) if t and not t.optional]
-        self.read = [
-            (k, _first_place(t), t.merged, t.optional and bool(required)) for k, t in enumerate(declared) if t
-        ]
+        self.read = [(k, _first_place(t), t.merged, t.optional and bool(required)) for k, t in enumerate(declared) if t]
         self.declared = [(k, t) for k, t in enumerate(declared) if t]
         self.required = [] if len(declared) == 1 else required
 

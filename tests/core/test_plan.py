@@ -306,7 +306,9 @@ def test_rows_that_no_stride_steps_over_are_refused_as_planned() -> None:
         "product takes it anywhere."
     )
     for fused in ("auto", "never"):
-        assert instead(bind(linear, arrays, {"fused": fused}), {"x": APART}, SM90) is (linear.instead and linear.instead.program)
+        assert instead(bind(linear, arrays, {"fused": fused}), {"x": APART}, SM90) is (
+            linear.instead and linear.instead.program
+        )
     for x in (Memory((639 * 440, 440, 1)), Memory((639 * 880, 880, 1)), Memory((1, 880, 1), 8)):
         shape = (1, 639, 440) if x.strides[0] == 1 else (2, 639, 440)
         call = bind(linear, arrays | {"x": Array(shape, "bfloat16")}, {"fused": "always"})
@@ -316,7 +318,11 @@ def test_rows_that_no_stride_steps_over_are_refused_as_planned() -> None:
 def test_a_merged_tensor_is_a_matrix_whatever_others_allow() -> None:
     """A slice of rows is passed by one stride, also beside a residual whose leading dims stay apart."""
     op = fused_linear(lambda xp, acc, r: acc + r, name="add_r", operands={"r": "*m n"})
-    arrays = {"x": Array((2, 3, 64), "bfloat16"), "weight": Array((64, 64), "bfloat16"), "r": Array((2, 3, 64), "float32")}
+    arrays = {
+        "x": Array((2, 3, 64), "bfloat16"),
+        "weight": Array((64, 64), "bfloat16"),
+        "r": Array((2, 3, 64), "float32"),
+    }
     memory = {"x": Memory((3 * 128, 128, 1)), "r": Memory((64, 128, 1))}
     found = plan(bind(op, arrays, {"fused": "always"}), memory, SM90)
     assert found.views == {"x": ((6, 64), (128, 1))}

@@ -21,7 +21,8 @@ def each(tensors: Mapping[str, Tensor], skippable: bool = False) -> dict[str, Te
     """
     return {
         name: t._replace(
-            shape=" ".join(["*b", *t.shape.replace("*m", "m").split()]), merged=False,
+            shape=" ".join(["*b", *t.shape.replace("*m", "m").split()]),
+            merged=False,
             skippable=skippable and t.skippable,
         )
         for name, t in tensors.items()

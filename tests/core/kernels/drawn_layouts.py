@@ -60,8 +60,11 @@ def draw(op: Op, rng: np.random.Generator) -> DrawnCall | None:
     try:
         dims |= {name: size(dims, {**op.attrs, **attrs}) for name, size in op.derived.items()}
         arrays: dict[str, Array | None] = {
-            name: None if name in absent else Array(_shape(tensor.of(dims), tensor.broadcast, len(tensor.dims), rng),
-                                                    dtypes.get(tensor.dtype, tensor.dtype))
+            name: None
+            if name in absent
+            else Array(
+                _shape(tensor.of(dims), tensor.broadcast, len(tensor.dims), rng), dtypes.get(tensor.dtype, tensor.dtype)
+            )
             for name, tensor in op.inputs.items()
         }
         binding = bind(op, arrays, attrs)
@@ -70,7 +73,8 @@ def draw(op: Op, rng: np.random.Generator) -> DrawnCall | None:
     if binding.empty:
         return None
     memory = {
-        name: place(array.shape, ITEMSIZE[array.dtype], rng) for name, array in arrays.items()
+        name: place(array.shape, ITEMSIZE[array.dtype], rng)
+        for name, array in arrays.items()
         if array is not None and rng.random() < 0.7
     }
     for name in op.mutates:  # an array that is written lies compact: torch refuses one whose elements overlap
