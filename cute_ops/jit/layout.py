@@ -112,7 +112,7 @@ def check_memory(binding: Binding, memory: Mapping[str, Memory], by_kernel: bool
 
     Args:
         binding, memory: as :func:`layout` takes them.
-        by_kernel: whether the kernel is known to run. If not, inputs that a program takes in its place may lie anywhere.
+        by_kernel: whether the kernel surely runs. If not, inputs that a program takes in its place may lie anywhere.
 
     Raises:
         ValueError: an input's strides or alignment are refused by its declaration.

@@ -239,7 +239,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
             if cotangent is None:
                 unread = not may_miss
             else:
-                unread = place and cotangent.stride()[place] != (1,) or merged and not cotangent.is_contiguous()
+                unread = (place and cotangent.stride()[place] != (1,)) or (merged and not cotangent.is_contiguous())
             if unread:
                 cotangents = prepare(ctx, cotangents)
                 if not cotangents:

@@ -68,9 +68,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a copy that is written": (
         {"inputs": {"x": ROWS._replace(otherwise="copy")}, "mutates": ("x",)}, "x is written, so a copy cannot stand",
     ),
-    "merged without leading dims": ({"outputs": {"out": ROW._replace(merged=True)}}, "out is merged, but has no leading"),
+    "merged without leading dims": ({"outputs": {"out": ROW._replace(merged=True)}}, "out is merged, but has no"),
     "a program that takes anywhere what is no input": (
-        {"instead": Instead(Program(dict), bool, anywhere=("y",)), "attrs": {"fused": FUSED}}, "takes 'y' anywhere, which",
+        {"instead": Instead(Program(dict), bool, anywhere=("y",)), "attrs": {"fused": FUSED}}, "takes 'y' anywhere",
     ),
     "a copy of an output": ({"outputs": {"out": ROWS._replace(otherwise="copy")}}, "out is written, so a copy cannot"),
     "inf": ({"attrs": {"a": math.inf}}, "attribute 'a' has the default inf, which torch's schemas cannot hold"),

@@ -301,9 +301,9 @@ def test_rows_that_no_stride_steps_over_are_refused_as_planned() -> None:
     with pytest.raises(ValueError) as caught:
         choose(bind(linear, arrays, {"fused": "always"}), {"x": APART}, SM90)
     assert str(caught.value).splitlines()[0] == (
-        "cute.linear: argument `x` has strides (562320, 440, 1), expected one that steps over all rows of [2, 639, 440], "
-        "as if they were a matrix; call .contiguous() where you accept the copy. With fused='auto' the framework's "
-        "product takes it anywhere."
+        "cute.linear: argument `x` has strides (562320, 440, 1), expected one that steps over all rows of [2, 639, "
+        "440], as if they were a matrix; call .contiguous() where you accept the copy. With fused='auto' the "
+        "framework's product takes it anywhere."
     )
     for fused in ("auto", "never"):
         assert instead(bind(linear, arrays, {"fused": fused}), {"x": APART}, SM90) is (

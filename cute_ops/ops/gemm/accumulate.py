@@ -82,7 +82,8 @@ def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], **more: Any) -
     op = Op(
         name, inputs=inputs, outputs={}, mutates=("total",), dtypes={"T": HALVES, "A": FLOATS}, static=(),
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
-        instead=instead(Program(run), config, anywhere=("dout", "x")), reference=reference, sharding=Sharding(parallel=("n", "k")), **more,
+        instead=instead(Program(run), config, anywhere=("dout", "x")), reference=reference,
+        sharding=Sharding(parallel=("n", "k")), **more,
     )  # fmt: skip
     return op
 

@@ -50,8 +50,8 @@ DOC = """Args:
         ``"gelu_tanh"``, ``"silu"``, ``"bias"``, which read a bias if one is given; ``"add"``, which reads a bias or
         None and a residual; or an expression's text.
     fused: whether one kernel computes all of it: ``"always"``; ``"never"``, but the framework's product and a pass over
-        its output; or ``"auto"``, a kernel where it was measured to be at least as fast. float32 is never fused, nor are
-        an x and a weight that lie where our kernel cannot read them, which ``"always"`` refuses.
+        its output; or ``"auto"``, a kernel where it was measured to be at least as fast. float32 is never fused, and
+        neither are an x and a weight that our kernel cannot read where they lie, which ``"always"`` refuses.
     packed: the weight is ``[gate | up]``: the epilogue reads ``acc[..., :n]`` and ``acc[..., n:]`` with
         ``n = acc.shape[-1] // 2``.
     transposed: the weight is ``[k, n]``, as in JAX.
