@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -16,25 +14,32 @@ from cute_ops.composite.qkv_rope import SIZES
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_unobserved
-from cute_ops_torch.huggingface.match import Forward, Replacement, definition, rebind, source_digest
+from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
+from cute_ops_torch.huggingface.source import Parameters, definition, find, source_digest, unify
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _OUTPUT = "o_proj"
+# The argument that holds cosines and sines.
+_TABLES = "position_embeddings"
 # Statements of a `forward` that rotates queries and keys as they come out of their projections.
-_HIDDEN_SHAPE = "hidden_shape = (*input_shape, -1, self.head_dim)"
-_PROJECT_AND_ROTATE = [
-    "query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
-    "key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
-    "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
-    "cos, sin = position_embeddings",
-    "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)",
-]
+_HIDDEN_SHAPE = "shape = (*input_shape, -1, self.head_dim)"
+_PROJECT_AND_ROTATE = """
+query = self.q_proj(hidden).view(shape).transpose(1, 2)
+key = self.k_proj(hidden).view(shape).transpose(1, 2)
+value = self.v_proj(hidden).view(shape).transpose(1, 2)
+cos, sin = tables
+query, key = apply_rotary_pos_emb(query, key, cos, sin)
+"""
 # The last statements of a `forward` that returns its output projection.
-_PROJECT_OUTPUT = ["attn_output = self.o_proj(attn_output)", "return (attn_output, attn_weights)"]
-# `apply_rotary_pos_emb`: `x * cos + rotate_half(x) * sin` for q and k.
-_APPLY = "6e071d28b2d6c73c"
-# `rotate_half`: the halves of the last dim swapped, the second one negated.
-_ROTATE_HALF = "a68a16140f32af85"
+_PROJECT_OUTPUT = """
+out = self.o_proj(out)
+return (out, weights)
+"""
+# `apply_rotary_pos_emb`: `x * cos + rotate_half(x) * sin` for q and k, where `rotate_half` swaps the halves of the last
+# dim and negates the second one.
+_APPLY = "65a3f73debb53d80"
+# A statement that gives a table equal halves.
+_EQUAL_HALVES = "table = torch.cat((angles, angles), dim=-1)"
 
 
 def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
@@ -42,17 +47,18 @@ def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
     mode would notice.
     """
     forward: Forward = type(attention).forward
-    if not (_projects_output(forward) and is_unobserved(attention) and can_bypass_linear(x, attention.o_proj)):
+    known = hands_on(forward) and _projects_output(forward)
+    if not (known and is_unobserved(attention) and can_bypass_linear(x, attention.o_proj)):
         return None
     return partial(forward, _Bypassed(attention, {_OUTPUT: lambda output: output}))
 
 
-def _make_forward(original: type[nn.Module]) -> Forward:
-    forward = rebind(original.forward, apply_rotary_pos_emb=_rotate)
-    if not _projects_once(original.forward):
+def _make_forward(original: Any) -> Forward:
+    forward = rebind(original, apply_rotary_pos_emb=_rotate)
+    if not _projects_once(original):
         return forward
-    skips = _rotates_projections(original.forward)
-    return _fuse_projections(forward, rebind(original.forward, apply_rotary_pos_emb=_keep) if skips else None)
+    skips = rebind(original, apply_rotary_pos_emb=_keep) if _rotates_projections(original) else None
+    return _fuse_projections(forward, skips, _cache_argument(original))
 
 
 def _keep(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,20 +66,23 @@ def _keep(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     return q, k
 
 
-def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forward:
-    """A ``forward`` that projects in one autograd node, then runs the rest: ``skips_rotation`` if that rotates, too."""
+def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: str) -> Forward:
+    """A ``forward`` that projects in one autograd node, then runs the rest: ``skips_rotation`` if that rotates, too.
+
+    ``cache`` is the name of the argument that holds keys and values of earlier positions.
+    """
 
     @wraps(forward)
     def fused(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = [getattr(self, name) for name in _PROJECTIONS]
         if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers):
             return forward(self, hidden_states, *args, **kwargs)
-        weights, tables = [layer.weight for layer in layers], kwargs.get("position_embeddings")
+        weights, tables = [layer.weight for layer in layers], kwargs.get(_TABLES)
         if skips_rotation is None or tables is None:
             rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
         else:
             rest, (cos, sin) = skips_rotation, map(_half_table, tables)
-            together = _keeps_projections(self, kwargs)
+            together = _keeps_projections(self, (kwargs.get(cache), kwargs.get("attention_mask")))
             outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
         projected = _Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
         return rest(projected, hidden_states, *args, **kwargs)
@@ -81,11 +90,11 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forwa
     return fused
 
 
-def _keeps_projections(attention: Any, kwargs: Mapping[str, Any]) -> bool:
+def _keeps_projections(attention: Any, cache_and_mask: Iterable[Any]) -> bool:
     """Whether attention saves queries, keys and values as they are. A cache copies keys and values, and so does
     attention with a mask, or eager, for the heads of their group: their memory is to be free then.
     """
-    copied = any(kwargs.get(name) is not None for name in ("past_key_values", "attention_mask"))
+    copied = any(given is not None for given in cache_and_mask)
     return not copied and attention.config._attn_implementation != "eager"
 
 
@@ -109,15 +118,15 @@ def _projects_once(forward: Any) -> bool:
     tree = definition(forward)
     if tree is None:
         return False
-    nodes = list(ast.walk(tree))
+    nodes, hidden = list(ast.walk(tree)), tree.args.args[1].arg if len(tree.args.args) > 1 else ""
     called = {ast.unparse(n) for n in nodes if isinstance(n, ast.Call)}
     named = [n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr in _PROJECTIONS]
     stored = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store | ast.Del)]
     return (
         sorted(named) == sorted(_PROJECTIONS)
-        and called >= {f"self.{name}(hidden_states)" for name in _PROJECTIONS}
-        and all(isinstance(n, ast.Name) and n.id not in ("self", "hidden_states") for n in stored)
-        and "super" not in forward.__code__.co_names
+        and called >= {f"self.{name}({hidden})" for name in _PROJECTIONS}
+        and all(isinstance(n, ast.Name) and n.id not in ("self", hidden) for n in stored)
+        and not any(isinstance(n, ast.Name) and n.id == "super" for n in nodes)
     )
 
 
@@ -128,15 +137,23 @@ def _projects_output(forward: Any) -> bool:
     if tree is None:
         return False
     named = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == _OUTPUT]
-    return len(named) == 1 and [ast.unparse(statement) for statement in tree.body[-2:]] == _PROJECT_OUTPUT
+    return len(named) == 1 and unify(_PROJECT_OUTPUT, tree.body[-2:]) is not None
 
 
 def _rotates_projections(forward: Any) -> bool:
     """Whether a ``forward`` rotates what its projections return, with nothing between."""
     tree = definition(forward)
-    body = [ast.unparse(statement) for statement in tree.body] if tree else []
-    count = len(_PROJECT_AND_ROTATE)
-    return _HIDDEN_SHAPE in body and any(body[i : i + count] == _PROJECT_AND_ROTATE for i in range(len(body)))
+    shape = find(_HIDDEN_SHAPE, tree) if tree else None
+    names = find(_PROJECT_AND_ROTATE, tree) if tree else None
+    as_here = {"shape": shape and shape["shape"], "apply_rotary_pos_emb": "apply_rotary_pos_emb", "tables": _TABLES}
+    return names is not None and all(names[name] == value for name, value in as_here.items())
+
+
+def _cache_argument(forward: Any) -> str:
+    """The argument whose method ``update`` a ``forward`` calls; empty where there is none."""
+    names, tree = Parameters.of(forward).names, definition(forward)
+    calls = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)} if tree else set()
+    return next((name for name in names if f"{name}.update" in calls), "")
 
 
 def _packed(module: nn.Module) -> tuple[str, ...]:
@@ -174,15 +191,14 @@ def _half_table(table: torch.Tensor) -> torch.Tensor:
 
 def _applies_rotary(module: nn.Module, model: nn.Module) -> bool:
     """Whether a module's ``forward`` calls ``apply_rotary_pos_emb``, on tables whose halves are equal."""
-    forward = type(module).forward
-    if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+    forward = innermost(type(module).forward)
+    if forward is None or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return False
     tables = [type(m).forward for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     return (
         source_digest(forward.__globals__.get("apply_rotary_pos_emb")) == _APPLY
-        and source_digest(forward.__globals__.get("rotate_half")) == _ROTATE_HALF
         and bool(tables)
-        and all("emb = torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(inspect.unwrap(t)) for t in tables)
+        and all((tree := definition(t)) is not None and find(_EQUAL_HALVES, tree) is not None for t in tables)
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import types
 from functools import wraps
 from typing import Any
 
@@ -14,28 +13,37 @@ from torch import nn
 
 from cute_ops_torch.huggingface import residual_norm
 from cute_ops_torch.huggingface.bypass import is_unobserved
-from cute_ops_torch.huggingface.layer import layer_forward
-from cute_ops_torch.huggingface.match import Forward, Replacement, can_rebind, definition, rebind
+from cute_ops_torch.huggingface.layer import is_fused
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
+from cute_ops_torch.huggingface.source import Parameters, definition, find, unify
 from cute_ops_torch.library.modes import transforms_active
 
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
-# Without these arguments positions are consecutive: the model counts them by the statement below.
-_POSITION_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values")
-_COUNTS = "position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens"
+# How a model counts positions that are not given. They are consecutive where it gets no cache and no mask, either.
+_COUNTS = (
+    """
+    seen = cache.get_seq_length() if cache is not None else 0
+    positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
+    """,
+    """
+    seen = cache.get_seq_length() if cache is not None else 0
+    positions = torch.arange(seen, seen + inputs_embeds.shape[1], device=inputs_embeds.device)
+    """,
+)
+_ARGUMENTS = ("attention_mask", "position_ids")
 
 
-def _make_forward(original: type[nn.Module]) -> Forward:
+def _make_forward(plain: Any) -> Forward:
     """A ``forward`` whose masks ignore positions that the model has counted: a search in them waits for the GPU."""
-    plain = original.forward
-    scope = inspect.unwrap(plain).__globals__
+    scope = plain.__globals__
     masks = {name: _without_positions(scope[name]) for name in _MASKS if name in scope}
-    counting, names = rebind(plain, **masks), list(inspect.signature(plain).parameters)[1:]
-    chains = _chains_layers(plain)
+    counting, names = rebind(plain, **masks), Parameters.of(plain).names
+    chains, arguments = _chains_layers(plain), _position_arguments(plain)
 
     @wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        run = counting if all(given.get(name) is None for name in _POSITION_ARGUMENTS) else plain
+        run = counting if all(given.get(name) is None for name in arguments) else plain
         if not chains or torch.compiler.is_compiling():
             return run(self, *args, **kwargs)
         with residual_norm.next_norms(_next_norms(self)):
@@ -54,7 +62,7 @@ def _next_norms(model: Any) -> dict[int, residual_norm.LlamaRMSNorm]:
         return {}
     layers = list(model.layers)[: model.config.num_hidden_layers]
     plain = [
-        inspect.unwrap(type(layer).forward) is layer_forward  # checkpointing wraps it
+        is_fused(layer)
         and is_unobserved(layer)
         and not getattr(layer, "gradient_checkpointing", False)  # its second forward runs without its neighbours
         for layer in layers
@@ -68,25 +76,38 @@ def _chains_layers(forward: Any) -> bool:
     """Whether a model's ``forward`` passes each layer's output to the next layer and the last one's to a norm only."""
     tree = definition(forward)
     for loop, after in itertools.pairwise(tree.body if tree else []):
-        if isinstance(loop, ast.For) and "self.layers[" in ast.unparse(loop.iter) and len(loop.body) == 1:
-            step = ast.unparse(loop.body[0]).replace("\n", "")
-            chained = step.startswith("hidden_states = decoder_layer(hidden_states,") and not loop.orelse
-            return chained and ast.unparse(after) == "hidden_states = self.norm(hidden_states)"
+        if isinstance(loop, ast.For) and "self.layers[" in ast.unparse(loop.iter):
+            return _chains(loop, after)
     return False
+
+
+def _chains(loop: ast.For, after: ast.stmt) -> bool:
+    step, norm = loop.body[0], unify("hidden = self.norm(hidden)", [after])
+    if norm is None or len(loop.body) > 1 or loop.orelse:
+        return False
+    if not isinstance(step, ast.Assign) or not isinstance(step.value, ast.Call):
+        return False
+    call = ast.Call(step.value.func, step.value.args[:1], [])
+    names = unify("hidden = layer(hidden)", [ast.Assign(step.targets, call, lineno=0)])
+    each = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    return names is not None and names["hidden"] == norm["hidden"] and names["layer"] in each
+
+
+def _position_arguments(forward: Any) -> tuple[str, ...]:
+    """Names of the arguments of a ``forward`` without which it counts positions; none where it does not."""
+    tree = definition(forward)
+    names = next((found for each in _COUNTS if tree and (found := find(each, tree))), None)
+    needed = (*_ARGUMENTS, names["cache"], names["positions"]) if names else ()
+    return tuple(dict.fromkeys(needed)) if {*needed} <= {*inspect.signature(forward).parameters} else ()
 
 
 def _counts_positions(module: nn.Module, model: nn.Module) -> bool:
     """Whether a ``forward`` counts positions where none are given, and makes its masks of them."""
-    forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, types.FunctionType) or not set(_MASKS) & set(forward.__code__.co_names):
-        return False
-    tree = definition(forward)
-    masks = [forward.__globals__[name] for name in _MASKS if name in forward.__code__.co_names]
+    forward = innermost(type(module).forward)
+    masks = [forward.__globals__[name] for name in _MASKS if name in forward.__code__.co_names] if forward else []
     return (
-        tree is not None
-        and can_rebind(type(module).forward)
-        and _COUNTS in map(ast.unparse, ast.walk(tree))
-        and set(_POSITION_ARGUMENTS) <= set(inspect.signature(forward).parameters)
+        bool(masks)
+        and bool(_position_arguments(forward))
         and all(inspect.signature(mask).parameters["position_ids"].default is None for mask in masks)
     )
 

@@ -11,7 +11,7 @@ from cute_ops_torch.composite.embedding import embedding
 from cute_ops_torch.huggingface.match import Replacement, by_source
 
 # `forward` of Gemma's embedding: torch's, times `embed_scale`.
-_SCALED = "d7afd985f430fa7f"
+_SCALED = "382d858fe9dddb30"
 
 
 def _embed(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:

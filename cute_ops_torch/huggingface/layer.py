@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,15 +12,16 @@ from cute_ops_torch import functions
 from cute_ops_torch.huggingface import attention, residual_norm
 from cute_ops_torch.huggingface.autograd_nodes import linear_add_rmsnorm, rmsnorm_and_residual, silu_mlp_add_rmsnorm
 from cute_ops_torch.huggingface.bypass import has_hooks, is_eager, is_unobserved
-from cute_ops_torch.huggingface.match import by_source, source_digest
+from cute_ops_torch.huggingface.match import Forward, Replacement, runs
 from cute_ops_torch.huggingface.mlp import drops_product
 from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
 from cute_ops_torch.huggingface.norm import llama_rmsnorm
 from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
+from cute_ops_torch.huggingface.source import Parameters, source_digest
 
 Tensor = torch.Tensor
 # `forward` of LlamaDecoderLayer: attention, then MLP, each behind a norm and added to the residual stream.
-_LLAMA = "bb4a23cffe10017e"
+_LLAMA = "0cd35fa51e4a7fb4"
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -31,23 +33,38 @@ class LlamaDecoderLayer(nn.Module):
     mlp: Any
 
 
-def layer_forward(
-    self: LlamaDecoderLayer, hidden_states: Tensor, attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = False,
-    position_embeddings: Any = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+def _make_forward(original: Any) -> Forward:
+    """Its arguments have the names that they have in ``original``, which passes all but the first one to attention."""
+    parameters = Parameters.of(original)
+    (first,) = parameters.used
+
+    def forward(self: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> Tensor:
+        given = parameters.bind(args, kwargs)
+        if given is None:
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]  # raises
+        return _run(self, first, given)
+
+    vars(forward)["_cute_layer"] = True
+    return forward
+
+
+def is_fused(layer: nn.Module) -> bool:
+    """Whether a layer runs what this module makes of it."""
+    return hasattr(inspect.unwrap(type(layer).forward), "_cute_layer")
+
+
+def _run(self: LlamaDecoderLayer, first: str, given: dict[str, Any]) -> Tensor:
+    hidden_states = given[first]
     normed, residual = _norm_and_residual(self.input_layernorm, hidden_states)
     norm = self.post_attention_layernorm
     fused = normed.dtype == residual.dtype and _can_fuse(norm, residual)
     without_output = attention.without_output(self.self_attn, normed) if fused else None
-    attended, _ = (without_output or self.self_attn)(
-        hidden_states=normed, attention_mask=attention_mask, position_ids=position_ids,
-        past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
-    )  # fmt: skip
+    given[first] = normed
+    attended, _ = (without_output or self.self_attn)(**given)
     if without_output:
         weight: Tensor = self.self_attn.o_proj.weight
         normed, residual = linear_add_rmsnorm(attended, weight, residual, norm.weight, norm.variance_epsilon)
-    elif residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
+    elif runs(norm, llama_rmsnorm) and residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
         normed, residual = functions.add_rmsnorm(attended, residual, norm.weight, None, norm.variance_epsilon)
     else:  # mixed dtypes promote step by step in the original; hooks need the module to be called
         residual = residual + attended
@@ -81,7 +98,7 @@ def _norm_and_residual(norm: LlamaRMSNorm, residual: Tensor) -> tuple[Tensor, Te
 def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     """Whether a norm of ``x`` may be fused with another use of ``x``, instead of being called."""
     return (
-        type(norm).forward is llama_rmsnorm
+        runs(norm, llama_rmsnorm)
         and torch.is_grad_enabled()
         and is_eager(x)
         and type(norm.weight) is nn.Parameter
@@ -90,9 +107,11 @@ def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     )
 
 
-def _has_llama_norm(layer: LlamaDecoderLayer) -> bool:
+def _is_llama_layer(layer: Any, model: nn.Module) -> bool:
+    if source_digest(type(layer).forward) != _LLAMA:
+        return False
     norm = layer.post_attention_layernorm
     return "forward" not in vars(norm) and source_digest(type(norm).forward) == LLAMA_NORM
 
 
-REPLACEMENTS = (by_source("add_rmsnorm", _LLAMA, layer_forward, also=_has_llama_norm),)
+REPLACEMENTS = (Replacement("add_rmsnorm", _is_llama_layer, _make_forward),)

@@ -12,45 +12,41 @@ from cute_ops.composite import chunks
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.bypass import has_hooks
-from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
+from cute_ops_torch.huggingface.match import Forward, Replacement
+from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
 
 Tensor = torch.Tensor
 # `forward` of LlamaForCausalLM, with either way to choose the positions that get logits.
-_CAUSAL_LM = ("251f057fcb6bc2ca", "0800d02eb9d8daa4")
+_CAUSAL_LM = ("d98f8281207965a0", "bb9146bdb775d911")
 
 
-def _make_forward(original: type[nn.Module]) -> Forward:
-    # Lazily: patching is imported where transformers is not installed.
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-    from transformers.utils import can_return_tuple
+def _make_forward(original: Any) -> Forward:
+    """Its arguments and the fields of its output have the names that they have in ``original``."""
+    parameters, tree = Parameters.of(original), definition(original)
+    labels_name, keep_name = parameters.used
+    output = original.__globals__[tree.body[-1].value.func.id]  # type: ignore[union-attr]  # of `return Output(...)`
 
-    plain = original.forward
-
-    def forward(
-        self: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        common = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
-        }  # fmt: skip
-        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(args, kwargs)
+        if given is None:
+            return original(self, *args, **kwargs)  # raises
+        labels, keep = given.pop(labels_name), given.pop(keep_name)
+        keeps_all = isinstance(keep, int) and keep == 0
         if labels is None or not self.training or not keeps_all or has_hooks(self.lm_head):
-            return plain(self, labels=labels, logits_to_keep=logits_to_keep, **common)
-        outputs = self.model(**common)
+            return original(self, *args, **kwargs)
+        outputs = self.model(**given)
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
+        others = {name: value for name, value in kwargs.items() if name not in parameters.names}
         if hidden.dtype == head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **kwargs)
+            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **others)
         else:  # the logits have another dtype
             logits = head(hidden)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )  # fmt: skip
+            loss = self.loss_function(
+                logits=logits, **{labels_name: labels}, vocab_size=self.config.vocab_size, **others
+            )
+        return output(loss=loss, logits=logits, **{name: getattr(outputs, name) for name in parameters.copied})
 
-    return can_return_tuple(forward)  # type: ignore[no-any-return]
+    return forward
 
 
 def _next_token_loss(

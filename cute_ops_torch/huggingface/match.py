@@ -1,23 +1,24 @@
-"""Recognise Hugging Face's modules by the source of their ``forward``, not by the names of their classes.
+"""What ``patch`` replaces: modules recognised by the source of their ``forward``, not by the names of their classes.
 
-Other models of the same build (Mistral, Qwen) match too; a future version that computes something else does not. Of a
-``forward`` that matches a copy may find other functions under some global names.
+Other models of the same build (Mistral, Qwen) match too; a future version that computes something else does not. A new
+``forward`` runs beneath the decorators of the one that it replaces, whatever they do.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
-import textwrap
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, update_wrapper
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from cute_ops_torch.huggingface.source import source_digest
+
 Forward = Callable[..., Any]
+# Wrappers that decorators make, by module and name, which only rename arguments.
+_HAND_ON = {("transformers.utils.deprecation", "deprecate_kwarg.<locals>.wrapper.<locals>.wrapped_func")}
 
 
 class Replacement(NamedTuple):
@@ -26,7 +27,7 @@ class Replacement(NamedTuple):
     Attributes:
         op: the op that the new ``forward`` runs.
         matches: ``matches(module, model)``: whether a module of the model is of this kind.
-        forward: makes the new ``forward`` for a class of modules.
+        forward: makes the new ``forward`` from the one beneath the decorators of the original.
         unused: name of a submodule that the new ``forward`` does not call.
         packed: ``packed(module)``: names of linear layers that read the same input: packed weights make them one
             matrix product.
@@ -36,7 +37,7 @@ class Replacement(NamedTuple):
 
     op: str
     matches: Callable[[nn.Module, nn.Module], bool]
-    forward: Callable[[type[nn.Module]], Forward]
+    forward: Callable[[Any], Forward]
     unused: str = ""
     packed: Callable[[nn.Module], tuple[str, ...]] = lambda module: ()
     apart: Callable[[nn.Module], str] = lambda module: ""
@@ -51,54 +52,80 @@ def by_source(
     def matches(module: nn.Module, model: nn.Module) -> bool:
         return source_digest(type(module).forward) == digest and also(module)
 
-    return Replacement(op, matches, lambda original: forward, unused, lambda module: packed)
+    return Replacement(op, matches, lambda original: _named_as(forward, original), unused, lambda module: packed)
 
 
-@cache
-def source_digest(function: object) -> str | None:
-    """A digest of a function's parameters and body; None where it has no source.
-
-    Annotations, comments, the docstring and the version of Python do not count.
-    """
-    tree = definition(function)
-    if tree is None:
-        return None
-    for argument in ast.walk(tree.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    body = tree.body[1:] if ast.get_docstring(tree) else tree.body
-    text = "\n".join([ast.unparse(tree.args), *map(ast.unparse, body)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def innermost(forward: Any) -> Any:
+    """The function beneath the decorators of ``forward``; None where :func:`rewrap` cannot replace it."""
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        if not any(contents is inner for contents in _contents(forward)):
+            return None
+        forward = inner
+    return forward if isinstance(forward, types.FunctionType) else None
 
 
-def definition(function: Any) -> ast.FunctionDef | None:
-    """The syntax tree of a function beneath its decorators; None where it has no source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return tree if isinstance(tree, ast.FunctionDef) else None
-
-
-def rebind(forward: Any, **names: Forward) -> Forward:
-    """A copy of ``forward`` that finds these functions under these global names, beneath its decorators too."""
-    inner, closure = getattr(forward, "__wrapped__", None), forward.__closure__
-    if inner is not None:
-        rebound = rebind(inner, **names)
-        closure = tuple(types.CellType(rebound) if cell.cell_contents is inner else cell for cell in closure)
-        names = {}
-    # Leave out `__name__`: Dynamo would look names up in the module of that name.
-    scope = {k: v for k, v in forward.__globals__.items() if k != "__name__"} | names
-    copy = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
-    copy.__kwdefaults__ = forward.__kwdefaults__
+def rewrap(forward: Any, function: Forward) -> Forward:
+    """``function`` beneath copies of the decorators of ``forward``."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        return function
+    wrapped = rewrap(inner, function)
+    cells = zip(forward.__closure__, _contents(forward), strict=True)
+    closure = tuple(types.CellType(wrapped) if contents is inner else cell for cell, contents in cells)
+    copy = update_wrapper(_copy(forward, forward.__code__, forward.__globals__, closure), forward)
+    vars(copy)["__wrapped__"] = wrapped
     return copy
 
 
-def can_rebind(forward: Any) -> bool:
-    """Whether each decorator of ``forward`` holds what it wraps in its closure, where :func:`rebind` replaces it."""
+def rebind(function: Any, **names: Forward) -> Forward:
+    """A copy of a function that finds these functions under these global names."""
+    # Leave out `__name__`: Dynamo would look names up in the module of that name.
+    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
+    return _copy(function, function.__code__, scope, function.__closure__)
+
+
+def runs(module: nn.Module, function: Forward) -> bool:
+    """Whether a module's class has ``function`` as its ``forward``, maybe beneath decorators that hand results on."""
+    forward = type(module).forward
+    return forward is function or (hands_on(forward) and inspect.unwrap(forward) is function)
+
+
+@cache
+def hands_on(forward: Any) -> bool:
+    """Whether all decorators of ``forward`` are known to return what it returns, for arguments as it wants them."""
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
-        cells = forward.__closure__ or () if isinstance(forward, types.FunctionType) else ()
-        if not any(cell.cell_contents is inner for cell in cells):
+        home, code = getattr(forward, "__globals__", {}).get("__name__", ""), getattr(forward, "__code__", None)
+        if not home.startswith("cute_ops_torch.") and (home, getattr(code, "co_qualname", "")) not in _HAND_ON:
             return False
         forward = inner
-    return isinstance(forward, types.FunctionType)
+    return True
+
+
+@cache
+def _named_as(function: Any, original: Any) -> Forward:
+    """``function`` whose arguments may be given by the names that they have in ``original``."""
+    code, count = function.__code__, function.__code__.co_argcount
+    names = original.__code__.co_varnames[:count]
+    if names == code.co_varnames[:count]:
+        return function  # type: ignore[no-any-return]
+    renamed = code.replace(co_varnames=(*names, *(f"_{name}" for name in code.co_varnames[count:])))
+    copy = _copy(function, renamed, function.__globals__, function.__closure__)
+    vars(copy)["__wrapped__"] = function
+    return copy
+
+
+def _copy(function: Any, code: types.CodeType, scope: dict[str, Any], closure: Any) -> Forward:
+    copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _contents(function: Any) -> list[object]:
+    """What the closure of a function holds, a new object for each cell that is empty."""
+    found: list[object] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(object())
+    return found

@@ -10,12 +10,13 @@ from torch import nn
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import can_bypass_linear
-from cute_ops_torch.huggingface.match import Forward, Replacement, by_source, source_digest
+from cute_ops_torch.huggingface.match import Forward, Replacement, by_source, runs
+from cute_ops_torch.huggingface.source import source_digest
 
 # `forward` of LlamaMLP, with any activation.
-_GATED = "d9e9fc4111026fc2"
+_GATED = "abc78a408730aea7"
 # `forward` of a module that calls its attribute `act`.
-_CALLS_ACT = "bf403fa7538eaf8a"
+_CALLS_ACT = "4587a7e0c8fdf068"
 
 
 class LlamaMLP(nn.Module):
@@ -36,7 +37,7 @@ def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
 
 def drops_product(mlp: nn.Module, x: torch.Tensor) -> bool:
     """Whether a module is a gated MLP that does not keep ``act(gate) * up`` for its backward."""
-    return type(mlp).forward is _silu_mlp and _is_bypassed(mlp, x)  # type: ignore[arg-type]
+    return runs(mlp, _silu_mlp) and _is_bypassed(mlp, x)  # type: ignore[arg-type]
 
 
 def _is_bypassed(mlp: LlamaMLP, x: torch.Tensor) -> bool:

@@ -9,13 +9,14 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import residual_norm
-from cute_ops_torch.huggingface.match import Replacement, by_source, source_digest
+from cute_ops_torch.huggingface.match import Replacement, by_source
 from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
+from cute_ops_torch.huggingface.source import source_digest
 
 # `forward` of LlamaRMSNorm: computed in float32 and rounded to the input's dtype, then multiplied by the weight.
-LLAMA = "075c8d1982795b4a"
+LLAMA = "8bc5134cf59001ea"
 # `forward` of GemmaRMSNorm and the `_norm` that it calls: multiplied by one plus the weight in float32, then rounded.
-_GEMMA, _GEMMA_INNER = "072c442d528d274c", "80a7328746bf45b4"
+_GEMMA, _GEMMA_INNER = "c311ca8f9a707b5e", "50ca4c939420093f"
 
 
 def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:

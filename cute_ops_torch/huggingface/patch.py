@@ -15,7 +15,7 @@ from torch import nn
 from cute_ops.errors import suggesting
 from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
-from cute_ops_torch.huggingface.match import Replacement
+from cute_ops_torch.huggingface.match import Replacement, innermost, rewrap
 from cute_ops_torch.huggingface.packed_weights import pack
 
 log = logging.getLogger("cute_ops")
@@ -103,8 +103,8 @@ def _check_model(caller: str, model: object) -> None:
 
 def _matching(module: nn.Module, model: nn.Module) -> list[Replacement]:
     """The replacements of a module: at most one, and that of eager attention."""
-    if "forward" in vars(module) or hasattr(module, "_cute_original"):
-        return []  # its forward is replaced already
+    if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
+        return []  # its forward is replaced already, or hidden by a decorator
     first = next((each for each in _REPLACEMENTS if each.matches(module, model)), None)
     return [each for each in (first, EAGER_ATTENTION if EAGER_ATTENTION.matches(module, model) else None) if each]
 
@@ -130,9 +130,10 @@ def _unpatched(patched: Any) -> Any:
 
 @cache
 def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
+    forward = rewrap(original.forward, replacement.forward(innermost(original.forward)))
     # The same name: checkpointing, sharding and device maps find modules by it.
     attributes = {
         "__module__": original.__module__, "__qualname__": original.__qualname__,
-        "_cute_original": getattr(original, "_cute_original", original), "forward": replacement.forward(original),
+        "_cute_original": getattr(original, "_cute_original", original), "forward": forward,
     }  # fmt: skip
     return type(original.__name__, (original,), attributes)
