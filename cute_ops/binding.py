@@ -266,8 +266,7 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
         if name in op.scalars:
             full[name] = kind(value)
             continue
-        # -0.0 equals 0.0, so both find the same kernel, which is compiled with 0.0.
-        full[name] = value + 0.0 if kind is float else kind(value)
+        full[name] = kind(value)
     return full
 
 

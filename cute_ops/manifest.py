@@ -26,6 +26,7 @@ from typing import Any
 
 from cute_ops import lookup
 from cute_ops.binding import Binding, bind
+from cute_ops.constants import exact
 from cute_ops.errors import meant
 from cute_ops.files import cache_dir, file_lock, json_schema
 from cute_ops.jit.layout import Memory, compact
@@ -206,12 +207,15 @@ def _call(words: list[str], files: bool) -> Call:
                 raise ValueError(f'{word[:60]!r}: {error}; values are JSON, like eps=1e-5 or kind="a"') from None
         else:
             raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
-    call = Call(name, inputs, memory, _differing(op, attrs), dynamic)
-    if bind(op, inputs, attrs).empty:
+    bound = bind(op, inputs, attrs)
+    call = Call(name, inputs, memory, _differing(op, {n: bound.attrs[n] for n in attrs}), dynamic)
+    if bound.empty:
         raise ValueError("an input or output has no element: such a call runs the reference, no kernel")
     return call
 
 
 def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of a line, those that differ from their defaults; a scalar's value does not change the kernel."""
-    return {n: v for n, v in attrs.items() if n not in op.scalars and (n not in op.attrs or v != op.attrs[n])}
+    return {
+        n: v for n, v in attrs.items() if n not in op.scalars and (n not in op.attrs or exact(v) != exact(op.attrs[n]))
+    }

@@ -15,7 +15,8 @@ from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
-from cute_ops.ops.formula import Formula
+from cute_ops.ops.formula import Attrs as Attributes
+from cute_ops.ops.formula import ByAttrs, Formula
 from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
@@ -78,12 +79,11 @@ def _factor(xp: Any, x: Any, *, eps: float) -> Any:
 def row_factors() -> Op:
     """The op of the factor by which RMSNorm multiplies each row, in float32."""
 
-    @cache
-    def formula(eps: float) -> Formula:
-        return Formula(trace(_factor, {"x": "*m n"}, {"eps": eps}), True, ("x",), ("rstd",), "c", "x")
+    def formula(attrs: Attributes) -> Formula:
+        return Formula(trace(_factor, {"x": "*m n"}, attrs), True, ("x",), ("rstd",), "c", "x")
 
     return pointwise(
-        "rmsnorm_factors", lambda attrs: formula(attrs["eps"]), {"x": Tensor("*m n", "T")},
+        "rmsnorm_factors", ByAttrs(formula), {"x": Tensor("*m n", "T")},
         {"rstd": Tensor("*m 1", "float32")}, {"eps": 1e-6}, module=__name__,
         doc="``rsqrt(mean(x^2) + eps)`` of each row.",
     )  # fmt: skip

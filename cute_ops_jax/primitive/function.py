@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops import lists
+from cute_ops.constants import Exact
 from cute_ops.errors import message, wrong_arguments
 from cute_ops.headers import check_declaration, header
 from cute_ops.op import Op
@@ -45,12 +46,26 @@ def register(op: Op) -> Callable[..., Any]:
     if op.numbers:
         return _of_lists(op, header)
     call = _caller(op, header)
-    # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
-    traced = jax.jit(call, static_argnames=(*op.keywords, *op.options), inline=True)
+    arity, kinds = len(op.inputs), {name: type(value) for name, value in op.keywords.items()}
 
-    @wraps(traced)
+    def keyed(*args: Any, _told: str = "", **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    told = inspect.Parameter("_told", inspect.Parameter.KEYWORD_ONLY, default="")
+    keyed.__signature__ = header.replace(parameters=[*header.parameters.values(), told])  # type: ignore[attr-defined]
+    # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
+    traced = jax.jit(keyed, static_argnames=(*op.keywords, *op.options, "_told"), inline=True)
+
+    def tell(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """What jit does not see of attributes, which it finds by equality: the signs of zeros, and types."""
+        given = [*zip(kinds, args, strict=False), *((n, kwargs[n]) for n in kinds if n in kwargs)]
+        return " ".join([f"{n}={v!r}" for n, v in given if type(v) is not kinds[n] or (kinds[n] is float and not v)])
+
+    @wraps(call)
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
+            if (len(args) > arity or kwargs) and (text := tell(args[arity:], kwargs)):
+                return traced(*args, **kwargs, _told=text)
             return traced(*args, **kwargs)
         except (TypeError, ValueError, NotImplementedError):
             _check_arguments(op, header, args, kwargs)  # what jit refuses, it refuses without the op's name
@@ -81,7 +96,7 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
         bound = header.bind(*args, **kwargs)
         bound.apply_defaults()
         given = in_order(op, bound.arguments)
-        attrs = tuple((name, bound.arguments[name]) for name in op.keywords)
+        attrs = Exact((name, bound.arguments[name]) for name in op.keywords)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
         if options:

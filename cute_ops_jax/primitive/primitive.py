@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 from cute_ops.batching import as_one_call
 from cute_ops.binding import Binding, bind
+from cute_ops.constants import Exact
 from cute_ops.errors import message
 from cute_ops.op import Op
 from cute_ops.shapes import Array
@@ -116,7 +117,7 @@ class OpPrimitive:
         """
         given = tuple((name, tuple(a.shape), a.dtype) for name, a in arrays.items())
         full = {**self.op.keywords, **attrs}
-        return _bound(self.op, given, tuple(full.items()), tuple(map(type, full.values())))
+        return _bound(self.op, given, Exact(full.items()))
 
     def _on_one_device(
         self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], *, terms: slices.Cuts = slices.WHOLE
@@ -342,12 +343,9 @@ def _automatic() -> bool:
 
 def _params(binding: Binding, inplace: bool) -> dict[str, Any]:
     names = tuple(n for n, a in binding.inputs.items() if a is not None)
-    return {"names": names, "attrs": tuple(binding.attrs.items()), "inplace": inplace}
+    return {"names": names, "attrs": Exact(binding.attrs.items()), "inplace": inplace}
 
 
 @lru_cache(maxsize=1024)
-def _bound(
-    op: Op, given: tuple[tuple[str, tuple[Any, ...], Any], ...], attrs: Attributes, kinds: tuple[type, ...]
-) -> Binding:
-    """``kinds``: of the attributes' values, since True equals 1.0 and is no number."""
+def _bound(op: Op, given: tuple[tuple[str, tuple[Any, ...], Any], ...], attrs: Attributes) -> Binding:
     return bind(op, {name: Array(shape, jnp.dtype(dtype).name) for name, shape, dtype in given}, dict(attrs))

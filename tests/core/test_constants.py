@@ -22,9 +22,9 @@ from cute_ops.constants import Exact, Unknown, constant, exact, state
 from cute_ops.ops.fused_by_call import ByCall
 
 DISTINCT = [
-    0, False, 0.0, -0.0, 1, True, 1.0, math.nan, -1, 0.5, math.inf, -math.inf, "1", "", None, ..., b"", b"1", (), [], {},
-    (1,), (True,), (1.0,), [1], ((0.0,),), ((-0.0,),), {1: 0.0}, {1: -0.0}, {True: 0.0}, frozenset(), {1}, {True}, 0j,
-    complex(0.0, -0.0), 1 + 0j, np.float32(1), np.float64(1), np.int32(1), np.float32(0), np.float32(-0.0),
+    0, False, 0.0, -0.0, 1, True, 1.0, math.nan, -1, 0.5, math.inf, -math.inf, "1", "", None, ..., b"", b"1", (), [],
+    {}, (1,), (True,), (1.0,), [1], ((0.0,),), ((-0.0,),), {1: 0.0}, {1: -0.0}, {True: 0.0}, frozenset(), {1}, {True},
+    0j, complex(0.0, -0.0), 1 + 0j, np.float32(1), np.float64(1), np.int32(1), np.float32(0), np.float32(-0.0),
     Decimal("1"), Decimal("1.0"), slice(0, 1), slice(0, True), range(2), int, float, np.float32, math.sqrt,
 ]  # fmt: skip
 

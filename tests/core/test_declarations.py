@@ -464,9 +464,11 @@ def test_a_scalar_may_be_any_number() -> None:
         bind(op, given, {"k": 2**63})
 
 
-def test_there_is_one_zero() -> None:
-    """-0.0 equals 0.0, whose kernel would be found for it."""
-    assert math.copysign(1.0, bind(rmsnorm, NORM, {"weight_offset": -0.0}).attrs["weight_offset"]) == 1.0
+def test_a_zero_keeps_its_sign() -> None:
+    """-0.0 equals 0.0, but is another number."""
+    for zero in (0.0, -0.0):
+        bound = bind(rmsnorm, NORM, {"weight_offset": zero}).attrs["weight_offset"]
+        assert math.copysign(1.0, bound) == math.copysign(1.0, zero)
 
 
 def test_a_gradient_is_the_ops_that_somebody_reads(product: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax as cj
+from cute_ops import FLOATS, Op, Tensor
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 6)), jnp.float32)
@@ -68,3 +69,27 @@ def test_captured_numbers_are_those_of_now() -> None:
         assert factor(cj.linear(X, W, epilogue=layer.epilogue), plain) == pytest.approx(scale + 1, rel=1e-5)
         # What jit has traced keeps its numbers, as it does of any function; a new trace has those of now.
         assert factor(jax.jit(lambda x: of_global(x))(X), X) == scale
+
+
+def reference(xp: Any, x: Any, *, k: float, flag: bool, count: int) -> Any:
+    return x * k + 10.0 * count if flag is True else x * k
+
+
+ROWS = Tensor("*m n", "T")
+OWN = Op(
+    "told_apart_in_jax", inputs={"x": ROWS}, outputs={"out": ROWS}, dtypes={"T": FLOATS}, reference=reference,
+    attrs={"k": 1.0, "flag": False, "count": 1}, kernel="nowhere:K",
+)  # fmt: skip
+
+
+def test_a_declared_ops_attributes_are_told_apart() -> None:
+    run, x = cj.register(OWN), jnp.ones((1, 2))
+    for k in (0.0, -0.0, 0, 0.0, -0.0):
+        for out in (run(x, k), run(x, k=k), jax.jit(lambda x, k=k: run(x, k))(x)):
+            assert (jnp.signbit(out) == (math.copysign(1, k) < 0)).all()
+    both = jax.jit(lambda x: (run(x, k=0.0), run(x, k=-0.0)))(x)
+    assert [bool(jnp.signbit(out).any()) for out in both] == [False, True]
+    for wrong in ({"k": True}, {"flag": 1}, {"count": True}, {"count": 1.0}):
+        run(x, k=1.0, flag=True, count=1)
+        with pytest.raises(TypeError, match="must be"):
+            run(x, **wrong)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import cute_ops_torch as ct
+from cute_ops import FLOATS, Op, Tensor
 
 X, W = torch.randn(4, 6), torch.randn(8, 6)
 SCALE = 2.0
@@ -144,3 +145,23 @@ def test_a_compiled_graph_is_compiled_anew_for_a_changed_helper() -> None:
         assert factor(compiled(X), X) == pytest.approx(3.0)
     finally:
         globals()["helper"] = kept
+
+
+def own_op(name: str) -> Any:
+    """An op with attributes that look at what they are."""
+
+    def reference(xp: Any, x: Any, *, k: float, flag: bool, count: int) -> Any:
+        return x * k + 10.0 * count if flag is True else x * k
+
+    rows = Tensor("*m n", "T")
+    attrs = {"k": 1.0, "flag": False, "count": 1}
+    return Op(
+        name, inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOATS}, attrs=attrs, reference=reference,
+        kernel="nowhere:K",
+    )  # fmt: skip
+
+
+def test_a_declared_ops_attributes_are_told_apart() -> None:
+    run, x = ct.register(own_op("told_apart")), torch.ones(1, 2)
+    for k in (0.0, -0.0, 0, 0.0, -0.0):
+        assert (torch.signbit(run(x, k)) == (math.copysign(1, k) < 0)).all()
