@@ -19,9 +19,36 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import FLOATS, Op, Program, Tensor, dispatch
-from cute_ops.jit import target
-from cute_ops.ops import OPS, PRODUCTS
+# What a user has set for programs and not for their tests: widths and colours of terminals, which tests compare text
+# with, and what changes the numbers of frameworks or whether they compile. `other_machines.py` sets all of it.
+FOR_PROGRAMS = {
+    "COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE", "GITHUB_ACTIONS",  # by which typer takes a file for a terminal
+    "JAX_ENABLE_X64", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_LOG_COMPILES", "JAX_COMPILATION_CACHE_DIR",
+    "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    # Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
+    "PYTHONUNBUFFERED",
+}  # fmt: skip
+GIVEN: dict[str, str] = {}
+
+
+def _forget_the_user() -> None:
+    """Tests of what the environment or the umask do set it; all others take what most machines have."""
+    for name in FOR_PROGRAMS | {name for name in os.environ if name.startswith("CUTE_OPS_")} - {"CUTE_OPS_FEATURES"}:
+        if name in os.environ:
+            GIVEN[name] = os.environ.pop(name)
+    os.umask(0o022)
+
+
+# Before the import of our packages, which reads some. A process of xdist has what the first one has chosen since.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _forget_the_user()
+
+from cute_ops import FLOATS, Op, Program, Tensor, dispatch  # noqa: E402
+from cute_ops.jit import target  # noqa: E402
+from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
 
 # What the second table of features has as columns.
 PRODUCT_NAMES = (
@@ -48,39 +75,15 @@ def _compile_quickly() -> None:
     os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 
-# What a user has set for programs and not for their tests: widths and colours of terminals, which tests compare text
-# with, and what changes the numbers of frameworks or whether they compile. `other_machines.py` sets all of it.
-FOR_PROGRAMS = {
-    "COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE",
-    "TTY_INTERACTIVE", "GITHUB_ACTIONS",  # by which typer takes a file for a terminal
-    "JAX_ENABLE_X64", "JAX_NUMPY_RANK_PROMOTION", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_LOG_COMPILES", "JAX_COMPILATION_CACHE_DIR",
-    "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
-    "TORCHINDUCTOR_CACHE_DIR",
-    # Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
-    "PYTHONUNBUFFERED",
-}  # fmt: skip
-
-
-def _forget_the_user() -> None:
-    """Tests of what the environment or the umask do set it; all others take what most machines have."""
-    # Of a GPU's tests the cache may hold kernels that were compiled ahead.
-    kept = {"CUTE_OPS_FEATURES", *(["CUTE_OPS_CACHE_DIR"] if target.device_count() else [])}
-    for name in FOR_PROGRAMS | {name for name in os.environ if name.startswith("CUTE_OPS_")} - kept:
-        os.environ.pop(name, None)
-    os.umask(0o022)
-
-
-if "PYTEST_XDIST_WORKER" not in os.environ:  # where it was done, and folders were chosen since
-    _forget_the_user()
-
 # A shell's background jobs ignore interrupts, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Before any folder's conftest imports JAX or torch.
+# Before any folder's conftest imports JAX or torch. Of a GPU's tests the cache may hold kernels compiled ahead.
 if not target.device_count():
     _compile_quickly()
+elif "CUTE_OPS_CACHE_DIR" in GIVEN:
+    os.environ["CUTE_OPS_CACHE_DIR"] = GIVEN["CUTE_OPS_CACHE_DIR"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
