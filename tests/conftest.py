@@ -28,8 +28,9 @@ FOR_PROGRAMS = {
     "JAX_DEBUG_NANS", "JAX_DEBUG_INFS", "JAX_DISABLE_JIT", "JAX_LOG_COMPILES", "JAX_COMPILATION_CACHE_DIR",
     "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
     "TORCHINDUCTOR_CACHE_DIR",
-    # Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
-    "PYTHONUNBUFFERED",
+    # Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix. They import
+    # what lies beside them.
+    "PYTHONUNBUFFERED", "PYTHONSAFEPATH",
 }  # fmt: skip
 GIVEN: dict[str, str] = {}
 
