@@ -304,7 +304,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many machines at a time (1)")
     parser.add_argument("--minutes", type=float, default=30.0, help="that one machine may take (30)")
     parser.add_argument(
-        "--logs", type=Path, default=ROOT / "out" / "machines", metavar="FOLDER", help="of what pytest said"
+        "--logs",
+        type=Path,
+        default=ROOT / "out" / "machines",
+        metavar="FOLDER",
+        help="of what pytest said, and of its reports",
     )
     parser.add_argument("--list", action="store_true", help="show the machines, and run nothing")
     given = parser.parse_args()
@@ -410,6 +414,8 @@ def _run(
             late.cancel()
             end(process)
             running.discard(process)
+    if report.exists():
+        report = Path(shutil.copy(report, log.with_suffix(".xml")))
     return read(report, process.returncode, log)
 
 
