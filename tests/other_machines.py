@@ -308,7 +308,7 @@ def main() -> int:
         type=Path,
         default=ROOT / "out" / "machines",
         metavar="FOLDER",
-        help="of what pytest said, and of its reports",
+        help="of pytest's output and reports",
     )
     parser.add_argument("--list", action="store_true", help="show the machines, and run nothing")
     given = parser.parse_args()
@@ -327,7 +327,7 @@ def main() -> int:
     console.print(summary(outcomes))
     for name, outcome in outcomes.items():
         for test, text in outcome.failures:
-            console.print(f"{name}: {test}\n    {text}", markup=False, highlight=False)
+            console.print(f"{name}: {test}\n    {text}", markup=False, highlight=False, soft_wrap=True)
     return int(any(outcome.failures or outcome.problem for outcome in outcomes.values()))
 
 
