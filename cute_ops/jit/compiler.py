@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,16 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         entry_point = "" if only_cubin and not dump else "--enable-tvm-ffi "
         options = f"{entry_point}--gpu-arch {variant.arch} --opt-level 3"
         keep = dump or (Path(tempfile.mkdtemp(dir=path.parent)) if only_cubin else None)
-        if keep:
-            keep.mkdir(parents=True, exist_ok=True)
-            options += f" --keep-cubin --dump-dir {keep}" + (" --keep-ptx" if dump else "")
         entry = _entry(kernel, variant)
-        # Only the exported object runs. An engine that could run the kernel here would take a quarter of the time.
-        compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
+        with ExitStack() as stack:
+            if keep:
+                keep.mkdir(parents=True, exist_ok=True)
+                # The options' text takes neither spaces nor quotes, which the folder's name may have.
+                handle = os.open(keep, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, handle)
+                options += f" --keep-cubin --dump-dir /proc/self/fd/{handle}" + (" --keep-ptx" if dump else "")
+            # Only the exported object runs. An engine that could run the kernel here would take a quarter of the time.
+            compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
         if dump:
             (dump / "shared.json").write_text(json.dumps(_dynamic_shared(str(compiled.ir_module))), encoding="utf-8")
         if only_cubin and keep:

@@ -373,7 +373,7 @@ wide = Op("wide", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, ref
 )
 def test_mistakes_are_explained(tmp_path: Path, arguments: str, text: str) -> None:
     (tmp_path / "wide.py").write_text(WIDE)
-    words = arguments.replace("WIDE", str(tmp_path / "wide.py")).split()
+    words = [word.replace("WIDE", str(tmp_path / "wide.py")) for word in arguments.split()]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "2000"})
     assert result.exit_code == 2 and text in " ".join(result.output.replace("│", " ").split()), result.output
 

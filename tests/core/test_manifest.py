@@ -424,6 +424,7 @@ def test_manifests_of_other_editors_are_read(tmp_path: Path) -> None:
 def test_a_manifest_without_calls_is_a_mistake(tmp_path: Path, command: str) -> None:
     """It made an empty bundle; tuning said that no search space was declared."""
     (tmp_path / "empty.txt").write_text(manifest.HEADER)
-    words = command.replace("FILE", str(tmp_path / "empty.txt")).replace("BUNDLE", str(tmp_path / "bundle")).split()
+    paths = {"FILE": str(tmp_path / "empty.txt"), "BUNDLE": str(tmp_path / "bundle")}
+    words = [paths.get(word, word) for word in command.split()]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 1 and "empty.txt: no calls;" in result.stdout and not (tmp_path / "bundle").exists()

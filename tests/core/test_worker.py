@@ -264,14 +264,16 @@ def test_a_request_is_compiled_once(worker: Pool, variant: Make, tmp_path: Path)
 
 
 def test_only_the_machine_code(worker: Pool, variant: Make, tmp_path: Path) -> None:
-    worker.compile(variant(), tmp_path / "a.cubin")
-    assert [p.name for p in tmp_path.iterdir()] == ["a.cubin"]
-    worker.compile(variant(), tmp_path / "a.so")
+    where = tmp_path / "somebody's Größe"
+    where.mkdir()
+    worker.compile(variant(), where / "a.cubin")
+    assert [p.name for p in where.iterdir()] == ["a.cubin"]
+    worker.compile(variant(), where / "a.so")
     # The object runs the very same machine code, and holds nothing else of the kind.
-    assert list(sass.cubins((tmp_path / "a.so").read_bytes())) == [(tmp_path / "a.cubin").read_bytes()]
-    (resources,) = sass.resources(tmp_path / "a.so")
+    assert list(sass.cubins((where / "a.so").read_bytes())) == [(where / "a.cubin").read_bytes()]
+    (resources,) = sass.resources(where / "a.so")
     assert "Copy" in resources.kernel and 0 < resources.registers < 64 and resources.stack == resources.local == 0
-    assert "STG.E.U16" in sass.sass(tmp_path / "a.so")
+    assert "STG.E.U16" in sass.sass(where / "a.so")
 
 
 PROGRAM = """
