@@ -130,9 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, begin = Console(width=160, highlight=False), time.perf_counter()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     console.print(f"seed {seed}")
-    import faulthandler
-
-    faulthandler.dump_traceback_later(60, repeat=True)
     points, where = draw(seed, options.points), target.of_device()
     variants = []
     for point in points:
@@ -154,7 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as failure:
             row["status"] = first_line(failure)
         table.add(row)
-        console.print(f"{time.perf_counter() - begin:.0f} s", *row.values())
         torch.cuda.empty_cache()
     console.print(report(read(options.out / "fused_choice.csv")))
     return 0

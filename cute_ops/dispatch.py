@@ -28,6 +28,7 @@ from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Program
 from cute_ops.ops.gemm import choice
+from cute_ops.ops.gemm.config import GemmSize
 
 # Every new size of a static dim costs a compile. After this many sizes of dims that are static while few, an op has one
 # kernel in which they are dynamic.
@@ -113,9 +114,9 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
         return {}
     if binding.empty or binding.dtype_without_kernel or "b" in binding.dims:
         return {}
-    flops = 2 * binding.rows * binding.dims["n"] * binding.dims["k"]
+    size = GemmSize(binding.rows, binding.dims["n"], binding.dims["k"])
     operands = {n: (a, memory[n].strides, memory[n].address) for n, a in [*binding.inputs.items()][:2] if a}
-    found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], flops), strict=True) if s}
+    found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], size), strict=True) if s}
     if not found or instead(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
         return {}
     return found
@@ -139,8 +140,13 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
     if target is None or binding.empty or binding.dtype_without_kernel or _out_of_reach(binding, memory):
         return False
     problem = signature(binding, memory, target).problem
-    if reason := choice.lags(problem, binding.op.config(problem)["form"]):
-        _log_choice(binding, "the framework's product and a pass", reason)
+    reason: bool | str = choice.lags(problem, binding.op.config(problem)["form"])
+    if not reason and binding.op.instead:
+        reason = binding.op.instead.when(problem)
+    if reason:
+        _log_choice(
+            binding, "the framework's product and a pass", reason if isinstance(reason, str) else "it is faster"
+        )
     else:
         _log_choice(binding, "our kernel", "it was measured to be as fast")
     return not reason

@@ -484,7 +484,7 @@ def test_who_asks_for_a_kernel_gets_it_or_hears_why() -> None:
         ({"m": 64}, "the framework's product: it has at most 64 rows"),
         ({"k": 4095}, "the framework's product: TMA cannot load its operands, or registers do not hold its epilogue"),
         ({"target": parse("sm_80")}, "the framework's product: it was not measured on sm_80"),
-        ({"m": 512, "n": 64, "k": 64}, "the framework's product: its tiles keep the Tensor Cores busy for "),
+        ({"m": 155, "n": 2304, "k": 12288}, "the framework's product: 25.1 us are expected, 35.3 of our kernel"),
     ],
 )  # fmt: skip
 def test_the_log_says_how_a_call_runs_and_why(call: dict[str, Any], said: str, caplog: Any) -> None:

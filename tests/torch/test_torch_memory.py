@@ -96,7 +96,7 @@ def test_which_layouts_of_a_product_tma_takes(x: torch.Tensor, by_tma: bool) -> 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "pays"),
-    [(2048, 1024, 1031, True), (64, 16384, 4099, True), (4096, 2047, 512, True), (64, 512, 1031, False)],
+    [(2048, 1024, 1031, True), (64, 16384, 4099, True), (4096, 2047, 512, True), (16, 64, 71, False)],
 )
 def test_operands_of_odd_rows_are_copied_where_that_pays(m: int, n: int, k: int, pays: bool) -> None:
     """A product and both gradients: those operands that TMA cannot load as they lie."""
@@ -116,7 +116,7 @@ def test_operands_of_odd_rows_are_copied_where_that_pays(m: int, n: int, k: int,
 
 def test_copies_of_operands(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets rows of whole vectors; columns stay columns."""
-    monkeypatch.setattr(choice, "ODD_FLOPS", 1.0)  # the smallest product pays
+    monkeypatch.setattr(choice, "THEIR_ODD", {1: (1.0, 1.0)})  # the smallest product pays
     compiled.ops["linear"] = linear
     x, weight = torch.randn(2, 100, 71).bfloat16(), columns(33, 71).bfloat16()
     out = Launcher(linear).launch(x, weight, "auto")

@@ -1,72 +1,118 @@
-"""Choose between our kernel of a product, and the framework's product followed by a pass over its output."""
+"""Choose between our kernel of a product, and the framework's product followed by a pass over its output.
+
+The model of cycles says how long our kernel takes. Of cuBLAS it is asked for the best of more tiles and of k cut into
+parts, which is what that library has. Both were fitted to sampled products (benchmarks/fused_choice.py).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
 
 from cute_ops.config import Problem
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Instead, Program
-from cute_ops.ops.gemm.config import FEW_ROWS, GemmSize, busy
+from cute_ops.ops.gemm.config import FEW_ROWS, L2_BYTES, Demand, GemmSize, cycles
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
 
-# A product without an epilogue runs by our kernel if the model of cycles keeps the Tensor Cores busy for at least this
-# part of the time. With 0.51 and 0.61 (BERT's gradients) our kernel reached 84% and 88% of cuBLAS's speed, from 0.71 on
-# 100% and more. cuBLAS needs rows that are multiples of 16 bytes: for others ours was five times as fast
-# even with 0.40.
-LEAST_BUSY = 0.65
 # With an epilogue few rows are faster by our kernel up to these rows and columns, if the weight has so many elements:
 # it took 0.87 to 1.00 of the framework's product and a pass; with 64 rows, or a weight of 2048 x 2048, up to 1.4.
 MOST_FEW_ROWS, MOST_COLUMNS, LEAST_WEIGHT = 32, 8192, 6 << 20
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
-# Of a product with n or k off a vector (8 elements of 16 bits) cuBLAS computes so many FLOP and reads so many bytes of
-# its operands a second at most, whatever the strides are: 64 x 18944 x 11127 with strides of 11128 took 549 us, our
-# kernel 148 (H200). Ours and a copy reach the others; a launch takes so many seconds.
-ODD_FLOPS, ODD_BYTES = 2.0e14, 0.9e12
-OUR_FLOPS, OUR_BYTES, LAUNCH = 4.5e14, 3.5e12, 3e-6
+# cuBLAS, as the model of cycles sees it: cooperative tiles, clusters, parts of k, each of at least so many terms;
+# cycles to start the kernel that adds up the parts, and the part of L2's rate at which they are written and read.
+THEIR_TILES = ((64, 64), (64, 128), (64, 192), (64, 256), (128, 128), (128, 160), (128, 192), (128, 224))
+THEIR_CLUSTERS, THEIR_SPLITS, LEAST_TERMS, ADD_CYCLES, ADD_RATE = ((1, 2), (2, 1)), (1, 2, 3, 4, 8), 512, 2500, 0.6
+# Cycles of a microsecond and microseconds besides, of our kernel and of cuBLAS; bytes of a microsecond of a pass, and
+# microseconds besides.
+OURS, THEIRS, PASS = (1500.0, 2.0), (1700.0, 2.0), (3.3e6, 1.7)
+THEIR_MOST = 7.4e8  # FLOP of a microsecond, at which power limits cuBLAS
+# Of a product with n or k off a vector cuBLAS computes so many FLOP and moves so many bytes a microsecond at most, by
+# the elements that divide n and k; strides of whole vectors do not help it: 64 x 18944 x 11127 took 549 us with strides
+# of 11128, our kernel 148. Ours and a copy reach the others. Each kernel takes so many microseconds more.
+THEIR_ODD = {1: (1.25e8, 1.1e6), 2: (2.15e8, 1.75e6), 4: (2.15e8, 1.75e6)}
+OUR_FLOPS, OUR_BYTES, LAUNCH, THEIR_LAUNCH = 4.5e8, 3.5e6, 3.5, 6.0
 
 
 def instead(
-    program: Program, config: Callable[[Problem], GemmConfig], sizes: tuple[str, str, str] | None = None,
-    few_rows: bool = False, anywhere: tuple[str, ...] = ("x", "weight"),
+    program: Program, config: Callable[[Problem], GemmConfig],
+    work: Callable[[Problem], tuple[GemmSize, Demand]] | None = None, after: bool = True, few_rows: bool = False,
+    anywhere: tuple[str, ...] = ("x", "weight"),
 ) -> Instead:  # fmt: skip
     """What may run in place of a product's kernel, and where it does: on GPUs other than Hopper, where TMA cannot load
-    the operands, for most products of few rows, and where a product without an epilogue leaves the Tensor Cores idle
-    for too long. Elsewhere our kernel was measured to be at least as fast.
+    the operands, for most products of few rows, and where the model expects it to be faster.
 
-    ``sizes`` are, for a product without an epilogue, the dims of its rows, columns and terms; ``few_rows`` says whether
-    few rows were measured: of one output, by elements; ``anywhere`` are the two that are multiplied.
+    Args:
+        work: the size of the product, of columns of each half if these are packed, and what its epilogue needs; by
+            default nothing is expected.
+        after: whether a pass follows the framework's product.
+        few_rows: whether few rows were measured: of one output, by elements.
+        anywhere: the two inputs that are multiplied.
     """
 
     def when(problem: Problem) -> str:
-        chosen = config(problem)
-        if reason := lags(problem, chosen.form, few_rows):
+        chosen, of = config(problem), work(problem) if work else None
+        if reason := lags(problem, chosen.form, few_rows, of[0].m if of else None):
             return reason
-        if sizes is None:
+        if of is None or _is_odd(problem) or of[0].m <= FEW_ROWS:
             return ""
-        size = GemmSize.of(problem, sizes)
-        used = busy(chosen, size, problem.sm_count)
-        if _is_odd(problem) or used >= LEAST_BUSY:
+        ours, theirs = _expected(chosen, *of, after, problem.sm_count)
+        if ours <= theirs:
             return ""
-        return f"its tiles keep the Tensor Cores busy for {used:.0%} of the time, less than {LEAST_BUSY:.0%}"
+        return f"{theirs:.3g} us are expected{' with a pass' if after else ''}, {ours:.3g} of our kernel"
 
     return Instead(program, when, WIDE, anywhere)
 
 
-def lags(problem: Problem, form: str, few_rows: bool = False) -> str:
+def lags(problem: Problem, form: str, few_rows: bool = False, rows: int | None = None) -> str:
     """Why a kernel of this form with an epilogue may be slower than the framework's product and a pass; empty where it
-    was measured to be at least as fast.
+    was measured to be at least as fast. ``rows`` are those of the product, by default the problem's.
     """
     if sm(problem.arch) != 90:
         return f"it was not measured on {problem.arch}"
     if form == "mma_sync":
         return "TMA cannot load its operands, or registers do not hold its epilogue"
-    if problem.size("m") <= FEW_ROWS and not _is_odd(problem) and not (few_rows and _gains_by_few_rows(problem)):
+    few = (problem.size("m") if rows is None else rows) <= FEW_ROWS
+    if few and not _is_odd(problem) and not (few_rows and _gains_by_few_rows(problem)):
         return f"it has at most {FEW_ROWS} rows"
     return ""
+
+
+def _expected(config: GemmConfig, size: GemmSize, demand: Demand, after: bool, sm_count: int) -> tuple[float, float]:
+    """Microseconds of our kernel, and of the framework's product and what comes after it."""
+    rate, more = OURS
+    ours = cycles(config, size, demand) / rate + more
+    whole = size._replace(n=size.n * (1 + demand.packed))
+    rate, more = THEIRS
+    theirs = max(_their_cycles(whole, sm_count) / rate, 2 * math.prod(whole) / THEIR_MOST) + more
+    if after:
+        (rate, more), elements = PASS, size.batch * size.m * size.n
+        moved = elements * (sum(demand.outputs) + sum(demand.tiles) + 2 * (1 + demand.packed))
+        theirs += moved / rate + more
+    return ours, theirs
+
+
+@lru_cache(maxsize=1024)
+def _their_cycles(size: GemmSize, sm_count: int) -> float:
+    """About how long cuBLAS takes."""
+    return min(
+        _in_parts(GemmConfig("cooperative", m, n, 4, sm_count // (c * r), c, r), size, parts, sm_count)
+        for (m, n), (c, r), parts in product(THEIR_TILES, THEIR_CLUSTERS, THEIR_SPLITS)
+        if parts == 1 or size.k >= parts * LEAST_TERMS
+    )
+
+
+def _in_parts(config: GemmConfig, size: GemmSize, parts: int, sm_count: int) -> float:
+    """The cycles of a product whose terms are cut into parts, which another kernel adds up in float32."""
+    found = cycles(config, size._replace(k=-(-size.k // parts), batch=size.batch * parts))
+    if parts == 1:
+        return found
+    written = 2 * parts * size.batch * size.m * size.n * ITEMSIZE["float32"]
+    return found + ADD_CYCLES + written / (L2_BYTES * sm_count * ADD_RATE)
 
 
 def _gains_by_few_rows(problem: Problem) -> bool:
@@ -75,29 +121,28 @@ def _gains_by_few_rows(problem: Problem) -> bool:
 
 
 def _is_odd(problem: Problem) -> bool:
-    """Whether the rows of an operand, or of the output, would not be whole vectors if they lay close together: cuBLAS
-    is several times slower then, also where they do not.
-    """
+    """Whether compact rows of an operand or of the output would not be whole vectors of 16-bit elements."""
     return any(problem.size(name) * 2 % VECTOR_BYTES for name in ("n", "k"))
 
 
-def realigned(operands: Sequence[tuple[Array, Sequence[int], int]], flops: int) -> list[tuple[int, ...] | None]:
+def realigned(operands: Sequence[tuple[Array, Sequence[int], int]], size: GemmSize) -> list[tuple[int, ...] | None]:
     """The strides of copies of a product's operands that TMA can load, None for one that it can load as it lies; None
     for both where copying costs more than our kernel gains on cuBLAS.
 
     Args:
         operands: each with its strides and its address.
-        flops: of the product.
+        size: of the product; n and k are the columns of its operands and of its output.
     """
     found = [None if _loadable(*operand) else _whole_vectors(*operand[:2]) for operand in operands]
+    divisor = math.gcd(size.n, size.k, VECTOR_BYTES // 2)
+    if not any(found) or divisor not in THEIR_ODD:
+        return [None] * len(found)
     sizes = [math.prod(array.shape) * ITEMSIZE[array.dtype] for array, _, _ in operands]
-    moved = sum(2 * size for size, strides in zip(sizes, found, strict=True) if strides)
-    ours = (
-        max(flops / OUR_FLOPS, sum(sizes) / OUR_BYTES)
-        + moved / OUR_BYTES
-        + LAUNCH * (1 + len(found) - found.count(None))
-    )
-    theirs = max(flops / ODD_FLOPS, sum(sizes) / ODD_BYTES) + LAUNCH
+    copied = [2 * moved for moved, strides in zip(sizes, found, strict=True) if strides]
+    flops, moved = 2 * math.prod(size), 2 * size.batch * (size.m * size.k + size.n * size.k + size.m * size.n)
+    their_flops, their_bytes = THEIR_ODD[divisor]
+    ours = max(flops / OUR_FLOPS, moved / OUR_BYTES) + sum(copied) / OUR_BYTES + LAUNCH * (1 + len(copied))
+    theirs = max(flops / their_flops, moved / their_bytes) + THEIR_LAUNCH
     return found if ours < theirs else [None] * len(found)
 
 

@@ -28,7 +28,7 @@ from cute_ops.ops.formula import COLUMN, ByAttrs, Formula, period, repeated, sha
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import WIDE, instead
-from cute_ops.ops.gemm.config import SWIZZLED, Demand, space_of
+from cute_ops.ops.gemm.config import SWIZZLED, Demand, GemmSize, space_of
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
 from cute_ops.ops.gemm.linear import (
     HALVES,
@@ -250,7 +250,8 @@ def _declare(
         biased = plain and not attrs and {t.dtype for t in (acc, *outputs.values())} == {"T"}
         begins = multiplied._replace(read_as=ACC, bias=made.bias if biased else "")
         program = Program(run, apart.program.ops) if apart.program else Program(run, (apart,), begins)
-        other = instead(program, config, few_rows=plain)
+        adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
+        other = instead(program, config, lambda p: (GemmSize.of(p, SIZES), demand(p)), after=not adds, few_rows=plain)
 
     def batched() -> Op:
         known: dict[str, Any] = {key: value for key, value in more.items() if key != "cases"}

@@ -102,7 +102,10 @@ def declare(
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
         tuning=Tuning(config, space_of(sizes, demand, is_batch), sums_of_few_rows(sizes) if may_be_few else None),
-        instead=instead(Program(run, product=multiplied), config, sizes, anywhere=tuple(inputs)),
+        instead=instead(
+            Program(run, product=multiplied), config, lambda p: (GemmSize.of(p, sizes), demand(p)), after=False,
+            anywhere=tuple(inputs),
+        ),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
     return op
