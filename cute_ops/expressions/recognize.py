@@ -1,8 +1,10 @@
 """Recognize words that a function writes out: ``x / (1 + exp(-x))`` is ``silu(x)``.
 
 A word's device function takes fewer instructions than the words that it stands for, and does not overflow where they
-do. Constants may be rounded to bfloat16 anywhere along the way, as ``jax.nn.gelu`` rounds them. ``maximum(x, 0)``
-becomes ``relu(x)``, whose derivative at 0 is 0, where that of ``maximum`` is a half.
+do. Constants must agree to float32's precision, in which values are computed: ``0.7071 * x`` is not ``x / sqrt(2)``,
+and neither is a constant that was rounded to 16 bits. What a function means must not depend on the dtype in which its
+result is stored. ``maximum(x, 0)`` becomes ``relu(x)``, whose derivative at 0 is 0, where that of ``maximum`` is a
+half.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Protocol
 from cute_ops.expressions.graph import Node
 from cute_ops.expressions.reference import CUBE, SLOPE
 
-TOLERANCE = 2**-7  # of a product of two constants that were rounded to bfloat16
+TOLERANCE = 2**-22  # of a product of two constants that were rounded to float32
 _GELU_TANH = {1: SLOPE, 3: SLOPE * CUBE}
 _GELU_SIGMOID = {power: 2 * c for power, c in _GELU_TANH.items()}
 _GELU_ERF = {1: math.sqrt(0.5)}
@@ -36,7 +38,7 @@ def recognize(g: _Graph, word: str, args: tuple[int, ...]) -> int | None:
     if word == "multiply":
         return _gated(g, args)
     if word == "maximum":
-        return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.nodes[j].number == 0), None)
+        return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.nodes[j].value == "0.0"), None)
     if word == "divide":
         summed = g.arg(args[0], "sum")
         if summed is not None and g.nodes[args[1]].word == "n":

@@ -24,7 +24,8 @@ FP8_LARGEST = 448.0
 def evaluate(
     expression: Expression, xp: Any, operands: Sequence[Any], dtypes: Sequence[str | None] | None = None
 ) -> tuple[Any, ...]:
-    """The outputs of an expression on arrays.
+    """The outputs of an expression on arrays. Of a traced function it is the expression that the function wrote, which
+    kernels, whose words may be others, are checked against.
 
     Args:
         expression: what is computed.
@@ -32,6 +33,7 @@ def evaluate(
         operands: arrays that broadcast as the operands were declared, of any float dtype or bool.
         dtypes: what outputs are rounded to, once; None leaves one in float32, or bool.
     """
+    expression = getattr(expression, "written", expression)
     arrays = [a if a.dtype == xp.bool else widen(xp, a)[0] for a in operands]
     accumulator = xp.float64 if any(a.dtype == xp.float64 for a in arrays) else xp.float32
     place = beside(xp, arrays[0]) if arrays else {}

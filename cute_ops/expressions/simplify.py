@@ -34,10 +34,16 @@ def fold(word: str, *args: float | bool) -> float | bool | None:
 
 
 class SimplifyingGraph(Graph):
-    """The graph that the module describes. A simpler node does not replace a result that has more dims."""
+    """The graph that the module describes. A simpler node does not replace a result that has more dims.
+
+    Attributes:
+        simplifies: whether it does; else it is a :class:`Graph`.
+    """
+
+    simplifies = True
 
     def add(self, word: str, *args: int, value: str = "") -> int:
-        simpler = self._simpler(word, args, value)
+        simpler = self._simpler(word, args, value) if self.simplifies else None
         return super().add(word, *args, value=value) if simpler is None else simpler
 
     def arg(self, i: int, word: str) -> int | None:

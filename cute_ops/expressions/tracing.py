@@ -20,11 +20,21 @@ from traceback import walk_tb
 from typing import Any
 
 from cute_ops.errors import first_line, meant
-from cute_ops.expressions.graph import MOST_OUTPUTS, SHAPES, Expression, Operand
+from cute_ops.expressions.graph import MOST_OUTPUTS, SHAPES, Expression, Operand, copied
 from cute_ops.expressions.reference import REFERENCE
-from cute_ops.expressions.simplify import NUMBERS, fold
+from cute_ops.expressions.simplify import NUMBERS, SimplifyingGraph, fold
 from cute_ops.expressions.symbols import OperandDtype, Packed, Size, Symbol, TraceError, Tracing, is_users
 from cute_ops.expressions.words import LIKE, OFFERED, ROUNDS_TO, WORDS
+
+
+class TracedExpression(Expression):
+    """A function's expression, which is simplified, and so may use other words than the function.
+
+    Attributes:
+        written: as the function wrote it.
+    """
+
+    written: Expression
 
 
 def trace(
@@ -50,6 +60,7 @@ def trace(
     code = getattr(plain, "__code__", None)
     at = (code.co_filename, code.co_firstlineno) if code else None
     graph = Tracing(getattr(plain, "__qualname__", type(plain).__name__), declared, at)
+    graph.simplifies = False
     given: dict[str, Any] = dict.fromkeys(operands)
     for i, (name, operand) in enumerate(declared.items()):
         given[name] = Packed(graph, i) if operand.packed else Symbol(graph, graph.operand(i))
@@ -72,7 +83,11 @@ def trace(
     results = returned if isinstance(returned, tuple) else (returned,)
     if not 0 < len(results) <= MOST_OUTPUTS:
         graph.refuse(f"it returns {len(results)} values", f"return 1 to {MOST_OUTPUTS} values", at)
-    expression = graph.finish([_output(graph, x, at) for x in results])
+    written = graph.finish([_output(graph, x, at) for x in results])
+    simplifying = SimplifyingGraph(written.operands)
+    nodes = copied(written, simplifying)
+    expression = TracedExpression(*simplifying.finish([nodes[i] for i in written.outputs]))
+    expression.written = written
     depends: list[bool] = []
     for node in expression.nodes:
         depends.append(node.word == "operand" or any(depends[i] for i in node.args))

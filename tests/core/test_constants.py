@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_ops import fused, testing
 from cute_ops.constants import Exact, Unknown, constant, exact, state
+from cute_ops.expressions import evaluate, parse, recognize, text_of, trace
 from cute_ops.ops.fused_by_call import ByCall
 
 DISTINCT = [
@@ -330,3 +332,35 @@ def test_functions_as_attributes_count_with_what_they_read(restored: None) -> No
     second = made.op("t", (("act", helper),))
     (out,) = second.reference(np, np.ones((1, 2), np.float32))
     assert first is not second and (out == 6.0).all()
+
+
+def test_what_is_expected_is_what_the_function_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another word were recognised: 2e-3 off."""
+    monkeypatch.setattr(recognize, "TOLERANCE", 2**-7)
+
+    def nearly(xp: Any, x: Any) -> Any:
+        return 0.5 * x * (1 + xp.erf(0.7121 * x))
+
+    op = fused(nearly, operands={"x": "*m n"})
+    x = np.linspace(-4, 4, 801, dtype=np.float32).reshape(1, -1)
+    exact = 0.5 * x * (1 + np.vectorize(math.erf)(0.7121 * x.astype(np.float64)))
+    (found,) = testing.expected(op, {"x": x}, {})
+    np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-15)
+    testing.check(op, {"x": x}, {}, testing.run_reference(op, {"x": x}, {}))
+    recognised = parse(text_of(trace(nearly, {"x": "*m n"})))
+    assert [node.word for node in recognised.nodes] == ["operand", "gelu"]
+    with pytest.raises(AssertionError, match="output out"):
+        testing.check(op, {"x": x}, {}, evaluate(recognised, np, [x]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_lookalikes_of_gelu_are_computed_as_written(dtype: str) -> None:
+    import ml_dtypes
+
+    x = np.linspace(-4, 4, 801).reshape(1, -1).astype(getattr(ml_dtypes, dtype, dtype))
+    wide, erf = x.astype(np.float64), np.vectorize(math.erf)
+    for k in (0.7121, 0.70703125, 0.7071):
+        op = fused(lambda xp, x, k=k: 0.5 * x * (1 + xp.erf(k * x)), name="lookalike", operands={"x": "*m n"})
+        (out,) = testing.run_reference(op, {"x": x}, {})
+        unit = {"float32": 2**-22, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
+        np.testing.assert_allclose(out.astype(np.float64), 0.5 * wide * (1 + erf(k * wide)), rtol=unit, atol=1e-6)
