@@ -6,9 +6,9 @@ shape. Each addend says over which dims it is still to be summed: a row vector's
 the columns, a scalar's over both.
 
 Where a function has no derivative, the choice is that of ``torch.autograd``: 0 at 0 of ``relu``, ``abs`` and ``sign``;
-half to each of two equal arguments of ``minimum`` and ``maximum``, which is JAX's choice too; equal shares to the equal
-largest or smallest elements of a row, as ``torch.amax`` and ``jax.numpy.max``; one inside and on the bounds of
-``clip``. ``astype`` hands its cotangent on unrounded.
+half to each of two equal arguments of ``minimum`` and ``maximum``, which is JAX's choice too, and all to both beside a
+NaN; equal shares to the equal largest or smallest elements of a row, as ``torch.amax`` and ``jax.numpy.max``, and NaN
+to all of a row that holds one; one inside and on the bounds of ``clip``. ``astype`` hands its cotangent on unrounded.
 """
 
 from __future__ import annotations
@@ -314,14 +314,21 @@ class _Backward:
 
 
 def _clip(xp: Any, d: Any, y: Any, x: Any, low: Any, high: Any) -> tuple[Any, ...]:
-    inside, over = (low <= x) & (x <= high), xp.maximum(x, low) > high
-    return xp.where(inside, d, 0.0), xp.where((x < low) & ~over, d, 0.0), xp.where(over, d, 0.0)
+    inside, under, over = (low <= x) & (x <= high), (x < low) & (low < high), (x > high) | (high < low)
+    return xp.where(inside, d, 0.0), xp.where(under, d, 0.0), xp.where(over, d, 0.0)
 
 
-def _extreme(xp: Any, d: Any, first: Any, equal: Any) -> tuple[Any, ...]:
-    """The rule of minimum and maximum: the argument that is the result gets the cotangent, equal ones half each."""
+def _extreme(xp: Any, d: Any, equal: Any, not_first: Any, not_second: Any) -> tuple[Any, ...]:
+    """The rule of minimum and maximum: an argument that is surely not the result gets 0, equal ones half each, both all
+    of the cotangent beside a NaN.
+    """
     half = 0.5 * d
-    return xp.where(equal, half, xp.where(first, d, 0.0)), xp.where(equal, half, xp.where(first, 0.0, d))
+    return xp.where(equal, half, xp.where(not_first, 0.0, d)), xp.where(equal, half, xp.where(not_second, 0.0, d))
+
+
+def _shared(xp: Any, equal: Any, share: Any) -> Any:
+    """The share of elements that are the extreme one; of others 0, or NaN where a NaN makes none equal to it."""
+    return xp.where(equal, share, share * 0.0)
 
 
 def _gelu_tanh(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
@@ -340,7 +347,7 @@ def _silu(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
 
 def _group_max(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
     ties = xp.group_sum(xp.where(x == y, 1.0, 0.0), size)
-    return (xp.where(x == y, xp.group_sum(_in_columns(xp, d, x), size) / ties, 0.0),)
+    return (_shared(xp, x == y, xp.group_sum(_in_columns(xp, d, x), size) / ties),)
 
 
 def _in_columns(xp: Any, d: Any, x: Any) -> Any:
@@ -355,7 +362,7 @@ def _density(xp: Any, x: Any) -> Any:
 
 def _extreme_of_row(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     ties = xp.sum(xp.where(x == y, 1.0, 0.0), axis=-1, keepdims=True)
-    return (xp.where(x == y, d / ties, 0.0),)
+    return (_shared(xp, x == y, d / ties),)
 
 
 # From a namespace, the cotangent, the word's result and its arguments to the arguments' cotangents, not yet summed over
@@ -388,8 +395,8 @@ DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "silu": _silu,
     "gelu": lambda xp, d, y, x: (d * (xp.ndtr(x) + x * _density(xp, x)),),
     "gelu_tanh": _gelu_tanh,
-    "minimum": lambda xp, d, y, a, b: _extreme(xp, d, a < b, a == b),
-    "maximum": lambda xp, d, y, a, b: _extreme(xp, d, a > b, a == b),
+    "minimum": lambda xp, d, y, a, b: _extreme(xp, d, a == b, b < a, a < b),
+    "maximum": lambda xp, d, y, a, b: _extreme(xp, d, a == b, a < b, b < a),
     "clip": _clip,
     "where": lambda xp, d, y, c, a, b: (None, xp.where(c, d, 0.0), xp.where(c, 0.0, d)),
     "astype": lambda xp, d, y, x: (d,),

@@ -309,18 +309,21 @@ class Symbol(Arithmetic, NoArray):
         return self
 
     def __pow__(self, power: Any) -> Symbol:
-        """Powers by small integers, by squaring, and by 0.5 and -0.5, by a root."""
+        """Powers by small integers, by squaring, and by 0.5 and -0.5, by a root. Negative ones are powers of the
+        reciprocal: so no gradient multiplies 0 with an infinity.
+        """
         number = as_number(power)
         if number in (0.5, -0.5):
             return self._graph.apply("sqrt" if number == 0.5 else "rsqrt", self)
         if not number or number not in range(-MOST_POWER, MOST_POWER + 1):
             what = f"a power other than 1 to {MOST_POWER}, -1 to -{MOST_POWER}, 0.5 and -0.5"
             self._graph.refuse(what, "write xp.exp(y * xp.log(x))")
-        result, bits = self, f"{abs(int(number)):b}"
-        for bit in bits[1:]:
+        base = self if number > 0 else self._graph.apply("reciprocal", self)
+        result = base
+        for bit in f"{abs(int(number)):b}"[1:]:
             result = self._graph.apply("square", result)
-            result = result * self if bit == "1" else result
-        return result if number > 0 else self._graph.apply("reciprocal", result)
+            result = result * base if bit == "1" else result
+        return result
 
     def __rpow__(self, base: Any) -> Symbol:
         word = {2.0: "exp2", math.e: "exp"}.get(as_number(base) or 0.0)
