@@ -27,9 +27,8 @@ def test_values_and_gradients(name: str, device: str) -> None:
     out, theirs = fused(word.ours, name="special")(*given), word.torch(*own)
     gradients = torch.autograd.grad(out, given, torch.full_like(out, 1.5))
     wanted = torch.autograd.grad(theirs, own, torch.full_like(theirs, 1.5), allow_unused=True)
-    found, every = (
-        dict(zip(("out", "dx", "dy", "dz"), each, strict=False)) for each in ((out, *gradients), (theirs, *wanted))
-    )
+    names = ("out", "dx", "dy", "dz")
+    found, every = (dict(zip(names, each, strict=False)) for each in ((out, *gradients), (theirs, *wanted)))
     for what, got in found.items():
         ours = got.detach().cpu().numpy()
         exact = torch.zeros_like(own[0]) if every[what] is None else every[what]
