@@ -62,7 +62,8 @@ def halves(xp: Any, x: Any) -> Any:
         (lambda xp, x: np.float32(2) - x, None, "e1(t) subtract 2.0 0 -> 1"),
         (lambda xp, x: np.float64(2) < x, None, "e1(t) less 2.0 0 -> 1"),
         (lambda xp, x: x**5 + x**-2 + x**0.5 + 2**x, None,
-         "e1(t) square 0; square 1; multiply 0 2; reciprocal 0; square 4; add 3 5; sqrt 0; add 6 7; exp2 0; add 8 9 -> 10"),
+         "e1(t) square 0; square 1; multiply 0 2; reciprocal 0; square 4; add 3 5; sqrt 0; add 6 7; exp2 0; add 8 9 "
+         "-> 10"),
         (lambda xp, x: xp.clip(xp.clip(x, min=-1), -2, 2), None, "e1(t) maximum 0 -1.0; clip 1 -2.0 2.0 -> 2"),
     ],
 )  # fmt: skip
