@@ -7,16 +7,19 @@ keeps its parameters, buffers, hooks and names: only its class becomes a subclas
 from __future__ import annotations
 
 import logging
+import warnings
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from cute_ops.errors import suggesting
 from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
+from cute_ops_torch.huggingface.left import find_left, is_causal
 from cute_ops_torch.huggingface.match import Replacement, innermost, rewrap
 from cute_ops_torch.huggingface.packed_weights import pack
+from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 
 log = logging.getLogger("cute_ops")
 # A module gets the first one that matches.
@@ -26,19 +29,8 @@ _REPLACEMENTS = (
 )  # fmt: skip
 
 
-class Replaced(NamedTuple):
-    """One module that :func:`patch` changed: its name in the model, and the op it now runs.
-
-    ``attention_mask`` is a decoder: where it counts positions itself, its masks are made without searching them for
-    packed sequences, which would wait for the GPU.
-    """
-
-    module: str
-    op: str
-
-
 @suggesting
-def patch(model: nn.Module) -> list[Replaced]:
+def patch(model: nn.Module) -> Patched:
     """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
     cute ops, in place.
 
@@ -53,7 +45,11 @@ def patch(model: nn.Module) -> list[Replaced]:
             Gemma), or one with layer norms, GELUs and written-out attention (BERT).
 
     Returns:
-        What was replaced, in the model's order.
+        What was replaced, in the model's order: a list of (module, op). Its attribute ``left`` has what was not, of
+        the kinds that ops are for, each with the reason; ``print`` shows both as a table.
+
+    Warns:
+        UserWarning: a model that predicts the next token keeps its own loss, or some of its own norms.
 
     Raises:
         TypeError: not a module.
@@ -76,7 +72,7 @@ def patch(model: nn.Module) -> list[Replaced]:
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
         module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
-    return [Replaced(name, each.op) for name, _, each in found]
+    return _report(model, [Replaced(name, each.op) for name, _, each in found])
 
 
 @suggesting
@@ -93,6 +89,21 @@ def unpatch(model: nn.Module) -> None:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
         module.__class__ = _unpatched(type(module))  # type: ignore[arg-type]
+
+
+def _report(model: nn.Module, replaced: list[Replaced]) -> Patched:
+    """What was done to a model, and a warning if what matters most was not."""
+    ops: dict[str, list[str]] = {}
+    for name, op in replaced:
+        ops.setdefault(name, []).append(op)
+    found = Patched(type(model).__name__, replaced, find_left(model, ops))
+    kept = [each for each in found.left if each.kind in ("loss", "norm")]
+    if kept and is_causal(model):
+        text = (
+            f"cute_ops_torch.patch: {found.model} keeps {describe(kept)}. print(patch(model)) shows all that is left."
+        )
+        warnings.warn(text, stacklevel=4)  # where `patch` is called, which is decorated
+    return found
 
 
 def _check_model(caller: str, model: object) -> None:

@@ -1,0 +1,193 @@
+"""What ``patch`` leaves: modules that do what its ops are for, by their role in the model, and why each is left."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cute_ops_torch.huggingface.match import innermost
+from cute_ops_torch.huggingface.norm import LLAMA
+from cute_ops_torch.huggingface.report import Left
+from cute_ops_torch.huggingface.source import definition, source_digest
+
+
+class _Role(NamedTuple):
+    """What a module is for.
+
+    Attributes:
+        kind: its name.
+        ops: a module that runs one of these is not left.
+        has: ``has(module)``: whether a module has this role.
+        reason: ``reason(module)``: why it is left, if Python knows its ``forward``.
+    """
+
+    kind: str
+    ops: tuple[str, ...]
+    has: Callable[[Any], bool]
+    reason: Callable[[Any], str]
+
+
+def find_left(model: nn.Module, replaced: Mapping[str, Collection[str]]) -> list[Left]:
+    """The modules of a model that have a role but none of its ops; ``replaced`` has the ops that run, by module."""
+    found = []
+    for name, module in model.named_modules():
+        for role in _ROLES:
+            # A plain MLP is its activation and products.
+            below = replaced.get(name, ()) if role.kind != "MLP" else _ops_within(name, replaced)
+            if role.has(module) and not {*role.ops} & {*below}:
+                found.append((role, name, module))
+    causal = is_causal(model)
+    return [
+        Left(name, _kind(role, module, causal), _hidden(module) or role.reason(module))
+        for role, name, module in sorted(found, key=lambda each: _ROLES.index(each[0]))
+    ]
+
+
+def is_causal(model: Any) -> bool:
+    """Whether a model predicts the next token."""
+    generates = hasattr(model, "can_generate") and model.can_generate()
+    return generates or any(getattr(module, "is_causal", False) is True for module in model.modules())
+
+
+def _kind(role: _Role, module: nn.Module, causal: bool) -> str:
+    if role.kind != "layer":
+        return role.kind
+    return "decoder layer" if causal and not _named("Encoder|Vision", module) else "encoder layer"
+
+
+def _ops_within(name: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
+    return {op for other, ops in replaced.items() if f"{other}.".startswith(f"{name}.") for op in ops}
+
+
+def _hidden(module: nn.Module) -> str:
+    """Why the source of a module's ``forward`` says nothing; empty where it does."""
+    forward = type(module).forward
+    if "forward" in vars(module):
+        return "a `forward` was set on the module itself before it was patched"
+    if innermost(forward) is None:
+        return "a decorator of its forward hides the function beneath it"
+    if definition(forward) is None:
+        return "its forward has no Python source"
+    return ""
+
+
+def _called(module: nn.Module) -> set[str]:
+    """Global names and attributes that the ``forward`` of a module's class uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set(code.co_names) if code else set()
+
+
+def _named(pattern: str, module: nn.Module) -> bool:
+    return re.search(pattern, type(module).__name__) is not None
+
+
+def _is_loss(module: Any) -> bool:
+    if not (hasattr(module, "loss_function") and hasattr(module, "get_output_embeddings")):
+        return False
+    return "labels" in inspect.signature(type(module).forward).parameters and bool(module.get_output_embeddings())
+
+
+def _why_loss(module: Any) -> str:
+    head, function = module.get_output_embeddings(), getattr(module.loss_function, "__name__", "another function")
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}, not a plain torch.nn.Linear"
+    if function != "ForCausalLMLoss":
+        return f"its loss is {function}, not that of the next token"
+    return "its forward does not pass hidden states through the head and the loss only, as Llama's does"
+
+
+def _makes_mask(module: nn.Module) -> bool:
+    return bool({"create_causal_mask", "create_sliding_window_causal_mask"} & _called(module))
+
+
+def _why_mask(module: nn.Module) -> str:
+    return "its forward does not count positions as Llama's does, so they are searched for packed sequences"
+
+
+def _why_embedding(module: Any) -> str:
+    if module.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its table is {module.weight.dtype}".replace("torch.", "")
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            return f"it has {name}={getattr(module, name)}"
+    return f"{type(module).__name__} does more than look up rows"
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is one of those that a model stacks: an attention, or what takes its place, norms and an MLP."""
+    children = [*module.children()]
+    norms = [child for child in module.modules() if _is_norm(child)]
+    return _named(r"(Layer|Block)(_?V?\d+)?$", module) and len(children) > 1 and bool(norms) and not _is_mlp(module)
+
+
+def _why_layer(module: Any) -> str:
+    children = dict(module.named_children())
+    norm: Any = children.get("post_attention_layernorm")
+    built_alike = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} <= {*children}
+    if built_alike and source_digest(type(norm).forward) != LLAMA:
+        return f"only Llama's RMS norm is fused with the add before it, and its norms are {type(norm).__name__}"
+    return "it does not run attention and an MLP one after another, each behind an RMS norm and added to its input"
+
+
+def _rotation(module: nn.Module) -> str:
+    """The name of the function by which an attention rotates queries and keys; empty where there is none."""
+    return next((n for n in sorted(_called(module)) if re.match(r"_?apply_.*(rotary|rope)", n)), "")
+
+
+def _why_rotation(module: nn.Module) -> str:
+    return f"`{_rotation(module)}`, or the tables that it gets, are not those of Llama"
+
+
+def _is_eager(module: Any) -> bool:
+    eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+    return eager and _named(r"Attention", module) and bool({"eager_attention_forward", "softmax"} & _called(module))
+
+
+def _why_attention(module: nn.Module) -> str:
+    return "its eager attention is neither BERT's nor Llama's"
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    pattern = r"(?i)(mlp|feedforward|ffn|experts|moe|densegatedact|denseact)"
+    layers = not isinstance(module, nn.ModuleList) and (
+        bool(list(module.children())) or "Experts" in type(module).__name__
+    )
+    within = any(_named(pattern, child) for child in module.modules() if child is not module)
+    return _named(pattern, module) and layers and not within and not _named(r"(?i)(layer|router|gate)$", module)
+
+
+def _why_mlp(module: Any) -> str:
+    act = next((getattr(module, name) for name in ("act_fn", "act", "activation_fn") if hasattr(module, name)), None)
+    gate, up, down = (isinstance(getattr(module, f"{n}_proj", None), nn.Linear) for n in ("gate", "up", "down"))
+    gated = any("gate" in name for name, _ in module.named_parameters())
+    if isinstance(act, nn.Module) and ((gate and up and down) or not gated):
+        return f"its activation {type(act).__name__} is neither SiLU nor GELU, or its forward is not Llama's"
+    return "it does not compute down(act(gate(x)) * up(x)) with three linear layers"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return _named(r"(?i)norm", module) and not list(module.children())
+
+
+def _why_norm(module: Any) -> str:
+    if isinstance(module, nn.LayerNorm):
+        several = len(module.normalized_shape) > 1
+        return "it normalises several dims together" if several else f"{type(module).__name__} is not torch's LayerNorm"
+    return f"{type(module).__name__} does not compute the RMS norm of Llama or Gemma, nor torch's LayerNorm"
+
+
+_ROLES = (
+    _Role("loss", ("linear_cross_entropy",), _is_loss, _why_loss),
+    _Role("mask", ("attention_mask",), _makes_mask, _why_mask),
+    _Role("embedding", ("embedding",), lambda module: isinstance(module, nn.Embedding), _why_embedding),
+    _Role("layer", ("add_rmsnorm",), _is_layer, _why_layer),
+    _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
+    _Role("attention", ("softmax",), _is_eager, _why_attention),
+    _Role("MLP", ("silu_mul", "gelu_mul", "gelu"), _is_mlp, _why_mlp),
+    _Role("norm", ("rmsnorm", "layernorm"), _is_norm, _why_norm),
+)

@@ -1,0 +1,176 @@
+"""What ``patch`` says of a model: what it replaced, what it left, and why."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cute_ops_torch
+from cute_ops_torch.huggingface.report import Left, Patched, Replaced, grouped
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def make(kind: str, **changes: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    return getattr(transformers, f"{kind}{changes.pop('head', 'ForCausalLM')}")(config)
+
+
+def quietly(model: nn.Module) -> Patched:
+    """Patch a model that may keep its loss or norms."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cute_ops_torch.patch(model)
+
+
+def test_a_llama_of_which_nothing_is_left() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cute_ops_torch.patch(make("Llama"))
+    assert found.left == [] and found.replaced == list(found) and len(found) == 14
+    assert found[0] == ("", "linear_cross_entropy") and dict(found)["model.norm"] == "rmsnorm"
+    assert str(found) == repr(found)
+    assert str(found).splitlines() == [
+        "LlamaForCausalLM: 14 modules replaced, none left",
+        "  linear_cross_entropy  the model",
+        "  attention_mask        model",
+        "  embedding             model.embed_tokens",
+        "  add_rmsnorm           model.layers.0-1",
+        "  rope                  model.layers.0-1.self_attn",
+        "  silu_mul              model.layers.0-1.mlp",
+        "  rmsnorm               model.layers.0-1.input_layernorm,",
+        "                        model.layers.0-1.post_attention_layernorm, model.norm",
+    ]
+
+
+NEXT_TOKEN = "its forward does not pass hidden states through the head and the loss only, as Llama's does"
+RMS = "{} does not compute the RMS norm of Llama or Gemma, nor torch's LayerNorm"
+THREE = "it does not compute down(act(gate(x)) * up(x)) with three linear layers"
+STREAM = "it does not run attention and an MLP one after another, each behind an RMS norm and added to its input"
+LEFT = {
+    "Qwen3": {},
+    "Gemma": {
+        "decoder layer": "only Llama's RMS norm is fused with the add before it, and its norms are GemmaRMSNorm",
+    },
+    "Gemma2": {
+        "loss": NEXT_TOKEN,
+        "decoder layer": "only Llama's RMS norm is fused with the add before it, and its norms are Gemma2RMSNorm",
+        "attention": "its eager attention is neither BERT's nor Llama's",
+    },
+    "Mixtral": {"loss": NEXT_TOKEN, "MLP": THREE},
+    "Olmo2": {
+        "decoder layer": STREAM,
+        "rotary function": "`apply_rotary_pos_emb`, or the tables that it gets, are not those of Llama",
+        "norm": RMS.format("Olmo2RMSNorm"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_is_left_of_other_models(kind: str) -> None:
+    found = quietly(make(kind))
+    assert {each.kind: each.reason for each in found.left} == LEFT[kind]
+
+
+def test_what_is_left_of_an_encoder() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it predicts no next token
+        found = cute_ops_torch.patch(
+            transformers.BertForMaskedLM(transformers.BertConfig(**SIZES | {"attn_implementation": "eager"}))
+        )
+    assert [(each.module, each.kind) for each in found.left] == [
+        ("", "loss"), ("bert.encoder.layer.0", "encoder layer"), ("bert.encoder.layer.1", "encoder layer")
+    ]  # fmt: skip
+    assert found.left[0].reason == "its loss is ForMaskedLMLoss, not that of the next token"
+
+
+def own_forward(model: Any) -> None:
+    norm = model.model.norm
+    norm.forward = type(norm).forward.__get__(norm)
+
+
+def other_head(model: Any) -> None:
+    class Head(nn.Linear):
+        pass
+
+    model.lm_head = Head(64, 97, bias=False)
+
+
+def other_loss(model: Any) -> None:
+    model.loss_function = torch.nn.functional.cross_entropy
+
+
+def other_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+def other_table(model: Any) -> None:
+    model.model.embed_tokens = nn.Embedding(97, 64, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "left", "warns"),
+    [
+        (own_forward, Left("model.norm", "norm", "a `forward` was set on the module itself before it was patched"),
+         "keeps its norm model.norm (a `forward` was set on the module itself before it was patched)."),
+        (other_head, Left("", "loss", "its head is a Head, not a plain torch.nn.Linear"),
+         "keeps its loss (its head is a Head, not a plain torch.nn.Linear)."),
+        (other_loss, Left("", "loss", "its loss is cross_entropy, not that of the next token"),
+         "keeps its loss (its loss is cross_entropy, not that of the next token)."),
+        (other_activation, Left("model.layers.1.mlp", "MLP",
+         "its activation ReLU is neither SiLU nor GELU, or its forward is not Llama's"), None),
+        (other_table, Left("model.embed_tokens", "embedding", "it has max_norm=1.0"), None),
+    ],
+)  # fmt: skip
+def test_reasons_and_warnings(change: Any, left: Left, warns: str | None) -> None:
+    model = make("Llama")
+    change(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = cute_ops_torch.patch(model)
+    assert found.left == [left]
+    texts = [str(each.message) for each in caught if "cute_ops" in str(each.message)]
+    end = " print(patch(model)) shows all that is left."
+    assert texts == ([f"cute_ops_torch.patch: LlamaForCausalLM {warns}{end}"] if warns else [])
+    assert all(each.filename == __file__ for each in caught if "cute_ops" in str(each.message))
+
+
+def test_norms_that_are_kept_are_named_together() -> None:
+    with pytest.warns(UserWarning, match=re.escape(
+        "cute_ops_torch.patch: Olmo2ForCausalLM keeps its norms model.layers.0-1.self_attn.q_norm, "
+    )):  # fmt: skip
+        cute_ops_torch.patch(make("Olmo2"))
+
+
+def test_the_table_fits_a_terminal() -> None:
+    names = [f"model.layers.{i}.mlp.experts.{j}.{'a' * 20}" for i in (0, 1, 2, 7) for j in range(3)]
+    found = Patched(
+        "Model", [Replaced(n, "silu_mul") for n in names], [Left(n, "norm", "of " + "b " * 40) for n in names]
+    )
+    assert all(len(line) <= 80 for line in str(found).splitlines())
+    assert str(found).splitlines()[:2] == [
+        "Model: 12 modules replaced, 12 left",
+        f"  silu_mul              model.layers.0-2,7.mlp.experts.0-2.{'a' * 20}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], []), (["", "a"], ["", "a"]), (["a.0", "a.1", "a.3", "b"], ["a.0-1,3", "b"]),
+        (["a.0.b", "a.0.c", "a.1.b"], ["a.0-1.b", "a.0.c"]), (["a.0.1", "a.0.2", "a.1.1"], ["a.0.1-2", "a.1.1"]),
+        (["a.10", "a.9", "a.11"], ["a.9-11"]), (["0.a", "1.a"], ["0-1.a"]),
+    ],
+)  # fmt: skip
+def test_grouped(names: list[str], expected: list[str]) -> None:
+    assert grouped(names) == expected
