@@ -69,14 +69,18 @@ class Run:
         return (time.perf_counter() - start) / len(windows)
 
 
-def batches(config: Config, seed: int = 0) -> Iterator[np.ndarray]:
-    """Random windows ``int32[batch, seqlen + 1]`` of text that every machine has: words, the most frequent first."""
+def tokens(vocabulary: int) -> np.ndarray:
+    """The standard library's modules, which every machine has, as ``int32`` words, the most frequent first."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
     words = re.findall(r" ?\w+|\s+|[^\w\s]+", "".join(f.read_text("utf-8") for f in files))
     known = {word: i for i, (word, _) in enumerate(Counter(words).most_common())}
     # What a small vocabulary has no room for is one token, the last.
-    text = np.minimum([known[word] for word in words], config.vocabulary - 1).astype(np.int32)
-    rng = np.random.default_rng(seed)
+    return np.minimum([known[word] for word in words], vocabulary - 1).astype(np.int32)
+
+
+def batches(config: Config, seed: int = 0) -> Iterator[np.ndarray]:
+    """Random windows ``int32[batch, seqlen + 1]`` of the text."""
+    text, rng = tokens(config.vocabulary), np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(text) - config.seqlen - 1, config.batch)
         yield np.stack([text[s : s + config.seqlen + 1] for s in starts])
