@@ -42,7 +42,12 @@ def share_caches() -> None:
     """Before JAX or Inductor are imported. Those of quack, Inductor and ours are in the user's folders anyway."""
     from platformdirs import user_cache_dir
 
-    folder = user_cache_dir("cute_ops_benchmarks")
+    try:
+        folder = user_cache_dir("cute_ops_benchmarks")
+    except RuntimeError:  # without a home each process compiles for itself; older versions return a relative path
+        return
+    if not os.path.isabs(folder):  # noqa: PTH117
+        return
     os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")  # else Inductor moves it once it is imported
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/jax")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -36,7 +36,7 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in MOVED.items():
-        files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+        files.append(File.generated(config, page, content=(ROOT / path).read_text(encoding="utf-8")))
     pages = [file for file in files if file.src_uri.endswith(".md")]
     linked = {path for file in pages for path in _linked(file.src_uri, file.content_string)}
     for path in sorted(linked):
@@ -96,5 +96,5 @@ def _shown(path: str) -> str:
     for file in files:
         name = file.relative_to(ROOT).as_posix()
         parts.append(f"## {name}" if found.is_dir() else "")
-        parts.append(f"````{_LANGUAGES.get(file.suffix, 'text')}\n{file.read_text()}\n````")
+        parts.append(f"````{_LANGUAGES.get(file.suffix, 'text')}\n{file.read_text(encoding='utf-8')}\n````")
     return "\n\n".join(parts)

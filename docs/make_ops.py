@@ -39,7 +39,7 @@ def page() -> str:
 
 def readme() -> str:
     """The README with its list made anew."""
-    before, _, rest = README.read_text().partition(BEGIN)
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     return f"{before}{BEGIN}\n{families()}\n{END}{rest.partition(END)[2]}"
 
 
@@ -70,5 +70,5 @@ def signature(op: Op) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    README.write_text(readme())
+    PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")

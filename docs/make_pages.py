@@ -207,7 +207,11 @@ def _declared(package: ModuleType) -> list[str]:
 
 def _classes(path: str) -> list[str]:
     """Public classes of a module, which its library need not be installed for."""
-    return [node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.ClassDef)]
+    return [
+        node.name
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
 
 
 def _commands(group: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -230,4 +234,4 @@ def _is(gpu: str, arch: str) -> bool:
 
 if __name__ == "__main__":
     for page, text in MADE.items():
-        (PAGES / page).write_text(text())
+        (PAGES / page).write_text(text(), encoding="utf-8")

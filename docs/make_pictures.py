@@ -36,14 +36,16 @@ _STYLE = (
 
 def steps() -> dict[int, str]:
     """The kernels of the page by the number of their step."""
-    blocks = re.findall(r'^```python\n("""HOW, step (\d).*?)^```', PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r'^```python\n("""HOW, step (\d).*?)^```', PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     return {int(number): text for text, number in blocks}
 
 
 def op_of_step(number: int, folder: Path) -> Op:
     """The op of the page with the kernel of a step, whose file is put into a folder of Python's path."""
     module = f"softcap_step_{number}"
-    (folder / f"{module}.py").write_text(steps()[number])
+    (folder / f"{module}.py").write_text(steps()[number], encoding="utf-8")
     op = softcap.softcap
     return Op(
         "softcap", inputs=op.inputs, outputs=op.outputs, dtypes=op.dtypes, attrs=op.attrs, reference=op.reference,
@@ -123,5 +125,5 @@ if __name__ == "__main__":
         sys.path.append(folder)
         PICTURES.mkdir(exist_ok=True)
         for name, text in pictures(Path(folder)).items():
-            (PICTURES / name).write_text(text)
+            (PICTURES / name).write_text(text, encoding="utf-8")
         print(*(row(number, op_of_step(number, Path(folder))) for number in steps()), "", rates(), sep="\n")

@@ -166,14 +166,14 @@ class Features:
         known = table(self.page)
         cells = {**known, **{cell: "not run" for cell in self.seen if known.get(cell, "-") == "-"}}
         cells |= {cell: "yes" if passed else "**no**" for cell, passed in self.passed.items()}
-        texts = TABLE.split(self.page.read_text())
+        texts = TABLE.split(self.page.read_text(encoding="utf-8"))
         for place, every in enumerate(([op.name for op in OPS], PRODUCT_NAMES)):
             columns = {op for _, op in cells}.intersection(every)
             ops, rows = [op for op in every if op in columns], dict.fromkeys(row for row, op in cells if op in columns)
             lines = [f"| | {' | '.join(f'`{op}`' for op in ops)} |", f"|---|{'---|' * len(ops)}"]
             lines += [f"| {row} | {' | '.join(cells.get((row, op), '-') for op in ops)} |" for row in rows]
             texts.insert(2 * place + 1, "\n".join(lines) + "\n")
-        self.page.write_text("".join(texts))
+        self.page.write_text("".join(texts), encoding="utf-8")
 
     def _cells(self, item: Any) -> list[tuple[str, str]]:
         params = getattr(getattr(item, "callspec", None), "params", {})
@@ -199,7 +199,7 @@ TABLE = re.compile(r"(?m)^(?:\|.*\n)+")  # on a page of features
 def table(page: Path) -> dict[tuple[str, str], str]:
     """The cells of a page's tables, by row and column."""
     cells = {}
-    for text in TABLE.findall(page.read_text()):
+    for text in TABLE.findall(page.read_text(encoding="utf-8")):
         head, _, *rows = [line.strip("|").split("|") for line in text.splitlines()]
         ops = [cell.strip(" `") for cell in head[1:]]
         cells |= {(row[0].strip(), op): cell.strip() for row in rows for op, cell in zip(ops, row[1:], strict=True)}

@@ -22,7 +22,7 @@ that jumps (file times are set) and a file system without locks (the call's answ
 def lines() -> list[str]:
     found = []
     for path in sorted(HERE.parent.glob("*/test_*.py")):
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for mark in getattr(node, "decorator_list", ()):
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
                     injected, happens, lost = map(ast.literal_eval, mark.args)
@@ -32,7 +32,7 @@ def lines() -> list[str]:
 
 def test_the_table_is_of_these_tests() -> None:
     assert len(lines()) > 20
-    assert DOCUMENT.read_text() == HEAD + "".join(lines()), f"run: python {Path(__file__).name}"
+    assert DOCUMENT.read_text(encoding="utf-8") == HEAD + "".join(lines()), f"run: python {Path(__file__).name}"
 
 
 if __name__ == "__main__":

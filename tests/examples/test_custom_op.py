@@ -108,7 +108,7 @@ def test_kernel_compiles_for_hopper(op: Op, dtype: str, vectors: str, tmp_path: 
     variant = foresee(bind(op, inputs), {}, parse("sm_90a")).variant
     worker.compile(variant, tmp_path / "kernel.so", dump=tmp_path)
     assert (tmp_path / "kernel.so").stat().st_size > 0
-    (ptx,) = (p.read_text() for p in tmp_path.glob("*.ptx"))
+    (ptx,) = (p.read_text(encoding="utf-8") for p in tmp_path.glob("*.ptx"))
     assert f"ld.global.{vectors}" in ptx
     assert f"st.global.{vectors}" in ptx
 
@@ -120,5 +120,7 @@ def test_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_declaration_and_kernel_fit_in_80_lines() -> None:
-    lines = sum(len((FOLDER / name).read_text().splitlines()) for name in ("softcap.py", "softcap_kernel.py"))
+    lines = sum(
+        len((FOLDER / name).read_text(encoding="utf-8").splitlines()) for name in ("softcap.py", "softcap_kernel.py")
+    )
     assert lines < 80

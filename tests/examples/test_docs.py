@@ -25,11 +25,13 @@ ROOT = make_pages.ROOT
 
 @pytest.mark.parametrize("page", make_pages.MADE)
 def test_pages_are_made_anew(page: str) -> None:
-    assert (make_pages.PAGES / page).read_text() == make_pages.MADE[page](), "run python docs/make_pages.py"
+    assert (make_pages.PAGES / page).read_text(encoding="utf-8") == make_pages.MADE[page](), (
+        "run python docs/make_pages.py"
+    )
 
 
 def test_every_variable_that_is_read_is_named() -> None:
-    code = "".join(path.read_text() for path in ROOT.glob("cute_ops*/**/*.py"))
+    code = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("cute_ops*/**/*.py"))
     reads = r'environ(?:\.\w+\(|\[)\s*"(\w+)"|getenv\(\s*"(\w+)"|"(CUTE_(?:OPS|DSL)_[A-Z_]*)"'
     found = {name for names in re.findall(reads, code) for name in names if name}
     assert len(found) >= 12
@@ -45,18 +47,18 @@ def test_every_variable_that_is_read_is_named() -> None:
 )  # fmt: skip
 def test_every_public_name_is_in_the_reference(page: str, module: ModuleType) -> None:
     """With its docstring; of `nn`, classes that are made of declarations with their signature."""
-    text = (make_pages.PAGES / "reference" / f"{page}.md").read_text()
+    text = (make_pages.PAGES / "reference" / f"{page}.md").read_text(encoding="utf-8")
     found = re.findall(r"^(?:::: \S+\.|- `)(\w+)", text, re.MULTILINE)
     assert {*module.__all__} - {"nn"} <= {*found}
 
 
 @pytest.mark.parametrize(("page", "module"), [("torch", optim), ("jax", nnx), ("jax", equinox)])
 def test_every_class_of_a_module_without_a_list_is_in_the_reference(page: str, module: ModuleType) -> None:
-    text = (make_pages.PAGES / "reference" / f"{page}.md").read_text()
+    text = (make_pages.PAGES / "reference" / f"{page}.md").read_text(encoding="utf-8")
     public = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
     assert public and [n for n in public if n[0] != "_" and f"::: {module.__name__}.{n}\n" not in text] == []
 
 
 def test_ops_are_documented() -> None:
-    assert make_ops.PAGE.read_text() == make_ops.page(), "run python docs/make_ops.py"
-    assert make_ops.README.read_text() == make_ops.readme(), "run python docs/make_ops.py"
+    assert make_ops.PAGE.read_text(encoding="utf-8") == make_ops.page(), "run python docs/make_ops.py"
+    assert make_ops.README.read_text(encoding="utf-8") == make_ops.readme(), "run python docs/make_ops.py"

@@ -92,7 +92,7 @@ def test_a_bundle_is_built_and_named(tmp_path: Path, cache_folder: Path, monkeyp
 
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = json.loads((GALLERY / "first_steps.ipynb").read_text())["cells"]
+    cells = json.loads((GALLERY / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
     known: dict = {}
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         name, text = f"<{cell['id']}>", "".join(cell["source"])

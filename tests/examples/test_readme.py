@@ -20,7 +20,9 @@ FRAGMENTS = ["CONTRIBUTING.md", *(f"docs/{page}.md" for page in ("kernels", "own
 
 
 def code(page: str, language: str = "python") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code(page) and page not in FRAGMENTS])
@@ -49,7 +51,7 @@ def test_fragments_and_code_for_other_libraries_are_python(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert missing == []
 
@@ -62,12 +64,12 @@ def files() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page: str) -> None:
-    named = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text(encoding="utf-8"))
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files())] == []
 
 
 def test_commands_of_the_readme_exist() -> None:
-    text = (ROOT / "Makefile").read_text()
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
     for page in PAGES[:2]:
-        for target in re.findall(r"^make (\w+)", (ROOT / page).read_text(), re.MULTILINE):
+        for target in re.findall(r"^make (\w+)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE):
             assert re.search(rf"^{target}:", text, re.MULTILINE), target

@@ -36,5 +36,5 @@ def test_every_call_has_a_kernel() -> None:
 
 
 def test_the_citation_is_complete() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys() and citation["license"] == "Apache-2.0"

@@ -74,7 +74,9 @@ def test_a_second_run_compiles_nothing_and_a_bundle_needs_no_compiler(
     if example == "llama":  # what the cache holds is what the bundle takes from it
         assert counts(example, BLOCK_COMPILER="1") == [calls, 0, compiled, 0]
     else:
-        many = manifest.parse(re.sub(r"\[256\b", "[*", (tmp_path / "m.txt").read_text()))  # few rows run other kernels
+        many = manifest.parse(
+            re.sub(r"\[256\b", "[*", (tmp_path / "m.txt").read_text(encoding="utf-8"))
+        )  # few rows run other kernels
         told = build.variants_of(kernel_wheel.calls_of(QWEN, "float32"), [parse("sm_90a")])
         ran = build.variants_of(many, [parse("sm_90a")])
         assert {variant.symbol for variant in ran} <= {variant.symbol for variant in told}

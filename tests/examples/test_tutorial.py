@@ -43,7 +43,7 @@ def accesses(op: Op, n: int, folder: Path) -> set[str]:
         name: Array((33, n) if t.dims else (33,), "bfloat16" if t.dims else t.dtype) for name, t in op.inputs.items()
     }
     worker.compile(foresee(bind(op, inputs), {}, parse("sm_90a")).variant, folder / "kernel.so", dump=folder)
-    (ptx,) = (path.read_text() for path in folder.glob("*.ptx"))
+    (ptx,) = (path.read_text(encoding="utf-8") for path in folder.glob("*.ptx"))
     return {word for word in ptx.split() if word.startswith(("ld.global", "st.global"))}
 
 
@@ -55,8 +55,8 @@ def accesses(op: Op, n: int, folder: Path) -> set[str]:
     ],
 )  # fmt: skip
 def test_pages_show_the_examples(page: str, file: str) -> None:
-    shown = f"```python\n{(ROOT / 'examples' / file).read_text()}```"
-    assert shown in (ROOT / "docs" / f"{page}.md").read_text()
+    shown = f"```python\n{(ROOT / 'examples' / file).read_text(encoding='utf-8')}```"
+    assert shown in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("op", OURS, ids=lambda op: op.name)
@@ -69,7 +69,9 @@ def test_kernels_of_the_examples_agree_with_their_references(op: Op, dtype: str)
 
 def test_the_row_function_of_the_kernels_page(folder: Path) -> None:
     (code,) = re.findall(
-        r'```python\n("""scaled_kernel.py""".*?)```', (ROOT / "docs" / "kernels.md").read_text(), re.DOTALL
+        r'```python\n("""scaled_kernel.py""".*?)```',
+        (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     )
     (folder / "scaled_kernel.py").write_text(code)
     rows = Tensor("*m n", "T")
@@ -94,7 +96,7 @@ def test_every_step_works(step: int, wide: bool, folder: Path) -> None:
         for layout in kernel_calls.LAYOUTS:
             kernel_calls.check(kernel_calls.made(op, 5, n, "bfloat16", layout, np.random.default_rng(n)))
     line = make_pictures.row(step, op)
-    assert line in make_pictures.PAGE.read_text()
+    assert line in make_pictures.PAGE.read_text(encoding="utf-8")
     found = accesses(op, 256, folder)
     assert found == ({"ld.global.v4.b32", "st.global.v4.b32"} if wide else {"ld.global.b16", "st.global.b16"})
 
@@ -105,17 +107,19 @@ def test_the_row_kernel_moves_whole_vectors(tmp_path: Path) -> None:
 
 def test_pictures_are_of_the_kernels(folder: Path) -> None:
     for name, text in make_pictures.pictures(folder).items():
-        assert (make_pictures.PICTURES / name).read_text() == text, f"{name}: run python docs/make_pictures.py"
+        assert (make_pictures.PICTURES / name).read_text(encoding="utf-8") == text, (
+            f"{name}: run python docs/make_pictures.py"
+        )
 
 
 @pytest.mark.parametrize(("page", "word"), [("own_kernel", ""), ("row_kernel", "unit_norm")])
 def test_the_pages_show_the_measured_rates(page: str, word: str) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text()
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     assert f"\n\n{make_pictures.rates(word)}\n\n" in text, f"paste make_pictures.rates({word!r}) there"
 
 
 def test_the_epilogue_is_the_soft_cap() -> None:
-    code, shown = make_pictures.PAGE.read_text().rpartition("```python\n")[2].partition("```")[0], {}
+    code, shown = make_pictures.PAGE.read_text(encoding="utf-8").rpartition("```python\n")[2].partition("```")[0], {}
     exec(code, shown)
     product = torch.nn.functional.linear(shown["hidden"], shown["head"])
     torch.testing.assert_close(shown["logits"], 30 * torch.tanh(product / 30))

@@ -150,7 +150,7 @@ def test_a_wheel_of_kernels_is_compared_with_the_sources(kernels: Path, tmp_path
 @pytest.mark.parametrize("frameworks", [("torch",), ("jax",), ("torch", "jax")], ids="+".join)
 def test_examples_run_in_an_empty_environment(frameworks: tuple[str, ...], environment: Make, tmp_path: Path) -> None:
     python, cache = environment(*frameworks), str(tmp_path / "cache")
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     chosen = [example for name, example in zip(("torch", "jax"), examples, strict=False) if name in frameworks]
     assert all(f"import cute_ops_{name}" in example for name, example in zip(frameworks, chosen, strict=True))
     said = run(python, tmp_path, "-c", "\n".join([LOOK, *chosen]), CUTE_OPS_CACHE_DIR=cache)
