@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from cute_ops.aot.build import variants_of
@@ -11,7 +12,7 @@ from cute_ops.jit import cache, target
 
 
 @suggesting
-def warm_up(model: nn.Module) -> int:
+def warm_up(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Load the kernels that a model runs once it is patched, so that its first step waits for no compiler.
 
     Kernels that no bundle and no cache holds are compiled, as many at a time as there are cores; a step that meets them
@@ -20,7 +21,9 @@ def warm_up(model: nn.Module) -> int:
     calls, and a model cut over several devices by tensor parallelism, is compiled when it is called.
 
     Args:
-        model: a Hugging Face model on one device, in the dtype that it runs in.
+        model: a Hugging Face model on one device.
+        dtype: the dtype that it runs in, where that is not the one of its weights: ``param_dtype`` of FSDP's mixed
+            precision.
 
     Returns:
         The number of kernels; 0 on a CPU, where references run.
@@ -36,7 +39,7 @@ def warm_up(model: nn.Module) -> int:
     weight = next(model.parameters())
     if not weight.is_cuda:
         return 0
-    calls = calls_of_model(config.to_dict(), str(weight.dtype).removeprefix("torch."), train=model.training)
+    calls = calls_of_model(config.to_dict(), str(dtype or weight.dtype).removeprefix("torch."), train=model.training)
     found = cache.build_all(variants_of(calls, [target.of_device(weight.device.index)]), each=cache.load)
     for one in found:
         if one.error:
