@@ -206,7 +206,9 @@ def attend(q: Array, k: Array, v: Array, config: Config, way: Way | None) -> Arr
     # cuDNN's fused attention takes half precision only.
     fused = "cudnn" if jax.default_backend() == "gpu" and config.dtype == "bfloat16" else None
     attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation=fused)
-    if way is None or way.by_hand:
+    if way is None:  # in float32, whose probabilities would take gigabytes until the backward
+        return jax.checkpoint(attention)(q, k, v)
+    if way.by_hand:
         return attention(q, k, v)
     spec = P(way.batch, None, way.features)
     return jax.shard_map(attention, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)(q, k, v)
@@ -327,10 +329,26 @@ def relative_error(found: dict[str, np.ndarray], right: dict[str, np.ndarray]) -
 def attempt(what: str, run: Callable[[], Any]) -> tuple[Any, str]:
     print(f"at {what}", flush=True)
     try:
-        return run(), ""
+        made = run()
     except Exception as problem:
         traceback.print_exc()
         return None, first_line(problem)
+    print(f"done: {what}", flush=True)
+    return made, ""
+
+
+def compile_all(exact: Step, steps: Sequence[Step]) -> list[str]:
+    """At once; what went wrong with each step."""
+
+    def precisely() -> None:
+        with jax.default_matmul_precision("highest"):
+            exact.compile()
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(precisely)
+        found = list(pool.map(lambda s: attempt(f"compiling {s.way.name}: {s.name}", s.compile)[1], steps))
+        first.result()
+    return found
 
 
 def measure(config: Config, devices: Sequence[Any], rounds: int, report: Callable[..., None]) -> None:
@@ -338,17 +356,13 @@ def measure(config: Config, devices: Sequence[Any], rounds: int, report: Callabl
     window = np.random.default_rng(1).integers(0, config.vocabulary, (config.batch, config.seqlen + 1)).astype(np.int32)
     exact = Step(replace(config, dtype="float32"), "XLA", None, devices)
     steps = [Step(config, name, way, devices) for way in WAYS for name in OPS]
-    print("at compiling", flush=True)
-    with ThreadPoolExecutor() as pool:
-        with jax.default_matmul_precision("highest"):
-            exact.compile()
-        compiled = list(pool.map(lambda s: attempt(f"compiling {s.way.name}: {s.name}", s.compile), steps))
+    compiled = compile_all(exact, steps)
     right = exact.load(params, window)
     del exact.state
     for way in WAYS:
         some: dict[str, Step] = {}
         errors = {}
-        for step, (_, wrong) in zip(steps, compiled, strict=True):
+        for step, wrong in zip(steps, compiled, strict=True):
             if step.way is not way:
                 continue
             gradient = None

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,8 +194,8 @@ def training_steps(ranks: Ranks, case: str, makes: dict[str, Any], tokens: int, 
             trainers[name] = made
     for turn in range(rounds):
         for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
-            steps = 1 if ranks.small else 4
-            _, wrong = ranks.attempt(f"{case}: sample {turn} of {name}", lambda n=name: trainers[n].sample(steps))
+            sample = partial(trainers[name].sample, 1 if ranks.small else 4)
+            _, wrong = ranks.attempt(f"{case}: sample {turn} of {name}", sample)
             if wrong:
                 ranks.report(case=case, contender=name, tokens=tokens, status=f"failed: {wrong}")
                 del trainers[name]
@@ -316,8 +317,9 @@ def by_hugging_face(ranks: Ranks, contender: str, tokens: Tensor) -> Callable[[]
     model = build(ranks, torch.bfloat16)
     if contender.startswith("ours"):
         cute_ops_torch.patch(model)
-    takes_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters  # newer ones do
-    apply_tensor_parallelism(model, ranks.mesh, *([model.tp_plan] if takes_plan else []))
+    takes_plan = "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters  # since 5.23
+    plan = [model._expand_parallel_plan(model.tp_plan)] if takes_plan else []
+    apply_tensor_parallelism(model, ranks.mesh, *plan)
     optimizer = optimizer_of(contender, model, ranks.small)
     return trained(model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss)
 
@@ -390,7 +392,8 @@ def cases(small: bool) -> list[Case]:
         Case(
             "linear and residual, by rows, onto a sharded sequence", [(b, s, n), (k, n), (b, s, k)],
             [Shard(2), rows, sequence],
-            lambda x, w, r: onto(F.linear(x, w), sequence) + r, lambda x, w, r: ours.linear(x, w, None, r, epilogue="add"),
+            lambda x, w, r: onto(F.linear(x, w), sequence) + r,
+            lambda x, w, r: ours.linear(x, w, None, r, epilogue="add"),
             lambda x, w, r: F.linear(x, w) + r,
         ),
         Case(

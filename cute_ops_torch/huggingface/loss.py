@@ -11,7 +11,7 @@ from torch import nn
 from cute_ops.composite import chunks
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
-from cute_ops_torch.huggingface.bypass import has_hooks
+from cute_ops_torch.huggingface.bypass import is_unobserved
 from cute_ops_torch.huggingface.match import Forward, Replacement
 from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
 
@@ -32,7 +32,7 @@ def _make_forward(original: Any) -> Forward:
             return original(self, *args, **kwargs)  # raises
         labels, keep = given.pop(labels_name), given.pop(keep_name)
         keeps_all = isinstance(keep, int) and keep == 0
-        if labels is None or not self.training or not keeps_all or has_hooks(self.lm_head):
+        if labels is None or not self.training or not keeps_all or not is_unobserved(self.lm_head):
             return original(self, *args, **kwargs)
         outputs = self.model(**given)
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None

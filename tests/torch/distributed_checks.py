@@ -833,12 +833,12 @@ def fsdp_over_tensor_parallel_products(world: World) -> None:
     same_gradients(world, model, whole, "products")
 
 
-def hugging_face(world: World, layers: int = 2) -> nn.Module:
+def hugging_face(world: World, layers: int = 2, vocabulary: int = VOCABULARY) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=2,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(world.device)

@@ -39,6 +39,8 @@ def fork(ranks: int) -> int:
 
 def main(ranks: int, device: str, folder: Path, which: str, names: Collection[str] = ()) -> None:
     rank = fork(ranks) if which == "all" else int(which)
+    # As torchrun sets them: Hugging Face reads them.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":

@@ -6,11 +6,14 @@ A model that is patched is compared with the same one that is not, and both with
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from distributed_checks import VOCABULARY, World, check, hugging_face, llama, same_gradients, tensor_parallel
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -19,6 +22,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import cute_ops_torch
+from cute_ops import dispatch
+from cute_ops.binding import bind
+from cute_ops.jit import cache, target
+from cute_ops.ops import OPS
+from cute_ops.shapes import Array
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.optim import AdamW
 
@@ -258,3 +266,45 @@ def results_that_are_still_on_their_way(world: World) -> None:
             assert (expected is None) == (got is None)
             if got is not None:
                 world.close(got.detach(), expected.detach(), number)
+
+
+@check
+def hugging_face_s_own_plan(world: World) -> None:
+    """``tp_plan="auto"`` sets a forward on each module that it shards."""
+    if world.line.size() != 2:
+        return  # it has a mesh of all ranks, and two heads of keys
+    from safetensors.torch import save_file
+
+    whole: Any = hugging_face(world, vocabulary=38)
+    torch.manual_seed(12)
+    tokens = torch.randint(38, (2, 8)).to(world.device)
+    whole(tokens, labels=tokens).loss.backward()
+    with tempfile.TemporaryDirectory() as folder:
+        whole.config.save_pretrained(folder)  # the model's own writes on the first rank only
+        save_file(whole.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        model = type(whole).from_pretrained(folder, tp_plan="auto").train()
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+    for patched in (False, True):
+        if patched:
+            cute_ops_torch.patch(model)
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        same_gradients(world, model, whole, f"patched: {patched}")
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+@check
+def one_rank_compiles_and_the_others_wait(world: World) -> None:
+    """Ranks that need a kernel at the same time, which no cache holds."""
+    norm, eps = next(op for op in OPS if op.name == "rmsnorm"), 1e-6 + os.getpid() * 1e-12
+    (shared,) = [torch.tensor([eps], dtype=torch.float64, device=world.device)]
+    dist.broadcast(shared, 0)
+    shapes = {"x": Array((4, 256), "bfloat16"), "weight": Array((256,), "bfloat16")}
+    plan = dispatch.choose(bind(norm, shapes, {"eps": float(shared)}), {}, target.parse("sm_90a"))
+    dist.barrier()
+    seconds = cache.build(plan.variant)
+    counts = torch.tensor([float(seconds > 0)], device=world.device)
+    dist.all_reduce(counts)
+    assert float(counts) == 1.0, float(counts)
