@@ -66,6 +66,11 @@ class Table:
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow({**cells, **self._environment})
 
+    def keep(self, rows: Iterable[Mapping[str, str]]) -> None:
+        """Write rows of an earlier run as they were."""
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerows(rows)
+
 
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:

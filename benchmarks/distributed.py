@@ -4,8 +4,8 @@
 
 Each phase is a process of its own for each GPU (of JAX one for all), and has a limit. If one of them fails or hangs,
 all of that phase are ended; what they had measured stays, and the next phase runs. Figures go to distributed.csv,
-what processes say to logs/. ``--device cpu`` runs the same with tiny sizes on two ranks with gloo, and on two devices
-of XLA's CPU.
+whose rows of other phases stay, and what processes say goes to logs/. ``--device cpu`` runs the same with tiny sizes,
+on two ranks with gloo and on two devices of XLA's CPU.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "logs").mkdir(parents=True, exist_ok=True)
     deadline, console, wrong = time.monotonic() + options.seconds, Console(highlight=False, width=150), 0
     path = options.out / "distributed.csv"
+    kept = [row for row in read(path) if row["phase"] not in options.phases] if path.exists() else []
     table = Table(path, COLUMNS)
+    table.keep(kept)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(options.phases))

@@ -351,15 +351,17 @@ def compile_all(exact: Step, steps: Sequence[Step]) -> list[str]:
     return found
 
 
-def measure(config: Config, devices: Sequence[Any], rounds: int, report: Callable[..., None]) -> None:
+def measure(
+    config: Config, devices: Sequence[Any], rounds: int, report: Callable[..., None], ways: Sequence[Way]
+) -> None:
     params = weights(config)
     window = np.random.default_rng(1).integers(0, config.vocabulary, (config.batch, config.seqlen + 1)).astype(np.int32)
     exact = Step(replace(config, dtype="float32"), "XLA", None, devices)
-    steps = [Step(config, name, way, devices) for way in WAYS for name in OPS]
+    steps = [Step(config, name, way, devices) for way in ways for name in OPS]
     compiled = compile_all(exact, steps)
     right = exact.load(params, window)
     del exact.state
-    for way in WAYS:
+    for way in ways:
         some: dict[str, Step] = {}
         errors = {}
         for step, wrong in zip(steps, compiled, strict=True):
@@ -396,6 +398,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("devices", type=int)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=7, help="samples of each contender")
+    parser.add_argument("--ways", nargs="+", default=[w.name for w in WAYS], choices=[w.name for w in WAYS])
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -407,7 +410,8 @@ def main(arguments: list[str] | None = None) -> None:
             file.write(json.dumps({"phase": "jax", "gpus": options.devices, **row}) + "\n")
 
     config = SMALL if options.device == "cpu" else Config()
-    measure(config, jax.devices()[: options.devices], options.rounds, report)
+    ways = [way for way in WAYS if way.name in options.ways]
+    measure(config, jax.devices()[: options.devices], options.rounds, report, ways)
 
 
 if __name__ == "__main__":

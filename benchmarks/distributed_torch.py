@@ -230,7 +230,7 @@ def optimizer_of(contender: str, model: Any, small: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
 
 
-def sharded(ranks: Ranks, contender: str, tokens: Tensor) -> Callable[[], Tensor]:
+def sharded(ranks: Ranks, contender: str, tokens: Tensor, compiled: bool) -> Callable[[], Tensor]:
     """FSDP2: weights in float32, each layer gathered in bfloat16, gradients summed in float32."""
     model = build(ranks, torch.float32)
     if contender.startswith("ours"):
@@ -238,7 +238,7 @@ def sharded(ranks: Ranks, contender: str, tokens: Tensor) -> Callable[[], Tensor
         cute_ops_torch.warm_up(model, torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        if "compiled" in contender:
+        if compiled:
             layer.compile(backend="eager" if ranks.small else "inductor")
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
     fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
@@ -246,16 +246,18 @@ def sharded(ranks: Ranks, contender: str, tokens: Tensor) -> Callable[[], Tensor
     return trained(model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss)
 
 
-def fsdp(ranks: Ranks, options: Any, names: Sequence[str] = ("torch", "ours", "ours + AdamW")) -> None:
+def fsdp(ranks: Ranks, options: Any, compiled: bool = False) -> None:
     size = (2, 16) if ranks.small else (options.batch, 4096)
     torch.manual_seed(100 + ranks.rank)
     tokens = torch.randint(0, 128 if ranks.small else 128256, size, device=ranks.device)
-    makes = {name: lambda name=name: sharded(ranks, name, tokens) for name in names}
-    training_steps(ranks, "FSDP2", makes, ranks.ranks * tokens.numel(), options.rounds)
+    names = ("torch", "ours") if compiled else ("torch", "ours", "ours + AdamW")
+    makes = {name: partial(sharded, ranks, name, tokens, compiled) for name in names}
+    case = "FSDP2, compiled layers" if compiled else "FSDP2"
+    training_steps(ranks, case, makes, ranks.ranks * tokens.numel(), options.rounds)
 
 
 def fsdp_compiled(ranks: Ranks, options: Any) -> None:
-    fsdp(ranks, options, ("compiled layers", "ours + compiled layers"))
+    fsdp(ranks, options, compiled=True)
 
 
 def sequence_parallel_plan() -> dict[str, Any]:
@@ -332,7 +334,7 @@ def tensor_parallel(ranks: Ranks, options: Any) -> None:
         ("tensor parallel, sharded sequence", by_plan, ("torch", "ours", "ours + AdamW")),
         ("tensor parallel, Hugging Face's plan", by_hugging_face, ("torch", "ours")),
     ):
-        makes = {name: lambda name=name, prepare=prepare: prepare(ranks, name, tokens) for name in names}
+        makes = {name: partial(prepare, ranks, name, tokens) for name in names}
         training_steps(ranks, case, makes, tokens.numel(), options.rounds)
         gc.collect()
 

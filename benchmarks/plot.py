@@ -1,9 +1,11 @@
-"""Pictures, the page of tables and the README's figures, from the CSV files of a folder.
+r"""Pictures, the page of tables and the README's figures, from the CSV files of a folder.
 
-    python benchmarks/plot.py benchmarks/results [--page benchmarks/results/README.md] [--readme README.md]
+    python benchmarks/plot.py benchmarks/results [--page benchmarks/results/README.md] [--readme README.md] \
+        [--distributed docs/distributed.md]
 
-Writes the pictures of :mod:`pictures` beside the files. ``--page`` and ``--readme`` replace what stands between the two
-``figures`` comments of a file, the one by all pictures and tables, the other by a short table.
+Writes the pictures of :mod:`pictures` beside the files. ``--page``, ``--readme`` and ``--distributed`` replace what
+stands between the two ``figures`` comments of a file: by all pictures and tables, by a short table, by the tables of
+several GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pictures
+import several_gpus
 from common import markdown, read
 from pictures import STYLES, TITLES, Row, copy_rate, plain, shape, unique
 from summary import OURS, OURS_JAX, XLA, Point, behind, given, head, mean, of_expressions, optax, overview, points
@@ -239,10 +242,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="folder with device_time.csv and, where measured, the other files")
     parser.add_argument("--page", type=Path, help="file to put all tables into")
     parser.add_argument("--readme", type=Path, help="file to put the short table into")
+    parser.add_argument("--distributed", type=Path, help="file to put the tables of several GPUs into")
     options = parser.parse_args(arguments)
     for picture in pictures.draw_all(options.folder):
         print(f"wrote {picture}")
-    for path, make in ((options.page, page), (options.readme, figures)):
+    made = ((options.page, page), (options.readme, figures), (options.distributed, several_gpus.section))
+    for path, make in made:
         if path:
             path.write_text(put(make(options.folder), path))
             print(f"wrote {path}")

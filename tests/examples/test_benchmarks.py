@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from typing import Any
 
 import common
 import device_time
+import distributed
+import distributed_jax
+import distributed_torch
 import everything
 import expressions
 import fusion
@@ -28,6 +32,7 @@ import prewarm
 import pytest
 import returns
 import sample
+import several_gpus
 import startup
 import summary
 import tensor_cores
@@ -290,6 +295,98 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
         assert line in text
 
 
+def test_figures_of_several_gpus(tmp_path: Path) -> None:
+    """From made-up figures. What failed has a line, and no figure; speeds are those over a case's first contender."""
+    assert several_gpus.section(tmp_path) == several_gpus.NOT_MEASURED
+    table = common.Table(tmp_path / "distributed.csv", distributed.COLUMNS)
+    ok = {"gpus": 2, "ms_min": 90.0, "ms_max": 210.0, "peak_gb": 12.25, "status": "ok"}
+    for phase, case, more in (
+        ("fsdp", "FSDP2", {"apart": 0.00123}), ("products", "a loss", {"error": 0.0031}),
+        ("jax", "tensor parallel", {"error": 0.01}),
+    ):  # fmt: skip
+        for contender, ms in (("torch", 200.0), ("ours", 100.0)):
+            row = {"phase": phase, "case": case, "contender": contender, "ms": ms, "tokens_per_s": 1e6 / ms}
+            table.add({**ok, **row, **more})
+    table.add({"phase": "jax", "case": "explicit", "contender": "ours", "gpus": 2, "status": "failed: no"})
+    table.add({"phase": "checks", "case": "a check", "contender": "ours", "gpus": 2, "status": "ok"})
+    text = several_gpus.section(tmp_path)
+    for line in (
+        "| FSDP2 | ours | 100 (90 to 210) | 10,000 | 2.00 | 12 | 0.0012 |",
+        "| a loss | torch | 200 (90 to 210) | 1.00 | 12 | 0.0031 |", "| explicit | ours | failed: no |  |  |  |  |",
+        "1 of 1 checks of values passed with NCCL.",
+    ):  # fmt: skip
+        assert line in text.splitlines(), text
+
+
+LOST = """
+import json, os, signal, sys, time
+_, how, rank, folder = sys.argv
+print("at the first contender", flush=True)
+if rank == "0":
+    row = {"case": "FSDP2", "contender": "torch", "status": "ok", "ms": 1.0}
+    open(folder + "/rows.jsonl", "a").write(json.dumps(row) + "\\n")
+time.sleep(1)
+if rank == "1" and how == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+while how != "ends" and (rank == "0" or how == "dies"):
+    print("at the collective", flush=True)
+    time.sleep(0.2)
+time.sleep(60 if how == "hangs" else 0)
+"""
+
+
+def test_a_phase_whose_rank_is_lost_costs_its_own_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that dies, one that hangs, and a phase after them that is measured."""
+    hows = {"fsdp": "dies", "tensor_parallel": "hangs", "products": "ends"}
+
+    def commands(name: str, setting: Any, folder: Path) -> list[list[str]]:
+        return [[sys.executable, "-c", LOST, hows[name], str(rank), str(folder)] for rank in range(2)]
+
+    monkeypatch.setattr(distributed, "commands", commands)
+    for name in hows:
+        monkeypatch.setitem(distributed.PHASES, name, distributed.Phase(distributed.Limits(15, 1)))
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--phases"]
+    assert distributed.main([*arguments, "fsdp", "tensor_parallel", "products"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rank 0 was waiting after: at the collective; rank 1 was killed by SIGKILL after: at the first" in said, said
+    assert "tensor_parallel: rank 1: silent for 4 s" in said and "products: ok" in said, said
+    rows = [(r["phase"], r["case"], r["status"].partition(":")[0]) for r in common.read(tmp_path / "distributed.csv")]
+    lost, measured = "all that is left", "FSDP2"
+    assert rows == [
+        ("fsdp", measured, "ok"), ("fsdp", lost, "failed"), ("tensor_parallel", measured, "ok"),
+        ("tensor_parallel", lost, "failed"), ("products", measured, "ok"),
+    ]  # fmt: skip
+    hows["tensor_parallel"] = "ends"
+    assert distributed.main([*arguments, "tensor_parallel"]) == 0  # the rows of other phases stay
+    after = [(r["phase"], r["case"]) for r in common.read(tmp_path / "distributed.csv")]
+    assert after == [
+        ("fsdp", measured), ("fsdp", lost), ("products", measured), ("tensor_parallel", measured),
+    ]  # fmt: skip
+
+
+def test_ops_on_several_gpus_smoke(tmp_path: Path) -> None:
+    """On two ranks with gloo."""
+    assert distributed.main(["--device", "cpu", "--out", str(tmp_path), "--rounds", "1", "--phases", "products"]) == 0
+    rows = common.read(tmp_path / "distributed.csv")
+    assert [(r["case"], r["contender"], r["status"]) for r in rows] == [
+        (case.name, name, "ok") for case in distributed_torch.cases(small=True) for name in ("torch", "ours")
+    ]
+    assert max(float(r["error"]) for r in rows) < 1e-6
+
+
+def test_training_steps_on_a_mesh_smoke(tmp_path: Path) -> None:
+    """In a process of its own: this one has started JAX with one device."""
+    way = "tensor parallel, explicit axes"
+    arguments = [distributed_jax.__file__, "cpu", "2", str(tmp_path), "--rounds", "1", "--ways", way]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(r["case"], r["contender"], r["status"]) for r in rows] == [(way, n, "ok") for n in distributed_jax.OPS]
+    assert max(r["error"] for r in rows) < 1e-5
+
+
 def test_sample_draws_the_same_points_of_a_seed() -> None:
     """Whichever other kinds are drawn; another seed draws others."""
     every, rows = sample.draw(3, list(sample.DRAWN), 40), sample.draw(3, ["rows"], 40)
@@ -317,11 +414,19 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
     assert "| 10.0 | Liger | 9.5 | 0.95 | of tiles |" in text
 
 
-@pytest.mark.parametrize(("file", "make"), [("benchmarks/results/README.md", plot.page), ("README.md", plot.figures)])
+@pytest.mark.parametrize(
+    ("file", "make"),
+    [
+        ("benchmarks/results/README.md", plot.page),
+        ("README.md", plot.figures),
+        ("docs/distributed.md", several_gpus.section),
+    ],
+)
 def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str]) -> None:
     path = common.ROOT / file
     text = plot.put(make(common.ROOT / "benchmarks/results"), path)
-    command = "python benchmarks/plot.py benchmarks/results --page benchmarks/results/README.md --readme README.md"
+    pages = "--page benchmarks/results/README.md --readme README.md --distributed docs/distributed.md"
+    command = f"python benchmarks/plot.py benchmarks/results {pages}"
     assert path.read_text() == text, f"run {command}"
 
 

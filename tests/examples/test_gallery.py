@@ -61,7 +61,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
-@pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.gpu)], ids=["cpu", "gpus"])
+@pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.gpu)], ids=["cpu", "two_gpus"])
 def test_shards_learn_what_the_whole_learns(devices: str) -> None:
     if devices and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -70,7 +70,7 @@ def test_shards_learn_what_the_whole_learns(devices: str) -> None:
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(GALLERY / "fsdp2.py"), "--steps", "3"],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, **ranks, "CUDA_VISIBLE_DEVICES": devices, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -841,7 +841,10 @@ def hugging_face(world: World, layers: int = 2, vocabulary: int = VOCABULARY) ->
         vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(world.device)
+    model = LlamaForCausalLM(config).to(world.device)
+    for dtype in (torch.float32, torch.bfloat16):  # all kernels at once, where checks would compile one after another
+        cute_ops_torch.warm_up(model, dtype)
+    return model
 
 
 @check

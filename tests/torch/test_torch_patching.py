@@ -860,6 +860,12 @@ def test_kernels_of_a_model_are_loaded_before_its_first_step(monkeypatch: pytest
         expected = calls_of_model(model.config.to_dict(), "bfloat16", train=True)
         assert {*asked} == {v.symbol for v in build.variants_of(expected, [sm90])} and trained == len(asked)
         assert cute_ops_torch.warm_up(model.eval()) < trained
+        # FSDP gathers weights in another dtype than it keeps them in.
+        asked.clear()
+        with_float32 = nn.ParameterList([torch.empty(1, device="cuda")])
+        with_float32.config = config
+        assert cute_ops_torch.warm_up(with_float32, torch.bfloat16) == trained
+        assert {*asked} == {v.symbol for v in build.variants_of(expected, [sm90])}
 
         def fail(variant: Any) -> None:
             asked.append(variant.symbol)

@@ -1,6 +1,6 @@
 """Programs on two GPUs against one: values, the compiled program, and a first call that does not hang.
 
-python -m pytest -m gpu tests/jax/test_gpu_sharding.py
+python -m pytest -m gpu -k two_gpus    # these, and those of PyTorch and of the gallery
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ P = jax.P
 ROOT = Path(cute_ops_jax.__file__).parents[1]
 Close = Callable[[Any, Any], None]
 SOME = [op for op in OPS if op.name in ("rmsnorm", "rope", "cross_entropy")]
+MORE = [op for op in OPS if op.name in ("layernorm", "add_rmsnorm", "silu_mul", "softmax")]
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +78,9 @@ def check_jit(op: Op, kind: AxisType, devices: list[jax.Device], close: Close) -
     assert "all-gather" not in compiled.as_text()
 
 
-def test_automatic(op: Op, two: list[jax.Device], close: Close) -> None:
-    check_jit(op, AxisType.Auto, two, close)
+@pytest.mark.parametrize("some", [*SOME, *MORE], ids=lambda op: op.name)
+def test_automatic(some: Op, two: list[jax.Device], close: Close) -> None:
+    check_jit(some, AxisType.Auto, two, close)
 
 
 @pytest.mark.parametrize("some", SOME, ids=lambda op: op.name)
@@ -160,12 +162,53 @@ print(float(jax.block_until_ready(step(x, w))[1].sum()))
 """
 
 
-def test_a_first_call_does_not_hang() -> None:
-    """In a fresh process kernels are loaded on both GPUs before collectives run."""
+LATER = """
+import jax, jax.numpy as jnp, cute_ops_jax
+from jax.sharding import AxisType, NamedSharding
+mesh = jax.make_mesh((2,), ("gpus",), (AxisType.Auto,), devices=jax.devices()[:2])
+put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, jax.P(*spec)))
+a, b = put(jnp.full((4096, 4096), 1e-4), None, "gpus"), put(jnp.ones((4096, 4096)), "gpus")
+
+@jax.jit
+def busy(a, b):  # an all-reduce after each product
+    return jax.lax.fori_loop(0, 50, lambda _, c: put_like((c @ b) * 1e-2, c), a)
+
+def put_like(x, _):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, jax.P(None, "gpus")))
+
+jax.block_until_ready(busy(a, b))
+for n in (1088, 1152, 1216, 1280):
+    running = [busy(a, b) for _ in range(8)]  # on their way while the next program's kernels are compiled and loaded
+    x, w = put(jnp.ones((2048, n)), "gpus"), put(jnp.ones(n))
+    step = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(cute_ops_jax.rmsnorm(x, w))), (0, 1)))
+    found = step(x, w)
+    jax.block_until_ready((running, found))
+print(float(found[1].sum()))
+"""
+
+
+@pytest.mark.parametrize("program", [FIRST, LATER], ids=["first", "later"])
+def test_loading_a_kernel_does_not_hang(program: str) -> None:
+    """In a fresh process, before any collective runs; and while other programs run collectives."""
+    finished(["-c", program], lambda out: np.isfinite(float(out)))
+
+
+def test_the_mesh_of_the_gallery() -> None:
+    def right(out: str) -> bool:
+        found = re.search(r"loss (\S+) on (\d+) devices, (\S+) on one; gradients differ by (\S+)", out)
+        assert found, out
+        sharded, devices, whole, error = map(float, found.groups())
+        return devices >= 2 and abs(sharded - whole) < 1e-4 and error < 1e-4
+
+    finished([str(ROOT / "examples" / "gallery" / "jax_mesh.py")], right)
+
+
+def finished(arguments: list[str], right: Callable[[str], bool]) -> None:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     done = subprocess.run(
-        [sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=180,
-        check=False,
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT,
+        env={**environment, "PYTHONPATH": path}, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert np.isfinite(float(done.stdout))
+    assert right(done.stdout), done.stdout
