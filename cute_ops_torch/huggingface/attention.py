@@ -13,7 +13,7 @@ from torch import nn
 from cute_ops.composite.qkv_rope import SIZES
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
-from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_unobserved
+from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
 from cute_ops_torch.huggingface.source import Parameters, definition, find, source_digest, unify
 
@@ -40,6 +40,8 @@ return (out, weights)
 _APPLY = "65a3f73debb53d80"
 # A statement that gives a table equal halves.
 _EQUAL_HALVES = "table = torch.cat((angles, angles), dim=-1)"
+# The attribute of a table whose halves are equal: its version then.
+_MARK = "_cute_equal_halves"
 
 
 def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
@@ -48,13 +50,14 @@ def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
     """
     forward: Forward = type(attention).forward
     known = hands_on(forward) and _projects_output(forward)
-    if not (known and is_unobserved(attention) and can_bypass_linear(x, attention.o_proj)):
+    if not (known and calls(attention, forward) and can_bypass_linear(x, attention.o_proj)):
         return None
     return partial(forward, _Bypassed(attention, {_OUTPUT: lambda output: output}))
 
 
 def _make_forward(original: Any) -> Forward:
-    forward = rebind(original, apply_rotary_pos_emb=_rotate)
+    plain = original.__globals__["apply_rotary_pos_emb"]
+    forward = rebind(original, apply_rotary_pos_emb=_rotate(plain))
     if not _projects_once(original):
         return forward
     skips = rebind(original, apply_rotary_pos_emb=_keep) if _rotates_projections(original) else None
@@ -78,7 +81,7 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
         if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers):
             return forward(self, hidden_states, *args, **kwargs)
         weights, tables = [layer.weight for layer in layers], kwargs.get(_TABLES)
-        if skips_rotation is None or tables is None:
+        if skips_rotation is None or tables is None or not _can_rotate(hidden_states, *tables):
             rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
         else:
             rest, (cos, sin) = skips_rotation, map(_half_table, tables)
@@ -172,15 +175,52 @@ def _apart(module: Any) -> str:
     return ""
 
 
-def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    cos, sin = _half_table(cos), _half_table(sin)
-    if unsqueeze_dim == 2:  # (batch, seqlen, heads, headdim)
-        return functions.rope(q, cos, sin), functions.rope(k, cos, sin)
-    # (batch, heads, seqlen, headdim), as views of memory that has positions before heads
-    q, k = (functions.rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
-    return q, k
+def _rotate(plain: Forward) -> Forward:
+    """``apply_rotary_pos_emb`` on our op, and ``plain`` where that does not take the heads or the tables."""
+
+    def apply_rotary_pos_emb(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if unsqueeze_dim not in (1, 2) or not (_can_rotate(q, cos, sin) and _can_rotate(k, cos, sin)):
+            return plain(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
+        cos, sin = _half_table(cos), _half_table(sin)
+        if unsqueeze_dim == 2:  # (batch, seqlen, heads, headdim)
+            return functions.rope(q, cos, sin), functions.rope(k, cos, sin)
+        # (batch, heads, seqlen, headdim), as views of memory that has positions before heads
+        q, k = (functions.rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+        return q, k
+
+    return apply_rotary_pos_emb
+
+
+def _can_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether our op rotates ``x``, or products of it, by tables of cosines and sines whose halves are equal.
+
+    With tables of another dtype the original's product promotes; under autocast what follows converts it back.
+    """
+    if not (takes(x, cos, sin) and _has_equal_halves(cos) and _has_equal_halves(sin)):
+        return False
+    return x.dtype == cos.dtype == sin.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def _mark_tables(plain: Any) -> Forward:
+    """A ``forward`` of a rotary embedding that marks its tables: their halves are equal, which nobody sees in them."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tables = plain(self, *args, **kwargs)
+        for table in tables:
+            setattr(table, _MARK, 0 if torch.compiler.is_compiling() else table._version)
+        return tables
+
+    return forward
+
+
+def _has_equal_halves(table: torch.Tensor) -> bool:
+    """Whether a table is as a known rotary embedding has made it. What a hook makes of it is another tensor, or has
+    another version.
+    """
+    version = getattr(table, _MARK, None)
+    return version is not None and (torch.compiler.is_compiling() or version == table._version)
 
 
 def _half_table(table: torch.Tensor) -> torch.Tensor:
@@ -194,12 +234,21 @@ def _applies_rotary(module: nn.Module, model: nn.Module) -> bool:
     forward = innermost(type(module).forward)
     if forward is None or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return False
-    tables = [type(m).forward for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    tables = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     return (
         source_digest(forward.__globals__.get("apply_rotary_pos_emb")) == _APPLY
         and bool(tables)
-        and all((tree := definition(t)) is not None and find(_EQUAL_HALVES, tree) is not None for t in tables)
+        and all(_makes_equal_halves(m, model) for m in tables)
     )
 
 
-REPLACEMENTS = (Replacement("rope", _applies_rotary, _make_forward, packed=_packed, apart=_apart),)
+def _makes_equal_halves(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module makes tables of cosines and sines whose halves are equal."""
+    tree = definition(type(module).forward) if type(module).__name__.endswith("RotaryEmbedding") else None
+    return tree is not None and find(_EQUAL_HALVES, tree) is not None
+
+
+REPLACEMENTS = (
+    Replacement("rope", _applies_rotary, _make_forward, packed=_packed, apart=_apart),
+    Replacement("", _makes_equal_halves, _mark_tables),
+)

@@ -1,37 +1,190 @@
-"""When a submodule need not be called: a fused node then computes its result from its parameters."""
+"""What a replaced ``forward`` relies on, looked at whenever that is used: else the original ``forward`` runs.
+
+A patched model goes on being changed: adapters wrap its layers, libraries put a ``forward`` on an instance, hooks and
+parametrizations come and go, weights change their dtype. So nothing that was true when a model was patched is taken
+for granted later. :func:`or_original` makes each replaced ``forward``; :func:`takes`, :func:`runs`,
+:func:`calls` and :func:`can_bypass_linear` are the questions that it asks.
+"""
 
 from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import types
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import nn
 
-from cute_ops_torch.library.modes import transforms_active
+from cute_ops_torch.huggingface.match import Forward, innermost, rewrap
+from cute_ops_torch.library.modes import EXACT, transforms_active
+
+log = logging.getLogger("cute_ops")
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+# Subclasses of tensors through which our ops run; others (quantized, masked, nested) know torch's ops only.
+_SEEN_THROUGH = frozenset(("DTensor", "FakeTensor", "AsyncCollectiveTensor"))
+_LINEAR = nn.Linear.forward
+
+
+def or_original(original: Any, ours: Forward) -> tuple[Forward, Callable[[], bool]]:
+    """A ``forward`` for subclasses of ``original`` that runs ``ours`` beneath its decorators, and whether it may.
+
+    It runs the original's where ``ours`` returns ``NotImplemented``, and where somebody has replaced that ``forward``
+    or a function that it calls.
+    """
+    plain, inner, may = original.forward, innermost(original.forward), _unchanged(original)
+
+    @wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if may():
+            out = ours(self, *args, **kwargs)
+            return inner(self, *args, **kwargs) if out is NotImplemented else out
+        return original.forward(self, *args, **kwargs)
+
+    if plain is inner:
+        return forward, may
+    beneath = rewrap(plain, forward)
+
+    @wraps(plain)
+    def decorated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (beneath if may() else original.forward)(self, *args, **kwargs)
+
+    return decorated, may
+
+
+def _unchanged(original: type[nn.Module]) -> Callable[[], bool]:
+    """A function that says whether a class has the ``forward`` that it has now, and that the functions that it has."""
+    plain, reads_the_same = original.forward, reads(original.forward)
+    if reads_the_same is _always:
+        return lambda: original.forward is plain
+    return lambda: original.forward is plain and reads_the_same()
+
+
+def _always() -> bool:
+    return True
+
+
+def reads(function: Any) -> Callable[[], bool]:
+    """A function that says whether all that ``function`` reads from its module is what it is now.
+
+    Functions of that module count with what they read.
+    """
+    function = inspect.unwrap(function)
+    home, scope = sys.modules.get(function.__module__), function.__globals__
+    read, pending = dict[str, Any](), [function]
+    while pending:
+        for name in pending.pop().__code__.co_names:
+            if name in scope and name not in read and not isinstance(scope[name], types.ModuleType):
+                read[name], inner = scope[name], inspect.unwrap(scope[name])
+                if isinstance(inner, types.FunctionType) and inner.__globals__ is scope:
+                    pending.append(inner)
+    if not read or home is None or vars(home) is not scope:
+        return _always
+    find = itemgetter(*read)
+    known = find(scope)
+
+    def same() -> bool:
+        if torch.compiler.is_compiling():  # Dynamo would guard on all names of the module
+            return all(getattr(home, name) is value for name, value in read.items())
+        return find(scope) == known  # type: ignore[no-any-return]
+
+    return same
+
+
+def declined(module: nn.Module, *tensors: torch.Tensor | None) -> Any:
+    """Say, once for each class and kind of tensors, that a module runs its original ``forward``; ``NotImplemented``."""
+    if not torch.compiler.is_compiling():
+        _say(type(module).__name__, ", ".join(_described(x) for x in tensors if x is not None))
+    return NotImplemented
+
+
+@lru_cache(256)
+def _say(name: str, given: str) -> None:
+    log.warning("%s runs its original forward: no op of ours takes %s", name, given)
+
+
+def _described(x: torch.Tensor) -> str:
+    kind = "" if type(x) in EXACT else f" ({type(x).__name__})"
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{dtype}{list(x.shape)}{kind} of stride {x.stride()[-1:]} on {x.device.type}"
+
+
+def takes(*tensors: torch.Tensor | None) -> bool:
+    """Whether our ops compute with tensors: in these dtypes, on these devices, with the last dim contiguous."""
+    sharded = plain = False
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) in EXACT:
+            plain = True
+        elif type(x).__name__ in _SEEN_THROUGH:
+            sharded = sharded or type(x).__name__ == "DTensor"
+        else:
+            return False
+        if x.dtype not in _DTYPES or x.is_nested or not x.ndim:
+            return False
+        if not ((x.is_contiguous() or x.stride(-1) == 1) and (x.is_cuda or x.is_cpu or x.is_meta)):
+            return False
+    return not (sharded and plain)  # torch refuses most products of a DTensor and a tensor
+
+
+def runs(module: nn.Module, ours: Forward) -> bool:
+    """Whether calling a module runs this replaced ``forward``, and nothing that changes what it returns."""
+    cls: Any = type(module)
+    return getattr(cls, "_cute_runs", None) is ours and cls._cute_may() and calls(module, cls._cute_forward)
+
+
+def calls(module: nn.Module, forward: Forward) -> bool:
+    """Whether calling a module calls this ``forward`` of its class, and nothing else."""
+    bound = module.forward  # of an instance's own `forward`, too: Dynamo guards on this, not on `vars(module)`
+    return (
+        isinstance(bound, types.MethodType)
+        and bound.__func__ is forward
+        and bound.__self__ is module
+        and not has_hooks(module)
+        and not nn.modules.module._has_any_global_hook()
+    )
 
 
 def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
     """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights."""
     return (
         is_eager(x)
+        and x.dtype in _DTYPES
         and not torch.is_autocast_enabled(x.device.type)
         and all(
-            type(layer) is nn.Linear
+            is_plain_linear(layer)
             and layer._parameters["bias"] is None
-            and type(layer.weight) is nn.Parameter
-            and layer.weight.dtype == x.dtype
-            and is_unobserved(layer)
+            and (weight := parameter(layer, "weight")) is not None
+            and weight.dtype == x.dtype
             for layer in layers
         )
     )
 
 
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether calling a module multiplies by its weight, adds its bias if it has one, and does nothing else."""
+    if type(layer) is not nn.Linear:
+        return False
+    own = layer._parameters  # pruning makes other attributes of them
+    return "weight" in own and "bias" in own and calls(layer, _LINEAR)
+
+
+def parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """A module's own parameter. That of a parametrization, of pruning or of a stateless call is computed, or no
+    parameter: None.
+    """
+    found = module._parameters.get(name)
+    return found if type(found) is nn.Parameter else None
+
+
 def is_eager(x: torch.Tensor) -> bool:
     """Whether ``x`` is a plain tensor, and no compiler, mode or transform sees the calls made on it."""
     return not torch.compiler.is_compiling() and not transforms_active() and type(x) is torch.Tensor
-
-
-def is_unobserved(module: nn.Module) -> bool:
-    """Whether calling a module runs its class's ``forward`` and nothing else."""
-    return "forward" not in vars(module) and not has_hooks(module) and not nn.modules.module._has_any_global_hook()
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from cute_ops_torch.huggingface import residual_norm
-from cute_ops_torch.huggingface.bypass import is_unobserved
-from cute_ops_torch.huggingface.layer import is_fused
+from cute_ops_torch.huggingface.bypass import runs
+from cute_ops_torch.huggingface.layer import run_layer
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
 from cute_ops_torch.huggingface.source import Parameters, definition, find, unify
 from cute_ops_torch.library.modes import transforms_active
@@ -62,8 +62,7 @@ def _next_norms(model: Any) -> dict[int, residual_norm.LlamaRMSNorm]:
         return {}
     layers = list(model.layers)[: model.config.num_hidden_layers]
     plain = [
-        is_fused(layer)
-        and is_unobserved(layer)
+        runs(layer, run_layer)
         and not getattr(layer, "gradient_checkpointing", False)  # its second forward runs without its neighbours
         for layer in layers
     ]

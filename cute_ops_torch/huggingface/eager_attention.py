@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
+from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
 from cute_ops_torch.huggingface.source import source_digest
 
@@ -27,13 +28,17 @@ def _make_forward(forward: Any) -> Forward:
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        given = module, query, key, value, attention_mask, scaling, dropout
         if torch.is_autocast_enabled(query.device.type):  # the output of its softmax is float32
-            return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)  # type: ignore[no-any-return]
+            return plain(*given, **kwargs)  # type: ignore[no-any-return]
         if repeat is not None:
             key, value = (repeat(t, module.num_key_value_groups) for t in (key, value))
         scores = torch.matmul(query, key.transpose(2, 3)) * (query.size(-1) ** -0.5 if scaling is None else scaling)
         if attention_mask is not None:
             scores = scores + attention_mask[..., : key.shape[-2]]
+        if not takes(scores):
+            declined(module, scores)
+            return plain(*given, **kwargs)  # type: ignore[no-any-return]
         weights = functions.softmax(scores).to(query.dtype)
         weights = nn.functional.dropout(weights, p=dropout, training=module.training)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights

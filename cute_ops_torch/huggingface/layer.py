@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import attention, residual_norm
 from cute_ops_torch.huggingface.autograd_nodes import linear_add_rmsnorm, rmsnorm_and_residual, silu_mlp_add_rmsnorm
-from cute_ops_torch.huggingface.bypass import has_hooks, is_eager, is_unobserved
-from cute_ops_torch.huggingface.match import Forward, Replacement, runs
+from cute_ops_torch.huggingface.bypass import is_eager, parameter, runs, takes
+from cute_ops_torch.huggingface.match import Forward, Replacement
 from cute_ops_torch.huggingface.mlp import drops_product
 from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
 from cute_ops_torch.huggingface.norm import llama_rmsnorm
@@ -38,22 +37,17 @@ def _make_forward(original: Any) -> Forward:
     parameters = Parameters.of(original)
     (first,) = parameters.used
 
-    def forward(self: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: LlamaDecoderLayer, *args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(args, kwargs)
         if given is None:
-            return original(self, *args, **kwargs)  # type: ignore[no-any-return]  # raises
-        return _run(self, first, given)
+            return NotImplemented  # raises
+        return run_layer(self, first, given)
 
-    vars(forward)["_cute_layer"] = True
+    vars(forward)["__wrapped__"] = run_layer
     return forward
 
 
-def is_fused(layer: nn.Module) -> bool:
-    """Whether a layer runs what this module makes of it."""
-    return hasattr(inspect.unwrap(type(layer).forward), "_cute_layer")
-
-
-def _run(self: LlamaDecoderLayer, first: str, given: dict[str, Any]) -> Tensor:
+def run_layer(self: LlamaDecoderLayer, first: str, given: dict[str, Any]) -> Tensor:
     hidden_states = given[first]
     normed, residual = _norm_and_residual(self.input_layernorm, hidden_states)
     norm = self.post_attention_layernorm
@@ -64,9 +58,9 @@ def _run(self: LlamaDecoderLayer, first: str, given: dict[str, Any]) -> Tensor:
     if without_output:
         weight: Tensor = self.self_attn.o_proj.weight
         normed, residual = linear_add_rmsnorm(attended, weight, residual, norm.weight, norm.variance_epsilon)
-    elif runs(norm, llama_rmsnorm) and residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
-        normed, residual = functions.add_rmsnorm(attended, residual, norm.weight, None, norm.variance_epsilon)
-    else:  # mixed dtypes promote step by step in the original; hooks need the module to be called
+    elif (shared := _shared_weight(norm, residual, attended)) is not None:
+        normed, residual = functions.add_rmsnorm(attended, residual, shared, None, norm.variance_epsilon)
+    else:
         residual = residual + attended
         normed = norm(residual)
     return _mlp_and_residual(self, normed, residual)
@@ -77,7 +71,7 @@ def _mlp_and_residual(layer: LlamaDecoderLayer, normed: Tensor, residual: Tensor
     after, mlp = None if torch.compiler.is_compiling() else residual_norm.next_norm(layer), layer.mlp
     if after is not None and not _can_fuse(after, residual):
         after = None
-    if after and normed.dtype == residual.dtype and drops_product(mlp, normed) and is_unobserved(mlp):
+    if after and normed.dtype == residual.dtype and drops_product(mlp, normed):
         weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
         found = silu_mlp_add_rmsnorm(normed, *weights, residual, after.weight, after.variance_epsilon)
         return residual_norm.attach(after, *found)
@@ -97,14 +91,21 @@ def _norm_and_residual(norm: LlamaRMSNorm, residual: Tensor) -> tuple[Tensor, Te
 
 def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     """Whether a norm of ``x`` may be fused with another use of ``x``, instead of being called."""
-    return (
-        runs(norm, llama_rmsnorm)
-        and torch.is_grad_enabled()
-        and is_eager(x)
-        and type(norm.weight) is nn.Parameter
-        and (x.dtype, x.device) == (norm.weight.dtype, norm.weight.device)
-        and is_unobserved(norm)
-    )
+    if not (torch.is_grad_enabled() and is_eager(x) and runs(norm, llama_rmsnorm)):
+        return False
+    weight = parameter(norm, "weight")
+    return weight is not None and (x.dtype, x.device) == (weight.dtype, weight.device) and takes(x, weight)
+
+
+def _shared_weight(norm: nn.Module, residual: Tensor, attended: Tensor) -> Tensor | None:
+    """The weight of a norm that is computed together with the add before it; None where they run one by one.
+
+    Mixed dtypes promote step by step in the original.
+    """
+    weight = norm._parameters.get("weight") if runs(norm, llama_rmsnorm) else None
+    if weight is None or not (residual.dtype == attended.dtype == weight.dtype and residual.shape == attended.shape):
+        return None
+    return weight if takes(residual, attended, weight) else None
 
 
 def _is_llama_layer(layer: Any, model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from cute_ops.composite import chunks
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
-from cute_ops_torch.huggingface.bypass import is_unobserved
+from cute_ops_torch.huggingface.bypass import is_plain_linear, reads, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement
 from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
 
@@ -22,6 +22,9 @@ _CAUSAL_LM = ("d98f8281207965a0", "bb9146bdb775d911")
 
 def _make_forward(original: Any) -> Forward:
     """Its arguments and the fields of its output have the names that they have in ``original``."""
+    from transformers.loss.loss_utils import ForCausalLMLoss  # lazily: patching is imported without transformers, too
+
+    computes_the_same = reads(ForCausalLMLoss)
     parameters, tree = Parameters.of(original), definition(original)
     labels_name, keep_name = parameters.used
     output = original.__globals__[tree.body[-1].value.func.id]  # type: ignore[union-attr]  # of `return Output(...)`
@@ -29,17 +32,18 @@ def _make_forward(original: Any) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(args, kwargs)
         if given is None:
-            return original(self, *args, **kwargs)  # raises
+            return NotImplemented  # raises
         labels, keep = given.pop(labels_name), given.pop(keep_name)
         keeps_all = isinstance(keep, int) and keep == 0
-        if labels is None or not self.training or not keeps_all or not is_unobserved(self.lm_head):
-            return original(self, *args, **kwargs)
+        known = self.loss_function is ForCausalLMLoss and computes_the_same()
+        if labels is None or not (self.training and keeps_all and known and _has_plain_head(self)):
+            return NotImplemented
         outputs = self.model(**given)
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
         others = {name: value for name, value in kwargs.items() if name not in parameters.names}
-        if hidden.dtype == head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        if _multiplies(hidden, head):
             loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **others)
-        else:  # the logits have another dtype
+        else:
             logits = head(hidden)
             loss = self.loss_function(
                 logits=logits, **{labels_name: labels}, vocab_size=self.config.vocab_size, **others
@@ -47,6 +51,19 @@ def _make_forward(original: Any) -> Forward:
         return output(loss=loss, logits=logits, **{name: getattr(outputs, name) for name in parameters.copied})
 
     return forward
+
+
+def _has_plain_head(model: Any) -> bool:
+    """Whether a model's logits are its hidden states times a matrix: no adapter, hook or other module sees them."""
+    head = model.lm_head
+    return is_plain_linear(head) and head.weight.shape[0] == model.config.vocab_size
+
+
+def _multiplies(hidden: Tensor, head: nn.Linear) -> bool:
+    """Whether our op takes the hidden states and the head as they are: other logits would have another dtype."""
+    given = [t for t in (hidden, head.weight, head.bias) if t is not None]
+    alike = all(t.dtype == hidden.dtype for t in given)
+    return alike and takes(*given) and not torch.is_autocast_enabled(hidden.device.type)
 
 
 def _next_token_loss(
@@ -65,6 +82,7 @@ def _next_token_loss(
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
         return summed_over(count.to(hidden.device), *given, chunk_rows)
     loss = linear_cross_entropy(*given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows)
+    count = count.to(loss.device) if isinstance(count, Tensor) else count
     return loss if count is None else loss / count
 
 

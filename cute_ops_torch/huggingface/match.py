@@ -6,7 +6,6 @@ Other models of the same build (Mistral, Qwen) match too; a future version that 
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable
 from functools import cache, update_wrapper
@@ -17,8 +16,11 @@ from torch import nn
 from cute_ops_torch.huggingface.source import source_digest
 
 Forward = Callable[..., Any]
-# Wrappers that decorators make, by module and name, which only rename arguments.
-_HAND_ON = {("transformers.utils.deprecation", "deprecate_kwarg.<locals>.wrapper.<locals>.wrapped_func")}
+# Wrappers, by module and name, that return what they wrap returns, for the same arguments by other names.
+_HAND_ON = {
+    ("transformers.utils.deprecation", "wrapped_func"),  # of `deprecate_kwarg`
+    ("transformers.modeling_layers", "forward_with_checkpointing"),  # if a layer is not checkpointed
+}
 
 
 class Replacement(NamedTuple):
@@ -84,18 +86,12 @@ def rebind(function: Any, **names: Forward) -> Forward:
     return _copy(function, function.__code__, scope, function.__closure__)
 
 
-def runs(module: nn.Module, function: Forward) -> bool:
-    """Whether a module's class has ``function`` as its ``forward``, maybe beneath decorators that hand results on."""
-    forward = type(module).forward
-    return forward is function or (hands_on(forward) and inspect.unwrap(forward) is function)
-
-
 @cache
 def hands_on(forward: Any) -> bool:
     """Whether all decorators of ``forward`` are known to return what it returns, for arguments as it wants them."""
     while (inner := getattr(forward, "__wrapped__", None)) is not None:
         home, code = getattr(forward, "__globals__", {}).get("__name__", ""), getattr(forward, "__code__", None)
-        if not home.startswith("cute_ops_torch.") and (home, getattr(code, "co_qualname", "")) not in _HAND_ON:
+        if not home.startswith("cute_ops_torch.") and (home, getattr(code, "co_name", "")) not in _HAND_ON:
             return False
         forward = inner
     return True

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
-from cute_ops_torch.huggingface.bypass import can_bypass_linear
-from cute_ops_torch.huggingface.match import Forward, Replacement, by_source, runs
+from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, declined, runs, takes
+from cute_ops_torch.huggingface.match import Forward, Replacement, by_source
 from cute_ops_torch.huggingface.source import source_digest
 
 # `forward` of LlamaMLP, with any activation.
-_GATED = "abc78a408730aea7"
-# `forward` of a module that calls its attribute `act`.
-_CALLS_ACT = "4587a7e0c8fdf068"
+_GATED_MLP = "abc78a408730aea7"
+# By the source of their `forward`: Hugging Face's SiLU, and a module that calls its attribute `act`.
+_DIGESTS = {"2bdc4d94c9296936": "silu", "4587a7e0c8fdf068": "act"}
+# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them.
+_KINDS: dict[Forward, str] = {nn.SiLU.forward: "silu", nn.GELU.forward: "approximate"}
 
 
 class LlamaMLP(nn.Module):
@@ -28,57 +31,88 @@ class LlamaMLP(nn.Module):
     act_fn: nn.Module
 
 
-def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
+    if _computes(self.act_fn) != "silu":
+        return NotImplemented
     if torch.is_grad_enabled() and _is_bypassed(self, x):
         return autograd_nodes.silu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-    out: torch.Tensor = self.down_proj(functions.silu_mul(self.gate_proj(x), self.up_proj(x)))
+    return _gated(self, x, functions.silu_mul)
+
+
+def _gated(mlp: LlamaMLP, x: torch.Tensor, multiply: Forward) -> torch.Tensor:
+    """A gated MLP whose layers are called; ``multiply`` computes ``act(gate) * up``."""
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    alike = (gate.dtype, gate.shape) == (up.dtype, up.shape) and takes(gate, up)
+    out: torch.Tensor = mlp.down_proj(multiply(gate, up) if alike else mlp.act_fn(gate) * up)
     return out
 
 
 def drops_product(mlp: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a module is a gated MLP that does not keep ``act(gate) * up`` for its backward."""
-    return runs(mlp, _silu_mlp) and _is_bypassed(mlp, x)  # type: ignore[arg-type]
+    """Whether a module is a gated MLP that does not keep ``act(gate) * up`` for its backward, and nothing looks on."""
+    return runs(mlp, _silu_mlp) and _computes(mlp.act_fn) == "silu" and _is_bypassed(mlp, x)  # type: ignore[arg-type]
 
 
 def _is_bypassed(mlp: LlamaMLP, x: torch.Tensor) -> bool:
     return can_bypass_linear(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
-def _is_silu(mlp: LlamaMLP) -> bool:
-    return type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+def _gelu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
+    approximate = _computes(self.act_fn)
+    if approximate not in ("tanh", "none"):
+        return NotImplemented
+    return _gated(self, x, lambda gate, up: functions.gelu_mul(gate, up, approximate))
 
 
-def _gelu_replacements(approximate: str) -> tuple[Replacement, Replacement]:
-    """The gated MLP and the activation, for GELU in one approximation."""
-
-    def gelu_mlp(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(functions.gelu_mul(self.gate_proj(x), self.up_proj(x), approximate))
-        return out
-
-    def gelu(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        return functions.gelu(input, approximate)
-
-    def is_gelu(activation: nn.Module, model: nn.Module | None = None) -> bool:
-        return _is_gelu(activation, approximate)
-
-    gated = by_source("gelu_mul", _GATED, gelu_mlp, also=lambda mlp: is_gelu(mlp.act_fn), unused="act_fn")
-    return gated, Replacement("gelu", is_gelu, lambda original: gelu)
+def _gelu(self: nn.Module, input: torch.Tensor) -> Any:
+    approximate = _approximation(self)
+    if approximate is None:
+        return NotImplemented
+    return functions.gelu(input, approximate) if takes(input) else declined(self, input)
 
 
-def _is_gelu(activation: nn.Module, approximate: str) -> bool:
-    """Whether a module is torch's or Hugging Face's GELU in this approximation."""
-    if type(activation) is nn.GELU:
-        return activation.approximate == approximate
-    act: Forward | None = getattr(activation, "act", None)
-    if source_digest(type(activation).forward) != _CALLS_ACT:
-        return False
+def _computes(activation: nn.Module) -> str | None:
+    """What calling an activation computes: SiLU, or GELU in this approximation; None: anything else."""
+    forward = type(activation).forward
+    kind = _KINDS.get(forward)
+    if kind is None or not calls(activation, forward):
+        return None
+    return "silu" if kind == "silu" else _approximation(activation)
+
+
+def _approximation(activation: Any) -> str | None:
+    """The approximation of torch's or Hugging Face's GELU; None where it is another function by now."""
+    if isinstance(activation, nn.GELU):
+        return activation.approximate
+    act: Forward = activation.act
     if isinstance(act, partial):
-        return act.func is nn.functional.gelu and not act.args and act.keywords == {"approximate": approximate}
-    return act is nn.functional.gelu and approximate == "none"
+        known = act.func is nn.functional.gelu and not act.args and list(act.keywords) == ["approximate"]
+        return act.keywords["approximate"] if known else None
+    return "none" if act is nn.functional.gelu else None
+
+
+def _learn(activation: Any) -> str | None:
+    """What an activation computes; from now on its ``forward`` is known by identity."""
+    forward = type(activation).forward
+    kind = _DIGESTS.get(source_digest(forward) or "")
+    if kind is not None:
+        _KINDS.setdefault(forward, kind)
+    return _computes(activation)
+
+
+def _is_silu(mlp: LlamaMLP) -> bool:
+    return _learn(mlp.act_fn) == "silu"
+
+
+def _is_gelu_gated(mlp: LlamaMLP) -> bool:
+    return _learn(mlp.act_fn) in ("tanh", "none")
+
+
+def _is_gelu(module: nn.Module, model: nn.Module) -> bool:
+    return _learn(module) in ("tanh", "none")
 
 
 REPLACEMENTS = (
-    by_source("silu_mul", _GATED, _silu_mlp, also=_is_silu, unused="act_fn", packed=("gate_proj", "up_proj")),
-    *_gelu_replacements("tanh"),
-    *_gelu_replacements("none"),
+    by_source("silu_mul", _GATED_MLP, _silu_mlp, also=_is_silu, unused="act_fn", packed=("gate_proj", "up_proj")),
+    by_source("gelu_mul", _GATED_MLP, _gelu_mlp, also=_is_gelu_gated, unused="act_fn"),
+    Replacement("gelu", _is_gelu, lambda original: _gelu),
 )

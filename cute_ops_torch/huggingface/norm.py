@@ -9,6 +9,7 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import residual_norm
+from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Replacement, by_source
 from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
 from cute_ops_torch.huggingface.source import source_digest
@@ -19,21 +20,33 @@ LLAMA = "8bc5134cf59001ea"
 _GEMMA, _GEMMA_INNER = "c311ca8f9a707b5e", "50ca4c939420093f"
 
 
-def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
+def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> Any:
     if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, hidden_states)) is not None:
         return normed
-    out = functions.rmsnorm(hidden_states, self.weight, None, self.variance_epsilon)
-    return out.to(torch.promote_types(out.dtype, self.weight.dtype))  # to which the original's product promotes
+    weight = self.weight
+    if not _fits(hidden_states, weight):
+        return declined(self, hidden_states, weight)
+    out = functions.rmsnorm(hidden_states, weight, None, self.variance_epsilon)
+    return out.to(torch.promote_types(out.dtype, weight.dtype))  # to which the original's product promotes
 
 
-def _gemma_rmsnorm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return functions.rmsnorm(x, self.weight, None, self.eps, 1.0)
+def _gemma_rmsnorm(self: Any, x: torch.Tensor) -> Any:
+    weight = self.weight
+    return functions.rmsnorm(x, weight, None, self.eps, 1.0) if _fits(x, weight) else declined(self, x, weight)
 
 
-def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> Any:
     if torch.is_autocast_enabled(input.device.type):
-        return nn.LayerNorm.forward(self, input)  # its output is float32 under autocast
-    return functions.layernorm(input, self.weight, self.bias, self.eps)
+        return NotImplemented  # the original's output is float32 under autocast
+    weight, bias = self.weight, self.bias
+    if len(self.normalized_shape) != 1 or not takes(input, weight, bias):
+        return declined(self, input, weight, bias)
+    return functions.layernorm(input, weight, bias, self.eps)
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether our op takes a norm's input and weight, which has an element for each column."""
+    return x.shape[-1:] == weight.shape and takes(x, weight)
 
 
 def _is_layernorm(module: nn.Module, model: nn.Module) -> bool:

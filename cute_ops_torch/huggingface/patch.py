@@ -6,18 +6,21 @@ keeps its parameters, buffers, hooks and names: only its class becomes a subclas
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 from torch import nn
 
 from cute_ops.errors import suggesting
 from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm
+from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.left import find_left, is_causal
-from cute_ops_torch.huggingface.match import Replacement, innermost, rewrap
+from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 
@@ -57,7 +60,7 @@ def patch(model: nn.Module) -> Patched:
     """
     _check_model("patch", model)
     found = [(name, module, each) for name, module in model.named_modules() for each in _matching(module, model)]
-    if not found:
+    if not any(each.op for _, _, each in found):
         patched = any(hasattr(module, "_cute_original") for module in model.modules())
         raise ValueError(
             f"cute_ops_torch.patch: {type(model).__name__} is patched already"
@@ -72,7 +75,7 @@ def patch(model: nn.Module) -> Patched:
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
         module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
-    return _report(model, [Replaced(name, each.op) for name, _, each in found])
+    return _report(model, [Replaced(name, each.op) for name, _, each in found if each.op])
 
 
 @suggesting
@@ -123,7 +126,7 @@ def _matching(module: nn.Module, model: nn.Module) -> list[Replacement]:
 def _pack(module: nn.Module, replacement: Replacement) -> None:
     layers = [getattr(module, name) for name in replacement.packed(module)]
     # A layer with a bias runs by itself.
-    if layers and all(type(m) is nn.Linear and m._parameters["bias"] is None and m.weight.is_cuda for m in layers):
+    if layers and all(is_plain_linear(m) and m.bias is None and m.weight.is_cuda for m in layers):
         pack([layer.weight for layer in layers])
 
 
@@ -140,11 +143,31 @@ def _unpatched(patched: Any) -> Any:
 
 
 @cache
-def _subclass(original: type[nn.Module], replacement: Replacement) -> type[nn.Module]:
-    forward = rewrap(original.forward, replacement.forward(innermost(original.forward)))
+def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
+    unpatched: Any = getattr(original, "_cute_original", original)
+    ours = replacement.forward(getattr(original, "_cute_ours", None) or innermost(original.forward))
+    forward, may = or_original(unpatched, ours)
     # The same name: checkpointing, sharding and device maps find modules by it.
     attributes = {
-        "__module__": original.__module__, "__qualname__": original.__qualname__,
-        "_cute_original": getattr(original, "_cute_original", original), "forward": forward,
+        "__module__": original.__module__, "__qualname__": original.__qualname__, "forward": forward,
+        "__init__": _unpatched_init(unpatched), "_cute_original": unpatched, "_cute_ours": staticmethod(ours),
+        "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
+        "_cute_may": staticmethod(may),
     }  # fmt: skip
-    return type(original.__name__, (original,), attributes)
+    made = type(original.__name__, (original,), attributes)
+    made._cute_forward = staticmethod(made.forward)  # type: ignore[attr-defined]  # which a base class may have wrapped
+    return made
+
+
+def _unpatched_init(original: type[nn.Module]) -> Callable[..., None]:
+    """An ``__init__`` that makes an object of the original class.
+
+    Else ``type(model).from_pretrained`` of a patched model makes one of which only the outermost module is patched.
+    """
+
+    @wraps(original.__init__)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.__class__ = original
+        original.__init__(self, *args, **kwargs)
+
+    return init
