@@ -6,6 +6,6 @@ must not return what was traced while a global had another value.
 """
 
 from cute_ops.constants.exact import Exact, Unknown, exact
-from cute_ops.constants.state import constant, make_room, state
+from cute_ops.constants.state import constant, make_room, state, values
 
-__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "state"]
+__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "state", "values"]

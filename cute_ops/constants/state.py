@@ -121,6 +121,18 @@ def reader_of(function: Any) -> Reader | None:
     return same[0] if same else made
 
 
+def values(function: Any) -> Values:
+    """What a function reads: numbers, texts, and the code of other functions.
+
+    Raises:
+        Unknown: it reads what may change unseen.
+    """
+    made = reader_of(function)
+    if made is None:
+        raise Unknown("it cannot be known what the function reads")
+    return made.code, *made.read(function)
+
+
 def constant(value: Any) -> Hashable:
     """The key of a value that a call holds constant: :func:`exact`, of functions with what they read.
 

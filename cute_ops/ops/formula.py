@@ -182,6 +182,10 @@ class ByAttrs(Generic[Made]):
             self._made.setdefault(key, self.make(attrs))
         return self._made[key]
 
+    def __getstate__(self) -> Any:
+        """What identifies it: not which values some calls have made so far."""
+        return {"make": self.make}
+
 
 def space_of(formula: Callable[[Problem], Formula]) -> Space:
     """The search space of the kernel of a call's formula."""

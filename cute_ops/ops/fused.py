@@ -7,16 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from cute_ops.constants import exact, state
 from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.stages import stages
-from cute_ops.expressions.tracing import trace
 from cute_ops.expressions.words import LIKE
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.formula import Attrs, ByAttrs, Formula, declare
+from cute_ops.ops.traces import Traces
 from cute_ops.shapes import FLOATS
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
@@ -122,31 +121,6 @@ def _dtype(name: str, operand: str) -> str:
     if dtype in FLOATS:
         return dtype
     return "T" if _is_tile(shape) and not dtype else f"T_{name}"
-
-
-class Traces(ByAttrs[Expression]):
-    """The expressions of a function, which is traced once for each combination of attributes.
-
-    The op has the numbers that the function refers to when it is declared. A combination that is traced later must not
-    have others.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any], operands: Mapping[str, str], attrs: Attrs) -> None:
-        super().__init__(self._trace)
-        self._name, self._function, self._operands = name, function, dict(operands)
-        self._defaults = defaults_of(attrs)
-        self._first, self._state = trace(function, operands, self._defaults), state(function)
-
-    def _trace(self, attrs: Attrs) -> Expression:
-        if exact(attrs) == exact(self._defaults):
-            return self._first
-        same = self._state is not None and state(self._function) is self._state
-        if not same and trace(self._function, self._operands, self._defaults) != self._first:
-            raise ValueError(
-                f"cute.{self._name}: what the function refers to has changed since the op was declared: declare it "
-                "again, or make what changes an attribute or an operand"
-            )
-        return trace(self._function, self._operands, attrs)
 
 
 class _Fused:

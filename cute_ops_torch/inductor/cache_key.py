@@ -13,11 +13,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cute_ops
 from cute_ops import lookup
+from cute_ops.constants import Unknown, values
 from cute_ops.jit import source_digest
 from cute_ops.op import Op
 
@@ -45,8 +46,9 @@ def of_op(op: Op) -> str:
     """The digest of an op's declaration, empty for one of ours, which :func:`package` covers.
 
     The reference counts with the source of its module, of the modules that this imports (as for a kernel, see
-    :mod:`cute_ops.jit.source_digest`), and the numbers and functions in its closure. A reference without a file, as in
-    a notebook, or with a value whose text does not identify it, has another digest in every process.
+    :mod:`cute_ops.jit.source_digest`), what it reads (:mod:`cute_ops.constants`), and the numbers and functions in its
+    closure. That of a traced function is its expression. A reference without a file, as in a notebook, or with a value
+    whose text does not identify it, has another digest in every process.
     """
     if lookup.ours().get(op.name) is op:
         return ""
@@ -70,6 +72,9 @@ def _words(value: Any, seen: dict[int, Any]) -> Iterator[str]:
         yield from _words([*value.items()], seen)
     elif isinstance(value, FunctionType):
         yield from _of_function(value, seen)
+    elif isinstance(value, CodeType):
+        parts = value.co_code.hex(), value.co_consts, value.co_names, value.co_varnames, value.co_freevars
+        yield from _words(parts, seen)
     elif isinstance(value, ModuleType):
         yield _of_module(value.__name__)
     elif isinstance(value, (type, BuiltinFunctionType)):
@@ -104,8 +109,12 @@ def _of_function(function: FunctionType, seen: dict[int, Any]) -> Iterator[str]:
         yield f"{_NEVER} {id(function)}"
     yield from _words([cell.cell_contents for cell in function.__closure__ or () if cell != CellType()], seen)
     yield from _words([function.__defaults__, function.__kwdefaults__], seen)
-    # Other modules may have set numbers of its module.
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, (bool, int, float, str)):
-            yield f"{name}={value!r}"
+    # Other modules, files and variables may have set numbers of its module.
+    try:
+        yield from _words(values(function), seen)
+    except Unknown:
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, (bool, int, float, str, dict, list, tuple, set)):
+                yield name
+                yield from _words(value, seen)

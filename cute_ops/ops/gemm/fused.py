@@ -21,7 +21,6 @@ from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
-from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
@@ -43,6 +42,7 @@ from cute_ops.ops.gemm.linear import (
 )
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
+from cute_ops.ops.traces import Traces
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
@@ -309,6 +309,7 @@ class _Epilogue:
             _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+        self._expressions = None if isinstance(epilogue, str) else self._of_function(epilogue, defaults)
         self._traced, self.saves = ByAttrs(self._trace), False
         kinds = self._traced(defaults).output_kinds
         names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
@@ -366,16 +367,19 @@ class _Epilogue:
                 _refuse(self.name, f"{written} does not have the shape {shape!r}")
         return found
 
+    def _of_function(self, epilogue: Callable[..., Any], defaults: Mapping[str, Any]) -> Traces:
+        (_, acc, *_) = inspect.signature(epilogue).parameters
+        shapes = {acc if name == ACC else name: shape for name, shape in self.shapes.items()}
+        return Traces(self.name, epilogue, shapes, defaults)
+
     def _trace(self, attrs: Mapping[str, Any]) -> Expression:
-        if isinstance(self.epilogue, str):
-            found, wanted = parse(self.epilogue), tuple(SHAPES[shape] for shape in self.shapes.values())
+        if self._expressions is not None:
+            found = self._expressions(attrs)
+        else:
+            found, wanted = parse(str(self.epilogue)), tuple(SHAPES[shape] for shape in self.shapes.values())
             if found.operands != wanted:
                 given, declared = (",".join(map(str, each)) for each in (found.operands, wanted))
                 _refuse(self.name, f"its text takes ({given}), and its operands are ({declared})")
-        else:
-            (_, acc, *_) = inspect.signature(self.epilogue).parameters
-            shapes = {acc if name == ACC else name: shape for name, shape in self.shapes.items()}
-            found = trace(self.epilogue, shapes, attrs)
         try:
             split(found)
             turned = [list(self.operands)[read.operand - 1] for read in reads(found) if read.turned and read.operand]
