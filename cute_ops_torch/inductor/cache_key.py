@@ -73,8 +73,8 @@ def _words(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     elif isinstance(value, FunctionType):
         yield from _of_function(value, seen)
     elif isinstance(value, CodeType):
-        parts = value.co_code.hex(), value.co_consts, value.co_names, value.co_varnames, value.co_freevars
-        yield from _words(parts, seen)
+        code = value.co_code.hex(), value.co_consts, value.co_names, value.co_varnames, value.co_freevars
+        yield from _words(code, seen)
     elif isinstance(value, ModuleType):
         yield _of_module(value.__name__)
     elif isinstance(value, (type, BuiltinFunctionType)):

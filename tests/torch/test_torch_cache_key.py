@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -151,3 +155,122 @@ def test_a_reference_that_cannot_be_followed_is_served_to_no_other_process(monke
     before = list(map(key, unknown))
     monkeypatch.setattr(cache_key, "_NEVER", "another process")
     assert not set(before) & set(map(key, unknown))
+
+
+# What a traced function may read, by name: the text of its module, and of what an edit puts in place of `2.0`.
+EVERYTHING = """
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import constants_of_{n}
+from constants_of_{n} import IMPORTED
+
+FACTOR = {global_}
+TABLE = {{"k": {dict_}}}
+CONFIG = json.loads((Path(__file__).parent / "config_{n}.json").read_text())
+VARIABLE = float(os.environ["FACTOR_{n}"])
+
+def closed(k):
+    return lambda x: x * k
+
+by_closure = closed({closure})
+
+def by_default(x, k={default}):
+    return x * k
+
+by_partial = partial(by_default, k={partial})
+
+class Scaled:
+    def __init__(self):
+        self.k = {attribute}
+    def method(self, x):
+        return x * self.k
+
+by_method = Scaled().method
+
+def everything(xp, x):
+    x = by_method(by_partial(by_default(by_closure(x)))) * FACTOR * TABLE["k"] * CONFIG["k"] * VARIABLE * IMPORTED
+    late = json.loads((Path(__file__).parent / "config_{n}.json").read_text())["late"]
+    return xp.tanh(x * late * float(os.environ["FACTOR_READ_{n}"]) * constants_of_{n}.LATE / 2.0**12)
+"""
+THINGS = (
+    "global_", "dict_", "closure", "default", "partial", "attribute", "imported", "late", "file", "file_late",
+    "variable", "variable_late",
+)  # fmt: skip
+
+
+def write_everything(folder: Path, n: str, edited: str = "") -> dict[str, str]:
+    """A module that reads all of it, where one thing is 3.0 in place of 2.0; returns the environment."""
+    value = {thing: 3.0 if thing == edited else 2.0 for thing in THINGS}
+    (folder / f"everything_{n}.py").write_text(EVERYTHING.format(n=n, **value))
+    (folder / f"constants_of_{n}.py").write_text(f"IMPORTED = {value['imported']}\nLATE = {value['late']}\n")
+    (folder / f"config_{n}.json").write_text(json.dumps({"k": value["file"], "late": value["file_late"]}))
+    return {f"FACTOR_{n}": str(value["variable"]), f"FACTOR_READ_{n}": str(value["variable_late"])}
+
+
+def test_each_thing_that_a_function_reads_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x, keys = np.full((1, 2), 0.5, np.float32), {}
+    for edited in ("", "again", *THINGS):
+        for name, value in write_everything(tmp_path, "here", edited).items():
+            monkeypatch.setenv(name, value)
+        source_digest.forget()
+        importlib.invalidate_caches()
+        for name in ("everything_here", "constants_of_here"):
+            sys.modules.pop(name, None)
+        op = cute_ops.fused(importlib.import_module("everything_here").everything, operands={"x": "*m n"})
+        keys[edited] = cache_key.of_op(op)
+        (out,) = op.reference(np, x)
+        assert out == pytest.approx(np.tanh(0.5 if edited in ("", "again") else 0.75), rel=1e-5), edited
+    assert keys[""] == keys["again"]
+    assert keys[""] not in [keys[thing] for thing in THINGS]
+
+
+WARM = """
+import os, pathlib, sys, torch, torch._inductor.compile_fx
+import cute_ops, cute_ops_torch
+from torch._dynamo.utils import counters
+from cute_ops_torch.inductor import fusion_choice
+
+sys.dont_write_bytecode = True
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+from test_torch_cache_key import write_everything
+
+for edited in sys.argv[3:]:
+    environment = write_everything(pathlib.Path(sys.argv[2]), "warm", edited)
+    if not (child := os.fork()):
+        os.environ.update(environment)
+        from everything_warm import everything
+
+        op = cute_ops_torch.register(cute_ops.fused(everything, operands={"x": "*m n"}), "warm")
+        fusion_choice.DEVICES, fusion_choice.fused_wins = {"cpu"}, lambda ours, theirs: True
+        with torch._inductor.config.patch(max_autotune_pointwise=True):
+            out = torch.compile(lambda x: op(x) + 1, fullgraph=True)(torch.full((2, 64), 0.5))
+        print(edited, counters["inductor"]["fxgraph_cache_hit"], round(float(out[0, 0]) - 1, 4), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{edited} failed")
+"""
+
+
+def test_a_warm_cache_gives_no_old_value(tmp_path: Path) -> None:
+    """Fresh processes, in which Inductor writes the op out, find what the first one has compiled, unless one of the
+    things that the function reads is edited. Two are drawn; TESTS_WHOLE=1 edits all.
+    """
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    drawn = THINGS if os.environ.get("TESTS_WHOLE") else random.Random(seed).sample(THINGS, 2)
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    }
+    command = [sys.executable, "-c", WARM, str(Path(__file__).parent), str(tmp_path), "first", "again", *drawn]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    old, new = "0.4621", "0.6351"
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines == [["first", "0", old], ["again", "1", old], *([thing, "0", new] for thing in drawn)]
