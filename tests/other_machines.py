@@ -260,6 +260,8 @@ MACHINES = {
             "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
             "JAX_LOG_COMPILES": "1",
             "JAX_DEBUG_NANS": "1",
+            "JAX_DEBUG_INFS": "1",
+            "JAX_NUMPY_DTYPE_PROMOTION": "strict",
             "JAX_DISABLE_JIT": "1",
             "JAX_PLATFORMS": None,
             "TORCH_LOGS": "+dynamo",
