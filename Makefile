@@ -27,9 +27,9 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test machines lint docs generate bench wheels clean
+.PHONY: help demo test machines transformers lint docs generate bench wheels clean
 help:  ## this text
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
 
 demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the framework's own; compare
@@ -46,6 +46,9 @@ test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
 
 machines: $(READY)  ## a drawn part of the tests, as if on other machines; ARGS='--only nobody', '--list', '--fraction 0.2'
 	$(PYTHON) tests/other_machines.py $(ARGS)
+
+transformers: $(READY)  ## tests of patch with each version of transformers that is claimed, or ARGS="5.23.0 5.24.0"
+	$(PYTHON) tests/transformers_versions.py $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(PYTHON) -m ruff check .

@@ -700,6 +700,7 @@ def wraps_a_layer(model: nn.Module) -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
 
+    model.config.use_cache = False  # the second forward would add to it
     model.model.layers[0] = Wrapped(model.model.layers[0])
 
 
