@@ -5,13 +5,14 @@ Written against jax 0.9.1 to 0.11.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import jax
-from jax._src.core import Primitive  # jax.extend.core has it too, but takes Pallas along: 20 ms
+from jax._src.core import Primitive, get_axis_env  # jax.extend.core has the first, but takes Pallas along: 20 ms
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
+from jax._src.interpreters.batching import BatchTracer
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
 from jax.core import ShapedArray as ShapedArray
 from jax.interpreters import ad, batching, mlir
@@ -25,14 +26,14 @@ def new_primitive(
 
     Args:
         abstract: ``abstract(*avals, **params) -> [ShapedArray]``.
-        batch: ``batch(arrays, axes, **params) -> (arrays, axes)``; an axis is None where unbatched.
+        batch: ``batch(arrays, axes, **params) -> (arrays, axes)``; an axis is None where unbatched, all may be.
         differentiate: ``differentiate(primals, tangents, **params)``, the forward-mode rule.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *arrays, **params: apply_primitive(primitive, *arrays, **params))
     primitive.def_abstract_eval(abstract)
-    batching.primitive_batchers[primitive] = batch
+    batching.fancy_primitive_batchers[primitive] = lambda axis, arrays, axes, **params: batch(arrays, axes, **params)
     ad.primitive_jvps[primitive] = differentiate
     return primitive
 
@@ -123,16 +124,29 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset(found)
 
 
+def mapped_axes(arrays: Iterable[Any]) -> frozenset[str]:
+    """The explicit mesh axes that ``vmap`` has taken out of the types of arrays: those that shard a dim it maps over.
+
+    While a function is mapped the context names them. A backward rule runs later, and only its tracers know them.
+    """
+    found: frozenset[str] = getattr(get_axis_env(), "explicit_mesh_axis_names", frozenset())
+    for array in arrays:
+        while isinstance(array, BatchTracer):
+            found |= frozenset(getattr(array._trace.axis_data, "explicit_mesh_axis", None) or ())
+            array = array.val
+    return found
+
+
 def vary(array: Any, axes: frozenset[str]) -> Any:
     """The array, made to vary over these axes too."""
     return jax.lax.pcast(array, tuple(sorted(axes)), to="varying")
 
 
 def aval_like(first: Any, shape: Sequence[Any], dtype: Any) -> ShapedArray:
-    """An abstract value that varies over the axes that ``first`` varies over."""
+    """An abstract value on the mesh of ``first``, which varies over the axes that that varies over."""
     manual = getattr(first, "manual_axis_type", None)
     known = {"manual_axis_type": manual} if manual is not None else {"vma": first.vma}
-    if not varying_axes(first):
+    if first.sharding.mesh.empty:
         return ShapedArray(tuple(shape), dtype)
     sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(shape)))
     return ShapedArray(tuple(shape), dtype, sharding=sharding, **known)

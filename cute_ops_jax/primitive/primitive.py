@@ -101,11 +101,11 @@ class OpPrimitive:
         if axes:
             found = self._on_axes(inplace, given, binding.attrs, axes)
             return dict.fromkeys(self.op.results) | dict(found)
-        names = binding.result_names
-        if binding.empty or (self.transparent and _automatic()):
+        names, automatic = binding.result_names, _automatic(given)
+        if automatic and (binding.empty or self.transparent):
             arrays = [jnp.asarray(a) for a in given.values()]
             results: Sequence[Any] = self._run(lowering.reference, binding, arrays, inplace=False)
-        elif _automatic():
+        elif automatic:
             results = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
@@ -126,8 +126,10 @@ class OpPrimitive:
         if terms:
             return self._on_terms(inputs, attrs, terms, by_tracing)
         given = in_order(self.op, inputs)
-        binding = self.bound(given, attrs)
-        return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
+        binding, arrays = self.bound(given, attrs), alike(list(given.values()))
+        if binding.empty and not explicit.mapped(arrays):
+            return named(binding, self._run(lowering.reference, binding, arrays, inplace=False))
+        return named(binding, self.primitive.bind(*arrays, **_params(binding, inplace)))
 
     def _on_axes(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> Arrays:
         return self.together(self.op, inputs, attrs, axes, partial(self, inplace=inplace))
@@ -136,28 +138,41 @@ class OpPrimitive:
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
     ) -> list[_compat.ShapedArray]:
         results = self.bound(dict(zip(names, avals, strict=True)), dict(attrs)).results.values()
-        return [_compat.aval_like(avals[0], out.shape, jnp.dtype(out.dtype)) for out in results if out is not None]
+        like = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
+        return [_compat.aval_like(like, out.shape, jnp.dtype(out.dtype)) for out in results if out is not None]
 
     def _batch(
         self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
         inplace: bool,
-    ) -> tuple[list[jax.Array], list[int]]:  # fmt: skip
+    ) -> tuple[list[jax.Array], list[int | None]]:  # fmt: skip
         """The batching rule, with the batch in axis 0: one call for all examples, or :meth:`_map`."""
-        each = zip(names, arrays, axes, strict=True)
-        given = {n: (a if axis is None else jnp.moveaxis(a, axis, 0), axis is not None) for n, a, axis in each}
+        batched = [axis is not None for axis in axes]
+        fronted = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
+
+        def run(*arrays: Any) -> list[jax.Array]:
+            return self._of_batch(dict(zip(names, zip(arrays, batched, strict=True), strict=True)), attrs, inplace)
+
+        if not any(batched):  # bound again, outside of the vmap
+            found = slices.present(self(dict(zip(names, arrays, strict=True)), dict(attrs), inplace))
+            return list(found.values()), [None] * len(found)
+        results = explicit.by_batches(run, fronted, batched)
+        return list(results), [0] * len(results)
+
+    def _of_batch(
+        self, given: Mapping[str, tuple[jax.Array, bool]], attrs: Attributes, inplace: bool
+    ) -> list[jax.Array]:
+        """The results of a batch, from arrays that each are batched, in axis 0, or not."""
         shared, batched = ({n: a for n, (a, has) in given.items() if has is kind} for kind in (False, True))
         size = next(iter(batched.values())).shape[0]
         one = as_one_call(jnp, self.op, given, size)
         if one is None:
-            results = self._map(shared, batched, dict(attrs), inplace)
-        else:
-            example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}
-            every = self.bound({n: example.get(n, shared.get(n)) for n in names}, dict(attrs)).results
-            found = (self if one.op is self.op else primitive_of(one.op))(one.inputs, dict(attrs), inplace)
-            # A program makes outputs of its own also of those that another one serves for.
-            there = {n: a for n, a in slices.present(found).items() if every[n] is not None}
-            results = [one.unfolded(self.op.results[n], a) for n, a in there.items()]
-        return results, [0] * len(results)
+            return self._map(shared, batched, dict(attrs), inplace)
+        example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}
+        every = self.bound({n: example.get(n, shared.get(n)) for n in given}, dict(attrs)).results
+        found = (self if one.op is self.op else primitive_of(one.op))(one.inputs, dict(attrs), inplace)
+        # A program makes outputs of its own also of those that another one serves for.
+        there = {n: a for n, a in slices.present(found).items() if every[n] is not None}
+        return [one.unfolded(self.op.results[n], a) for n, a in there.items()]
 
     def _map(self, shared: Arrays, batched: Arrays, attrs: Arrays, inplace: bool) -> list[jax.Array]:
         """The results of all examples, by a loop with a launch for each."""
@@ -263,6 +278,8 @@ class Composite(OpPrimitive):
     ) -> Arrays:  # fmt: skip
         if terms:
             return self._on_terms(inputs, attrs, terms, by_tracing)
+        if not axes and explicit.mapped(inputs.values()):
+            return super()._on_one_device(inplace, inputs, attrs)
         if not axes:
             inputs = dict(zip(inputs, alike(list(inputs.values())), strict=True))
         return self._outputs(by_tracing, inputs, attrs, axes)
@@ -335,9 +352,9 @@ def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(binding.result_names, results, strict=True))
 
 
-def _automatic() -> bool:
+def _automatic(arrays: Arrays) -> bool:
     """Whether XLA decides how arrays are sharded, if they are at all."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = explicit.mesh_of(arrays.values())
     return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 

@@ -111,7 +111,7 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     same = _compat.reverse_only(f"cute_{op.name}_inputs", partial(no_derivative, op))
 
     def reverse_only(call: StaticCall, inputs: Arrays) -> Arrays:
-        if not jax.sharding.get_abstract_mesh().empty:
+        if not explicit.mesh_of(inputs.values()).empty:
             inputs = dict(explicit.placed(inputs, forward.bound(inputs, dict(call.attrs))))
         outputs: Arrays = function(call, dict(zip(inputs, same(*inputs.values()), strict=True)))
         return outputs
