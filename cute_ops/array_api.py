@@ -33,6 +33,28 @@ def sigmoid(xp: Any, x: Any) -> Any:
     return xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
 
+def count_up_to(xp: Any, ordered: Any, values: Any) -> Any:
+    """How many of some ascending integers are at most each value; their number may be symbolic, below 2^31."""
+    count = ordered.shape[0]
+    if isinstance(count, int) or "jax" not in xp.__name__:
+        return xp.searchsorted(ordered, values, side="right")
+    # JAX's binary search has as many steps as the size needs, so it must know that; this has enough for all sizes.
+    low = xp.zeros_like(values)
+    high = low + count
+    for _ in range(31):
+        middle = (low + high) // 2
+        up = (low < high) & (xp.take(ordered, middle, axis=0, mode="clip") <= values)
+        low, high = xp.where(up, middle + 1, low), xp.where(up, high, middle)
+    return low
+
+
+def divide(xp: Any, x: Any, by: Any) -> Any:
+    """``x / by``, rounded once, for a number or an array that broadcasts. XLA multiplies by the reciprocal of such a
+    divisor, which is one unit in the last place off in half of all cases; not by that of one that depends on ``x``.
+    """
+    return x / xp.where(x == x, xp.zeros_like(x) + by, xp.ones_like(x))  # where x is NaN, so is any quotient
+
+
 def erfc(xp: Any, x: Any) -> Any:
     """One minus the error function, which the array API lacks: the framework's own, or Python's for NumPy arrays."""
     if hasattr(xp, "erfc"):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cute_ops.array_api import count_up_to
 from cute_ops.binding import bind
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import varying_like
@@ -43,6 +44,8 @@ def sort(keys: Array) -> tuple[Array, Array]:
 
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
+    if not isinstance(keys.size, int):
+        return count_up_to(jnp, keys, every)  # type: ignore[no-any-return]
     return jnp.searchsorted(keys, every, side="right", method="scan_unrolled").astype(jnp.int32)
 
 

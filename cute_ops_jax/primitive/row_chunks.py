@@ -31,13 +31,17 @@ class Chunks:
     def __init__(self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False) -> None:
         self.inputs, self.attrs, self.wanted = inputs, attrs, wanted
         self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs["bias"]
+        # In an exported program. Rows are then gathered and scattered, since it is not known that a chunk's fit.
+        self.symbolic = not isinstance(self.hidden.shape[0], int)
 
     def each(self, state: State, body: Callable[[State, At], State]) -> State:
         """A loop over the chunks of one size, then the rest."""
-        count, width = self.hidden.shape
-        size = self.attrs["chunk_rows"] or chunks.rows_per_chunk(
-            count, width, self.weight.shape[0], self.hidden.dtype.itemsize, chunks.ENOUGH
-        )
+        count, size = self.hidden.shape[0], self._rows_per_chunk()
+        if self.symbolic:
+            # The last chunk has the rest, at least one row: no kernel takes none.
+            whole, rest = (count - 1) // size, (count - 1) % size + 1
+            state = jax.lax.fori_loop(0, whole, lambda i, s: body(s, (i * size, size)), state)
+            return body(state, (whole * size, rest))
         size = max(min(size, count), 1)
         whole, rest = divmod(count, size)
         if whole == 1:
@@ -46,14 +50,28 @@ class Chunks:
             state = jax.lax.fori_loop(0, whole, lambda i, s: body(s, (i * size, size)), state)
         return body(state, (whole * size, rest)) if rest else state
 
+    def _rows_per_chunk(self) -> int:
+        (rows, width), vocab = self.hidden.shape, self.weight.shape[0]
+        if given := self.attrs["chunk_rows"]:
+            return given  # type: ignore[no-any-return]
+        if not isinstance(width, int) or not isinstance(vocab, int):
+            return chunks.ENOUGH
+        rows = chunks.MAX_ROWS if self.symbolic else rows
+        return chunks.rows_per_chunk(rows, width, vocab, self.hidden.dtype.itemsize, chunks.ENOUGH)
+
     def new_rows(self) -> Array:
         target = self.inputs["target"]
         return varying_like(jnp.zeros(target.shape, jnp.float32), target)  # type: ignore[no-any-return]
 
     def cut(self, name: str, at: At) -> Array:
+        if self.symbolic:
+            return jnp.take(self.inputs[name], _places(at), axis=0, mode="clip")
         return jax.lax.dynamic_slice_in_dim(self.inputs[name], *at)
 
     def put(self, array: Array, at: At, rows: Array) -> Array:
+        if self.symbolic:
+            in_order = {"indices_are_sorted": True, "unique_indices": True, "mode": "promise_in_bounds"}
+            return array.at[_places(at)].set(rows.astype(array.dtype), **in_order)
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), at[0], 0)
 
     def logits(self, at: At) -> Array:
@@ -79,3 +97,8 @@ class Chunks:
 
     def rounded(self, sums: Arrays) -> Arrays:
         return {name: total.astype(self.hidden.dtype) for name, total in sums.items()}
+
+
+def _places(at: At) -> Array:
+    """The rows of a chunk."""
+    return at[0] + jnp.arange(at[1], dtype=jnp.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import numbers
+from cute_ops.array_api import count_up_to, numbers
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
@@ -43,7 +43,7 @@ def reference(
     # Of every slot the last token that names it, if there is one.
     order = xp.argsort(flat, stable=True)
     ordered, places = xp.take(flat, order, axis=0), numbers(xp, pages * size, flat)
-    last = xp.searchsorted(ordered, places, side="right") - 1
+    last = count_up_to(xp, ordered, places) - 1
     last = xp.where(last < 0, xp.zeros_like(last), last)
     named = xp.reshape(xp.take(ordered, last, axis=0) == places, (pages, size, 1, 1))
     token = xp.take(order, last, axis=0)

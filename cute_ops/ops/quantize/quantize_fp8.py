@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cute_ops.array_api import cast, widen
+from cute_ops.array_api import cast, divide, widen
 from cute_ops.binding import as_outputs
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
@@ -46,9 +46,9 @@ def quantise(xp: Any, y: Any, block: int, like: Any) -> tuple[Any, Any]:
     filled = xp.concat([y, xp.broadcast_to(xp.zeros_like(y[..., :1]), (*lead, short))], axis=-1) if short else y
     rows = xp.reshape(filled, (*lead, (n + short) // width, width))
     largest = xp.max(xp.where(xp.isfinite(rows), xp.abs(rows), 0.0), axis=-1, keepdims=True)
-    scale = largest / LARGEST
+    scale = divide(xp, largest, LARGEST)
     scale = xp.where(largest == 0, 1.0, xp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
-    out = xp.reshape(xp.clip(rows / scale, -LARGEST, LARGEST), (*lead, n + short))[..., :n]
+    out = xp.reshape(xp.clip(divide(xp, rows, scale), -LARGEST, LARGEST), (*lead, n + short))[..., :n]
     return cast(xp, out, "float8_e4m3fn", like), scale[..., 0]
 
 
