@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -33,19 +34,32 @@ def sigmoid(xp: Any, x: Any) -> Any:
     return xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
 
+def doubling(xp: Any, limit: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """``state = body(step, state)`` for the steps 1, 2, 4, ... below a limit, which may be symbolic in JAX."""
+    if "jax" not in xp.__name__:
+        step = 1
+        while step < limit:
+            state, step = body(step, state), 2 * step
+        return state
+    # A loop of the program: unrolled, XLA's fusions would compute what two steps read twice, and that again.
+    lax = sys.modules["jax"].lax
+    return lax.while_loop(lambda s: s[0] < limit, lambda s: (2 * s[0], body(*s)), (xp.int32(1), state))[1]
+
+
 def count_up_to(xp: Any, ordered: Any, values: Any) -> Any:
-    """How many of some ascending integers are at most each value; their number may be symbolic, below 2^31."""
+    """How many of some ascending integers are at most each value; how many there are may be symbolic in JAX."""
     count = ordered.shape[0]
     if isinstance(count, int) or "jax" not in xp.__name__:
         return xp.searchsorted(ordered, values, side="right")
-    # JAX's binary search has as many steps as the size needs, so it must know that; this has enough for all sizes.
-    low = xp.zeros_like(values)
-    high = low + count
-    for _ in range(31):
+
+    def halve(step: Any, between: Any) -> Any:
+        low, high = between
         middle = (low + high) // 2
         up = (low < high) & (xp.take(ordered, middle, axis=0, mode="clip") <= values)
-        low, high = xp.where(up, middle + 1, low), xp.where(up, high, middle)
-    return low
+        return xp.where(up, middle + 1, low), xp.where(up, high, middle)
+
+    low = xp.zeros_like(values)
+    return doubling(xp, count + 1, halve, (low, low + count))[0]
 
 
 def divide(xp: Any, x: Any, by: Any) -> Any:

@@ -1,7 +1,7 @@
 """Plans of calls whose sizes are symbolic, as exported programs have them: one kernel for all sizes.
 
 A call is planned with numbers in the place of symbolic sizes. Rows are as aligned as they are for every size, and a
-scratch array may be as long as a symbolic size, a whole number of times.
+scratch array may be as long as a symbolic size, a whole number of times, or as a fraction of it, rounded up.
 """
 
 from __future__ import annotations
@@ -73,14 +73,20 @@ def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]
 
 def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
     """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them,
-    which have these names. It is ``size`` where the numbers are ``dims``; ``others`` are other numbers, with sizes.
+    which have these names, or a fraction of it, rounded up. It is ``size`` where the numbers are ``dims``; ``others``
+    are other numbers, with sizes.
     """
     if all(other == size for _, other in others):
         return size
     for name in names:
         if size % dims[name] == 0 and all(other * dims[name] == size * by[name] for by, other in others):
             return size // dims[name] * binding.dims[name]
-    raise _refused(binding, "its scratch arrays do not grow as one of them")
+        every = [(dims[name], size), *((by[name], other) for by, other in others)]
+        number, parts = max(every)
+        part = -(-number // max(parts, 1))
+        if all(-(-number // part) == parts for number, parts in every):
+            return -(-binding.dims[name] // part)
+    raise _refused(binding, "its scratch arrays do not grow as one of them, or as a part of one")
 
 
 def _refused(binding: Binding, why: str) -> NotImplementedError:

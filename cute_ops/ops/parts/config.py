@@ -54,8 +54,9 @@ def embedding_bwd(problem: Problem) -> EmbeddingConfig:
 
 def embedding_bwd_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """Sums of chunks of tokens of one class."""
-    chunks = problem.dims["t"] // EmbeddingConfig.of(flat).chunk
-    return {"partials": Array((max(chunks, 1), problem.dims["n"]), "float32")}
+    # Rounded up, which an exported program can say of a symbolic number; the last chunk, if it is short, is not used.
+    chunks = -(-problem.dims["t"] // EmbeddingConfig.of(flat).chunk)
+    return {"partials": Array((chunks, problem.dims["n"]), "float32")}
 
 
 def scale(problem: Problem) -> ScaleConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import numbers, widen
+from cute_ops.array_api import doubling, numbers, widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops.parts import config
@@ -25,13 +25,16 @@ CASES = (
 
 def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
     (x,) = widen(xp, xp.take(dout, order, axis=0))
+    places = numbers(xp, x.shape[0], classes)
+
+    def add(step: Any, x: Any) -> Any:
+        inside = places >= step
+        before = xp.where(inside, places - step, xp.zeros_like(places))
+        same = inside & (xp.take(classes, before, axis=0) == classes)
+        return x + xp.where(same[:, None], xp.take(x, before, axis=0), xp.zeros_like(x))
+
     # Sums of the last 1, 2, 4, ... tokens of each token's class: in the end its last token has all of them.
-    tokens = classes.shape[0]
-    places = numbers(xp, tokens, classes)
-    for k in range((tokens - 1).bit_length() if isinstance(tokens, int) else 31):
-        before = xp.where(places < 2**k, xp.zeros_like(places), places - 2**k)
-        same = (places >= 2**k) & (xp.take(classes, before, axis=0) == classes)
-        x = x + xp.where(same[:, None], xp.take(x, before, axis=0), xp.zeros_like(x))
+    x = doubling(xp, x.shape[0], add, x)
     counts = ends - xp.concat([xp.zeros_like(ends[:1]), ends[:-1]])
     # A row of zeros for classes without a token.
     x = xp.concat([x, xp.sum(x[:0], axis=0, keepdims=True)])

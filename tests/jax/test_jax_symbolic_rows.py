@@ -1,0 +1,78 @@
+"""Programs of symbolic rows: of every function on CUDA, with the values of those that are made of several ops."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops_jax import exporting
+
+sys.path.append(str(Path(__file__).parent))
+from every_function import Function, every
+
+COMPOSED = {
+    f.name: f for f in every((2, 6)) if f.name.startswith(("linear_cross_entropy", "embedding", "append_kv"))
+}  # fmt: skip
+
+
+def symbolic(function: Function, text: str) -> list[jax.ShapeDtypeStruct]:
+    """The arrays with these leading dims in place of the last ones."""
+    lead = jax.export.symbolic_shape(text)
+    return [
+        jax.ShapeDtypeStruct((*lead[len(lead) - rows :], *a.shape[rows:]) if rows else a.shape, a.dtype)
+        for a, rows in zip(function.arrays, function.rows, strict=True)
+    ]
+
+
+def both(function: Function) -> Callable[..., Any]:
+    """The results and the gradients."""
+
+    def call(*arrays: Any) -> Any:
+        return function.call(*arrays), function.gradient(*arrays) if function.differentiable else ()
+
+    return call
+
+
+def test_every_function_is_lowered_for_cuda(fake_kernels: Any) -> None:
+    for function in every((2, 6)):
+        data, text = exporting._serialized(both(function), ["cuda"], 0, symbolic(function, "b, s"), {})
+        assert data, function.name
+        assert "custom_call" in text, function.name
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_values_of_several_sizes(name: str, close: Any) -> None:
+    """Fewer rows than a chunk has, exactly so many, and some that leave a rest."""
+    function = COMPOSED[name]
+    shapes = symbolic(function, "b, s")
+    program = jax.export.export(jax.jit(both(function)), platforms=["cpu"])(*shapes)
+    for rows in (1, 6, 7):
+        given = [
+            np.resize(a, (1, rows, *a.shape[2:])) if count == 2 else a
+            for a, count in zip(function.arrays, function.rows, strict=True)
+        ]
+        close(program.call(*given), jax.jit(both(function))(*given))
+
+
+def test_a_loss_is_exported_with_one_symbolic_dim_or_a_mixed_one(tmp_path: Any, fake_kernels: Any) -> None:
+    loss = COMPOSED["linear_cross_entropy"]
+    weight = loss.arrays[1]
+    for k, (text, lead) in enumerate((("b", (5,)), ("b, 16", (3, 16)), ("8*b", (16,)))):
+        dims = jax.export.symbolic_shape(text)
+        shapes = jax.ShapeDtypeStruct((*dims, weight.shape[1]), jnp.float32), jax.ShapeDtypeStruct(dims, jnp.int32)
+        where = tmp_path / str(k)
+        cute_ops_jax.export(
+            where, lambda h, t: cute_ops_jax.linear_cross_entropy(h, jnp.asarray(weight), t), *shapes,
+            platforms="cpu", vjp_order=1,
+        )  # fmt: skip
+        hidden, target = jnp.ones((*lead, weight.shape[1])), jnp.zeros(lead, jnp.int32)
+        got = cute_ops_jax.load(where)(hidden, target)
+        np.testing.assert_allclose(got, loss.call(hidden, weight, target), rtol=1e-6)
