@@ -142,13 +142,13 @@ def vary(array: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(array, tuple(sorted(axes)), to="varying")
 
 
-def aval_like(first: Any, shape: Sequence[Any], dtype: Any) -> ShapedArray:
+def aval_like(first: Any, shape: Sequence[Any], dtype: Any, sharding: NamedSharding | None = None) -> ShapedArray:
     """An abstract value on the mesh of ``first``, which varies over the axes that that varies over."""
     manual = getattr(first, "manual_axis_type", None)
     known = {"manual_axis_type": manual} if manual is not None else {"vma": first.vma}
     if first.sharding.mesh.empty:
         return ShapedArray(tuple(shape), dtype)
-    sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(shape)))
+    sharding = sharding or NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(shape)))
     return ShapedArray(tuple(shape), dtype, sharding=sharding, **known)
 
 

@@ -13,6 +13,7 @@ from cute_ops.binding import bind
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import varying_like
 from cute_ops_jax.primitive import lowering
+from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.arrays import specs
 from cute_ops_jax.primitive.row_chunks import Chunks
 
@@ -44,7 +45,7 @@ def sort(keys: Array) -> tuple[Array, Array]:
 
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
-    if not isinstance(keys.size, int):
+    if is_symbolic(keys.size):
         return count_up_to(jnp, keys, every)  # type: ignore[no-any-return]
     return jnp.searchsorted(keys, every, side="right", method="scan_unrolled").astype(jnp.int32)
 

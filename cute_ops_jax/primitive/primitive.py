@@ -8,7 +8,7 @@ attributes with the scalars, and whether inputs are donated.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -137,39 +137,47 @@ class OpPrimitive:
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
     ) -> list[_compat.ShapedArray]:
-        results = self.bound(dict(zip(names, avals, strict=True)), dict(attrs)).results.values()
+        given = dict(zip(names, avals, strict=True))
+        binding = self.bound(given, dict(attrs))
         like = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
-        return [_compat.aval_like(like, out.shape, jnp.dtype(out.dtype)) for out in results if out is not None]
+        types = explicit.types(given, binding)
+        return [
+            _compat.aval_like(like, out.shape, jnp.dtype(out.dtype), types.get(name))
+            for name, out in slices.present(binding.results).items()
+        ]
 
     def _batch(
         self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
         inplace: bool,
     ) -> tuple[list[jax.Array], list[int | None]]:  # fmt: skip
         """The batching rule, with the batch in axis 0: one call for all examples, or :meth:`_map`."""
-        batched = [axis is not None for axis in axes]
-        fronted = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
-
-        def run(*arrays: Any) -> list[jax.Array]:
-            return self._of_batch(dict(zip(names, zip(arrays, batched, strict=True), strict=True)), attrs, inplace)
-
-        if not any(batched):  # bound again, outside of the vmap
+        if all(axis is None for axis in axes):  # bound again, outside of the vmap
             found = slices.present(self(dict(zip(names, arrays, strict=True)), dict(attrs), inplace))
             return list(found.values()), [None] * len(found)
-        results = explicit.by_batches(run, fronted, batched)
+        each = zip(names, arrays, axes, strict=True)
+        given = {n: a if axis is None else jnp.moveaxis(a, axis, 0) for n, a, axis in each}
+        batched = [n for n, axis in zip(names, axes, strict=True) if axis is not None]
+        if explicit.parted(given):
+            example = self._example(given, batched, dict(attrs))
+            results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, example, batched)
+        else:
+            results = self._of_batch(given, batched, dict(attrs), inplace)
         return list(results), [0] * len(results)
 
-    def _of_batch(
-        self, given: Mapping[str, tuple[jax.Array, bool]], attrs: Attributes, inplace: bool
-    ) -> list[jax.Array]:
-        """The results of a batch, from arrays that each are batched, in axis 0, or not."""
-        shared, batched = ({n: a for n, (a, has) in given.items() if has is kind} for kind in (False, True))
-        size = next(iter(batched.values())).shape[0]
-        one = as_one_call(jnp, self.op, given, size)
+    def _example(self, given: Arrays, batched: Collection[str], attrs: Arrays) -> Binding:
+        """The call of one example."""
+        one = {n: jax.ShapeDtypeStruct(a.shape[n in batched :], a.dtype) for n, a in given.items()}
+        return self.bound(one, attrs)
+
+    def _of_batch(self, given: Arrays, batched: Collection[str], attrs: Arrays, inplace: bool) -> list[jax.Array]:
+        """The results of a batch, from arrays of which some are batched, in their first dim."""
+        size = next(given[n].shape[0] for n in batched)
+        one = as_one_call(jnp, self.op, {n: (a, n in batched) for n, a in given.items()}, size)
         if one is None:
-            return self._map(shared, batched, dict(attrs), inplace)
-        example = {n: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for n, a in batched.items()}
-        every = self.bound({n: example.get(n, shared.get(n)) for n in given}, dict(attrs)).results
-        found = (self if one.op is self.op else primitive_of(one.op))(one.inputs, dict(attrs), inplace)
+            shared, examples = ({n: a for n, a in given.items() if (n in batched) is kind} for kind in (False, True))
+            return self._map(shared, examples, attrs, inplace)
+        every = self._example(given, batched, attrs).results
+        found = (self if one.op is self.op else primitive_of(one.op))(one.inputs, attrs, inplace)
         # A program makes outputs of its own also of those that another one serves for.
         there = {n: a for n, a in slices.present(found).items() if every[n] is not None}
         return [one.unfolded(self.op.results[n], a) for n, a in there.items()]

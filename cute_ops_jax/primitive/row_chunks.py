@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from cute_ops.composite import chunks
 from cute_ops_jax.distributed.varying import varying_like
+from cute_ops_jax.primitive.any_size import is_symbolic
 from cute_ops_jax.primitive.arrays import Arrays
 
 Array = jax.Array
@@ -32,7 +33,7 @@ class Chunks:
         self.inputs, self.attrs, self.wanted = inputs, attrs, wanted
         self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs["bias"]
         # In an exported program. Rows are then gathered and scattered, since it is not known that a chunk's fit.
-        self.symbolic = not isinstance(self.hidden.shape[0], int)
+        self.symbolic = is_symbolic(self.hidden.shape[0])
 
     def each(self, state: State, body: Callable[[State, At], State]) -> State:
         """A loop over the chunks of one size, then the rest."""
@@ -54,7 +55,7 @@ class Chunks:
         (rows, width), vocab = self.hidden.shape, self.weight.shape[0]
         if given := self.attrs["chunk_rows"]:
             return given  # type: ignore[no-any-return]
-        if not isinstance(width, int) or not isinstance(vocab, int):
+        if is_symbolic(width) or is_symbolic(vocab):
             return chunks.ENOUGH
         rows = chunks.MAX_ROWS if self.symbolic else rows
         return chunks.rows_per_chunk(rows, width, vocab, self.hidden.dtype.itemsize, chunks.ENOUGH)
@@ -70,8 +71,10 @@ class Chunks:
 
     def put(self, array: Array, at: At, rows: Array) -> Array:
         if self.symbolic:
-            in_order = {"indices_are_sorted": True, "unique_indices": True, "mode": "promise_in_bounds"}
-            return array.at[_places(at)].set(rows.astype(array.dtype), **in_order)
+            there = array.at[_places(at)]
+            return there.set(
+                rows.astype(array.dtype), indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds"
+            )
         return jax.lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), at[0], 0)
 
     def logits(self, at: At) -> Array:
@@ -101,4 +104,5 @@ class Chunks:
 
 def _places(at: At) -> Array:
     """The rows of a chunk."""
-    return at[0] + jnp.arange(at[1], dtype=jnp.int32)
+    places: Array = at[0] + jnp.arange(at[1], dtype=jnp.int32)
+    return places

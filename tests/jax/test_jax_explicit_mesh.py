@@ -124,7 +124,10 @@ def test_a_target_sharded_otherwise_than_the_rows(spec: Any, in_context: bool, c
 
         return [jax.value_and_grad(loss, (0, 1))(hidden, weight) for loss in (of_logits, of_hidden)]
 
-    put = [jax.device_put(hidden, NamedSharding(mesh, jax.P("d"))), jax.device_put(weight, NamedSharding(mesh, jax.P()))]
+    put = [
+        jax.device_put(hidden, NamedSharding(mesh, jax.P("d"))),
+        jax.device_put(weight, NamedSharding(mesh, jax.P())),
+    ]
     put.append(jnp.asarray(target) if spec is None else jax.device_put(target, NamedSharding(mesh, spec)))
     with jax.set_mesh(mesh) if in_context else nullcontext():
         got = jax.jit(both)(*put)

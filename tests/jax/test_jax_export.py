@@ -415,7 +415,9 @@ def test_scratch_arrays_that_follow_no_size(fake_kernels: Any) -> None:
     """The gradient of a convolution has the more partial sums the fewer channels there are."""
     (n,) = jax.export.symbolic_shape("8*n")
     shaped = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 9, n), (n, 4))]
-    with pytest.raises(NotImplementedError, match=r"symbolic: its scratch arrays do not grow as one of them, or as a part of one\."):
+    with pytest.raises(
+        NotImplementedError, match=r"symbolic: its scratch arrays do not grow as one of them, or as a part of one\."
+    ):
         exporting._serialized(cute_ops_jax.causal_conv1d, ["cuda"], 1, shaped, {})
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
+from cute_ops import testing
+from cute_ops.ops.quantize.quantize_fp8 import quantize_fp8
 
 INF, NAN = np.inf, np.nan
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -96,3 +98,27 @@ def test_float16_gradients_do_not_underflow_where_the_loss_is_scaled(reduction: 
     exact = jax.jit(jax.grad(loss, (0, 1)))(hidden.astype(jnp.float32), weight.astype(jnp.float32))
     for gradient, e in zip(found, exact, strict=True):
         assert jnp.linalg.norm(gradient.astype(jnp.float32) - e) < 2e-3 * jnp.linalg.norm(e)
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_and_quotients_are_rounded_once(dtype: str, block: int) -> None:
+    """Bitwise what NumPy computes, and scales also what float64 does: XLA divides by a product with the reciprocal."""
+    (x,) = testing.sample(quantize_fp8, (500,), 256, np.random.default_rng(5), dtype)
+    x *= np.exp2(np.arange(500) % 20 - 10).astype(x.dtype)[:, None]
+    expected = testing.run_reference(quantize_fp8, {"x": x}, {"block": block})
+    for got, values in zip(cute_ops_jax.quantize_fp8(x, block), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), values.view(np.uint8))
+    largest = np.abs(x.astype(np.float64)).reshape(500, -1, block or 256).max(-1)
+    np.testing.assert_array_equal(np.asarray(got), (largest / 448).astype(np.float32))
+
+
+def test_scales_of_what_an_op_computes_are_rounded_once() -> None:
+    """Of rows that need no sum, so that both frameworks quantise the same numbers."""
+    x = np.random.default_rng(6).standard_normal((400, 2), np.float32)
+    fused, scale = cute_ops_jax.silu_mul_fp8(x, np.ones_like(x))
+    separate, expected = cute_ops_jax.quantize_fp8(cute_ops_jax.silu_mul(x, np.ones_like(x)))
+    np.testing.assert_array_equal(np.asarray(scale), np.asarray(expected))
+    np.testing.assert_array_equal(np.asarray(fused).view(np.uint8), np.asarray(separate).view(np.uint8))
+    largest = np.asarray(cute_ops_jax.silu_mul(x, np.ones_like(x)), np.float64)
+    np.testing.assert_array_equal(np.asarray(scale)[:, 0], (np.abs(largest).max(-1) / 448).astype(np.float32))
