@@ -15,6 +15,8 @@ from cute_ops_torch.huggingface.norm import LLAMA
 from cute_ops_torch.huggingface.report import Left
 from cute_ops_torch.huggingface.source import definition, source_digest
 
+_MLP = r"(?i)(mlp|feedforward|ffn|experts|moe|densegatedact|denseact)"
+
 
 class _Role(NamedTuple):
     """What a module is for.
@@ -36,11 +38,15 @@ def find_left(model: nn.Module, replaced: Mapping[str, Collection[str]]) -> list
     """The modules of a model that have a role but none of its ops; ``replaced`` has the ops that run, by module."""
     found = []
     for name, module in model.named_modules():
-        for role in _ROLES:
-            # A plain MLP is its activation and products.
-            below = replaced.get(name, ()) if role.kind != "MLP" else _ops_within(name, replaced)
-            if role.has(module) and not {*role.ops} & {*below}:
-                found.append((role, name, module))
+        if hasattr(module, "_cute_original") and name not in replaced:
+            continue  # an earlier call has patched it
+        # A plain MLP is its products and its activation, which may run on an op by itself.
+        found += [
+            (role, name, module)
+            for role in _ROLES
+            if role.has(module)
+            and not {*role.ops} & {*(replaced.get(name, ()) if role.kind != "MLP" else _within(name, module, replaced))}
+        ]
     causal = is_causal(model)
     return [
         Left(name, _kind(role, module, causal), _hidden(module) or role.reason(module))
@@ -60,8 +66,8 @@ def _kind(role: _Role, module: nn.Module, causal: bool) -> str:
     return "decoder layer" if causal and not _named("Encoder|Vision", module) else "encoder layer"
 
 
-def _ops_within(name: str, replaced: Mapping[str, Collection[str]]) -> set[str]:
-    return {op for other, ops in replaced.items() if f"{other}.".startswith(f"{name}.") for op in ops}
+def _within(name: str, module: nn.Module, replaced: Mapping[str, Collection[str]]) -> set[str]:
+    return {op for inner, _ in module.named_modules(prefix=name) for op in replaced.get(inner, ())}
 
 
 def _hidden(module: nn.Module) -> str:
@@ -120,9 +126,12 @@ def _why_embedding(module: Any) -> str:
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is one of those that a model stacks: an attention, or what takes its place, norms and an MLP."""
-    children = [*module.children()]
-    norms = [child for child in module.modules() if _is_norm(child)]
-    return _named(r"(Layer|Block)(_?V?\d+)?$", module) and len(children) > 1 and bool(norms) and not _is_mlp(module)
+    return (
+        _named(r"(Layer|Block)(_?V?\d+)?$", module)
+        and len([*module.children()]) > 1
+        and any(map(_is_norm, module.modules()))
+        and not _is_mlp(module)
+    )
 
 
 def _why_layer(module: Any) -> str:
@@ -153,12 +162,11 @@ def _why_attention(module: nn.Module) -> str:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    pattern = r"(?i)(mlp|feedforward|ffn|experts|moe|densegatedact|denseact)"
-    layers = not isinstance(module, nn.ModuleList) and (
-        bool(list(module.children())) or "Experts" in type(module).__name__
-    )
-    within = any(_named(pattern, child) for child in module.modules() if child is not module)
-    return _named(pattern, module) and layers and not within and not _named(r"(?i)(layer|router|gate)$", module)
+    """Whether a module is an MLP, or experts of which no one is a module."""
+    if not _named(_MLP, module) or _named(r"(?i)(layer|router|gate)$", module) or isinstance(module, nn.ModuleList):
+        return False
+    children = [*module.modules()][1:]
+    return (bool(children) or _named("Experts", module)) and not any(_named(_MLP, child) for child in children)
 
 
 def _why_mlp(module: Any) -> str:

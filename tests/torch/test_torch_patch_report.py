@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ LEFT = {
 def test_what_is_left_of_other_models(kind: str) -> None:
     found = quietly(make(kind, attn_implementation="eager" if kind == "Gemma2" else "sdpa"))
     assert {each.kind: each.reason for each in found.left} == LEFT[kind]
+    if kind == "Gemma2":
+        page = Path(__file__).parents[2] / "docs" / "patch.md"
+        assert f"\n{found}\n" in page.read_text(encoding="utf-8")
+
+
+def test_a_model_of_which_a_part_is_patched_already() -> None:
+    model = make("Llama")
+    cute_ops_torch.patch(model.model.layers)
+    found = cute_ops_torch.patch(model)
+    # The tables of rotations are made outside of the layers.
+    rest = ["linear_cross_entropy", "attention_mask", "embedding", "rope", "rope", "rmsnorm"]
+    assert [each.op for each in found] == rest
+    assert found.left == []
 
 
 def test_what_is_left_of_an_encoder() -> None:
