@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import random
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -93,3 +96,13 @@ def test_a_declared_ops_attributes_are_told_apart() -> None:
         run(x, k=1.0, flag=True, count=1)
         with pytest.raises(TypeError, match="must be"):
             run(x, **wrong)
+
+
+def test_random_calls_compute_what_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drawn part; ``tests/fuzz_constants.py`` makes as many calls as one likes."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    monkeypatch.setenv("NUMBER_OF_THE_FUZZ", "1.0")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    fuzz = importlib.import_module("fuzz_constants").fuzz
+    assert sum(fuzz("jax", 40, seed).values()) == 40

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import math
+import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +168,14 @@ def test_a_declared_ops_attributes_are_told_apart() -> None:
     run, x = ct.register(own_op("told_apart")), torch.ones(1, 2)
     for k in (0.0, -0.0, 0, 0.0, -0.0):
         assert (torch.signbit(run(x, k)) == (math.copysign(1, k) < 0)).all()
+
+
+def test_random_calls_compute_what_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drawn part; ``tests/fuzz_constants.py`` makes as many calls as one likes."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    monkeypatch.setenv("NUMBER_OF_THE_FUZZ", "1.0")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    fuzz = importlib.import_module("fuzz_constants").fuzz
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+        assert sum(fuzz("torch", 60, seed).values()) == 60
