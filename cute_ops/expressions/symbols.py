@@ -39,7 +39,14 @@ class HalvesError(TraceError):
 
 
 class Tracing(SimplifyingGraph):
-    """The graph of one call of a function."""
+    """The graph of one call of a function.
+
+    Attributes:
+        refused: the first error that was raised. A function that catches it, as by ``except Exception``, goes on as it
+            would not with arrays.
+    """
+
+    refused: TraceError | None = None
 
     def __init__(self, function: str, operands: Mapping[str, Operand], at: tuple[str, int] | None = None) -> None:
         self.function, self.names = function, tuple(operands)
@@ -71,7 +78,9 @@ class Tracing(SimplifyingGraph):
         file, line = at or _line()
         source = linecache.getline(file, line).strip()
         where = f"{file}:{line}" + (f": {source}" if source else "")
-        return kind(f"cute_ops: {self.function} cannot be traced: {what}\n  {where}\n  {instead}")
+        error = kind(f"cute_ops: {self.function} cannot be traced: {what}\n  {where}\n  {instead}")
+        self.refused = self.refused or error
+        return error
 
     def apply(self, word: str, *args: Any, value: str = "") -> Symbol:
         """Add a word, whose arguments are symbols and numbers, to the graph."""

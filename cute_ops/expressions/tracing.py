@@ -80,6 +80,8 @@ def trace(
             what = f"a library's function of a value: {text}"
             graph.refuse(what, "write the word of xp that does it", _users_line(error))
         raise
+    if graph.refused is not None:
+        raise graph.refused
     results = returned if isinstance(returned, tuple) else (returned,)
     if not 0 < len(results) <= MOST_OUTPUTS:
         graph.refuse(f"it returns {len(results)} values", f"return 1 to {MOST_OUTPUTS} values", at)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from cute_ops import dispatch
 from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
-from cute_ops.errors import naming
+from cute_ops.errors import message, naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
 from cute_ops.jit.target import Target
@@ -133,8 +133,17 @@ def leads(binding: Binding) -> bool:
 
 def _target_and_device(binding: Binding) -> tuple[Target, int | None]:
     """:func:`ffi.target_and_device`, whose errors name the call."""
-    with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
-        return ffi.target_and_device()
+    call = binding.op, binding.inputs, binding.dims, binding.dtypes
+    try:
+        with naming(*call):
+            return ffi.target_and_device()
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        op, *others = call
+        found = str(error).removeprefix("cute_ops: ")
+        problem = f"no GPU to lower for: {found}; set CUTE_OPS_ARCH to that of another machine, such as sm_90a."
+        raise RuntimeError(message(op, problem, *others)) from None
 
 
 def _in_numbers(binding: Binding, transposed: Transposed) -> tuple[Binding, dict[str, Memory]]:

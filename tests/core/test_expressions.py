@@ -386,6 +386,44 @@ def test_what_cannot_be_traced_says_so(function: Callable[..., Any], what: str, 
     assert advice.startswith("  ") and instead in advice
 
 
+def swallows_a_condition(xp: Any, x: Any) -> Any:
+    try:
+        if x > 0:
+            return x * 2
+    except Exception:
+        return x * 3
+    return x
+
+
+def swallows_everything(xp: Any, x: Any) -> Any:
+    try:
+        scale = float(x)
+    except:  # noqa: E722
+        scale = 2.0
+    return x * scale
+
+
+def swallows_a_word(xp: Any, x: Any) -> Any:
+    try:
+        return xp.fft(x)
+    except TypeError:
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (swallows_a_condition, "Python's control flow on a value"), (swallows_everything, "float() of a value"),
+        (swallows_a_word, "xp.fft is no word"),
+    ],
+)  # fmt: skip
+def test_what_a_function_catches_is_refused_all_the_same(function: Callable[..., Any], what: str) -> None:
+    """Of arrays it would go on by their values, or in the other branch."""
+    refusal = rf"^cute_ops: {function.__name__} cannot be traced: {re.escape(what)}\n.*test_expressions\.py:\d+: "
+    with pytest.raises(TraceError, match=refusal):
+        trace(function, {"x": "*m n"})
+
+
 def test_the_line_is_the_function_s_own() -> None:
     with pytest.raises(TraceError, match=r"test_expressions\.py:\d+: if x > 0:\n"):
         trace(branch, {"x": "*m n"})

@@ -334,6 +334,32 @@ def test_a_gpu_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(caught.value).startswith(OLD_GPU)
 
 
+def test_a_machine_without_a_gpu_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("cute_ops: no CUDA driver (libcuda.so.1) on this machine")
+
+    monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
+    monkeypatch.setattr(ffi.target, "of_device", refuse)
+    with pytest.raises(RuntimeError) as caught:
+        jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(X).lower(lowering_platforms=("cuda",))
+    assert str(caught.value).startswith(
+        "cute.rmsnorm: no GPU to lower for: no CUDA driver (libcuda.so.1) on this machine; set CUTE_OPS_ARCH to that "
+        "of another machine, such as sm_90a.\n  x: float32[3, 5, 64]   declared T[*m n]"
+    )
+
+
+def test_a_condition_that_a_function_swallows_is_refused() -> None:
+    @cute_ops_jax.fused
+    def scaled(xp: Any, x: Any) -> Any:
+        try:
+            return x * 2 if x > 0 else x
+        except Exception:
+            return x * 3
+
+    with pytest.raises(TypeError, match=r"scaled cannot be traced: Python's control flow on a value\n"):
+        scaled(X)
+
+
 def test_targets_run_out_with_a_warning_first(
     fake_kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
