@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_ops.dims import Dim
-from cute_ops.errors import meant, message
+from cute_ops.errors import meant, message, shown, wrong_attribute
 from cute_ops.op import Op, Tensor
 from cute_ops.shapes import Array
 
@@ -248,21 +248,20 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
     full = {}
     for name, default in op.keywords.items():
         value = attrs.get(name, default)
-        kind, what = type(default), "scalar" if name in op.scalars else "attribute"
-        # bool is an int in Python, but `eps=True` is a mistake.
-        ok = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
-        if not ok:
-            raise fail(TypeError, f"{what} `{name}` must be {kind.__name__}, got {value!r}.")
+        kind = type(default)
+        if problem := wrong_attribute(op, name, value):
+            raise fail(TypeError, problem)
         if name in op.choices and value not in op.choices[name]:
             values = _one_of(tuple(repr(v) for v in op.choices[name]))
             near = meant(value, op.choices[name]) if kind is str else ""
-            raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}{near}.")
+            raise fail(ValueError, f"attribute `{name}` must be {values}, got {shown(value)}{near}.")
+        if isinstance(value, int) and not (-INT64 <= value < INT64 or (kind is float and value.bit_length() < 1024)):
+            what = "scalar" if name in op.scalars else "attribute"
+            raise fail(ValueError, f"{what} `{name}` is {shown(value)}, expected a number of 64 bits.")
         if kind is float and math.isnan(value) and name in op.attrs:
             raise fail(
                 ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by equal attributes."
             )
-        if kind is int and not -INT64 <= value < INT64:
-            raise fail(ValueError, f"{what} `{name}` is {value}, expected a number of 64 bits.")
         if name in op.scalars:
             full[name] = kind(value)
             continue

@@ -45,6 +45,44 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {lower[close[0]]}?)" if close else ""
 
 
+def shown(value: Any) -> str:
+    """A value that came, for a message: an array without its elements, and of others no more than a line holds."""
+    if _is_array(value):
+        return f"an array {str(value.dtype).rpartition('.')[2]}{[*value.shape]}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an int of {value.bit_length()} bits"
+    every = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(each, bool | int | float | complex | str | bytes | None) for each in every):
+        return f"a {type(value).__name__}"
+    return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
+
+
+def wrong_attribute(op: Op, name: str, value: Any) -> str:
+    """What is wrong with the value of an attribute or a scalar; empty where its type is the declared one's.
+
+    An array is most often meant for an input that the op does not have, such as a bias.
+    """
+    default = op.keywords[name]
+    what, kind = "scalar" if name in op.scalars else "attribute", type(default).__name__
+    # bool is an int in Python, but `eps=True` is a mistake.
+    if isinstance(value, bool) == isinstance(default, bool) and isinstance(
+        value, (int, float) if isinstance(default, float) else type(default)
+    ):
+        return ""
+    takes = without_bias(op) if _is_array(value) else ""
+    return f"{what} `{name}` must be {kind}, got {shown(value)}{takes}."
+
+
+def without_bias(op: Op) -> str:
+    """What a call that gives one array too many is told of an op that has no bias; empty for others."""
+    listed = ", ".join(f"`{name}`" for name in op.inputs)
+    return "" if "bias" in op.inputs else f"; its arrays are {listed}, and no bias"
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
+
+
 def unknown_argument(name: str, known: Sequence[str]) -> str:
     """The error text for a name that is not an argument of a function."""
     return f"unknown argument `{name}`{meant(name, known)}; it takes {', '.join(f'`{each}`' for each in known)}."
@@ -107,8 +145,8 @@ def suggesting(function: Callable[P, R], wrong: Callable[[Any], str] | None = No
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, AttributeError, RuntimeError):
-            problem = _call_problem(function, args, kwargs, wrong)
+        except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            problem = _call_problem(function, args, kwargs, wrong, named=str(error).startswith("cute"))
             if not problem:
                 raise
         raise TypeError(problem)
@@ -118,10 +156,33 @@ def suggesting(function: Callable[P, R], wrong: Callable[[Any], str] | None = No
     return call
 
 
+_ARRAYS = r"\b(Array|Tensor)\b"
+_SCALARS = {"bool": bool, "int": int, "float": (int, float), "str": str}
+
+
+def _wrong_option(header: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Which option is no number, text or bool where its annotation says so, or is an array; empty where none is."""
+    for name, value in header.bind(*args, **kwargs).arguments.items():
+        kind, _, more = str(header.parameters[name].annotation).partition(" | ")
+        if _is_array(value) and not re.search(_ARRAYS, kind):
+            return f"option `{name}` is {shown(value)}, expected none."
+        expected = _SCALARS.get(kind)
+        if expected is None or more not in ("", "None") or (more and value is None):
+            continue
+        if isinstance(value, int) and value.bit_length() > 63:
+            return f"option `{name}` is {shown(value)}, expected a number of 64 bits."
+        if not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
+            return f"option `{name}` must be {kind}{' or None' if more else ''}, got {shown(value)}."
+    return ""
+
+
 def _call_problem(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wrong: Callable[[Any], str] | None
-) -> str:
-    """What is wrong with a call of a function or of a constructor, under the name that callers know."""
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wrong: Callable[[Any], str] | None,
+    named: bool,
+) -> str:  # fmt: skip
+    """What is wrong with a call of a function or of a constructor, under the name that callers know. ``named`` says
+    that its error has that name already.
+    """
     from inspect import signature  # start-up time: calls that are right need none
 
     package, _, rest = function.__module__.partition(".")
@@ -132,6 +193,8 @@ def _call_problem(
     problem = wrong_arguments(header, args, kwargs)
     if not problem and wrong is not None:
         problem = _wrong_array(header, args, kwargs, wrong)
+    if not problem and not named:
+        problem = _wrong_option(header, args, kwargs)
     return problem and f"{called}: {problem}"
 
 
@@ -142,7 +205,7 @@ def _wrong_array(
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         parameter = signature.parameters[name]
         kind = str(parameter.annotation)
-        if not re.search(r"\b(Array|Tensor)\b", kind):
+        if not re.search(_ARRAYS, kind):
             continue
         if value is None and "None" not in kind:
             return f"argument `{name}` is required, but None was given."

@@ -19,7 +19,7 @@ from cute_ops import lists
 from cute_ops.config import DEFAULT, Tuning
 from cute_ops.dims import Dim
 from cute_ops.dims import parse as parse_dim
-from cute_ops.errors import renamed, suggesting
+from cute_ops.errors import renamed, shown, suggesting
 from cute_ops.op_checks import HOW_FUSED, problems
 from cute_ops.shapes import parse
 
@@ -257,9 +257,10 @@ class Finish(NamedTuple):
     def check(self, what: str, options: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that an option does not take, of the function ``what``."""
         for name, choices in self.options.items():
-            if options[name] not in choices:
+            value = options[name]
+            if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
                 known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-                raise ValueError(f"cute.{what}: option `{name}` is {options[name]!r}, expected {known}.")
+                raise ValueError(f"cute.{what}: option `{name}` is {shown(value)}, expected {known}.")
 
 
 class Split(NamedTuple):

@@ -11,6 +11,7 @@ from operator import index
 from typing import Any
 
 from cute_ops.binding import Binding
+from cute_ops.errors import shown
 from cute_ops.op import Op, Program, Sharding, Tensor
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 
@@ -44,7 +45,7 @@ def padding(padding_idx: int | None, shape: tuple[int, ...]) -> int:
             raise TypeError
         padding_idx = index(padding_idx)
     except TypeError:
-        problem = f"option `padding_idx` is {padding_idx!r}, expected an int or None."
+        problem = f"option `padding_idx` is {shown(padding_idx)}, expected an int or None."
         raise TypeError(f"cute.embedding: {problem}") from None
     classes = shape[0] if shape else 0
     if not -classes <= padding_idx < classes:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
+from cute_ops.errors import shown
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.gemm.batches import of_program
@@ -184,7 +185,7 @@ def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool =
         ValueError: another value of ``save``.
     """
     if save not in ("pre", "none"):
-        raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
+        raise ValueError(f"cute.gated_mlp: option `save` is {shown(save)}, expected 'pre' or 'none'.")
     op = _one(save, bool(transposed), bool(halves))
     return (batched and op.batched) or op
 

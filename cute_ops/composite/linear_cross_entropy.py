@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from cute_ops.binding import Binding
 from cute_ops.composite.chunks import Chunks
+from cute_ops.errors import shown
 from cute_ops.op import Op, Program, Sharding, Split, Tensor
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.cross_entropy import (
@@ -78,7 +79,7 @@ def loss(
     """
     FINISH.check(NAME, {"reduction": reduction})
     if chunk_rows is not None and not isinstance(chunk_rows, int):
-        raise TypeError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows!r}, expected an int or None.")
+        raise TypeError(f"cute.{NAME}: option `chunk_rows` is {shown(chunk_rows)}, expected an int or None.")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
     attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, chunk_rows or 0)

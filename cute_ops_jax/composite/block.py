@@ -54,7 +54,7 @@ def qkv_rope(
     x: Array, weight: Array, cos: Array, sin: Array, heads: int, *, fused: str = "auto", transposed: bool = False
 ) -> Array:
     """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
-    size = rotation.head_size(cos.shape)
+    size = rotation.head_size(jnp.shape(cos))
     out: Array = register(rotation.qkv_rope(size, transposed))(x, weight, cos, sin, heads, fused)
     return out
 

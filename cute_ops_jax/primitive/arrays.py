@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cute_ops.errors import message, suggesting
+from cute_ops.errors import message, shown, suggesting
 from cute_ops.op import Op
 from cute_ops.shapes import Array
 
@@ -75,6 +75,8 @@ def _no_array(value: Any) -> str:
         return "a mutable reference: read it, ref[...]"
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return f"PRNG keys, {value.dtype}{list(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return shown(value)
     if value is None or isinstance(value, _KNOWN) or hasattr(value, "__jax_array__"):
         return ""
     package = type(value).__module__.partition(".")[0]

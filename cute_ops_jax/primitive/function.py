@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from cute_ops import lists
 from cute_ops.constants import Exact
-from cute_ops.errors import message, wrong_arguments
+from cute_ops.errors import message, shown, without_bias, wrong_arguments
 from cute_ops.headers import check_declaration, header
 from cute_ops.op import Op
 from cute_ops_jax.distributed.slices import spread
@@ -67,7 +67,7 @@ def register(op: Op) -> Callable[..., Any]:
             if (len(args) > arity or kwargs) and (text := tell(args[arity:], kwargs)):
                 return traced(*args, **kwargs, _told=text)
             return traced(*args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError):
+        except (TypeError, ValueError, NotImplementedError, OverflowError):
             _check_arguments(op, header, args, kwargs)  # what jit refuses, it refuses without the op's name
             raise
 
@@ -164,6 +164,8 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
             why = "it is part of the compiled kernel, so it is given to jax.jit by static_argnames or not at all"
             if name in op.scalars:
                 what, why = "scalar", "it is a number of the host; declare it as an input of shape () to take an array"
-            fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}.")
-        if not isinstance(value, Hashable):
-            fail(f"attribute `{name}` must be {kind}, got {value!r}.")
+            fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}{without_bias(op)}.")
+        try:
+            hash(value)
+        except TypeError:
+            fail(f"attribute `{name}` must be {kind}, got {shown(value)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -39,7 +40,15 @@ def traced(make: Callable[..., Op], namespace: str = "cute") -> Callable[..., An
 
 def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
     """``function(*options)``: that of the op ``make(*options)``, or what torch.compile calls in its place."""
-    while_traced, known = traced(make), cache(lambda *options: define(make(*options)).function)
+    flags = [place for place, p in enumerate(signature(make).parameters.values()) if p.annotation == "bool"]
+
+    def checked(*options: Any) -> Op:
+        # Two ops that differ in a flag's type alone would have one name.
+        if any(type(options[place]) is not bool for place in flags if place < len(options)):
+            raise TypeError("a flag is no bool")
+        return make(*options)
+
+    while_traced, known = traced(checked), cache(lambda *options: define(checked(*options)).function)
 
     def function(*options: Any) -> Any:
         return while_traced(*options) if torch.compiler.is_dynamo_compiling() else known(*options)

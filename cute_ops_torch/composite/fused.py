@@ -9,6 +9,7 @@ import torch
 
 from cute_ops.composite.docstrings import continued
 from cute_ops.constants import make_room
+from cute_ops.errors import shown
 from cute_ops.ops import fused_by_call
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.fused_by_call import TILES, Attrs, ByCall, dtype_of, kinds, there
@@ -98,7 +99,7 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
                 if operands[i].dtype is not operands[j].dtype:
                     run, fits, _ = anew(given, key, operands, attrs)
                     break
-        return run(*(operands if fits is None else _fitted(operands, fits)))
+        return run(*(operands if fits is None else _fitted(operands, fits, by_call.name)))
 
     return function
 
@@ -111,15 +112,18 @@ def _meet(operands: Sequence[Operand], fits: Fits) -> bool:
     )
 
 
-def _fitted(operands: Sequence[Operand], fits: Fits) -> list[torch.Tensor]:
-    """The op's arguments."""
+def _fitted(operands: Sequence[Operand], fits: Fits, called: str) -> list[torch.Tensor]:
+    """The op's arguments, in a call of a function of this name."""
     like = next(t for t in operands if isinstance(t, torch.Tensor))
     given = []
     for t, how in zip(operands, fits, strict=True):
         if t is None or how is None:
             continue
         if not isinstance(t, torch.Tensor):
-            t = like.new_full((), t, dtype=torch.float32)
+            try:
+                t = like.new_full((), t, dtype=torch.float32)
+            except OverflowError:
+                raise ValueError(f"cute.{called}: an operand is {shown(t)}, expected one of 64 bits.") from None
         elif t.shape != how.sizes:
             t = expanded(t, how)
         given.append(t)

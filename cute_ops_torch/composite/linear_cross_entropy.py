@@ -6,6 +6,7 @@ import torch
 
 from cute_ops.composite import linear_cross_entropy as declared
 from cute_ops.composite.docstrings import continued
+from cute_ops.errors import shown
 from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 
@@ -44,7 +45,9 @@ def linear_cross_entropy(
     float32; the logits of a chunk of 2048 rows lie in the memory of its bfloat16 result. With
     ``accum_dtype=torch.bfloat16``: 0.13 GB.
     """
-    accum = str(accum_dtype or torch.float32).removeprefix("torch.")
+    accum = "float32" if accum_dtype is None else shown(accum_dtype)
+    if isinstance(accum_dtype, torch.dtype):
+        accum = str(accum_dtype).removeprefix("torch.")
     options = ignore_index, label_smoothing, z_loss, reduction, chunk_rows, accum
     return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
 

@@ -7,13 +7,13 @@ is active, and all inputs are exactly Tensor or Parameter. Autocast does not mat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from cute_ops.errors import message, unknown_argument
+from cute_ops.errors import message, shown, unknown_argument, wrong_attribute
 from cute_ops.op import Op
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
@@ -23,7 +23,7 @@ from cute_ops_torch.host.lists import ListCalls
 from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
-from cute_ops_torch.library.tensors import wrong_tensor
+from cute_ops_torch.library.tensors import check_inputs
 
 Call = Callable[..., Any]
 # The default of a required argument. Python would refuse a call without it before it says which name was misspelt.
@@ -53,25 +53,19 @@ def make_function(
         return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg() and not wrapped(tensor)
 
     def specialize(*args: Any) -> Any:
-        for (name, declared), value in zip(op.inputs.items(), args, strict=False):
-            if value is _MISSING or (value is None and not declared.optional):
-                what = "None was" if value is None else "was not"
-                raise TypeError(message(op, f"argument `{name}` is required, but {what} given."))
-            several = declared.many and isinstance(value, list | tuple)
-            if problem := next(filter(None, map(wrong_tensor, value if several else [value])), ""):
-                raise TypeError(message(op, f"argument `{name}` must be {problem}."))
+        check_inputs(op, args, _MISSING)
         tensors = zip(op.inputs.values(), args, strict=False)
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             if isinstance(fast_path, ListCalls):
                 fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
             try:
                 return overload(*args)
-            except RuntimeError:
+            except (RuntimeError, OverflowError, TypeError, AttributeError):
                 _check_attributes(op, args[len(op.inputs) :])
                 raise
         try:
             return fast_path.specialize(*args)
-        except TypeError:  # an attribute without a hash
+        except (TypeError, AttributeError):  # an attribute without a hash, or one of another type
             _check_attributes(op, args[len(op.inputs) :])
             raise
 
@@ -87,40 +81,57 @@ def make_function(
         returned = f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
     if not raw and inplace is not None:
         values["_inplace"] = inplace
-        before = f"if inplace_backward:\n            _out = _inplace({arguments})\n        el"
+        values["_flag"] = partial(_flag, op)
+        test = "inplace_backward is not False and _flag(inplace_backward)"
+        before = f"if {test}:\n            _out = _inplace({arguments})\n        el"
     if not raw and takes_out(op) and isinstance(fast_path, FastPath):
         values["_write"] = GivenOutputs(op, overload, fast_path.launcher, devices)
         before = f"if out is not None:\n            return _write(out, {arguments})\n        {before}"
     taken = parameters(op)
     if not raw:
-        # Python's own error suggests no name. This takes 30 ns of a call.
+        # Python's own error suggests no name. This takes 40 ns of a call.
         values |= {"_refuse": partial(_refuse, op), "_missing": _MISSING}
         taken = f"{parameters(op, options=True, required='=_missing')}, **_others"
-        before = f"if _others:\n            _refuse(_others)\n        {before}"
+        before = f"if _more or _others:\n            _refuse(_more, _others)\n        {before}"
     make = codegen.maker(
         codegen.FUNCTION, op.name, values, name=op.name, parameters=taken, before=before, first=next(iter(op.inputs)),
         arguments=arguments, returned=returned,
     )  # fmt: skip
     function = make(**values)
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
-    shown = [p for p in inspect.signature(function).parameters.values() if p.name != "_others"]
-    shown = [p.replace(default=p.empty) if p.default is _MISSING else p for p in shown]
-    function.__signature__ = inspect.Signature(shown)
+    own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("_more", "_others")]
+    own = [p.replace(default=p.empty) if p.default is _MISSING else p for p in own]
+    function.__signature__ = inspect.Signature(own)
     return function  # type: ignore[no-any-return]
 
 
 def _check_attributes(op: Op, values: Iterable[Any]) -> None:
-    """Raise TypeError for attributes of other types than declared, which torch's schema or a table has refused."""
-    for (name, default), value in zip(op.keywords.items(), values, strict=False):
-        if not isinstance(value, (float, int, torch.Tensor) if isinstance(default, float) else type(default)):
-            kind = "scalar" if name in op.scalars else "attribute"
-            problem = f"{kind} `{name}` must be {type(default).__name__}, got {value!r}."
+    """Raise TypeError for attributes of other types than declared, and ValueError for integers that are too large:
+    torch's schema or a table has refused them.
+    """
+    for name, value in zip(op.keywords, values, strict=False):
+        if problem := wrong_attribute(op, name, value):
             raise TypeError(message(op, problem)) from None
+        if isinstance(value, int) and value.bit_length() > 63:
+            problem = f"attribute `{name}` is {shown(value)}, expected a number of 64 bits."
+            raise ValueError(message(op, problem)) from None
 
 
-def _refuse(op: Op, others: Iterable[str]) -> NoReturn:
-    names = (*op.inputs, *op.keywords, *op.options, *(["out"] if takes_out(op) else []))
-    raise TypeError(message(op, unknown_argument(next(iter(others)), names)))
+def _flag(op: Op, value: Any) -> bool:
+    """The option ``inplace_backward``, checked."""
+    if not isinstance(value, bool):
+        raise TypeError(message(op, f"option `inplace_backward` must be bool, got {shown(value)}."))
+    return value
+
+
+def _refuse(op: Op, more: Sequence[Any], others: Iterable[str]) -> NoReturn:
+    by_position = (*op.inputs, *op.keywords, *op.options)
+    names = (*by_position, *(["out"] if takes_out(op) else []))
+    problem = next((unknown_argument(name, names) for name in others), "")
+    if not problem:
+        listed = ", ".join(f"`{name}`" for name in by_position)
+        problem = f"{len(by_position) + len(more)} arguments were given by position; it takes {listed}."
+    raise TypeError(message(op, problem))
 
 
 def _own_options(op: Op) -> list[str]:
@@ -142,7 +153,11 @@ def postprocessing(op: Op) -> Call:
             from array_api_compat import torch as xp  # lazily: few calls need it, and it takes 30 ms to import
 
             inputs, attrs = dict(zip(op.inputs, tensors, strict=True)), dict(zip(op.keywords, attributes, strict=True))
-            results = dict(finish.apply(xp, inputs, results, attrs, **options))
+            try:
+                results = dict(finish.apply(xp, inputs, results, attrs, **options))
+            except (AttributeError, TypeError):
+                _check_attributes(op, attributes)  # torch's schemas take a dtype for a number
+                raise
         found = tuple(results.values())
         return found[0] if len(found) == 1 else found
 

@@ -17,7 +17,7 @@ from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.mutation import check_outputs
 from cute_ops_torch.library.schema import resolver
-from cute_ops_torch.library.tensors import DTYPES, arrays, bind_tensors
+from cute_ops_torch.library.tensors import DTYPES, arrays, bind_tensors, check_inputs
 
 Call = Callable[..., Any]
 # An output's dtype and shape; None where the call does not have it.
@@ -36,6 +36,7 @@ class GivenOutputs:
     def __call__(self, out: Any, *args: Any) -> Any:
         op, arity = self.op, len(self.op.inputs)
         tensors, attrs = args[:arity], args[arity:]
+        check_inputs(op, tensors, ...)
         found = out if isinstance(out, (tuple, list)) else (out,)
         if len(found) != len(op.shown):
             self._refuse(TypeError, f"{len(found)} tensors, expected {len(op.shown)}: {', '.join(op.shown)}", tensors)

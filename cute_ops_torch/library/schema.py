@@ -53,8 +53,8 @@ def parameters(op: Op, options: bool = False, required: str = "") -> str:
     """
     inputs = [f"{name}{'=None' if t.optional else required}" for name, t in op.inputs.items()]
     named = {**op.keywords, **(op.options if options else {})}
-    # For callers by name alone; Python would take longer to call a function that says so.
-    given = ["out=None"] if options and takes_out(op) else []
+    # What comes by position after the options is refused: it would be written as `out`.
+    given = ["*_more", *(["out=None"] if takes_out(op) else [])] if options else []
     return ", ".join([*inputs, *(f"{name}={value!r}" for name, value in named.items()), *given])
 
 

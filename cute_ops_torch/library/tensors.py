@@ -44,6 +44,17 @@ def _no_dense_tensor(value: Any) -> str:
     return "" if known else type(value).__name__
 
 
+def check_inputs(op: Op, args: Sequence[Any], missing: Any = None) -> None:
+    """Raise TypeError for a required input that is None, or is ``missing``, and for one that is no dense tensor."""
+    for (name, declared), value in zip(op.inputs.items(), args, strict=False):
+        if not declared.optional and (value is None or value is missing):
+            what = "None was" if value is None else "was not"
+            raise TypeError(message(op, f"argument `{name}` is required, but {what} given."))
+        several = declared.many and isinstance(value, list | tuple)
+        if problem := next(filter(None, map(wrong_tensor, value if several else [value])), ""):
+            raise TypeError(message(op, f"argument `{name}` must be {problem}."))
+
+
 def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:
     """Check a call against its declaration, and that all tensors are on one device.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ import cute_ops_jax
 from cute_ops import Op, testing
 from cute_ops_jax import equinox, nnx
 from cute_ops_jax.primitive import ffi
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from wrong_calls import complaints
 
 X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -240,6 +244,16 @@ def test_wrong_arguments(call: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
         call()
     assert str(caught.value).startswith(text)
+
+
+def test_wrong_calls_are_named_without_values() -> None:
+    """Drawn ones, of every function: no error of Python's or JAX's, and no elements of arrays."""
+    shapes = ((0,), (3,), (8,), (2, 8), (8, 2), (2, 0), (0, 8), (1, 1, 1, 8), ())
+    dtypes = (bool, jnp.complex64, jnp.float8_e4m3fn, jnp.int32)
+    arrays = [*map(jnp.ones, shapes), *(jnp.ones((2, 8), dtype) for dtype in dtypes), jnp.float32, jnp]
+    arrays += [np.ones((2, 8)), jax.random.key(0), jax.ShapeDtypeStruct((2, 8), jnp.float32)]
+    found = complaints(cute_ops_jax, jnp.asarray, arrays, 2, np.random.default_rng(34))
+    assert not found, "\n\n".join(found)
 
 
 def test_variables_of_flax_are_arrays() -> None:

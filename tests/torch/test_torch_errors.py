@@ -6,8 +6,10 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -17,6 +19,9 @@ import cute_ops_torch
 import cute_ops_torch.inductor
 from cute_ops.ops import OPS
 from cute_ops_torch.host.launch import Launcher
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from wrong_calls import complaints
 
 x = torch.randn(3, 5, 64)
 
@@ -301,6 +306,60 @@ def test_odd_arguments_are_named(name: str) -> None:
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(text)
+
+
+def test_wrong_calls_are_named_without_values() -> None:
+    """Drawn ones, of every function: no error of Python's or torch's, and no elements of tensors."""
+    ones = torch.ones(2, 8)
+    dtypes = (torch.bool, torch.complex64, torch.float64, torch.float8_e4m3fn, torch.int64)
+    tensors = [torch.randn(shape) for shape in ((0,), (3,), (8,), (2, 8), (8, 2), (2, 0), (0, 8), (1, 1, 1, 8), ())]
+    tensors += [*(ones.to(dtype) for dtype in dtypes), ones.to("meta"), ones.to_sparse(), torch.randn(2, 8)[:, ::2]]
+    tensors += [torch.nn.Parameter(ones), torch.randn(8, 2).t(), torch.float32, torch.device("cpu")]
+    found = complaints(cute_ops_torch, torch.tensor, tensors, 8, np.random.default_rng(34))
+    assert not found, "\n\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: cute_ops_torch.gated_linear(x, torch.ones(8, 64), torch.ones(8)),
+            "cute.gated_linear: attribute `activation` must be str, got an array float32[8]; its arrays are `x`, "
+            "`weight`, and no bias.",
+        ),
+        (
+            lambda: cute_ops_torch.softmax(x, 0),
+            "cute.softmax: 2 arguments were given by position; it takes `x`.",
+        ),
+        (
+            lambda: cute_ops_torch.gelu(x, "tanh", x),
+            "cute.gelu: 3 arguments were given by position; it takes `x`, `approximate`.",
+        ),
+        (
+            lambda: cute_ops_torch.softmax("a", out=x),
+            "cute.softmax: argument `x` must be one dense tensor, got str.",
+        ),
+        (
+            lambda: cute_ops_torch.linear(x, x[0], transposed=x),
+            "cute.linear: option `transposed` is an array float32[3, 5, 64], expected none.",
+        ),
+        (
+            lambda: cute_ops_torch.quantize_fp8(x, 2**70),
+            "cute.quantize_fp8: attribute `block` is an int of 71 bits, expected a number of 64 bits.",
+        ),
+    ],
+)  # fmt: skip
+def test_values_of_other_kinds(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert str(caught.value).splitlines()[0] == text
+
+
+def test_a_flag_of_another_type_leaves_no_op_behind() -> None:
+    tensors = [torch.ones(shape) for shape in ((2, 8), (8, 6), (2, 6), (6,))]
+    with pytest.raises(TypeError, match=r"cute\.linear_add_rmsnorm: option `transposed` must be bool, got 'yes'"):
+        cute_ops_torch.linear_add_rmsnorm(*tensors, transposed="yes")
+    cute_ops_torch.linear_add_rmsnorm(*tensors, transposed=True)
 
 
 def test_a_size_as_torchs_norms_take_it() -> None:

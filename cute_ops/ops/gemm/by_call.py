@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.constants import Unknown, constant, make_room, state
-from cute_ops.errors import header_of, meant, message
+from cute_ops.errors import header_of, meant, message, shown
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
@@ -310,7 +310,7 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
 def check_save(save: str, caller: str = "linear") -> None:
     """Raise ValueError for what this option cannot be."""
     if save not in ("pre", "none"):
-        raise ValueError(f"cute.{caller}: option `save` is {save!r}, expected 'pre' or 'none'.")
+        raise ValueError(f"cute.{caller}: option `save` is {shown(save)}, expected 'pre' or 'none'.")
 
 
 def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), caller: str = "linear") -> Traced:
@@ -321,7 +321,7 @@ def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), c
             problem = f"attribute `{name}` is part of the kernel, which an array is not: give operands by position."
             raise TypeError(f"cute.{caller}: {problem}")
         if not isinstance(value, Hashable):
-            raise TypeError(f"cute.{caller}: attribute `{name}` must be a number, got {value!r}.")
+            raise TypeError(f"cute.{caller}: attribute `{name}` must be a number, got {shown(value)}.")
     if isinstance(epilogue, str):
         _refuse_attributes(dict(attrs), (), epilogue, caller)
         return Traced("", epilogue, _there(operand_names(epilogue, len(shapes), caller), shapes))
