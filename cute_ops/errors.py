@@ -157,7 +157,7 @@ def suggesting(function: Callable[P, R], wrong: Callable[[Any], str] | None = No
 
 
 _ARRAYS = r"\b(Array|Tensor)\b"
-_SCALARS = {"bool": bool, "int": int, "float": (int, float), "str": str}
+_SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
 def _wrong_option(header: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_ops import lookup
 from cute_ops.composite.qkv_rope import SIZES
-from cute_ops.errors import meant
+from cute_ops.errors import meant, shown
 from cute_ops.jit.layout import Memory
 from cute_ops.manifest import ROWS, Call
 from cute_ops.op import Op
@@ -26,6 +26,14 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu_pytorch_tanh": ("gelu_mul", {"approximate": "tanh"}),
 }
 
+# The fields that are read, by the type that each must have.
+_COUNTS = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size",
+)  # fmt: skip
+_NUMBERS = ("rms_norm_eps", "partial_rotary_factor")
+_TEXTS = ("model_type", "dtype", "torch_dtype", "hidden_act", "hidden_activation")
+
 
 def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
     """Norms, gates, rotations, embedding and loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
@@ -41,12 +49,28 @@ def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train
     if not isinstance(config, Mapping):
         raise ValueError(f"it is no configuration, but a {type(config).__name__}")
     config = config.get("text_config") or config
+    _check(config)
     kind = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if kind not in FLOATS:
         raise ValueError(f"dtype {kind!r} is not one of {', '.join(FLOATS)}{meant(kind, FLOATS)}")
     if "hidden_size" not in config:
         raise ValueError("it has no hidden_size")
     return list(_calls(config, kind, train))
+
+
+def _check(config: object) -> None:
+    """Raise ValueError for a field that has another type than ours read it with; None is one that is left out."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"its text_config is {shown(config)}, expected an object")
+    for name, value in config.items():
+        if value is None:
+            continue
+        if name in _COUNTS and (type(value) is not int or value < 1):
+            raise ValueError(f"its {name} is {shown(value)}, expected a whole number above 0")
+        if name in _NUMBERS and type(value) not in (int, float):
+            raise ValueError(f"its {name} is {shown(value)}, expected a number")
+        if name in _TEXTS and not isinstance(value, str):
+            raise ValueError(f"its {name} is {shown(value)}, expected a text")
 
 
 def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:

@@ -297,11 +297,23 @@ class Installed(NamedTuple):
 
 
 def installed() -> list[Installed]:
-    """The bundles of installed packages; none of them is imported."""
+    """The bundles of installed packages; none of them is imported. An entry point of another distribution that names no
+    package is logged and left out: a program must not fail because of what is installed beside it.
+    """
     found = []
-    for entry in metadata.entry_points(group=GROUP):
+    try:
+        entries = metadata.entry_points(group=GROUP)
+    except Exception as error:  # metadata of any distribution may be broken in any way
+        log.warning("no bundle of an installed package is used, since their entry points cannot be read: %s", error)
+        return []
+    for entry in entries:
         package, *rest = entry.value.split(".")
-        spec = find_spec(package)
+        try:
+            spec = find_spec(package)
+        except (ImportError, ValueError) as error:
+            of = f" of {entry.dist.name}" if entry.dist else ""
+            log.warning("the entry point %s = %r%s names no package: %s", entry.name, entry.value, of, error)
+            continue
         folders = (spec.submodule_search_locations or ()) if spec else ()
         found += [Installed(Path(where, *rest), entry) for where in folders]
     return found

@@ -178,16 +178,24 @@ def forget() -> None:
 
 
 def clear() -> int:
-    """Delete everything that was compiled; returns the number of kernels. Measured winners stay."""
+    """Delete everything that was compiled; returns the number of kernels. Measured winners stay.
+
+    Raises:
+        CacheError: the folder cannot be trusted, read or emptied.
+    """
     where = cache_dir.folder()
-    if not where.exists():
-        return 0
-    cache_dir.check_trusted(where)
-    kernels = list(where.glob("cute_*.so"))
-    for path in where.glob("cute_*"):
-        if not path.name.startswith("cute_use-"):
-            path.unlink(missing_ok=True)
-    return len(kernels)
+    try:
+        if not where.exists():
+            return 0
+        cache_dir.check_trusted(where)
+        # We make no folders here: what is one is somebody else's.
+        ours = [path for path in where.glob("cute_*") if path.is_symlink() or not path.is_dir()]
+        for path in ours:
+            if not path.name.startswith("cute_use-"):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CacheError(f"cute_ops: cache folder {where} cannot be emptied ({error})") from error
+    return sum(path.suffix == ".so" for path in ours)
 
 
 def entries() -> list[tuple[Variant, int, float]]:

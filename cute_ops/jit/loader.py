@@ -38,11 +38,27 @@ def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
     with _lock:
         _load_runtime()
         try:
-            with _executable(path, through or str(path)) as file:
+            with _encodable(through or str(path)) as readable, _executable(path, readable) as file:
                 function: Callable[..., Any] = tvm_ffi().load_module(file)[symbol]
                 return function
         except (RuntimeError, AttributeError, OSError) as error:
             raise CacheError(f"cute_ops: {path} does not load: {error}") from error
+
+
+@contextmanager
+def _encodable(path: str) -> Iterator[str]:
+    """The path as UTF-8 holds it, which TVM-FFI asks for: through its open folder where it is other bytes."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        folder, name = os.path.split(path)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{handle}/{name}"
+        finally:
+            os.close(handle)
+    else:
+        yield path
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
+from cute_ops import env
 from cute_ops.hardware import ARCHES, GPUS, arch_of, sm
 
 _MULTIPROCESSOR_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
@@ -41,6 +42,18 @@ def parse(arch: str) -> Target:
     if colon and not (count.isdecimal() and int(count)):
         raise ValueError(f"{count!r} in {arch!r} is not a number of SMs")
     return Target(name, int(count) if colon else ARCHES[name].number)
+
+
+def of_environment() -> Target | None:
+    """The target that ``CUTE_OPS_ARCH`` names, if it is set.
+
+    Raises:
+        ValueError: it names none.
+    """
+    try:
+        return parse(chosen) if (chosen := env.ARCH.read()) else None
+    except ValueError as error:
+        raise ValueError(f"the environment variable {env.ARCH.name} names no target: {error}") from None
 
 
 @cache

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from cute_ops import env
 from cute_ops.files import file_lock
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.variant import Variant
@@ -41,9 +40,7 @@ def target_and_device() -> tuple[target.Target, int | None]:
     """The same, and the device on which a kernel may be measured, since the program will run there; None if it runs
     elsewhere.
     """
-    named = _lowering_for.get()
-    if named is None and (chosen := env.ARCH.read()):
-        named = target.parse(chosen)
+    named = _lowering_for.get() or target.of_environment()
     return (target.of_device(0), 0) if named is None else (named, None)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import cache, wraps
@@ -152,11 +153,35 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         "__module__": original.__module__, "__qualname__": original.__qualname__, "forward": forward,
         "__init__": _unpatched_init(unpatched), "_cute_original": unpatched, "_cute_ours": staticmethod(ours),
         "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
-        "_cute_may": staticmethod(may),
+        "_cute_may": staticmethod(may), "__reduce_ex__": _reduce,
     }  # fmt: skip
     made = type(original.__name__, (original,), attributes)
     made._cute_forward = staticmethod(made.forward)  # type: ignore[attr-defined]  # which a base class may have wrapped
     return made
+
+
+class _Maker:
+    """Makes a copy of a patched module for :mod:`copy`. ``pickle`` is refused: by the class's name it would find the
+    original one.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, *args: Any) -> Any:
+        return self.make(*args)
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            "cute_ops_torch.patch: a patched model cannot be pickled: save its state_dict(), or call "
+            "cute_ops_torch.unpatch(model) first and patch(model) afterwards"
+        )
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """``__reduce_ex__`` of a patched module."""
+    make, *rest = self._cute_original.__reduce_ex__(self, protocol)  # type: ignore[operator,union-attr]
+    return (_Maker(make), *rest)
 
 
 def _unpatched_init(original: type[nn.Module]) -> Callable[..., None]:

@@ -593,3 +593,17 @@ def test_it_carries_what_calls_were_tuned_to(
     dispatch.forget()
     assert tile_of(calls[0])["threads"] == 512
     assert "tuning of bundle" in caplog.text and "the checksum of tuning.json does not match" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["__main__", "", "nowhere.at_all", "not a name", ".x", "json.a:b"])
+def test_an_entry_point_of_another_distribution_stops_no_program(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "other-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[cute_ops.bundles]\nany = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    bundle.installed()
+    (information / "entry_points.txt").write_bytes(b"[cute_ops.bundles]\nany = caf\xe9\n")
+    bundle.installed()

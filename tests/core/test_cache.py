@@ -523,4 +523,26 @@ def test_a_clock_that_jumps(cache_folder: Path, variant: Make, monkeypatch: pyte
 def test_clear(cache_folder: Path, variant: Make) -> None:
     cache.build(variant())
     assert cache.build(variant()) == 0.0
-    assert cache.clear() == 1 and not list(cache_folder.iterdir()) and cache.clear() == 0
+    somebodys = cache_folder / "cute_notes.so"
+    somebodys.mkdir()
+    assert cache.clear() == 1 and [*cache_folder.iterdir()] == [somebodys] and cache.clear() == 0
+
+
+@pytest.mark.parametrize(("where", "why"), [("a" * 5000, "File name too long"), ("file", "is not a folder")])
+def test_clearing_what_is_no_folder_says_so(
+    where: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / where))
+    with pytest.raises(CacheError, match=rf"^cute_ops: cache folder .*{why}"):
+        cache.clear()
+
+
+def test_a_folder_whose_name_is_no_utf8(tmp_path: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, kept and loaded again."""
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
+    before = cache.counters.compiled, cache.counters.disk
+    for _ in range(2):
+        cache.forget()
+        assert callable(cache.get(variant()))
+    assert (cache.counters.compiled, cache.counters.disk) == (before[0] + 1, before[1] + 1)

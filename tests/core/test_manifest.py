@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -393,6 +395,25 @@ def test_a_model_is_planned_from_its_configuration() -> None:
         calls_of_model(LLAMA, "float64")
     with pytest.raises(ValueError, match=r"dtype 'bf16' is not one of .*bfloat16 \(did you mean bfloat16\?\)"):
         calls_of_model(LLAMA, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("hidden_size", "4096", "its hidden_size is '4096', expected a whole number above 0"),
+        ("intermediate_size", [64, 64], "its intermediate_size is [64, 64], expected a whole number above 0"),
+        ("num_attention_heads", 0, "its num_attention_heads is 0, expected a whole number above 0"),
+        ("vocab_size", True, "its vocab_size is True, expected a whole number above 0"),
+        ("rms_norm_eps", "1e-6", "its rms_norm_eps is '1e-6', expected a number"),
+        ("hidden_act", {"gate": "silu"}, "its hidden_act is a dict, expected a text"),
+        ("torch_dtype", 16, "its torch_dtype is 16, expected a text"),
+        ("text_config", [LLAMA], "its text_config is a list, expected an object"),
+    ],
+)
+def test_a_configuration_with_a_field_of_another_type(field: str, value: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        calls_of_model({**LLAMA, field: value}, train=True)
+    assert calls_of_model({**LLAMA, "head_dim": None, "moe_intermediate_size": None})
 
 
 def test_a_target_without_a_kernel_for_a_call_is_left_out() -> None:

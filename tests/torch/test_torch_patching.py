@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -534,6 +535,30 @@ def test_packed_weights(kind: str, tmp_path: Path) -> None:
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     for name, p in model.named_parameters():  # no update has touched another parameter
         torch.testing.assert_close(p.data, state[name] - expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_patched_model_is_copied_and_not_pickled(tmp_path: Path) -> None:
+    """The error says what to do, also of a part of the model; copies are patched, and their weights are their own."""
+    model, tokens = llama(), torch.randint(0, 97, (2, 19))
+    cute_ops_torch.patch(model)
+    for part in (model, model.model.layers[0].mlp):
+        for save in (
+            pickle.dumps,
+            lambda part: torch.save(part, tmp_path / "model.pt"),
+            lambda part: pickle.dumps([part]),
+        ):
+            with pytest.raises(
+                pickle.PicklingError, match=r"save its state_dict\(\), or call cute_ops_torch\.unpatch\("
+            ):
+                save(part)
+    twin, shallow = copy.deepcopy(model), copy.copy(model)
+    assert type(twin) is type(shallow) is type(model) and shallow.lm_head is model.lm_head
+    expected = gradients(model, tokens)
+    for name, gradient in gradients(twin, tokens).items():
+        torch.testing.assert_close(gradient, expected[name])
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+    cute_ops_torch.unpatch(twin)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(twin))(tokens).logits, model(tokens).logits)
 
 
 def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
