@@ -167,9 +167,10 @@ def test_where_sums_are_not_divided() -> None:
     ("op", "sizes", "ours"),
     [
         (linear, (8192, 28672, 4096), True), (linear_dx, (8192, 28672, 4096), True),
-        (linear_dweight, (8192, 28672, 4096), True), (linear, (1024, 3072, 768), True),
+        (linear_dweight, (8192, 28672, 4096), True), (linear, (12608, 2304, 768), True),
         (linear_dx, (1024, 3072, 768), False), (linear_dweight, (1024, 3072, 768), False),
-        (linear, (134, 50257, 768), True), (linear, (134, 50256, 768), False), (linear, (64, 28672, 4096), False),
+        (linear, (183, 4096, 13824), False), (linear_dweight, (2536, 2304, 776), False),  # by a fifth and more
+        (linear, (134, 50257, 768), True), (linear, (64, 28672, 4096), False),
         (linear, (8192, 4096, 4095), False),
     ],
     ids=str,

@@ -138,12 +138,12 @@ def frames(call: Callable[[], Any]) -> list[str]:
 
 def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public function in what suggests names, the op's, its look at the compiler, and the guard; for an epilogue
-    two more functions and a list find the op.
+    three more functions and a list find the op.
     """
     plain, biased = fast(linear.linear), fast(BIASED)
     monkeypatch.setattr(composite, "_product", plain)
     monkeypatch.setattr(composite, "_choose", lambda *call: (biased, by_call.fits(*call[1:4], (), _spec)))
-    composite._known.cache_clear()
+    composite._known.clear()
     x, weight, bias = made(BIASED, (2, 3))
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         "linear": (lambda: cute_ops_torch.linear(x, weight), lambda: F.linear(x, weight)),
@@ -158,10 +158,10 @@ def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatc
             for _ in range(2):
                 assert torch.equal(call(), torchs())
             seen = frames(call)
-            assert len(seen) == (5 if name == "linear" else 8), seen
+            assert len(seen) == (5 if name == "linear" else 9), seen
             with torch.no_grad():
                 assert len(frames(call)) == len(seen)
-    composite._known.cache_clear()
+    composite._known.clear()
 
 
 def _spec(tensor: Tensor) -> Any:
