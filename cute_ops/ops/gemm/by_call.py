@@ -62,7 +62,8 @@ DOC = """Args:
     attrs: of the epilogue; numbers, each combination of which is a kernel of its own.
 
 Returns:
-    ``T[*m n]``, of reductions of rows ``float32[*m 1]``, or a tuple where the epilogue returns several values.
+    ``T[*m n]``, of reductions of rows ``float32[*m 1]``, or a tuple where the epilogue returns several values. One that
+    ``xp.astype`` gives has that dtype.
 
 Raises:
     TraceError: the epilogue does what an expression cannot say; what to write instead.

@@ -21,6 +21,7 @@ from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
+from cute_ops.expressions.words import LIKE
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
@@ -48,6 +49,7 @@ from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
 Check = Callable[[Binding], str | None]
 COLUMNS = (COLUMN, "*m 1")
+LATE = "no kernel computes a product and such reductions of its rows"
 # Indices that give the vectors and scalars of a batch the dims that they lack.
 SHARED: dict[str, Any] = {"n": (..., None, slice(None)), "2n": (..., None, slice(None)), "": (..., None, None)}
 SIZES = ("m", "n", "k")  # rows, columns and terms of the product
@@ -106,7 +108,9 @@ def fused_linear(
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
     ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.instead`),
     and never for float32. For an epilogue that reduces rows, looks at groups of columns or repeats an operand,
-    ``"auto"`` always runs the kernel, except for float32; with ``"never"`` the framework computes the epilogue.
+    ``"auto"`` always runs the kernel, except for float32; with ``"never"`` the framework computes the epilogue. No
+    kernel computes a product with reductions of rows that depend on each other, on which tiles depend, or which alone
+    are returned: ``"auto"`` then runs the framework's product and one pass over rows, and ``"always"`` is refused.
 
     The gradient follows from the epilogue, unless ``grad`` gives one. An operand that repeats itself has none.
 
@@ -121,8 +125,8 @@ def fused_linear(
         outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values, of what follows from reductions ``*m 1``
             or ``*m``; ``out``, or ``out0``, ``out1``, ... of ``*m n`` and ``*m 1`` by default. An op with an
             output named ``d<operand>`` is a gradient, and has none itself.
-        dtypes: of those outputs that do not have x's dtype, column vectors float32; of ``acc`` the one in which it is
-            saved.
+        dtypes: of those outputs that do not have x's dtype, column vectors float32, nor the one that ``xp.astype``
+            gives them; of ``acc`` the one in which it is saved.
         attrs: as in :class:`Op`; Python sees their values, and each combination is a kernel of its own.
         save: what happens to the product where the gradient reads it: a call that is differentiated stores it, too
             (``pre``, "pre-activations"), or the backward computes it again (``none``). Where the gradient can be
@@ -149,19 +153,20 @@ def fused_linear(
     known = {ACC, *made.outputs}
     if wrong := [key for key, dtype in (dtypes or {}).items() if key not in known or dtype not in FLOATS]:
         _refuse(name, f"dtypes has {wrong[0]!r}; outputs {', '.join(made.outputs)} may have {', '.join(FLOATS)}")
-    usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in made.outputs.items()} | dict(dtypes or {})
+    usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in made.outputs.items()}
+    usual |= made.said(made.expression(defaults)) | dict(dtypes or {})
     results = {key: Tensor(shape, usual[key]) for key, shape in made.outputs.items()}
     acc = Tensor(made.shapes[ACC], usual.get(ACC, "T"), hidden=True)
     # Where the op is declared.
     module = getattr(epilogue, "__module__", __name__)
     forward = Forward(
         name, inputs["weight"], given, results, acc, made.expression, attrs or {}, module,
-        by="elements" if made.by_element else "groups" if made.groups else "rows",
+        by=made.by,
     )  # fmt: skip
     itself = any(f"d{key}" in results for key in given)
     found = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
     common: dict[str, Any] = {
-        "apart": made.apart(forward) if made.by_element else None, "inputs": inputs | given, "acc": acc,
+        "apart": made.apart(forward) if made.by_element or made.late else None, "inputs": inputs | given, "acc": acc,
         "attrs": attrs or {}, "cases": cases, "module": module, "check": check, "called": called or name,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip
@@ -184,6 +189,7 @@ def _declare(
     weight = inputs["weight"].shape.removeprefix("*b ")
     may_be_few = made.by_element and not is_batch
     across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
+    typed = [f"T_{key}" for key in made.operands]
     multiplied = product_of(kernel, acc.dtype)
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
@@ -203,7 +209,8 @@ def _declare(
         for tensor in outputs.values():
             out = xp.concat([next(values), next(values)], axis=-1) if "2n" in tensor.shape else next(values)
             out = out[..., 0] if tensor.shape == COLUMN else out
-            outs.append(xp.astype(out, x.dtype) if tensor.dtype == "T" else cast(xp, out, tensor.dtype, out))
+            like = x if tensor.dtype == "T" else dict(zip(typed, arrays, strict=True)).get(tensor.dtype)
+            outs.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, like.dtype))
         return tuple(outs)
 
     def half_start(problem: Problem) -> int:
@@ -214,6 +221,8 @@ def _declare(
         return made.demand(problem, half_start(problem), SWIZZLED if across else 8)
 
     def config(problem: Problem) -> GemmConfig:
+        if made.late:
+            raise ValueError(f"cute.{op.called}: {LATE}: {made.late}")
         check_rows(op, problem)
         n, k, start, wanted = problem.size("n"), problem.size("k"), half_start(problem), demand(problem)
         second, by_tma = vector(problem, "weight", n if across else k)
@@ -241,10 +250,14 @@ def _declare(
         n, size = binding.dims["n"], math.lcm(*sizes(made.expression(without_fused(binding.attrs))))
         if n % size:
             return f"argument `weight` has n={n}, no multiple of the {size} columns of a group."
+        if made.late and binding.attrs["fused"] == "always":
+            return f"attribute `fused` is 'always', but {LATE}: {made.late}. 'auto' and 'never' run it."
         return check(binding) if check else None
 
     if apart is None:
         other = Instead(Program(run), lambda problem: False, WIDE, ("x", "weight"))
+    elif made.late:
+        other = Instead(Program(run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
     else:
         plain = may_be_few and len(outputs) == 1 and "2n" not in weight
         biased = plain and not attrs and {t.dtype for t in (acc, *outputs.values())} == {"T"}
@@ -268,7 +281,7 @@ def _declare(
         )  # fmt: skip
 
     reference.__module__ = module
-    rows = made.workspace if made.reduces else None
+    rows = made.workspace if made.reduces and not made.late else None
     summed = Accumulation(("k",))
     op = Op(
         name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
@@ -277,7 +290,7 @@ def _declare(
             config, space_of(SIZES, demand, is_batch), sums_of_few_rows(SIZES, 1 + made.packed) if may_be_few else rows
         ),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
-        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if apart and not is_batch else None,
+        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if made.by_element and not is_batch else None,
         sharding=Sharding(
             ("m",) * is_batch + ("n",) * (made.by_element and not made.packs), inner=("k",) * (not is_batch)
         ), check=problem,
@@ -310,7 +323,8 @@ class _Epilogue:
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         self._expressions = None if isinstance(epilogue, str) else self._of_function(epilogue, defaults)
-        self._traced, self.saves = ByAttrs(self._trace), False
+        # Why no kernel computes it behind the product; empty where one does.
+        self._traced, self.saves, self.late = ByAttrs(self._trace), False, ""
         kinds = self._traced(defaults).output_kinds
         names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
         shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
@@ -327,7 +341,10 @@ class _Epilogue:
         # Whether each element of an output depends on elements at its own place alone.
         columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
         self.groups = columns or any(map(period, operands.values()))
-        self.by_element = not (self.groups or self.reduces)
+        self.by_element = not (self.groups or self.reduces or self.late)
+        self.by: Literal["elements", "rows", "groups"] = "elements" if self.by_element else "rows"
+        if self.groups:
+            self.by = "groups"
         # The row vector that is added to the product, if that is all.
         self.bias = next(iter(operands)) if text_of(found) == "e1(t,r) add 0 1 -> 2" else ""
 
@@ -343,18 +360,29 @@ class _Epilogue:
 
     def apart(self, forward: Forward) -> Op:
         """The op of the epilogue alone, which reads the product."""
-        kinds = "t" * len(self.writes)
+        kinds = "".join("c" if self.outputs[key.partition("[")[0]] in COLUMNS else "t" for key in self.writes)
+        reads, writes = (ACC, *forward.operands), tuple(self.writes)
 
         def formula(attrs: Mapping[str, Any]) -> Formula:
-            return Formula(self.expression(attrs), False, (ACC, *forward.operands), tuple(self.writes), kinds, ACC)
+            return Formula(self.expression(attrs), not self.by_element, reads, writes, kinds, ACC)
 
         inputs = {ACC: Tensor(forward.acc.shape, forward.acc.dtype), **forward.operands}
         if forward.acc.dtype != "T":  # the weight says what dtype outputs have
             inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
         return pointwise(
-            f"{forward.name}_epilogue", formula, inputs, forward.outputs, forward.attrs,
+            f"{forward.name}_epilogue", formula, inputs, forward.outputs, forward.attrs, groups=self.groups,
             module=forward.module, doc=f"The epilogue of :func:`{forward.name}`.",
         )  # fmt: skip
+
+    def said(self, expression: Expression) -> dict[str, str]:
+        """The dtypes, or their variables, that an epilogue gives to outputs; the product is float32."""
+        found, names = {}, [*self.operands]
+        for written, i in zip(self.writes, expression.outputs, strict=True):
+            if dtype := expression.nodes[i].stored_as:
+                place = int(dtype.removeprefix(LIKE)) if dtype.startswith(LIKE) else 0
+                like = f"T_{names[place - 1]}" if place else "float32"
+                found[written.partition("[")[0]] = like if dtype.startswith(LIKE) else dtype
+        return found
 
     def expression(self, attrs: Mapping[str, Any]) -> Expression:
         """The expression for these attributes."""
@@ -380,8 +408,8 @@ class _Epilogue:
             if found.operands != wanted:
                 given, declared = (",".join(map(str, each)) for each in (found.operands, wanted))
                 _refuse(self.name, f"its text takes ({given}), and its operands are ({declared})")
+        self._check_reductions(found)
         try:
-            split(found)
             turned = [list(self.operands)[read.operand - 1] for read in reads(found) if read.turned and read.operand]
         except ValueError as error:
             _refuse(self.name, str(error))
@@ -399,9 +427,20 @@ class _Epilogue:
             _refuse(self.name, f"it reduces groups of `{others[0]}`; of acc and operands '*m 1' it may")
         if tiles := [name for name in turned if self.operands[name] in ("*m n", "*m 2n")]:
             _refuse(self.name, f"xp.rotate_half of the tile `{tiles[0]}`: use the tile after the rotation")
-        if not any(kind.columns for kind in found.output_kinds):
-            _refuse(self.name, "it returns reductions alone: return a tile, '*m n', too")
         return found
+
+    def _check_reductions(self, expression: Expression) -> None:
+        """Find out whether a kernel computes an expression's reductions behind the product."""
+        why = ""
+        try:
+            split(expression)
+        except ValueError as error:
+            why = str(error)
+        if not why and not any(kind.columns for kind in expression.output_kinds):
+            why = "it returns reductions alone: return a tile, '*m n', too"
+        if why and not self.late and hasattr(self, "outputs"):  # with other attributes it was another one
+            _refuse(self.name, why)
+        self.late = self.late or why
 
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
         """The fields of the kernel's config that say what it computes."""

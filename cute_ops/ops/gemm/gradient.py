@@ -243,9 +243,10 @@ class _Gradient:
         terms, sources = self.terms(attrs), self.forward.sources
         names, nodes, expression = list(sources), [i for key in wanted for i in terms.nodes(key)], terms.expression
         needed = rebuilt(expression, outputs=nodes)
-        # At least one cotangent is read: it says how many rows and columns there are.
+        # At least one cotangent, or the product, is read: it says how many rows and columns there are.
         read = {node.operand for node in needed.nodes if node.word == "operand"}
         cotangents = [names.index(f"d{out}") for out, tensor in self.forward.outputs.items() if _is_tile(tensor)]
+        cotangents = cotangents or [names.index(ACC)]
         kept = sorted(read if read.intersection(cotangents) else read | {cotangents[0]})
         tile = next(names[i] for i in kept if i in cotangents)
         writes, kinds = [], ""
