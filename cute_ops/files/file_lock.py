@@ -39,17 +39,17 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
     """Hold the lock of a file, which is deleted afterwards.
 
     Yields:
-        False if the lock could not be acquired: it was held for longer than ``timeout`` seconds, or the file system
-        has no locks. Callers then continue without it: at worst some work is done twice.
+        False if the lock could not be acquired: one process held it for longer than ``timeout`` seconds, or the file
+        system has no locks. Callers then continue without it: at worst some work is done twice.
 
     Raises:
         OSError: the file cannot be made.
     """
-    deadline = time.monotonic() + timeout
     while True:
+        # A new file is a new holder's. However many come first, none of them hangs.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _handles.add(handle)
-        held = acquire(handle, deadline - time.monotonic())
+        held = acquire(handle, timeout)
         if held and _is(handle, path):
             break
         # If the lock is held now, the last holder has deleted the file, so it would exclude no other process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -350,6 +352,21 @@ def test_what_is_deleted_before_it_is_loaded(
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert compiles(lambda: cache.get(variant())) == 1
     assert "has just deleted" in caplog.text
+
+
+def test_many_short_holders_are_no_hanging_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine they take longer together; a writer that went on without the lock lost what others wrote."""
+    seconds, waited = itertools.count(step=4.0), list[float]()
+
+    def acquire(handle: int, timeout: float = 0.0) -> bool:
+        waited.append(timeout)
+        return timeout > 0
+
+    monkeypatch.setattr(file_lock, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(file_lock, "acquire", acquire)
+    monkeypatch.setattr(file_lock, "_is", lambda handle, path: len(waited) == 5)  # the fifth file is there still
+    with file_lock.exclusive(tmp_path / "lock", 10.0) as held:
+        assert held and waited == [10.0] * 5
 
 
 def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
