@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -53,7 +54,11 @@ def _make_forward(plain: Any) -> Forward:
 
 
 def _without_positions(mask: Forward) -> Forward:
-    return lambda *args, position_ids=None, **kwargs: mask(*args, **kwargs)
+    return lambda *args, position_ids=None, **kwargs: _masked(mask, args, kwargs)
+
+
+def _masked(mask: Forward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return mask(*args, **kwargs)
 
 
 def _next_norms(model: Any) -> dict[int, residual_norm.LlamaRMSNorm]:
