@@ -82,19 +82,27 @@ def state(function: Any) -> State | None:
     """An object that stands for all that a function reads; None if that cannot be known: then it is traced anew."""
     kind = type(function)
     code = function.__code__ if kind is FunctionType or kind is MethodType else code_of(function)
-    readers = _readers.get((id(code), kind), ())
-    for find in (False, True):
-        for reader in readers:
-            values, known = reader.last
-            try:
-                if find:
-                    known = reader.find(function)
-                elif not reader.is_same(function, values):
-                    continue
-            except Exception:  # the function is not like the one that it was made for
-                continue
-            if known is not None:
+    readers = _readers.get((id(code), kind))
+    if readers is None:
+        made = reader_of(function)
+        return None if made is None else made.last[1]
+    try:
+        values, known = readers[0].last
+        if readers[0].is_same(function, values):
+            return known
+    except Exception:  # the function is not like the one that the first reader was made for
+        pass
+    return _another(function, readers)
+
+
+def _another(function: Any, readers: Sequence[Reader]) -> State | None:
+    """The state of a function that reads something else than the last time."""
+    for reader in readers:
+        try:
+            if (known := reader.find(function)) is not None:
                 return known
+        except Exception:  # as above
+            continue
     made = reader_of(function)
     return None if made is None else made.last[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import MethodType
 from typing import Any, TypeVar
@@ -56,14 +56,31 @@ def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
     return function
 
 
-def parts(function: Any) -> tuple[Any, Any]:
-    """A bound method, of which torch.compile makes no constant, as two: the function and its object."""
-    return (function.__func__, function.__self__) if isinstance(function, MethodType) else (function, None)
+PARTS = 4
 
 
-def whole(function: Any, owner: Any) -> Any:
+def parts(function: Any) -> tuple[Any, ...]:
+    """A function as what torch.compile makes constants of: the function itself, of a bound method with its object, of a
+    partial one with its arguments.
+    """
+    args: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    if isinstance(function, partial):
+        function, args, keywords = function.func, function.args, function.keywords
+    owner = None
+    if isinstance(function, MethodType):
+        function, owner = function.__func__, function.__self__
+    return function, owner, tuple(map(_number, args)), tuple((name, _number(v)) for name, v in keywords.items())
+
+
+def whole(function: Any, owner: Any, args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> Any:
     """A function from its :func:`parts`."""
-    return function if owner is None else MethodType(function, owner)
+    function = function if owner is None else MethodType(function, owner)
+    return partial(function, *args, **dict(keywords)) if args or keywords else function
+
+
+def _number(value: Any) -> Any:
+    return number(value) if isinstance(value, bool | int | float) else value
 
 
 class _Readers:
@@ -74,9 +91,9 @@ _readers = _Readers()
 
 
 @constant
-def _reader(function: Any, owner: Any) -> str:
+def _reader(*function: Any) -> str:
     """The attribute of a function's reader; empty where it cannot be known what the function reads."""
-    made = reader_of(whole(function, owner))
+    made = reader_of(whole(*function))
     if made is None:
         return ""
     name = f"of_{id(made)}"
@@ -89,8 +106,7 @@ def guard(function: Any) -> None:
     name = "" if isinstance(function, str) else _reader(*parts(function))
     if name:
         for value in getattr(_readers, name)(function):
-            if isinstance(value, bool | int | float):
-                number(value)
+            _number(value)
 
 
 def number(value: Any) -> Any:

@@ -18,7 +18,7 @@ from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast, enabled
-from cute_ops_torch.composite.constant import constant, functions, guard, number, parts, traced, whole
+from cute_ops_torch.composite.constant import PARTS, constant, functions, guard, number, parts, traced, whole
 from cute_ops_torch.library.tensors import array, checked
 from cute_ops_torch.registry import define
 
@@ -125,8 +125,8 @@ def gated_linear(
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
 
 
-def _op(caller: str, function: Epilogue, owner: Any, *options: Any) -> Op:
-    return _OPS[caller](whole(function, owner), *options)
+def _op(caller: str, *options: Any) -> Op:
+    return _OPS[caller](whole(*options[:PARTS]), *options[PARTS:])
 
 
 def _batch() -> Op:

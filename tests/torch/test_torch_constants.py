@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import math
@@ -179,3 +180,19 @@ def test_random_calls_compute_what_plain_python_does(monkeypatch: pytest.MonkeyP
     fuzz = importlib.import_module("fuzz_constants").fuzz
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
         assert sum(fuzz("torch", 60, seed).values()) == 60
+
+
+def by_factor(xp: Any, x: Any, *, by: Any) -> Any:
+    return x * by
+
+
+def test_a_partial_function_is_compiled_with_its_arguments() -> None:
+    for by in (2.0, 3.0, 4.0):
+        given = functools.partial(by_factor, by=by)
+        run = ct.fused(given)
+
+        def both(x: Any, w: Any, f: Any = given, run: Any = run) -> Any:
+            return run(x), ct.linear(x, w, epilogue=f)
+
+        fused, out = torch.compile(both, fullgraph=True, backend="eager")(X, W)
+        assert factor(fused, X) == pytest.approx(by) and factor(out, X @ W.T) == pytest.approx(by, rel=1e-5)

@@ -346,11 +346,11 @@ def key_of(epilogue: Epilogue, attrs: Attrs, *what: Hashable) -> Hashable:
     """A key of what follows from an epilogue, from what it refers to and from its attributes; None where it cannot be
     known whether that changes: then it is traced anew.
     """
-    if isinstance(epilogue, str):
+    if type(epilogue) is str:
         return epilogue, what
     refers_to = state(epilogue)
-    if refers_to is None:
-        return None
+    if not attrs or refers_to is None:
+        return refers_to and (refers_to, what)
     try:
         return refers_to, what, constant(attrs)
     except Unknown:
