@@ -1,6 +1,6 @@
 """Run a drawn part of the tests as if on other machines: other processors, users, folders, languages, environments.
 
-    make machines                                        # every machine, about half an hour on two cores
+    make machines                                        # every machine: an hour or two on two cores
     python tests/other_machines.py --list
     python tests/other_machines.py --only nobody --only turkish --fraction 0.2
     python tests/other_machines.py --only "umask 000" --tests tests/core/test_cache.py --fraction 1
@@ -135,7 +135,7 @@ MACHINES = {
     "one core": Machine(
         "a container with one core", wrap=("taskset", "--cpu-list", "0"), needs=command("taskset", "--cpu-list", "0")
     ),
-    "sixteen processes": Machine("a large workstation", processes=16),
+    "sixteen processes": Machine("a large workstation", processes=16, tests=("tests/core",)),
     "threads": Machine("libraries that use sixteen threads", threads=16),
     "load": Machine("a computer that is four times too busy", load=4),
     # Users.
