@@ -162,3 +162,21 @@ def test_kernels_compile_without_spills_to_wide_accesses(mixed: Mixed, arch: str
         assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path)), op
         loads = [a.bytes for a in sass.accesses(sass.sass(path)) if a.kind in ("LDG", "LDGSTS", "STG")]
         assert max(loads) == 16, (op, loads)
+
+
+@kernel_calls.more_numbers
+@pytest.mark.parametrize(("n", "scale"), [(4096, 1.0), (32768, 1.0), (8192, 8.0), (50257, 0.1)])
+def test_short_exponentials_below_a_maximum_suffice_for_float32(n: int, scale: float) -> None:
+    """By the tolerance of float32 results, at rows of 16 bits that lie near their maximum or far below."""
+
+    def total(xp: Any, x: Any) -> Any:
+        return xp.sum(xp.exp(x - xp.max(x, **ROW)), **ROW)
+
+    made = kernel_calls.made(fused(total, operands={"x": TILE}), 2, n, "bfloat16", "compact", np.random.default_rng(n))
+    assert made.planned()[0].outputs["out"] == Array((2, 1), "float32")
+
+    def scaled(arrays: Any) -> Any:
+        return {name: (a.astype(np.float32) * scale).astype(a.dtype) for name, a in arrays.items()}
+
+    more = made.more
+    kernel_calls.check(made._replace(arrays=scaled(made.arrays), more=lambda seed: scaled(more(seed))))

@@ -5,7 +5,7 @@ from cutlass import Float32
 from cute_ops.expressions.stages import awaited, levels, stages
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.epilogue.words import DEVICE
+from cute_ops.kernels.epilogue.words import DEVICE, SHORT_DEVICE
 
 
 class RowEmitter:
@@ -16,10 +16,13 @@ class RowEmitter:
         words: their words.
         read: the nodes of the operands that are read.
         reduced: those with columns that reductions are computed from.
+        short: exponentials of what lies below the maximum of its row, ``exp(x - max(x))``, if ``narrow``: if tiles have
+            16 bits. The short form is off by as much as rounding the difference is, also in a float32 sum.
     """
 
-    def __init__(self, text, device=DEVICE):
+    def __init__(self, text, device=DEVICE, narrow=False):
         self.expression, self.device = parse(text), device
+        self.short = {node for node in self.expression.nodes if narrow and self._below_maximum(node)}
         self.levels, self.stages = levels(self.expression), stages(self.expression)
         nodes = self.expression.nodes
         self.words = [[nodes[i].word for i in stage] for stage in self.stages]
@@ -31,6 +34,11 @@ class RowEmitter:
                 seen.add(i)
                 waiting += nodes[i].args
         self.reduced = [i for i in self.read if i in seen]
+
+    def _below_maximum(self, node):
+        nodes = self.expression.nodes
+        inner = nodes[node.args[0]] if node.word == "exp" else node
+        return inner.word == "subtract" and nodes[inner.args[1]] == inner._replace(word="max", args=inner.args[:1])
 
     def awaited(self, kinds):
         """How many stages outputs with columns wait for; ``kinds``: the outputs' letters."""
@@ -85,4 +93,5 @@ class RowValues:
         return found[i]
 
     def _computed(self, node, args):
-        return computed(node, args, self.length, self.emitter.device)
+        device = SHORT_DEVICE if node in self.emitter.short else self.emitter.device
+        return computed(node, args, self.length, device)

@@ -39,7 +39,7 @@ class RowPieces:
     def __init__(self, variant):
         config = FusedRowConfig.of(variant.config)
         self.variant, self.n = variant, variant.dims["n"]
-        self.emit = RowEmitter(config.expression, device_for(variant, config.writes))
+        self.emit = RowEmitter(config.expression, device_for(variant, config.writes), self._narrow(config))
         operands, nodes = self.emit.expression.operands, self.emit.expression.nodes
         names, read = config.reads.split(), []
         for i in self.emit.read:
@@ -61,6 +61,13 @@ class RowPieces:
         # What rows are laid out by, as Vectors takes it.
         self.names = [self.keys[piece].name for piece in rows]
         self.tensors = {self.keys[piece].name: self.keys[piece] for piece in rows}
+
+    def _narrow(self, config):
+        """Whether all tiles have 16 bits."""
+        written = [name for name, kind in zip(config.writes.split(), config.kinds) if kind == "t"]
+        names = {name.partition("[")[0] for name in (*config.reads.split(), *written)}
+        tiles = [key for name in names if (key := self.variant.tensors[name.partition("%")[0]]) and key.rank > 1]
+        return all(ITEMSIZE[key.dtype] <= 2 for key in tiles if key.shape[-1] != 1)
 
     def _key(self, piece):
         """The description of a piece: halves of packed rows have other starts, and a stride between rows."""
