@@ -72,7 +72,8 @@ def _within(name: str, module: nn.Module, replaced: Mapping[str, Collection[str]
 
 def _hidden(module: nn.Module) -> str:
     """Why the source of a module's ``forward`` says nothing; empty where it does."""
-    forward = type(module).forward
+    cls: Any = getattr(module, "_cute_original", type(module))  # one op may run, and another be left
+    forward = cls.forward
     if "forward" in vars(module):
         return "a `forward` was set on the module itself before it was patched"
     if innermost(forward) is None:
