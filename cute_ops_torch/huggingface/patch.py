@@ -178,9 +178,9 @@ class _Maker:
         )
 
 
-def _reduce(self: nn.Module, protocol: Any) -> Any:
+def _reduce(self: Any, protocol: Any) -> Any:
     """``__reduce_ex__`` of a patched module."""
-    make, *rest = self._cute_original.__reduce_ex__(self, protocol)  # type: ignore[operator,union-attr]
+    make, *rest = self._cute_original.__reduce_ex__(self, protocol)
     return (_Maker(make), *rest)
 
 
