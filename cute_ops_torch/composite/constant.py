@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from inspect import signature
-from types import MethodType
+from operator import is_
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +92,24 @@ _readers = _Readers()
 
 
 @constant
+def _seen(*of: Any) -> str:
+    """``again`` for the same parts of a function as in the last call."""
+    global _last
+    again = len(_last) == len(of) and all(map(is_, _last, of))
+    _last = () if again else of  # which keeps no object alive
+    return "again" if again else ""
+
+
+_last: tuple[Any, ...] = ()
+
+
+@constant
+def _unmade(held: Any, names: tuple[str, ...]) -> str:
+    """An attribute that an object lacks, as one that is made in what is compiled does until that runs; else empty."""
+    return next((name for name in names if name not in vars(held)), "")
+
+
+@constant
 def _reader(*function: Any) -> str:
     """The attribute of a function's reader; empty where it cannot be known what the function reads."""
     made = reader_of(whole(*function))
@@ -102,9 +121,25 @@ def _reader(*function: Any) -> str:
 
 
 def guard(function: Any) -> None:
-    """Read what a function reads, while torch.compile traces: the graph is of these values alone."""
-    name = "" if isinstance(function, str) else _reader(*parts(function))
-    if name:
+    """Read what a function reads, while torch.compile traces: the graph is of these values alone.
+
+    A function that is made in what is compiled is another one whenever it is a constant, and cannot be read there: what
+    it closes over is part of the graph already.
+    """
+    if isinstance(function, str):
+        return
+    if isinstance(function, partial) and isinstance(function.func, MethodType):
+        function = function.func
+    of, owner, *_ = parts(function)
+    held = of if owner is None else owner
+    has_state = not isinstance(held, FunctionType | type | partial) and hasattr(held, "__dict__")
+    if has_state and (missing := _unmade(held, tuple(vars(held)))):
+        raise TypeError(
+            "cute_ops_torch: an epilogue's object is made in a function that torch.compile compiles, where its "
+            f"`{missing}` cannot be read: make it outside, or let a function close over the number."
+        )
+    _seen(of, owner)
+    if _seen(of, owner) and (name := _reader(*parts(function))):
         for value in getattr(_readers, name)(function):
             _number(value)
 

@@ -44,6 +44,8 @@ def fused(
 
     Ops are in ``torch.ops.cute``, or the other ``namespace`` that is given.
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise TypeError("cute_ops_torch.fused: call it outside of what torch.compile compiles, once for each function.")
     return fused_by_call.decorate(
         function, name, operands, declaration, lambda op: register(op, namespace), lambda of: _by_call(of, namespace)
     )
