@@ -243,4 +243,5 @@ def _rows(
         }
         yield Call(step.name, arrays(step, known), attrs=full)
         if step.narrowed:  # for frozen weights
-            yield Call(step.only().name, arrays(step, known), attrs=full)
+            frozen = step.only(*(n for n, t in step.outputs.items() if t.rows))
+            yield Call(frozen.name, arrays(step, known), attrs=full)

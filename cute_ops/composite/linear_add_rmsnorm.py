@@ -80,33 +80,42 @@ def scaled_rows() -> Op:
     return fused(_scaled, name="scaled_rows", operands={"x": "*m n", "rstd": "*m 1", "weight": "n"})
 
 
-def _backward(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
-    given = {key: inputs[key] for key in ("residual_out", "dout", "dresidual_out")}
-    found = call(add_rmsnorm_bwd, {**given, "weight": inputs["norm_weight"]}, {"eps": attrs["eps"]})
-    return {"dresidual": found["dresidual"], "dnorm_weight": found["dweight"]}
-
-
-def reference_bwd(
-    xp: Any, residual_out: Any, dout: Any, norm_weight: Any, dresidual_out: Any = None, *, eps: float, fused: str
-) -> tuple[Any, Any]:
-    options = {"eps": eps, "weight_offset": 0.0}
-    return norm.reference_bwd(xp, residual_out, dout, dresidual_out, norm_weight, **options)[1:3]
-
-
 COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS, "W": FLOATS}, "attrs": {"eps": 1e-6, "fused": FUSED}, "static": (), "cases": CASES,
 }  # fmt: skip
-linear_add_rmsnorm_bwd = Op(
-    "linear_add_rmsnorm_bwd",
-    inputs={
-        "residual_out": ROWS, "dout": ROWS, "norm_weight": NORM, "dresidual_out": ROWS._replace(optional=True),
-    },
-    outputs={"dresidual": ROWS, "dnorm_weight": NORM},
-    reference=reference_bwd,
-    kernel=Program(_backward, (add_rmsnorm_bwd,)),
-    doc="Gradients of :func:`linear_add_rmsnorm` to the residual, which is the product's, and to the norm's weight.",
-    **COMMON,
-)  # fmt: skip
+
+
+def _bwd(name: str = "linear_add_rmsnorm_bwd", wanted: tuple[str, ...] = ("dresidual", "dnorm_weight")) -> Op:
+    """The op of the gradients to the residual, which is the product's, and to the norm's weight if that is wanted."""
+    step = add_rmsnorm_bwd if "dnorm_weight" in wanted else add_rmsnorm_bwd.only()
+    outputs = {"dresidual": ROWS, "dnorm_weight": NORM._replace(skippable=True)}
+
+    def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
+        given = {key: inputs[key] for key in ("residual_out", "dout", "dresidual_out")}
+        found = call(step, {**given, "weight": inputs["norm_weight"]}, {"eps": attrs["eps"]})
+        return {key: found["dweight" if key == "dnorm_weight" else key] for key in wanted}
+
+    def reference(
+        xp: Any, residual_out: Any, dout: Any, norm_weight: Any, dresidual_out: Any = None, *, eps: float, fused: str
+    ) -> tuple[Any, ...]:
+        options = {"eps": eps, "weight_offset": 0.0}
+        return norm.reference_bwd(xp, residual_out, dout, dresidual_out, norm_weight, **options)[1 : 1 + len(wanted)]
+
+    return Op(
+        name,
+        inputs={
+            "residual_out": ROWS, "dout": ROWS, "norm_weight": NORM, "dresidual_out": ROWS._replace(optional=True),
+        },
+        outputs={key: outputs[key] for key in wanted},
+        reference=reference,
+        kernel=Program(run, (step,)),
+        narrow=_bwd,
+        doc="Gradients of :func:`linear_add_rmsnorm` to the residual, the product's too, and to the norm's weight.",
+        **COMMON,
+    )  # fmt: skip
+
+
+linear_add_rmsnorm_bwd = _bwd()
 
 
 def linear_add_rmsnorm(transposed: bool = False) -> Op:

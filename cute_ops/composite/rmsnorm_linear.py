@@ -145,18 +145,20 @@ def _of_normed(step: Op) -> Op:
 
 @cache
 def _norm_bwd(name: str = "rmsnorm_linear_norm_bwd", wanted: tuple[str, ...] = ("dx", "dnorm_weight")) -> Op:
-    """The gradient of the norm, or only of x."""
-    (rmsnorm_bwd,) = rmsnorm.steps
-    step = rmsnorm_bwd.only("dx", *(["dweight"] if "dnorm_weight" in wanted else []))
-    outputs = {"dx": ROWS, "dnorm_weight": Tensor("k", "W", given="norm_weight", skippable=True)}
+    """The gradient of the norm, or only of x, or of its weight."""
+    (rmsnorm_bwd,), names = rmsnorm.steps, {"dx": "dx", "dnorm_weight": "dweight"}
+    step = rmsnorm_bwd.only(*(names[key] for key in wanted))
+    weight = Tensor("k", "W", given="norm_weight", skippable=True)
+    outputs = {"dx": ROWS._replace(skippable=True), "dnorm_weight": weight}
 
     def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
         given = {"x": inputs["x"], "dout": inputs["dnormed"], "weight": inputs["norm_weight"]}
         found = call(step, given, {"eps": attrs["eps"]})
-        return {"dx": found["dx"]} | ({"dnorm_weight": found["dweight"]} if "dnorm_weight" in wanted else {})
+        return {key: found[names[key]] for key in wanted}
 
     def reference(xp: Any, x: Any, dnormed: Any, norm_weight: Any = None, *, eps: float) -> tuple[Any, ...]:
-        return norm.reference_bwd(xp, x, dnormed, norm_weight, eps=eps, weight_offset=0.0)[: len(wanted)]
+        found = norm.reference_bwd(xp, x, dnormed, norm_weight, eps=eps, weight_offset=0.0)
+        return tuple(value for key, value in zip(names, found, strict=False) if key in wanted)
 
     return Op(
         name, inputs={"x": ROWS, "dnormed": ROWS, "norm_weight": NORM}, outputs={key: outputs[key] for key in wanted},

@@ -22,6 +22,9 @@ from cute_ops.ops import OPS
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from crossed import CROSS
 
+sys.path.append(str(Path(__file__).parent))
+from every_function import every
+
 pytestmark = pytest.mark.some_ops
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
 Close = Callable[[Any, Any], None]
@@ -432,3 +435,27 @@ def test_examples_of_a_frozen_norm_are_one_backward() -> None:
     for argnums, loops in ((0, False), ((0, 1), True)):
         text = str(jax.make_jaxpr(jax.vmap(jax.grad(loss(op), argnums), (0, None)))(x, w))
         assert ("scan[" in text or "while[" in text) == loops
+
+
+# By function, an argument, and the ops of the gradient to it alone.
+ALONE = {
+    "rmsnorm": (1, ["rmsnorm_bwd_only_dweight"]),
+    "layernorm": (2, ["layernorm_bwd_only_dbias"]),
+    "linear": (1, ["linear_dweight"]),
+    "linear_add": (2, []),
+    "gated_mlp": (2, ["gated_mlp_bwd_only_hidden", "gated_mlp_dw_down"]),
+    "linear_add_rmsnorm": (0, ["linear_add_rmsnorm_bwd_only_dresidual", "linear_of_dresidual_dx"]),
+    "rmsnorm_linear": (2, ["rmsnorm_linear_dx", "rmsnorm_linear_norm_bwd_only_dnorm_weight"]),
+    "embedding": (1, ["embedding_bwd"]),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_gradient_alone_computes_no_other(name: str, close: Close) -> None:
+    function = next(f for f in every((2, 4)) if f.name == name)
+    k, expected = ALONE[name]
+    alone = jax.grad(function.loss, k)
+    jaxpr = str(jax.make_jaxpr(alone)(*function.arrays))
+    called = re.findall(r"\bcute_(\w+)\[", jaxpr)
+    assert [one for one in called if re.search(r"_(bwd|dx|dweight|dw)(_|$)", one)] == expected
+    close(alone(*function.arrays), function.gradient(*function.arrays)[function.differentiable.index(k)])

@@ -42,7 +42,8 @@ def declare(
     where = f"cute_ops.kernels.norm.{name}:{kernel}"
     common: dict[str, Any] = {"dtypes": DTYPES, "attrs": attrs, "check": check, "cases": cases}
     gradient = Op(
-        f"{name}_bwd", inputs={"x": ROWS, "dout": ROWS, **COLUMNS}, outputs={"dx": ROWS, **DCOLUMNS},
+        f"{name}_bwd", inputs={"x": ROWS, "dout": ROWS, **COLUMNS},
+        outputs={"dx": ROWS._replace(skippable=True), **DCOLUMNS},
         reference=reference_bwd, kernel=f"{where}Backward",
         tuning=Tuning(partial(backward, centred=centred), space=BACKWARD, workspace=workspace), doc=doc_bwd, **common,
     )  # fmt: skip
