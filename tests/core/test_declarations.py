@@ -482,8 +482,9 @@ def test_a_gradient_is_the_ops_that_somebody_reads(product: Any) -> None:
     ("wanted", "absent", "suffix"),
     [
         (("x", "weight", "bias"), (), ""), (("x", "weight"), ("bias",), ""), (("x",), ("weight", "bias"), ""),
-        (("x",), (), "_only_dx"), (("x",), ("bias",), "_only_dx"), (("weight",), (), "_only_dx_dweight"),
-        (("bias",), ("weight",), ""),
+        (("x",), (), "_only_dx"), (("x",), ("bias",), "_only_dx"), (("weight",), (), "_only_dweight"),
+        (("bias",), ("weight",), "_only_dbias"), (("x", "bias"), ("weight",), ""),
+        (("x", "weight"), (), "_only_dx_dweight"),
     ],
 )  # fmt: skip
 def test_a_backward_op_leaves_out_what_nobody_wants(wanted: Any, absent: Any, suffix: str) -> None:
