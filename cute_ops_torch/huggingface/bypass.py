@@ -114,7 +114,7 @@ def _described(x: torch.Tensor) -> str:
 
 
 def takes(*tensors: torch.Tensor | None) -> bool:
-    """Whether our ops compute with tensors: in these dtypes, on these devices, with the last dim contiguous."""
+    """Whether our ops compute with tensors of a dim or more: these dtypes and devices, the last dim contiguous."""
     sharded = plain = False
     for x in tensors:
         if x is None:
@@ -125,7 +125,7 @@ def takes(*tensors: torch.Tensor | None) -> bool:
             sharded = sharded or type(x).__name__ == "DTensor"
         else:
             return False
-        if x.dtype not in _DTYPES or x.is_nested or not x.ndim:
+        if x.dtype not in _DTYPES or x.is_nested:
             return False
         if not ((x.is_contiguous() or x.stride(-1) == 1) and (x.is_cuda or x.is_cpu or x.is_meta)):
             return False

@@ -67,7 +67,7 @@ def _gelu(self: nn.Module, input: torch.Tensor) -> Any:
     approximate = _approximation(self)
     if approximate is None:
         return NotImplemented
-    return functions.gelu(input, approximate) if takes(input) else declined(self, input)
+    return functions.gelu(input, approximate) if input.ndim and takes(input) else declined(self, input)
 
 
 def _computes(activation: nn.Module) -> str | None:
