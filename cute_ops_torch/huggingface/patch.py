@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import cache, wraps
@@ -172,7 +171,7 @@ class _Maker:
         return self.make(*args)
 
     def __reduce__(self) -> Any:
-        raise pickle.PicklingError(
+        raise TypeError(
             "cute_ops_torch.patch: a patched model cannot be pickled: save its state_dict(), or call "
             "cute_ops_torch.unpatch(model) first and patch(model) afterwards"
         )

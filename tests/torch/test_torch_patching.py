@@ -547,9 +547,7 @@ def test_a_patched_model_is_copied_and_not_pickled(tmp_path: Path) -> None:
             lambda part: torch.save(part, tmp_path / "model.pt"),
             lambda part: pickle.dumps([part]),
         ):
-            with pytest.raises(
-                pickle.PicklingError, match=r"save its state_dict\(\), or call cute_ops_torch\.unpatch\("
-            ):
+            with pytest.raises(TypeError, match=r"save its state_dict\(\), or call cute_ops_torch\.unpatch\("):
                 save(part)
     twin, shallow = copy.deepcopy(model), copy.copy(model)
     assert type(twin) is type(shallow) is type(model) and shallow.lm_head is model.lm_head
