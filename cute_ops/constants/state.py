@@ -7,6 +7,7 @@ key, and only a value that was never seen is traced. Nothing keeps the function,
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from types import CodeType, FunctionType, MethodType
@@ -21,6 +22,7 @@ REMEMBERED = 4096
 # Readers of one code: functions with the same code may read other things of their objects.
 _FEW = 8
 _log = logging.getLogger("cute_ops")
+_GLOBAL = re.compile(r"_of\.__globals__\['(\w+)'\]")
 
 
 class State:
@@ -139,6 +141,13 @@ def values(function: Any) -> Values:
     if made is None:
         raise Unknown("it cannot be known what the function reads")
     return made.code, *made.read(function)
+
+
+def globals_reader(reader: Reader, function: Any) -> Callable[[], Values]:
+    """Reads the globals that a function reads, by their names, as the function itself does."""
+    found = [_GLOBAL.sub(r"\1", text) for text in reader.text.split(", ") if _GLOBAL.match(text)]
+    read: Callable[[], Values] = eval(f"lambda: ({''.join(f'{text}, ' for text in found)})", function.__globals__)
+    return read
 
 
 def constant(value: Any) -> Hashable:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from cute_ops.constants.state import reader_of
+from cute_ops.constants.state import globals_reader, reader_of
 from cute_ops.op import Op
 from cute_ops_torch.registry import define
 
@@ -117,6 +117,8 @@ def _reader(*function: Any) -> str:
         return ""
     name = f"of_{id(made)}"
     setattr(_readers, name, made.read)
+    if isinstance(function[0], FunctionType):
+        setattr(_readers, f"{name}_globals", globals_reader(made, function[0]))
     return name
 
 
@@ -124,7 +126,7 @@ def guard(function: Any) -> None:
     """Read what a function reads, while torch.compile traces: the graph is of these values alone.
 
     A function that is made in what is compiled is another one whenever it is a constant, and cannot be read there: what
-    it closes over is part of the graph already.
+    it closes over is part of the graph already, so only globals are read.
     """
     if isinstance(function, str):
         return
@@ -139,8 +141,9 @@ def guard(function: Any) -> None:
             f"`{missing}` cannot be read: make it outside, or let a function close over the number."
         )
     _seen(of, owner)
-    if _seen(of, owner) and (name := _reader(*parts(function))):
-        for value in getattr(_readers, name)(function):
+    seen, name = _seen(of, owner), _reader(*parts(function))
+    if name:
+        for value in getattr(_readers, name)(function) if seen else getattr(_readers, f"{name}_globals")():
             _number(value)
 
 

@@ -196,3 +196,15 @@ def test_a_partial_function_is_compiled_with_its_arguments() -> None:
 
         fused, out = torch.compile(both, fullgraph=True, backend="eager")(X, W)
         assert factor(fused, X) == pytest.approx(by) and factor(out, X @ W.T) == pytest.approx(by, rel=1e-5)
+
+
+def test_a_function_that_is_made_in_what_is_compiled_has_the_numbers_of_now() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor) -> Any:
+        k = 3.0
+        return ct.linear(x, w, epilogue=lambda xp, acc: acc * k * SCALE)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for scale in (2.0, 5.0, 4.0, 2.0):
+        globals()["SCALE"] = scale
+        assert factor(compiled(X, W), X @ W.T) == pytest.approx(3 * scale, rel=1e-5)
+    globals()["SCALE"] = 2.0
