@@ -249,7 +249,7 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
     for name, default in op.keywords.items():
         value = attrs.get(name, default)
         kind = type(default)
-        if problem := wrong_attribute(op, name, value):
+        if type(value) is not kind and (problem := wrong_attribute(op, name, value)):
             raise fail(TypeError, problem)
         if name in op.choices and value not in op.choices[name]:
             values = _one_of(tuple(repr(v) for v in op.choices[name]))

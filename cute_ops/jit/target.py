@@ -44,14 +44,14 @@ def parse(arch: str) -> Target:
     return Target(name, int(count) if colon else ARCHES[name].number)
 
 
-def of_environment() -> Target | None:
+def of_environment(chosen: str | None) -> Target | None:
     """The target that ``CUTE_OPS_ARCH`` names, if it is set.
 
     Raises:
         ValueError: it names none.
     """
     try:
-        return parse(chosen) if (chosen := env.ARCH.read()) else None
+        return parse(chosen) if chosen else None
     except ValueError as error:
         raise ValueError(f"the environment variable {env.ARCH.name} names no target: {error}") from None
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from cute_ops import env
 from cute_ops.files import file_lock
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.variant import Variant
@@ -40,7 +41,7 @@ def target_and_device() -> tuple[target.Target, int | None]:
     """The same, and the device on which a kernel may be measured, since the program will run there; None if it runs
     elsewhere.
     """
-    named = _lowering_for.get() or target.of_environment()
+    named = _lowering_for.get() or target.of_environment(env.ARCH.read())
     return (target.of_device(0), 0) if named is None else (named, None)
 
 

@@ -82,7 +82,7 @@ class OpPrimitive:
             _compat.register_lowering(self.partitioned, body, platform, spread, transposed)
 
     def __call__(
-        self, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False, axes: Axes = ()
+        self, inputs: Arrays, attrs: Mapping[str, Any] | Attributes, inplace: bool = False, axes: Axes = ()
     ) -> dict[str, jax.Array | None]:
         """Check the call and bind the primitive.
 
@@ -101,23 +101,27 @@ class OpPrimitive:
         if axes:
             found = self._on_axes(inplace, given, binding.attrs, axes)
             return dict.fromkeys(self.op.results) | dict(found)
-        names, automatic = binding.result_names, _automatic(given)
-        if automatic and (binding.empty or self.transparent):
+        names, empty, mesh = binding.result_names, binding.empty, explicit.mesh_of(given.values())
+        # Whether XLA decides how arrays are sharded, if they are at all.
+        automatic = mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
+        if automatic and (empty or self.transparent):
             arrays = [jnp.asarray(a) for a in given.values()]
             results: Sequence[Any] = self._run(lowering.reference, binding, arrays, inplace=False)
         elif automatic:
-            results = self.partitioned.bind(*given.values(), **_params(binding, inplace))
+            results = self.partitioned.bind(*given.values(), **_params(binding, attrs, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
         return dict.fromkeys(self.op.results) | dict(zip(names, results, strict=True))
 
-    def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
-        """The checked call of arrays, tracers or abstract values in declared order; missing attributes have defaults.
+    def bound(self, arrays: Arrays, attrs: Mapping[str, Any] | Attributes) -> Binding:
+        """The checked call of arrays, tracers or abstract values in declared order; missing attributes have defaults,
+        none is missing in :class:`Exact` ones.
         Tracing, abstract evaluation and lowering of one call share it.
         """
         given = tuple((name, tuple(a.shape), a.dtype) for name, a in arrays.items())
-        full = {**self.op.keywords, **attrs}
-        return _bound(self.op, given, Exact(full.items()))
+        # All attributes of a call stay one object, which tables find by identity.
+        full = attrs if isinstance(attrs, Exact) else Exact({**self.op.keywords, **dict(attrs)}.items())
+        return _bound(self.op, given, full)
 
     def _on_one_device(
         self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], *, terms: slices.Cuts = slices.WHOLE
@@ -129,7 +133,7 @@ class OpPrimitive:
         binding, arrays = self.bound(given, attrs), alike(list(given.values()))
         if binding.empty and not explicit.mapped(arrays):
             return named(binding, self._run(lowering.reference, binding, arrays, inplace=False))
-        return named(binding, self.primitive.bind(*arrays, **_params(binding, inplace)))
+        return named(binding, self.primitive.bind(*arrays, **_params(binding, attrs, inplace)))
 
     def _on_axes(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> Arrays:
         return self.together(self.op, inputs, attrs, axes, partial(self, inplace=inplace))
@@ -138,9 +142,9 @@ class OpPrimitive:
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
     ) -> list[_compat.ShapedArray]:
         given = dict(zip(names, avals, strict=True))
-        binding = self.bound(given, dict(attrs))
+        binding = self.bound(given, attrs)
         like = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
-        types = explicit.types(given, binding)
+        types = {} if like.sharding.mesh.empty else explicit.types(given, binding)
         return [
             _compat.aval_like(like, out.shape, jnp.dtype(out.dtype), types.get(name))
             for name, out in slices.present(binding.results).items()
@@ -212,7 +216,7 @@ class OpPrimitive:
         transposed, None for one that was not.
         """
         known = {name: place for name, place in zip(names, last_dims, strict=False) if place is not None}
-        binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
+        binding = self.bound(dict(zip(names, arrays, strict=True)), attrs)
         return self._run(run, binding, arrays, inplace, transposed=known)
 
     def _spread(
@@ -229,7 +233,7 @@ class OpPrimitive:
             binding = self.bound(given, attrs)
             return named(binding, self._run(run, binding, list(given.values()), inplace, axes))
 
-        binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
+        binding = self.bound(dict(zip(names, arrays, strict=True)), attrs)
         local = partial(slices.of_one_device, binding, call, self.together)
         return partitioner.by_partitioner(local, ffi.asked_for_by, devices, binding, arrays)
 
@@ -360,15 +364,10 @@ def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(binding.result_names, results, strict=True))
 
 
-def _automatic(arrays: Arrays) -> bool:
-    """Whether XLA decides how arrays are sharded, if they are at all."""
-    mesh = explicit.mesh_of(arrays.values())
-    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
-
-
-def _params(binding: Binding, inplace: bool) -> dict[str, Any]:
-    names = tuple(n for n, a in binding.inputs.items() if a is not None)
-    return {"names": names, "attrs": Exact(binding.attrs.items()), "inplace": inplace}
+def _params(binding: Binding, attrs: Mapping[str, Any] | Attributes, inplace: bool) -> dict[str, Any]:
+    names, bound = tuple(n for n, a in binding.inputs.items() if a is not None), binding.attrs.items()
+    same = isinstance(attrs, Exact) and all(a is b for (_, a), (_, b) in zip(attrs, bound, strict=True))
+    return {"names": names, "attrs": attrs if same else Exact(bound), "inplace": inplace}
 
 
 @lru_cache(maxsize=1024)

@@ -53,7 +53,7 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
 
     def outputs_of(forward: OpPrimitive, call: StaticCall, inputs: Arrays) -> Arrays:
         # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
-        outputs = forward(inputs, dict(call.attrs), axes=call.axes).items()
+        outputs = forward(inputs, call.attrs, axes=call.axes).items()
         return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
 
     if not op.differentiable:
@@ -111,8 +111,9 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     same = _compat.reverse_only(f"cute_{op.name}_inputs", partial(no_derivative, op))
 
     def reverse_only(call: StaticCall, inputs: Arrays) -> Arrays:
-        if not explicit.mesh_of(inputs.values()).empty:
-            inputs = dict(explicit.placed(inputs, forward.bound(inputs, dict(call.attrs))))
+        here = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in inputs.values())]
+        if not all(mesh.empty for mesh in here):
+            inputs = dict(explicit.placed(inputs, forward.bound(inputs, call.attrs)))
         outputs: Arrays = function(call, dict(zip(inputs, same(*inputs.values()), strict=True)))
         return outputs
 
