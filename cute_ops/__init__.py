@@ -4,13 +4,12 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 ``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cute_ops.array_api import cast, widen
 from cute_ops.config import Needs, Problem, Space, Tuning, vary
-from cute_ops.errors import CacheError, CompileError
+from cute_ops.errors import CacheError, CompileError, no_attribute
 from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Program, Sharding, Split, Tensor, WhileFew
 from cute_ops.shapes import FLOATS, Array
 
@@ -51,8 +50,6 @@ def __getattr__(name: str) -> Any:
     """Import tracing on first use, because that takes time."""
     homes = {"fused": "cute_ops.ops.fused", "fused_linear": "cute_ops.ops.gemm.fused"}
     if name not in homes:
-        problem = f"module {__name__!r} has no attribute {name!r}"
-        if name.islower() and name[0] != "_":
-            problem += ": functions are in cute_ops_torch and cute_ops_jax"
-        raise AttributeError(problem, name=name, obj=sys.modules[__name__])
+        where = ": functions are in cute_ops_torch and cute_ops_jax" if name.islower() else ""
+        raise no_attribute(__name__, name, __all__, where)
     return getattr(import_module(homes[name]), name)

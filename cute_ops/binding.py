@@ -16,6 +16,8 @@ from cute_ops.op import Op, Tensor
 from cute_ops.shapes import Array
 
 INT64 = 2**63
+# What to do with float64, which NumPy and `jax_enable_x64` make by default.
+_CAST = " Kernels compute in float32: cast `{name}` to it, or take the framework's own function where float64 matters."
 # An argument, one of its dims, and the size that it came with.
 Declared = tuple[str, Dim, Any]
 # Makes the error that :func:`bind` raises, from its type and the problem.
@@ -107,7 +109,10 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
             continue
         choices = op.accepts.get(tensor.dtype, (tensor.dtype,))
         if array.dtype not in choices:
-            raise fail(TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.")
+            what_to_do = _CAST.format(name=name) if array.dtype == "float64" and "float32" in choices else ""
+            raise fail(
+                TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.{what_to_do}"
+            )
         if tensor.dtype in op.dtypes:
             first = dtypes.setdefault(tensor.dtype, array.dtype)
             if first != array.dtype:

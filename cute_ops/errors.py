@@ -45,6 +45,18 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {lower[close[0]]}?)" if close else ""
 
 
+def no_attribute(module: str, name: str, known: Iterable[str], more: str = "") -> AttributeError:
+    """The error for a name that a module lacks, with the name that was meant, and ``more``.
+
+    The suggestion is in the text, since notebooks, logs and ``str(error)`` do not show Python's own, which would repeat
+    it: Python makes none where ``obj`` is None.
+    """
+    # Programs that inspect modules ask for many names with underscores, of which none is a mistake.
+    public = [each for each in known if not each.startswith("_")]
+    hint = "" if name.startswith("_") else meant(name, public) + more
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=None)
+
+
 def shown(value: Any) -> str:
     """A value that came, for a message: an array without its elements, and of others no more than a line holds."""
     if _is_array(value):

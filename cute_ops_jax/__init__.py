@@ -3,11 +3,11 @@
 On CUDA the compiled kernels run on XLA's own buffers and stream; on other platforms the references run.
 """
 
-import sys
 from importlib import import_module
 from typing import Any
 
 from cute_ops import __version__ as __version__
+from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.losses import (
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     elif name in _DECLARED:
         function = register(_DECLARED[name])
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise no_attribute(__name__, name, (*__all__, "equinox", "nnx"))
     globals()[name] = function
     return function
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
-from cute_ops.errors import suggesting
+from cute_ops.errors import no_attribute, suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
 from cute_ops.ops.gemm.named import gelu_epilogue
 
@@ -392,3 +392,10 @@ class GatedMLP(eqx.Module):
         weights = self.gate_up.weight, self.down.weight
         halves = self.gate_up.halves
         return cute_ops_jax.gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save, halves=halves)
+
+
+if not TYPE_CHECKING:  # for which each name would exist
+
+    def __getattr__(name: str) -> Any:
+        own = [each for each, value in globals().items() if getattr(value, "__module__", "") == __name__]
+        raise no_attribute(__name__, name, own)

@@ -6,11 +6,11 @@
 True
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cute_ops import __version__ as __version__
+from cute_ops.errors import no_attribute
 from cute_ops_torch import functions
 from cute_ops_torch.composite.embedding import embedding
 from cute_ops_torch.composite.linear import gated_linear as gated_linear
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name in ("inductor", "nn", "optim"):
         return import_module(f"cute_ops_torch.{name}")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise no_attribute(__name__, name, (*__all__, "inductor", "optim"))
     module = import_module(f"cute_ops_torch.{_LAZY[name]}") if name in _LAZY else functions
     value = globals()[name] = getattr(module, name)
     return value

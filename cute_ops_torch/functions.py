@@ -3,9 +3,9 @@
 Parts of other functions become ops only.
 """
 
-import sys
 from typing import Any
 
+from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS, PARTS, PRODUCTS
 from cute_ops_torch.registry import define
 
@@ -18,7 +18,7 @@ for _part in PARTS:
 
 def __getattr__(name: str) -> Any:
     if name not in _DEFINED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise no_attribute(__name__, name, __all__)
     function = globals()[name] = _DEFINED[name].function
     return function
 

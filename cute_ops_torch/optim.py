@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cute_ops.errors import suggesting
+from cute_ops.errors import no_attribute, suggesting
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -191,3 +191,10 @@ def _rows(tensors: list[Tensor]) -> list[Tensor]:
     if all(t.ndim and t.stride(-1) == 1 for t in tensors):
         return tensors
     return [t.reshape(-1, 1) if t.ndim == 0 else t.unsqueeze(-1) for t in tensors]
+
+
+if not TYPE_CHECKING:  # for which each name would exist
+
+    def __getattr__(name: str) -> Any:
+        own = [each for each, value in globals().items() if getattr(value, "__module__", "") == __name__]
+        raise no_attribute(__name__, name, own)

@@ -1,8 +1,8 @@
 """Modules over the functions: one for every op."""
 
-import sys
 from typing import Any
 
+from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS
 from cute_ops_torch.nn.from_op import class_name as class_name
 from cute_ops_torch.nn.from_op import module as module
@@ -32,7 +32,7 @@ __all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 def __getattr__(name: str) -> Any:
     """Classes of other ops are made when they are first used."""
     if name not in _OPS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        raise no_attribute(__name__, name, __all__)
     made = globals()[name] = module(_OPS[name])
     return made
 

@@ -206,11 +206,16 @@ def test_the_version() -> None:
     assert invoke("--version").stdout == f"cute_ops {__version__}\n"
 
 
-def test_the_core_says_where_functions_are() -> None:
-    with pytest.raises(
-        AttributeError, match="no attribute 'rmsnorm': functions are in cute_ops_torch and cute_ops_jax"
-    ):
-        cute_ops.rmsnorm  # noqa: B018
+def test_the_core_says_where_functions_are_and_what_was_meant() -> None:
+    for name, hint in {
+        "rmsnorm": ": functions are in cute_ops_torch and cute_ops_jax",
+        "fusd": " (did you mean fused?): functions are in cute_ops_torch and cute_ops_jax",
+        "Tensr": " (did you mean Tensor?)",
+        "_fused": "",
+    }.items():
+        with pytest.raises(AttributeError) as error:
+            getattr(cute_ops, name)
+        assert str(error.value) == f"module 'cute_ops' has no attribute {name!r}{hint}"
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

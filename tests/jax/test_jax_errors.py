@@ -411,8 +411,30 @@ def test_modules_are_attributes() -> None:
     assert cute_ops_jax.__getattr__("nnx") is nnx and cute_ops_jax.__getattr__("equinox") is equinox
 
 
-def test_python_suggests_the_name_of_a_misspelt_op(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "near"),
+    [
+        (cute_ops_jax, "rms_norm", "rmsnorm"),
+        (cute_ops_jax, "nxx", "nnx"),
+        (nnx, "RMSNrm", "RMSNorm"),
+        (equinox, "gatedMLP", "GatedMLP"),
+    ],
+)
+def test_a_misspelt_name_of_a_module_is_suggested_once(
+    module: Any, name: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(AttributeError) as error:
-        cute_ops_jax.rms_norm  # noqa: B018
+        getattr(module, name)
+    text = f"module '{module.__name__}' has no attribute '{name}' (did you mean {near}?)"
+    assert str(error.value) == text
     sys.__excepthook__(error.type, error.value, error.tb)
-    assert "has no attribute 'rms_norm'. Did you mean: 'rmsnorm'?" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"AttributeError: {text}\n")  # Python's own would say it again
+
+
+def test_float64_says_what_to_do() -> None:
+    with jax.enable_x64(True), pytest.raises(TypeError) as error:
+        cute_ops_jax.rmsnorm(jnp.ones((3, 64), jnp.float64))
+    assert str(error.value).startswith(
+        "cute.rmsnorm: argument `x` has dtype float64, expected float32, float16 or bfloat16. Kernels compute in "
+        "float32: cast `x` to it, or take the framework's own function where float64 matters.\n"
+    )

@@ -40,7 +40,8 @@ BAD = {
     ),
     "dtype": (
         (x.double(),), TypeError,
-        "cute.rmsnorm: argument `x` has dtype float64, expected float32, float16 or bfloat16.\n"
+        "cute.rmsnorm: argument `x` has dtype float64, expected float32, float16 or bfloat16. Kernels compute in "
+        "float32: cast `x` to it, or take the framework's own function where float64 matters.\n"
         "  x: float64[3, 5, 64]   declared T[*m n]",
     ),
     "strided-last-dim": (
@@ -477,13 +478,21 @@ def test_ops_without_a_gradient_run_in_compiled_programs(backend: str) -> None:
     [
         (cute_ops_torch, "rms_norm", "rmsnorm"),
         (cute_ops_torch.functions, "rms_norm", "rmsnorm"),
+        (cute_ops_torch, "rmsnorn", "rmsnorm"),
+        (cute_ops_torch, "unpach", "unpatch"),
+        (cute_ops_torch, "inductr", "inductor"),
         (cute_ops_torch.nn, "RmsNorm", "RMSNorm"),
+        (cute_ops_torch.nn, "SiLUMull", "SiLUMul"),
+        (cute_ops_torch.optim, "adamw", "AdamW"),
     ],
 )
-def test_python_suggests_the_name_of_a_misspelt_op(
+def test_a_misspelt_name_of_a_module_is_suggested_once(
     module: Any, name: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(AttributeError) as error:
         getattr(module, name)
+    text = f"module '{module.__name__}' has no attribute '{name}' (did you mean {near}?)"
+    assert str(error.value) == text
     sys.__excepthook__(error.type, error.value, error.tb)
-    assert f"has no attribute '{name}'. Did you mean: '{near}'?" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"AttributeError: {text}\n")  # Python's own would say it again
+    assert getattr(module, near) is not None and not hasattr(module, "__path_of_no_module__")
