@@ -191,7 +191,7 @@ def _why_norm(module: Any) -> str:
 
 
 _ROLES = (
-    _Role("loss", ("linear_cross_entropy",), _is_loss, _why_loss),
+    _Role("loss", ("linear_cross_entropy", "cross_entropy"), _is_loss, _why_loss),
     _Role("mask", ("attention_mask",), _makes_mask, _why_mask),
     _Role("embedding", ("embedding",), lambda module: isinstance(module, nn.Embedding), _why_embedding),
     _Role("layer", ("add_rmsnorm",), _is_layer, _why_layer),

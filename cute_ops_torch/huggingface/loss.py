@@ -1,14 +1,16 @@
-"""Causal language models: the next-token loss straight from the hidden states, without their logits."""
+"""Causal language models: the next-token loss straight from the hidden states, without their logits, or from these."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from cute_ops.composite import chunks
+from cute_ops_torch import functions
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.bypass import is_plain_linear, reads, takes
@@ -20,8 +22,11 @@ Tensor = torch.Tensor
 _CAUSAL_LM = ("d98f8281207965a0", "bb9146bdb775d911")
 
 
-def _make_forward(original: Any) -> Forward:
-    """Its arguments and the fields of its output have the names that they have in ``original``."""
+def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
+    """Its arguments and the fields of its output have the names that they have in ``original``.
+
+    With ``keeps_logits`` the model's output has its logits in training, too.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss  # lazily: patching is imported without transformers, too
 
     computes_the_same = reads(ForCausalLMLoss)
@@ -41,13 +46,16 @@ def _make_forward(original: Any) -> Forward:
         outputs = self.model(**given)
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
         others = {name: value for name, value in kwargs.items() if name not in parameters.names}
-        if _multiplies(hidden, head):
-            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **others)
-        else:
+        if not _multiplies(hidden, head):
             logits = head(hidden)
             loss = self.loss_function(
                 logits=logits, **{labels_name: labels}, vocab_size=self.config.vocab_size, **others
             )
+        elif keeps_logits:
+            logits = head(hidden)
+            loss = _loss_of_logits(logits, labels, **others)
+        else:
+            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **others)
         return output(loss=loss, logits=logits, **{name: getattr(outputs, name) for name in parameters.copied})
 
     return forward
@@ -72,16 +80,36 @@ def _next_token_loss(
     shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """``ForCausalLMLoss`` of ``head(hidden)``, a chunk of logits at a time."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    # In the leading shape of the hidden states: flat rows of a sharded sequence would have to be gathered.
-    target = shift_labels.view(hidden.shape[:-1]).to(hidden.device)
+    target = _next_tokens(labels, shift_labels, ignore_index, hidden)
     given, count = (hidden, head.weight, target, head.bias, ignore_index), num_items_in_batch
     if isinstance(count, int):
         count = hidden.new_full((), count, dtype=torch.int64)
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
         return summed_over(count.to(hidden.device), *given, chunk_rows)
     loss = linear_cross_entropy(*given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows)
+    return _divided(loss, count)
+
+
+def _loss_of_logits(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
+    shift_labels: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """``ForCausalLMLoss`` of logits, which need no copy in float32."""
+    target = _next_tokens(labels, shift_labels, ignore_index, logits)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = functions.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+    return _divided(loss, num_items_in_batch)
+
+
+def _next_tokens(labels: Tensor, shift_labels: Tensor | None, ignore_index: int, hidden: Tensor) -> Tensor:
+    """What each position predicts."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    # In the leading shape of the hidden states: flat rows of a sharded sequence would have to be gathered.
+    return shift_labels.view(hidden.shape[:-1]).to(hidden.device)
+
+
+def _divided(loss: Tensor, count: Tensor | int | float | None) -> Tensor:
     count = count.to(loss.device) if isinstance(count, Tensor) else count
     return loss if count is None else loss / count
 
@@ -110,3 +138,4 @@ def _has_next_token_loss(module: nn.Module, model: nn.Module) -> bool:
 
 
 REPLACEMENTS = (Replacement("linear_cross_entropy", _has_next_token_loss, _make_forward),)
+WITH_LOGITS = (Replacement("cross_entropy", _has_next_token_loss, partial(_make_forward, keeps_logits=True)),)

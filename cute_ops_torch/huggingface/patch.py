@@ -28,12 +28,12 @@ log = logging.getLogger("cute_ops")
 # A module gets the first one that matches.
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
-    *decoder.REPLACEMENTS, *loss.REPLACEMENTS,
+    *decoder.REPLACEMENTS,
 )  # fmt: skip
 
 
 @suggesting
-def patch(model: nn.Module) -> Patched:
+def patch(model: nn.Module, *, logits: bool = False) -> Patched:
     """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
     cute ops, in place.
 
@@ -41,11 +41,15 @@ def patch(model: nn.Module) -> Patched:
     the same input (gate and up; queries, keys and values) move to one piece of memory: patch before CUDA graphs are
     captured, and after the model is on the device and in the dtype that it trains in. To pickle the whole model (not
     its state dict), unpatch it first. A causal language model in training mode that is given ``labels`` computes the
-    loss straight from the hidden states, and returns ``logits=None``: they never exist.
+    loss straight from the hidden states, and returns ``logits=None``: they never exist, unless ``logits`` asks for
+    them.
 
     Args:
         model: a Hugging Face ``LlamaForCausalLM``, or a model whose modules are built alike (Mistral, Qwen,
             Gemma), or one with layer norms, GELUs and written-out attention (BERT).
+        logits: a causal language model returns its logits in training, too, for metrics or losses of one's own. Their
+            loss is one pass over them (:func:`cute_ops_torch.cross_entropy`); they and their gradient take the memory
+            that the loss from hidden states saves.
 
     Returns:
         What was replaced, in the model's order: a list of (module, op). Its attribute ``left`` has what was not, of
@@ -59,7 +63,9 @@ def patch(model: nn.Module) -> Patched:
         ValueError: nothing in the model is known, or all of it is patched already.
     """
     _check_model("patch", model)
-    found = [(name, module, each) for name, module in model.named_modules() for each in _matching(module, model)]
+    found = [
+        (name, module, each) for name, module in model.named_modules() for each in _matching(module, model, logits)
+    ]
     if not any(each.op for _, _, each in found):
         patched = any(hasattr(module, "_cute_original") for module in model.modules())
         raise ValueError(
@@ -115,11 +121,12 @@ def _check_model(caller: str, model: object) -> None:
         raise TypeError(f"cute_ops_torch.{caller}: argument `model` must be a torch.nn.Module, got {came}.")
 
 
-def _matching(module: nn.Module, model: nn.Module) -> list[Replacement]:
+def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replacement]:
     """The replacements of a module: at most one, and that of eager attention."""
     if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
-    first = next((each for each in _REPLACEMENTS if each.matches(module, model)), None)
+    known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
+    first = next((each for each in known if each.matches(module, model)), None)
     return [each for each in (first, EAGER_ATTENTION if EAGER_ATTENTION.matches(module, model) else None) if each]
 
 

@@ -18,7 +18,8 @@ def warm_up(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     Kernels that no bundle and no cache holds are compiled, as many at a time as there are cores; a step that meets them
     one after another waits for each. They are found in the model's configuration, as those of ``python -m cute_ops
     manifest`` are: those of the gradients and of the loss, too, if the model is in training mode. What else a program
-    calls, and a model cut over several devices by tensor parallelism, is compiled when it is called.
+    calls, the loss of ``patch(model, logits=True)``, and a model cut over several devices by tensor parallelism, is
+    compiled when it is called.
 
     Args:
         model: a Hugging Face model on one device.

@@ -132,6 +132,37 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
         assert m(tokens, labels=labels).logits.shape == (2, 19, 97)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_kept_where_they_are_asked_for(dtype: torch.dtype) -> None:
+    tokens = torch.randint(0, 97, (2, 19))
+    labels = tokens.masked_fill(torch.rand(2, 19) < 0.3, -100)
+    exact, plain, model = llama().double(), llama().to(dtype), llama().to(dtype)
+    report = cute_ops_torch.patch(model, logits=True)
+    assert ("", "cross_entropy") in report and not report.left
+    counted, shifted = {"num_items_in_batch": torch.tensor(11)}, {"shift_labels": labels.roll(-1, 1)}
+    for extra in ({}, counted, {"num_items_in_batch": 11}, shifted):
+        outs = [m(tokens, labels=labels, **extra) for m in (exact, plain, model)]
+        (true, theirs, ours), loss = outs, outs[2].loss
+        assert ours.logits.shape == (2, 19, 97) and ours.logits.dtype == dtype
+        assert loss.dtype == torch.float32 and "Softmax" not in type(loss.grad_fn).__name__
+        for name in ("loss", "logits"):
+            errors = [(getattr(out, name).double() - getattr(true, name)).abs().max() for out in (theirs, ours)]
+            assert errors[1] <= 2 * errors[0] + 1e-6
+        # A loss of one's own on the logits has its gradient beside that of the model's loss.
+        found = []
+        for m, out in ((exact, true), (plain, theirs), (model, ours)):
+            total = out.loss + out.logits.double().square().mean()
+            found.append(torch.autograd.grad(total, m.lm_head.weight)[0].double())
+        assert (found[2] - found[0]).norm() <= 2 * (found[1] - found[0]).norm() + 1e-6 * found[0].norm()
+    assert model(tokens, labels=labels, return_dict=False)[1].shape == (2, 19, 97)
+    for m in (plain.eval(), model.eval()):
+        assert m(tokens, labels=labels).logits.shape == (2, 19, 97)
+    torch.testing.assert_close(model(tokens, labels=labels).loss, plain(tokens, labels=labels).loss, rtol=1e-2, atol=0)
+    cute_ops_torch.unpatch(model.train())
+    cute_ops_torch.patch(model)
+    assert model(tokens, labels=labels).logits is None
+
+
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
 def test_models_built_alike(kind: str) -> None:
     ops = {"embedding", "rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
