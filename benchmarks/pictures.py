@@ -1,10 +1,12 @@
-"""Pictures of the committed results, in one style: without a background, in colours that show on white and on black.
+"""Pictures of the committed results, in one style: SVG files whose bytes depend on the figures alone.
 
-SVG files whose bytes depend on the figures alone; :mod:`plot` writes them.
+:mod:`plot` writes them. Each has a light and a dark background of its own, chosen by the reader's setting, so that
+its text has a contrast of 4.5 : 1 at least wherever it is shown.
 """
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,21 +17,25 @@ from common import read
 from matplotlib.figure import Figure
 from summary import OURS, Point, points
 
-GREY, OUR_COLOR, OTHER_COLOR = "#808080", "#e53935", "#9e9e9e"
+# Text and lines are drawn in TEXT, which the file's own style sheet replaces by a colour of the theme.
+TEXT, OUR_COLOR, OTHER_COLOR = "#808080", "#d32f2f", "#757575"
+THEMES = {"light": ("#24292f", "#ffffff"), "dark": ("#d0d7de", "#1b1f27")}  # text, background
 STYLES = {
-    "torch eager": ("#9e9e9e", "v"),
+    "torch eager": ("#8a8a8a", "v"),
     "torch.compile": ("#a1785f", "^"),
     "quack": ("#1e88e5", "s"),
     "Liger": ("#ab47bc", "D"),
     "XLA (jit)": ("#43a047", "P"),
     "ours (torch)": (OUR_COLOR, "o"),
-    "ours (JAX)": ("#fb8c00", "o"),
+    "ours (JAX)": ("#d97706", "o"),
 }
 TITLES = {"fwd": "forward", "bwd": "backward"}
 FEW = 3  # shapes of an op that has no panel of its own
-COLUMNS = 2  # panels side by side: forward and backward, as wide as a page
+# Inches, of every picture: at the 460 pixels that a telephone leaves, text of 11 points is 11 pixels high. So panels
+# stand below one another.
+WIDTH = 6.4
 STARTUP = ("import ours", "import tvm_ffi", "first result")
-PLAIN = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
+PLAIN = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT)
 Row = dict[str, str]
 
 
@@ -47,25 +53,36 @@ def draw_all(folder: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture that has grey text, no background and no date."""
+    """Write a picture without a date, whose text and background follow the reader's theme."""
     for panel in figure.axes:
         panel.patch.set_alpha(0)
+    file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    path.write_text(themed(file.getvalue()), encoding="utf-8")
 
 
-def new(width: float, height: float, lines: int = 1, columns: int = 1) -> tuple[Figure, list[Any]]:
-    """A figure and its panels."""
-    with matplotlib.rc_context({**PLAIN, "grid.color": GREY, "grid.alpha": 0.3, "legend.frameon": False}):
+def themed(svg: str) -> str:
+    """An SVG file whose ``TEXT`` is the colour of the theme, on the background of the theme."""
+    light, dark = (f"svg{{color:{text};background:{ground}}}" for text, ground in THEMES.values())
+    style = f"<style>{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
+    head, mark, rest = svg.replace(TEXT, "currentColor").partition(" <metadata>")
+    return f"{head} {style}\n{mark}{rest}"
+
+
+def new(
+    width: float, height: float, lines: int = 1, heights: Sequence[float] | None = None
+) -> tuple[Figure, list[Any]]:
+    """A figure and its panels, below one another."""
+    with matplotlib.rc_context({**PLAIN, "grid.color": TEXT, "grid.alpha": 0.3, "legend.frameon": False}):
         figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+        return figure, list(figure.subplots(lines, squeeze=False, height_ratios=heights).flat)
 
 
 def legend(figure: Figure, panel: Any) -> None:
     handles, labels = panel.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, labelcolor=GREY, frameon=False
-    )
+    where = {"loc": "outside lower center", "ncols": min(4, len(labels))}
+    figure.legend(handles, labels, fontsize=10, labelcolor=TEXT, frameon=False, **where)
 
 
 def copy_rate(rows: Iterable[Row]) -> float:
@@ -107,17 +124,13 @@ def panels(rows: Iterable[Row]) -> dict[str, list[tuple[str, Row]]]:
 def rates(rows: list[Row]) -> Figure:
     """GB/s of every contender by shape, one panel per op and direction, with the rate of a copy."""
     drawn = panels(r for r in rows if r["op"] != "copy" and plain(r))
-    columns = min(COLUMNS, len(drawn))
-    lines = -(-len(drawn) // columns)
-    figure, axes = new(4.2 * columns, 2.5 * lines + 0.6, lines, columns)
-    for panel, (title, labelled) in zip(axes, drawn.items(), strict=False):
+    figure, axes = new(WIDTH, 2.6 * len(drawn) + 0.8, len(drawn))
+    for panel, (title, labelled) in zip(axes, drawn.items(), strict=True):
         draw_rates(panel, labelled, copy_rate(rows))
-        panel.set_title(title, fontsize=10, color=GREY)
-        panel.set_ylabel("GB/s by least bytes moved" if panel in axes[::columns] else "")
-    for unused in axes[len(drawn) :]:
-        unused.set_axis_off()
+        panel.set_title(title, fontsize=11, color=TEXT)
+        panel.set_ylabel("GB/s by least bytes moved")
     legend(figure, axes[0])
-    figure.suptitle(f"bfloat16 on one {rows[0]['gpu']}, rows x n", fontsize=11, color=GREY)
+    figure.suptitle(f"bfloat16 on one {rows[0]['gpu']}, rows x n", fontsize=11, color=TEXT)
     return figure
 
 
@@ -129,8 +142,8 @@ def draw_rates(panel: Any, labelled: list[tuple[str, Row]], ceiling: float) -> N
         xs = [k for k, label in enumerate(labels) if label in given]
         size = 9 if name == OURS else 6
         panel.plot(xs, [given[labels[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85)
-    panel.axhline(ceiling, color=GREY, linewidth=1, linestyle="--", label="copy")
-    panel.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
+    panel.axhline(ceiling, color=TEXT, linewidth=1, linestyle="--", label="copy")
+    panel.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=9)
     panel.set_ylim(0, 1.16 * ceiling)  # what is only read may pass the copy
     panel.grid(axis="y")
 
@@ -139,7 +152,8 @@ def overview(found: Sequence[Point]) -> Figure:
     """Part of the copy rate by op and contender: the geometric mean over the points of 128 MB and more."""
     large = [p for p in found if p.large]
     names = {d: sorted({p.op for p in large if p.direction == d}, reverse=True) for d in TITLES}
-    figure, axes = new(11, 0.21 * max(map(len, names.values())) + 1.6, columns=len(TITLES))
+    heights = [len(names[d]) + 3 for d in TITLES]
+    figure, axes = new(WIDTH, 0.2 * sum(heights) + 0.7, len(TITLES), heights)
     for panel, (direction, title) in zip(axes, TITLES.items(), strict=True):
         ops = names[direction]
         for name, (color, marker) in STYLES.items():
@@ -149,11 +163,10 @@ def overview(found: Sequence[Point]) -> Figure:
             xs = [statistics.geometric_mean(shares[ops[y]]) for y in ys]
             size = 8 if name == OURS else 5
             panel.plot(xs, ys, marker, color=color, label=name, markersize=size, alpha=0.85)
-        panel.axvline(1, color=GREY, linewidth=1, linestyle="--", label="copy")
-        panel.set_yticks(range(len(ops)), ops, fontsize=8)
+        panel.axvline(1, color=TEXT, linewidth=1, linestyle="--", label="copy")
+        panel.set_yticks(range(len(ops)), ops, fontsize=10)
         panel.set_xlim(0, 1.12)
-        panel.set_title(title, fontsize=10, color=GREY)
-        panel.set_xlabel("part of a large copy's GB/s", fontsize=8)
+        panel.set_title(f"{title}: part of a large copy's GB/s", fontsize=11, color=TEXT)
         panel.grid(axis="both")
     legend(figure, axes[0])
     return figure
@@ -164,7 +177,7 @@ def roofline(rows: list[Row], found: Sequence[Point]) -> Figure:
 
     Row-wise ops compute little for each byte, so bytes stand where other rooflines have operations per byte.
     """
-    figure, (panel,) = new(8, 4.4)
+    figure, (panel,) = new(WIDTH, 4.6)
     for name in ("torch.compile", "XLA (jit)", OURS):
         color, marker = STYLES[name]
         given = [(p.bytes, p.bytes / p.us[name] / 1e3) for p in found if name in p.us]
@@ -172,42 +185,55 @@ def roofline(rows: list[Row], found: Sequence[Point]) -> Figure:
     sizes = [min(p.bytes for p in found), max(p.bytes for p in found)]
     least = min(us for p in found for us in p.us.values())
     panel.plot(
-        sizes, [size / least / 1e3 for size in sizes], ":", color=GREY, label=f"the shortest kernel, {least:.1f} us"
+        sizes, [size / least / 1e3 for size in sizes], ":", color=TEXT, label=f"the shortest kernel, {least:.1f} us"
     )
-    panel.axhline(copy_rate(rows), color=GREY, linewidth=1, linestyle="--", label="copy")
+    panel.axhline(copy_rate(rows), color=TEXT, linewidth=1, linestyle="--", label="copy")
     panel.set(xscale="log", yscale="log", xlabel="bytes read and written, at least", ylabel="GB/s")
     panel.set_ylim(copy_rate(rows) / 200, 2 * copy_rate(rows))
-    panel.set_title(f"every op, shape, dtype and direction on one {rows[0]['gpu']}", fontsize=10, color=GREY)
+    panel.set_title(f"every op, shape, dtype and direction on one {rows[0]['gpu']}", fontsize=11, color=TEXT)
     panel.grid()
     legend(figure, panel)
     return figure
 
 
 def bars(names: Sequence[str], values: Sequence[float], notes: Sequence[str], title: str) -> Figure:
-    """Bars with notes in them, ours in our colour."""
-    figure, (panel,) = new(8, 0.36 * len(names) + 0.9)
-    colors = [OUR_COLOR if name.startswith(("ours", "graph pass")) else OTHER_COLOR for name in names]
-    panel.bar_label(panel.barh(names, values, color=colors), notes, label_type="center", fontsize=8, color="white")
+    """Bars with notes beside them, ours in our colour; as wide as a telephone shows in full."""
+    figure, (panel,) = new(WIDTH, 0.4 * len(names) + 0.7)
+    colors = [OUR_COLOR if name.startswith(("cute_ops", "ours")) else OTHER_COLOR for name in names]
+    panel.bar_label(panel.barh(names, values, color=colors), notes, padding=4, fontsize=11, color=TEXT)
     panel.invert_yaxis()
-    panel.set_title(title, fontsize=10, color=GREY)
+    panel.set_xlim(0, 1.45 * max(values))  # room for the notes
+    panel.set_xticks([])
+    panel.tick_params(axis="y", length=0, labelsize=11)
+    panel.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.suptitle(title, fontsize=12, color=TEXT)
     return figure
 
 
+LIBRARIES = {
+    "ours + AdamW": "cute_ops, with its AdamW",
+    "ours": "cute_ops",
+    "graph pass + compile": "cute_ops in torch.compile",
+}
+
+
 def training_steps(rows: list[Row]) -> Figure:
-    """Tokens per second of a training step by library, and its peak memory."""
+    """Tokens per second of a training step by library, the fastest first, and its peak memory."""
+    rows = sorted(rows, key=lambda r: -float(r["tokens_per_s"]))
     speeds = [float(r["tokens_per_s"]) / 1e3 for r in rows]
-    notes = [f"{speed:.0f}k, {float(r['peak_gb']):.1f} GB" for speed, r in zip(speeds, rows, strict=True)]
-    title = f"Llama-shaped training step on one {rows[0]['gpu']}: thousand tokens/s, peak memory"
-    return bars([r["contender"] for r in rows], speeds, notes, title)
+    notes = [f"{speed:.0f}k   {float(r['peak_gb']):.0f} GB" for speed, r in zip(speeds, rows, strict=True)]
+    names = [LIBRARIES.get(r["contender"], r["contender"]) for r in rows]
+    title = f"Training a Llama-shaped model on one {rows[0]['gpu']}:\ntokens/s and peak memory"
+    return bars(names, speeds, notes, title)
 
 
 def startup(rows: list[Row]) -> Figure:
     """Milliseconds from the import to the first result, by framework and by where the kernel comes from."""
     kinds = unique(f"{r['framework']}, {r['cache']}" for r in rows)
     ms = {(f"{r['framework']}, {r['cache']}", r["phase"]): float(r["ms"]) for r in rows if r["status"] == "ok"}
-    figure, (panel,) = new(8, 0.36 * len(kinds) + 1.3)
+    figure, (panel,) = new(WIDTH, 0.4 * len(kinds) + 1.4)
     left = [0.0] * len(kinds)
-    for phase, color in zip(STARTUP, ("#fb8c00", GREY, OUR_COLOR), strict=True):
+    for phase, color in zip(STARTUP, ("#a85500", OTHER_COLOR, OUR_COLOR), strict=True):
         widths = [ms.get((kind, phase), 0.0) for kind in kinds]
         drawn = panel.barh(kinds, widths, left=left, color=color, label=phase)
         panel.bar_label(
@@ -215,7 +241,7 @@ def startup(rows: list[Row]) -> Figure:
         )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     panel.invert_yaxis()
-    panel.set_title("milliseconds to a first result, by where the kernel comes from", fontsize=10, color=GREY)
+    panel.set_title("milliseconds to a first result, by where the kernel comes from", fontsize=11, color=TEXT)
     legend(figure, panel)
     return figure
 

@@ -5,7 +5,7 @@ r"""Pictures, the page of tables and the README's figures, from the CSV files of
 
 Writes the pictures of :mod:`pictures` beside the files. ``--page``, ``--readme`` and ``--distributed`` replace what
 stands between the two ``figures`` comments of a file: by all pictures and tables, by a short table, by the tables of
-several GPUs.
+several GPUs. The README's ``headline`` comments get a sentence of the training step, where that was measured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pictures import STYLES, TITLES, Row, copy_rate, plain, shape, unique
 from summary import OURS, OURS_JAX, XLA, Point, behind, given, head, mean, of_expressions, optax, overview, points
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
+HEADLINE = tuple(mark.replace("figures:", "headline:") for mark in (BEGIN, END))
 PICTURES = {
+    "llama_step": "Tokens per second of a training step by library",
     "overview": "Part of a large copy's GB/s by op and contender",
     "rates": "GB/s of every contender by shape",
     "roofline": "GB/s by the bytes of a problem",
-    "llama_step": "Tokens per second of a training step by library",
     "startup": "Milliseconds to a first result",
     "build_time": "Seconds to build every kernel",
 }
@@ -99,7 +100,7 @@ def product_table(rows: list[Row]) -> str:
 
 
 def section(folder: Path) -> str:
-    """What was measured on what, then a table, per file that is there."""
+    """What was measured on what, then a folded table, per file that is there."""
     parts = []
     for name, title, make in (
         ("device_time", "Device time", device_table),
@@ -119,18 +120,23 @@ def section(folder: Path) -> str:
             machine = f"{first['gpu']}, driver {first['driver']}"
             commits = unique(row["commit"] for row in rows)
             source = f"{machine}; {first['versions']}; commit {', '.join(commits)}, {first['date']}"
-            parts.append(f"### {title}\n\n{source}.\n\n{make(rows)}")
+            parts.append(f"### {title}\n\n{source}.\n\n{folded('Table', make(rows))}")
     return "\n\n".join(parts)
 
 
+def folded(summary: str, body: str) -> str:
+    """Markdown that a reader opens: on GitHub and, by the extension ``md_in_html``, on the site."""
+    return f'<details markdown="1"><summary>{summary}</summary>\n\n{body}\n\n</details>'
+
+
 def page(folder: Path) -> str:
-    """All tables, for the page beside the files."""
+    """One picture, then all others and all tables, folded, for the page beside the files."""
+    drawn = [(what, f"![{what}]({name}.svg)") for name, what in PICTURES.items() if (folder / f"{name}.svg").exists()]
+    (_, first), *others = drawn
+    rest = "\n\n".join(folded(what, picture) for what, picture in others)
     come_to = overview(points(read(folder / "device_time.csv")))
     means = f"What the device times come to, beside the aims; means are geometric.\n\n{come_to}"
-    drawn = "\n\n".join(
-        f"![{what}]({name}.svg)" for name, what in PICTURES.items() if (folder / f"{name}.svg").exists()
-    )
-    return f"{drawn}\n\n{means}\n\n{section(folder)}"
+    return f"{first}\n\n{rest}\n\n{folded('Aims of the device times', means)}\n\n{section(folder)}"
 
 
 def figures(folder: Path) -> str:
@@ -181,6 +187,15 @@ def step_lines(folder: Path) -> Lines:
     return lines
 
 
+def headline(folder: Path) -> str:
+    """The one figure of the README's opening: how much faster the same model trains."""
+    speed = {name: float(r["tokens_per_s"]) for name, r in by(folder / "llama_step.csv", "contender").items()}
+    ours, gpu = speed["ours + AdamW"], read(folder / "llama_step.csv")[0]["gpu"]
+    liger, compiled = (f"{ours / speed[name]:.2f} x" for name in ("Liger", "torch.compile"))
+    best = f"at **{liger} the speed of Liger** and {compiled} that of `torch.compile`"
+    return f"A Llama-shaped model trains {best} on one {gpu}."
+
+
 def head_lines(folder: Path) -> Lines:
     """Time and memory at the first shape of the file, beside Liger's and PyTorch's."""
     path, names = folder / "linear_cross_entropy.csv", ("ours (torch)", "Liger", "torch eager")
@@ -224,17 +239,18 @@ def by(path: Path, column: str) -> dict[str, Row]:
     return {r[column]: r for r in read(path)} if path.exists() else {}
 
 
-def put(body: str, path: Path) -> str:
-    """The text of a file with ``body`` between its ``figures`` comments.
+def put(body: str, path: Path, marks: tuple[str, ...] = (BEGIN, END)) -> str:
+    """The text of a file with ``body`` between its two comments.
 
     Raises:
         ValueError: it has no such comments.
     """
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
+    begin, end = marks
+    before, _, rest = path.read_text().partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"{path} has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+        raise ValueError(f"{path} has no {begin} ... {end}")
+    return f"{before}{begin}\n{body}\n{end}{after}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -251,6 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
         if path:
             path.write_text(put(make(options.folder), path))
             print(f"wrote {path}")
+    if options.readme and HEADLINE[0] in options.readme.read_text():
+        options.readme.write_text(put(headline(options.folder), options.readme, HEADLINE))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import jax_program
 import linear
 import linear_cross_entropy
 import llama_step
+import pictures
 import plot
 import prewarm
 import pytest
@@ -295,6 +296,32 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
         assert line in text
 
 
+def luminance(color: str) -> float:
+    """Of the Web Content Accessibility Guidelines, 0 to 1."""
+    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(c * share for c, share in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def contrast(a: str, b: str) -> float:
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_pictures_can_be_read_in_light_and_dark() -> None:
+    """Text has 4.5 : 1 at least, bars and marks 3 : 1; nothing but text and lines follows the theme."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for text, ground in pictures.THEMES.values():
+        assert contrast(text, ground) >= 4.5
+        colors = [pictures.OUR_COLOR, pictures.OTHER_COLOR, *(color for color, _ in pictures.STYLES.values())]
+        assert min(contrast(color, ground) for color in colors) >= 3
+    for path in (common.ROOT / "benchmarks/results").glob("*.svg"):
+        svg = path.read_text(encoding="utf-8")
+        assert pictures.TEXT not in svg and "prefers-color-scheme:dark" in svg, path
+        width = re.search(r'width="([\d.]+)pt"', svg)
+        assert width and float(width[1]) <= 461, f"{path} is wider than a telephone shows in full"
+
+
 def test_figures_of_several_gpus(tmp_path: Path) -> None:
     """From made-up figures. What failed has a line, and no figure; speeds are those over a case's first contender."""
     assert several_gpus.section(tmp_path) == several_gpus.NOT_MEASURED
@@ -415,16 +442,17 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("file", "make"),
+    ("file", "make", "marks"),
     [
-        ("benchmarks/results/README.md", plot.page),
-        ("README.md", plot.figures),
-        ("docs/distributed.md", several_gpus.section),
+        ("benchmarks/results/README.md", plot.page, ()),
+        ("README.md", plot.figures, ()),
+        ("README.md", plot.headline, (plot.HEADLINE,)),
+        ("docs/distributed.md", several_gpus.section, ()),
     ],
 )
-def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str]) -> None:
+def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str], marks: Any) -> None:
     path = common.ROOT / file
-    text = plot.put(make(common.ROOT / "benchmarks/results"), path)
+    text = plot.put(make(common.ROOT / "benchmarks/results"), path, *marks)
     pages = "--page benchmarks/results/README.md --readme README.md --distributed docs/distributed.md"
     command = f"python benchmarks/plot.py benchmarks/results {pages}"
     assert path.read_text() == text, f"run {command}"
