@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import product
 from typing import Any, NamedTuple, Self
 
@@ -43,9 +43,25 @@ class KernelConfig:
         return {name: int(v) if isinstance(v, bool) else v for name, v in values.items() if name in kept}
 
 
-def flat(config: KernelConfig | Config) -> dict[str, Any]:
-    """A config as a mapping from names to numbers and to its form."""
-    return config.flat() if isinstance(config, KernelConfig) else dict(config)
+def flat(config: Any, op: str) -> dict[str, Any]:
+    """A config of an op as a mapping from names to numbers and to texts: all fields of a dataclass, flags as 0 and 1.
+
+    Raises:
+        TypeError: it is neither a dataclass nor a mapping, or a field is neither a number nor a text.
+    """
+    if isinstance(config, KernelConfig):
+        return config.flat()
+    if is_dataclass(config) and not isinstance(config, type):
+        found = {f.name: getattr(config, f.name) for f in fields(config)}
+    elif isinstance(config, Mapping):
+        found = dict(config)
+    else:
+        raise TypeError(f"op {op}: its config must be a dataclass or a mapping, got {config!r}")
+    for name, value in found.items():
+        if not isinstance(value, int | str):
+            one = "one field for each of its numbers" if isinstance(value, tuple | list) else "an int, a bool or a str"
+            raise TypeError(f"op {op}: field {name} of its config is {value!r}, expected {one}")
+    return {name: int(value) if isinstance(value, bool) else value for name, value in found.items()}
 
 
 class Problem(NamedTuple):
@@ -96,38 +112,64 @@ class Space(NamedTuple):
             depend on the number of rows, so they are for ops that sum over rows.
     """
 
-    configs: Callable[[Problem, Config], Iterable[KernelConfig | Config]]
+    configs: Callable[[Problem, Config], Iterable[Any]]
     needs: Callable[[Problem, Config], Needs] | None = None
     buckets: Mapping[str, tuple[int, ...]] = {}
 
-    def others(self, problem: Problem, heuristic: Config) -> list[dict[str, Any]]:
-        """The configs to try, flat, without the heuristic's and without duplicates."""
+    def others(self, problem: Problem, heuristic: Config, op: str = "") -> list[dict[str, Any]]:
+        """The configs to try, flat, without the heuristic's and without duplicates. ``op``: its name, for messages."""
         found: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
-        for config in map(flat, self.configs(problem, heuristic)):
+        try:
+            every = [flat(each, op) for each in self.configs(problem, heuristic)]
+        except KeyError as error:
+            raise _looked_up(op, "its search space", error, problem, heuristic) from error
+        for config in every:
             if config != dict(heuristic):
                 found.setdefault(tuple(sorted(config.items())), config)
         return list(found.values())
+
+    def needed(self, problem: Problem, config: Config, op: str = "") -> Needs | None:
+        """What a config takes of an SM, if the space says so."""
+        try:
+            return self.needs(problem, config) if self.needs else None
+        except KeyError as error:
+            raise _looked_up(op, "the needs of its configs", error, problem, config) from error
 
 
 class Tuning(NamedTuple):
     """How a kernel is configured.
 
     Args:
-        config: ``config(problem) -> {name: int}``, or a :class:`KernelConfig`: the heuristic, the kernel's compile-time
-            configuration.
+        config: ``config(problem)``: the heuristic, which returns the kernel's compile-time configuration: a frozen
+            dataclass of numbers, flags and texts, or a mapping.
         space: other configs that may be faster, which ``python -m cute_ops tune`` measures.
         workspace: ``workspace(problem, config) -> {name: Array or None}``, scratch arrays that the kernel gets. One
             whose size does not grow with the rows must also serve fewer rows: programs exported for any number of rows
             share it.
     """
 
-    config: Callable[[Problem], KernelConfig | Config] = lambda problem: {}
+    config: Callable[[Problem], Any] = lambda problem: {}
     space: Space | None = None
     workspace: Callable[[Problem, Config], Mapping[str, Array | None]] | None = None
 
-    def heuristic(self, problem: Problem) -> dict[str, Any]:
-        """The heuristic's config, flat."""
-        return flat(self.config(problem))
+    def heuristic(self, op: str) -> Callable[[Problem], dict[str, Any]]:
+        """The heuristic of the op with this name, which messages name. Its configs are flat."""
+
+        def config(problem: Problem) -> dict[str, Any]:
+            try:
+                found = self.config(problem)
+            except KeyError as error:
+                raise _looked_up(op, "its heuristic", error, problem) from error
+            return flat(found, op)
+
+        return config
+
+
+def _looked_up(op: str, who: str, error: KeyError, problem: Problem, config: Config | None = None) -> KeyError:
+    """The error of a function of a problem, and of a config, that looks up what they do not have."""
+    names = {"dims": problem.dims, "attributes": problem.attrs, "tensors": problem.dtypes, "the config": config or {}}
+    known = "; ".join(f"{what} {', '.join(each)}" for what, each in names.items() if each)
+    return KeyError(f"op {op}: {who} looked up {error}, and there are {known}")
 
 
 DEFAULT = Tuning()

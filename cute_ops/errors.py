@@ -36,6 +36,18 @@ class CacheError(RuntimeError):
     """The cache folder cannot be trusted or used. Says which folder and what to do."""
 
 
+class Fields(dict[str, Any]):
+    """Values by name that a kernel looks up: a name that is not there is an error that lists those that are."""
+
+    def __init__(self, op: str, what: str, values: Iterable[tuple[str, Any]]) -> None:
+        super().__init__(values)
+        self._op, self._what = op, what
+
+    def __missing__(self, name: str) -> Any:
+        known = ", ".join(self) or "nothing"
+        raise KeyError(f"op {self._op}: its {self._what} no {name!r}{meant(name, self)}, but {known}")
+
+
 def meant(name: str, known: Iterable[str]) -> str:
     """A suggestion for an unknown name, `` (did you mean eps?)``; empty if no known name is close."""
     from difflib import get_close_matches  # start-up time: programs without mistakes need none

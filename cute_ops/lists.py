@@ -102,6 +102,7 @@ def unroll(op: Op, number: Mapping[str, int]) -> Op:
         needs = op.space.needs and lists.seen_by(op.space.needs)
         made.space = op.space._replace(configs=lists.seen_by(op.space.configs), needs=needs)
     made.derived = {name: partial(_derived, lists, size) for name, size in op.derived.items()}
+    made.flops, made.bytes = (work and partial(_derived, lists, work) for work in (op.flops, op.bytes))
     made.arrange = partial(_arrange, op, number)
     made.cases = tuple(lists.case(case) for case in op.cases if all(case.dims[n] == k for n, k in number.items()))
     steps = tuple(step.unrolled({name: number[name] for name in step.numbers}) for step in op.steps)

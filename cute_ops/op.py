@@ -38,6 +38,10 @@ def defaults_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.values[0] if isinstance(value, OneOf) else value for name, value in attrs.items()}
 
 
+# ``work(dims, attrs)`` of a call, leading dims as their product.
+Work = Callable[[Mapping[str, int], Mapping[str, Any]], int]
+
+
 class WhileFew:
     """Dims that are compile-time constants until a program has called the op with 64 of their sizes:
     ``static=("d", WhileFew("n"))``. One kernel, in which these dims are dynamic, serves all further sizes.
@@ -116,7 +120,8 @@ class Tensor(_TensorFields):
         align: for inputs: bytes, at most 16, that divide the address and the strides of all dims but the contiguous
             one: 16 where TMA loads it. By default each alignment has a kernel of its own.
         otherwise: what happens to an input with other strides or another alignment: ``"refuse"`` or ``"copy"``.
-        merged: whether one stride steps over all rows, as those of a matrix: the kernel gets the leading dims as one.
+        merged: whether one stride steps over all rows, as those of a matrix. Strided leading dims arrive as one, and
+            :func:`cute_ops.kernels.lib.matrix.folded` makes one of compact ones, too.
         many: for a list of one or more such tensors: the name of their number, ``"k"``. Lists with the same name have
             the same length, which is also the size of a dim of this name, ``"k n"``. The kernel gets the tensors one
             after another and is compiled for their number; references, ``check`` and ``arrange`` get lists.
@@ -512,6 +517,10 @@ class Op:
         cases: named problems.
         arrange: ``arrange(xp, arrays)`` changes random inputs of tests and ``verify`` in place, NumPy arrays, so that
             they fit together: sorted indices, the statistics of a row.
+        flops: ``flops(dims, attrs)``: the operations of a call, with which ``bench`` shows TFLOPS. ``dims`` has the
+            sizes by name, of leading dims their product.
+        bytes: ``bytes(dims, attrs)``: the least bytes that a call moves. By default every input is read once and every
+            output written once.
         doc: the public docstring: formula first.
     """
 
@@ -546,6 +555,8 @@ class Op:
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),
         arrange: Callable[[Any, dict[str, Any]], None] | None = None,
+        flops: Work | None = None,
+        bytes: Work | None = None,
         doc: str = "",
     ) -> None:
         self.name = name
@@ -591,7 +602,8 @@ class Op:
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
         self.contracted, self.whole = _as_tuple(sharding.contracted), sharding.whole
         self.inner = _as_tuple(sharding.inner)
-        self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
+        self.config, self.space, self.workspace = tuning.heuristic(name), tuning.space, tuning.workspace
+        self.flops, self.bytes = flops, bytes
         self.grad, self.saving, self.narrow, self._make_batched = grad, saving, narrow, batched
         self.handed_on, self.scaled = dict(handed_on or {}), dict(scaled or {})
         self.no_gradient = _as_tuple(no_gradient)

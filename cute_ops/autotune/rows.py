@@ -9,9 +9,21 @@ from cute_ops.shapes import ITEMSIZE, Array
 
 
 def bytes_moved(binding: Binding) -> int:
-    """The least bytes that a call reads and writes."""
+    """The least bytes that a call reads and writes, as the op declares them or every input and output once."""
+    if binding.op.bytes is not None:
+        return binding.op.bytes(sizes(binding), binding.attrs)
     read = [a for n, a in binding.inputs.items() if not binding.op.inputs[n].unread]
     return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in (*read, *binding.outputs.values()) if a is not None)
+
+
+def sizes(binding: Binding) -> dict[str, int]:
+    """A call's sizes by name, of leading dims their product."""
+    return {name: math.prod(size) if isinstance(size, tuple) else size for name, size in binding.dims.items()}
+
+
+def flops(binding: Binding) -> int | None:
+    """The operations of a call; None if the op does not declare them."""
+    return None if binding.op.flops is None else binding.op.flops(sizes(binding), binding.attrs)
 
 
 def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from cute_ops.config import Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES, MAX_REGISTERS, MAX_THREADS, WARP, occupancy
-from cute_ops.kernels.epilogue.config import Texts
 
-# Fields of configs that are not numbers.
-TEXTS = ("form", *Texts._fields)
+# Fields that every family uses alike. Of the others, a text is a form.
+NUMBERS = ("threads", "threads_per_row", "cluster", "resident")
 
 
-def objection(space: Space, problem: Problem, config: Config) -> str:
+def objection(space: Space, problem: Problem, config: Config, op: str = "") -> str:
     """Why a config cannot run on the target (divisibility, threads, clusters, registers, shared memory); empty if it
-    may.
+    may. ``op``: its name, for messages.
     """
-    numbers = {name: value for name, value in config.items() if name not in TEXTS}
+    numbers = {name: value for name, value in config.items() if name in NUMBERS or not isinstance(value, str)}
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if type(value) is not int or value < 0]
     if wrong:
         return f"{wrong[0]} is not a number of at least 0"
@@ -28,7 +27,7 @@ def objection(space: Space, problem: Problem, config: Config) -> str:
     limits, cluster = ARCHES[problem.arch], config.get("cluster", 1)
     if cluster < 1 or cluster & (cluster - 1) or cluster > limits.cluster:
         return f"clusters of {cluster} CTAs, {problem.arch} has powers of two up to {limits.cluster}"
-    needs = space.needs(problem, config) if space.needs else Needs(threads, resident=config.get("resident", 1))
+    needs = space.needed(problem, config, op) or Needs(threads, resident=config.get("resident", 1))
     if needs.registers > MAX_REGISTERS:
         return f"{needs.registers} registers a thread, there are {MAX_REGISTERS}"
     if needs.shared > limits.shared_per_cta:

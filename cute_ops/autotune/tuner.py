@@ -228,8 +228,8 @@ def _others(group: Group, target: Target) -> Iterator[tuple[Trial, Signature]]:
 def _plan(group: Group) -> None:
     """Set the configs that fit the target, and their variants."""
     space, problem = group.op.space, group.calls[0].problem
-    for config in space.others(problem, group.configs[0]) if space else ():
-        reason = objection(space, problem, config) if space else ""
+    for config in space.others(problem, group.configs[0], group.op.name) if space else ():
+        reason = objection(space, problem, config, group.op.name) if space else ""
         if reason:
             group.refused[winners.items(config)] = reason
         else:

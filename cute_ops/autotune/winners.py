@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_ops import env
-from cute_ops.autotune.space import TEXTS
+from cute_ops.autotune.space import NUMBERS
 from cute_ops.config import Config, Problem
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, file_lock, json_schema
@@ -29,7 +29,7 @@ from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
 FORMAT, NAME = 2, "tuning.json"
-CONFIG: dict[Any, Any] = {str: int, **dict.fromkeys(TEXTS, str)}
+CONFIG: dict[Any, Any] = {str: json_schema.Either(int, str), **dict.fromkeys(NUMBERS, int)}
 WINNER = {"call": str, "heuristic": CONFIG, "config": CONFIG}
 SHIPPED = Path(__file__).parent / "shipped"
 LOCK_SECONDS = 10.0  # a process that holds the lock for longer is taken to hang
@@ -103,7 +103,7 @@ def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool
         if winner.measured.get("sources", sources_of(op)) != sources_of(op):
             log.info("the tuned config of %s is not used: it was measured with another kernel", winner.call)
             continue
-        if winner.config == heuristic or dict(winner.config) in op.space.others(problem, heuristic):
+        if winner.config == heuristic or dict(winner.config) in op.space.others(problem, heuristic, op.name):
             return winner.config
         log.info("the tuned config %s of %s is no longer in its search space", dict(winner.config), winner.call)
     return None

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cute_ops import hardware, lookup
+from cute_ops.autotune.rows import flops
 from cute_ops.cli import Arches, calls, console, fail
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
@@ -205,7 +206,8 @@ def bench(
     """Measure an op and its gradient on this GPU: GB/s by row length, with what a large copy reaches drawn beside it.
 
     Calls take turns on buffers that together exceed three times the L2 cache, 64 or more in one CUDA graph; the median
-    of its replays counts. GB/s counts the least bytes: every input read once, every output written once.
+    of its replays counts. GB/s counts the least bytes: every input read once, every output written once, or what the
+    op declares as its ``bytes``; of an op that declares ``flops``, TFLOPS are shown, too.
 
     Example: python -m cute_ops bench rmsnorm --n 1024 --n 4096 --n 50257
     """
@@ -218,27 +220,32 @@ def bench(
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
     ceiling = measure.copy_rate()
-    table, rows_found = Table("op", "rows", "sizes", "us", "spread", "GB/s", "of a copy"), []
+    columns = ["op", "rows", "sizes", "us", "spread", "GB/s", "of a copy"]
+    counted = any(declaration.flops for declaration in ops)
+    table, rows_found = Table(*columns, *(["TFLOPS"] if counted else [])), []
     for declaration in ops:
         for sizes in calls.sizes_of(declaration, n, dim, LENGTHS, ops):
             kind, text = dtype or "bfloat16", " ".join(f"{name}={size}" for name, size in sizes.items())
             rows = calls.many_rows(calls.bound(declaration, calls.example(declaration, kind, 1, sizes)))
+            given = calls.example(declaration, kind, rows, sizes)
             try:
-                found = measure.measure(declaration, calls.example(declaration, kind, rows, sizes))
+                found = measure.measure(declaration, given)
             except Exception as error:  # the other lengths are measured even if one has no kernel
                 console.print(f"{declaration.name} {text}: {type(error).__name__}: {error}", style="red", markup=False)
                 continue
-            rows_found.append((declaration.name, rows, text, *found))
+            work = flops(calls.bound(declaration, given))
+            tflops = "" if work is None else f"{work / found.us / 1e6:.4g}"
+            rows_found.append((declaration.name, rows, text, *found, ceiling, *([tflops] if counted else [])))
             table.add_row(
                 declaration.name, str(rows), text, f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
-                f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}",
+                f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}", *([tflops] if counted else []),
             )  # fmt: skip
     if not rows_found:
         fail("nothing was measured")
     console.print(table)
     out.mkdir(parents=True, exist_ok=True)
-    header = "op,rows,sizes,us,us_min,us_max,gb_s,copy_gb_s\n"
-    lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in (*row, ceiling)) for row in rows_found]
+    header = f"op,rows,sizes,us,us_min,us_max,gb_s,copy_gb_s{',tflops' if counted else ''}\n"
+    lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row) for row in rows_found]
     (out / "bench.csv").write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
     console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
 
@@ -270,6 +277,8 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
 def short(name: str) -> str:
     """``kernel_cutlass_kernel_cute_opskernelsnormbwd_persistentNormBackward_object_at_...`` -> ``NormBackward``."""
     path = name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0]
+    if path.startswith("kernel_cutlass_"):  # of a function, followed by the types of its arguments
+        return path.removeprefix("kernel_cutlass_").partition("_tensorptr")[0].strip("_")
     # Names of modules have no capitals, and those of classes begin with one.
     return path.lstrip("abcdefghijklmnopqrstuvwxyz0123456789_") or path
 

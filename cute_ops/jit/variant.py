@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from cute_ops.errors import Fields
 from cute_ops.files import json_schema
 from cute_ops.shapes import ITEMSIZE
 
@@ -109,19 +110,19 @@ class Variant(_Fields):
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorKey | None]:
-        return dict(zip(self.names, self.args, strict=True))
+        return Fields(self.op, "tensors have", zip(self.names, self.args, strict=True))
 
     @cached_property
     def dims(self) -> Mapping[str, int | None]:
-        return dict(self.static)
+        return Fields(self.op, "dims have", self.static)
 
     @cached_property
     def attrs(self) -> Mapping[str, Any]:
-        return dict(self.attributes)
+        return Fields(self.op, "attributes have", self.attributes)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        return dict(self.settings)
+        return Fields(self.op, "config has", self.settings)
 
     @cached_property
     def digest(self) -> str:

@@ -317,6 +317,12 @@ def test_bench_writes_a_table_and_a_picture(
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     author.bench(SOFTCAP, n=[256], out=tmp_path / "own")
     assert (tmp_path / "own" / "bench.csv").read_text().splitlines()[1].startswith("softcap,")
+    capsys.readouterr()
+    author.bench("examples/bring_a_kernel/planned_relu.py", n=[256], out=tmp_path / "counted")
+    header, line = (tmp_path / "counted" / "bench.csv").read_text().splitlines()
+    rows = (256 << 20) // (256 * 2 * 2)
+    assert header.endswith(",copy_gb_s,tflops") and float(line.rpartition(",")[2]) == float(f"{rows * 256 / 10e6:.4g}")
+    assert "TFLOPS" in capsys.readouterr().out
     with pytest.raises(typer.Exit):
         author.bench("silu_mul_bwd", n=[128], out=tmp_path / "none")
     assert "nothing was measured" in capsys.readouterr().out and not (tmp_path / "none").exists()
