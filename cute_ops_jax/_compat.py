@@ -1,6 +1,6 @@
 """The one module that uses parts of JAX that its documentation does not promise.
 
-Written against jax 0.9.1 to 0.11.2.
+Written against jax 0.9.1 to 0.12.0.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
 from jax.core import ShapedArray as ShapedArray
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
+
+# For ``inline`` of ``jax.jit``: callers see the equations of a function, and lowering sees who made its operands. Since
+# JAX has ``jax.Inline``, True means at lowering only.
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
 def new_primitive(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from cute_ops.composite import embedding as declared
 from cute_ops.composite.docstrings import continued
+from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register
 
@@ -16,7 +17,7 @@ Array = jax.Array
 
 
 @checked
-@partial(jax.jit, static_argnames=("padding_idx",), inline=True)
+@partial(jax.jit, static_argnames=("padding_idx",), inline=_compat.INLINE)
 @continued(declared.DOC)
 def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Array:
     """Rows of a table: ``out = weight[index]``.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from cute_ops.composite import linear_cross_entropy as declared
 from cute_ops.composite.docstrings import continued
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
+from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import of_slices, register
 
@@ -22,7 +23,7 @@ STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows",
 
 
 @checked
-@partial(jax.jit, static_argnames=STATIC, inline=True)
+@partial(jax.jit, static_argnames=STATIC, inline=_compat.INLINE)
 @continued(declared.DOC)
 def linear_cross_entropy(
     hidden: Array,
@@ -55,7 +56,7 @@ def linear_cross_entropy(
 
 
 @checked
-@partial(jax.jit, static_argnames=("axis_name", *STATIC), inline=True)
+@partial(jax.jit, static_argnames=("axis_name", *STATIC), inline=_compat.INLINE)
 def vocab_parallel_linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -102,7 +103,7 @@ def vocab_parallel_linear_cross_entropy(
 @partial(
     jax.jit,
     static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction", "inplace_backward"),
-    inline=True,
+    inline=_compat.INLINE,
 )
 def vocab_parallel_cross_entropy(
     logits: Array,

@@ -15,6 +15,7 @@ from cute_ops.constants import Exact
 from cute_ops.errors import message, shown, without_bias, wrong_arguments
 from cute_ops.headers import check_declaration, header
 from cute_ops.op import Op
+from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order, wrong_array
@@ -54,7 +55,7 @@ def register(op: Op) -> Callable[..., Any]:
     told = inspect.Parameter("_told", inspect.Parameter.KEYWORD_ONLY, default="")
     keyed.__signature__ = header.replace(parameters=[*header.parameters.values(), told])  # type: ignore[attr-defined]
     # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
-    traced = jax.jit(keyed, static_argnames=(*op.keywords, *op.options, "_told"), inline=True)
+    traced = jax.jit(keyed, static_argnames=(*op.keywords, *op.options, "_told"), inline=_compat.INLINE)
 
     def tell(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """What jit does not see of attributes, which it finds by equality: the signs of zeros, and types."""
