@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from cute_ops.errors import CacheError
 from cute_ops.jit.target import parse
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cute_ops", "cute_ops_torch", "cute_ops_jax")
+PACKAGES = ("cute_ops", "cute_ops_torch", "cute_ops_jax")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", *PACKAGES)
 KERNELS = "silu x:bfloat16[*,64]\nrmsnorm x:bfloat16[*,64] weight:bfloat16[64]\n"
 # Which frameworks are there, and where kernels come from that a GPU would be given.
 LOOK = f"""
@@ -120,8 +122,24 @@ def test_what_is_not_python_is_in_the_wheel(wheel: Path) -> None:
     assert len(data) >= 6
     assert data <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(SOURCES[3:])
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(PACKAGES)
     assert wheel.name == f"cute_ops-{__version__}-py3-none-any.whl"
+
+
+def test_a_package_index_shows_no_link_that_leads_nowhere(wheel: Path) -> None:
+    """Relative links would be relative to the index: they become those of the repository, or plain text."""
+    (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    text = zipfile.ZipFile(wheel).read(name).decode()
+    assert "Description-Content-Type: text/markdown" in text and "# cute_ops" in text and "```python" in text
+    assert "](docs/" not in text and "](benchmarks/" not in text
+    described = runpy.run_path(str(ROOT / "setup.py"))["described"]
+    page = "[`a`](docs/a.md#b) ![c](d/e.svg) [f](#g) [h](https://i.example)\n```\n[j](k)\n```\n"
+    here = "https://x.example/y"
+    assert described(page, here + "/") == (
+        f"[`a`]({here}/blob/main/docs/a.md#b) ![c]({here}/raw/main/d/e.svg) [f](#g) [h](https://i.example)\n"
+        "```\n[j](k)\n```\n"
+    )
+    assert described(page, None) == "`a`  [f](#g) [h](https://i.example)\n```\n[j](k)\n```\n"
 
 
 def test_a_wheel_of_kernels_asks_for_what_they_were_built_with(kernels: Path) -> None:
