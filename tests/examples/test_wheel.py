@@ -179,7 +179,17 @@ def test_examples_run_in_an_empty_environment(frameworks: tuple[str, ...], envir
     assert there == " ".join(frameworks)
     assert counted == "2 from bundles, 0 compiled"
     assert Path(where).is_relative_to(python.parents[1])
+    command = python.with_name("cute-ops")
+    assert run(command, tmp_path, "--version", CUTE_OPS_CACHE_DIR=cache) == f"cute_ops {__version__}\n"
     if frameworks == ("jax",):
+        wrong = subprocess.run(
+            [command, "doctor"], env={"CUTE_OPS_CACHE_MAX_BYTES": "much"}, capture_output=True, text=True
+        )
+        assert (
+            wrong.returncode == 1
+            and wrong.stderr.count("\n") == 1
+            and "CUTE_OPS_CACHE_MAX_BYTES is 'much'" in wrong.stderr
+        )
         said = run(python, tmp_path, "-m", "cute_ops", "doctor", CUTE_OPS_CACHE_DIR=cache, COLUMNS="300")
         assert f"package cute-ops-kernels-sm90 {__version__}: 2 kernels for sm_90a:132, sound" in said
         assert "note torch is not installed" in said
