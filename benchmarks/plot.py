@@ -1,11 +1,12 @@
 r"""Pictures, the page of tables and the README's figures, from the CSV files of a folder.
 
     python benchmarks/plot.py benchmarks/results [--page benchmarks/results/README.md] [--readme README.md] \
-        [--distributed docs/distributed.md]
+        [--distributed docs/distributed.md] [--guides]
 
 Writes the pictures of :mod:`pictures` beside the files. ``--page``, ``--readme`` and ``--distributed`` replace what
 stands between the two ``figures`` comments of a file: by all pictures and tables, by a short table, by the tables of
 several GPUs. The README's ``headline`` comments get a sentence of the training step, where that was measured.
+``--guides`` does so with the guides of :mod:`in_pages`, which name a figure or two.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import in_pages
 import pictures
 import several_gpus
 from common import markdown, read
@@ -259,10 +261,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, help="file to put all tables into")
     parser.add_argument("--readme", type=Path, help="file to put the short table into")
     parser.add_argument("--distributed", type=Path, help="file to put the tables of several GPUs into")
+    parser.add_argument("--guides", action="store_true", help="put figures into the guides that name some")
     options = parser.parse_args(arguments)
     for picture in pictures.draw_all(options.folder):
         print(f"wrote {picture}")
-    made = ((options.page, page), (options.readme, figures), (options.distributed, several_gpus.section))
+    guides = in_pages.PAGES.items() if options.guides else ()
+    made = ((options.page, page), (options.readme, figures), (options.distributed, several_gpus.section), *guides)
     for path, make in made:
         if path:
             path.write_text(put(make(options.folder), path))

@@ -23,6 +23,7 @@ import everything
 import expressions
 import fusion
 import host_time
+import in_pages
 import jax_program
 import linear
 import linear_cross_entropy
@@ -448,12 +449,13 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
         ("README.md", plot.figures, ()),
         ("README.md", plot.headline, (plot.HEADLINE,)),
         ("docs/distributed.md", several_gpus.section, ()),
+        *((path.relative_to(common.ROOT).as_posix(), make, ()) for path, make in in_pages.PAGES.items()),
     ],
 )
 def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str], marks: Any) -> None:
     path = common.ROOT / file
     text = plot.put(make(common.ROOT / "benchmarks/results"), path, *marks)
-    pages = "--page benchmarks/results/README.md --readme README.md --distributed docs/distributed.md"
+    pages = "--page benchmarks/results/README.md --readme README.md --distributed docs/distributed.md --guides"
     command = f"python benchmarks/plot.py benchmarks/results {pages}"
     assert path.read_text() == text, f"run {command}"
 

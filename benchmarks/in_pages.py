@@ -1,0 +1,92 @@
+"""Figures that guides name, from the CSV files: what stands in two places is made from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from pathlib import Path
+
+from common import ROOT, markdown, read
+
+Times = dict[tuple[str, str], dict[str, float]]
+# Contenders of linear.csv that are not compared: quack was not tuned, and JAX's ran in turns of their own.
+NOT_COMPARED = ("ours", "ours (JAX)", "XLA", "quack")
+
+
+def host_times(folder: Path) -> str:
+    rows = [r for r in read(folder / "host_time.csv") if r["status"] == "ok"]
+    us = {(r["call"], r["grad"]): float(r["us"]) for r in rows}
+    ours, torchs = ([f"{us[call, grad]:.1f}" for grad in ("no", "yes")] for call in (RMSNORM, F_RMS_NORM))
+    return (
+        f"On the host of an {rows[0]['gpu'].split()[-1]} `{RMSNORM}` takes {ours[0]} us and {ours[1]} us with a "
+        f"gradient, where `{F_RMS_NORM}` takes {torchs[0]} and {torchs[1]}."
+    )
+
+
+RMSNORM, F_RMS_NORM = "cute_ops_torch.rmsnorm", "F.rms_norm"
+
+
+def gelu_add(folder: Path) -> str:
+    every = read(folder / "expressions.csv")
+    rows = {(r["direction"], r["contender"]): r for r in every if (r["op"], r["n"]) == ("gelu_add", "4096")}
+    texts = []
+    for direction, title in (("fwd", "forward"), ("bwd", "gradient")):
+        ours, compiled = rows[direction, "ours (torch)"], rows[direction, "torch.compile"]
+        share = f"{100 * float(ours['of_copy']):.0f}% of a copy's rate"
+        texts.append(
+            f"the {title} takes {float(ours['us']):.0f} us, {share}, and torch.compile's {float(compiled['us']):.0f} us"
+        )
+    first = rows["fwd", "ours (torch)"]
+    return f"At {first['rows']} x {first['n']} in bfloat16 on an {first['gpu'].split()[-1]} {texts[0]}; {texts[1]}."
+
+
+def softcap(folder: Path) -> str:
+    """The product of own_kernel.md with its epilogue, beside the same shape without one."""
+    rows, times = read(folder / "linear.csv"), products(folder)
+    (case,) = (case for op, case in times if op == "linear_softcap")
+    us, alone = times["linear_softcap", case], times["linear", case]["ours"]
+    r = next(r for r in rows if r["op"] == "linear_softcap")
+    return (
+        f"On an {r['gpu'].split()[-1]}, {r['m']} rows, {r['k']} features and {r['n']} outputs in bfloat16 take "
+        f"{us['ours']:.0f} us with this epilogue, where the product alone takes {alone:.0f} us; cuBLAS followed by "
+        f"PyTorch's functions takes {us['cuBLAS']:.0f} us, torch.compile {us['torch.compile']:.0f} us."
+    )
+
+
+def product_speeds(folder: Path) -> str:
+    times = {key: us for key, us in products(folder).items() if "decode" not in key[1]}
+    alone = {k: us for k, us in times.items() if k[0] in ALONE and k[1].startswith(("llama", "vit"))}
+    fused = {k: us for k, us in times.items() if k[0] in ("linear_gelu", "linear_add", "gated_linear")}
+    gated = {k: us for k, us in times.items() if k[0] == "gated_mlp_dgrad"}
+    fastest = "the fastest of cuBLAS and a pass, cuBLAS's fused forms and `torch.compile`"
+    groups = {
+        "alone, at shapes of Llama and ViT; beside cuBLAS": alone,
+        f"with GELU, a residual or a gate; beside {fastest}": fused,
+        "a gated activation's gradient behind its product; beside the same": gated,
+    }
+    return markdown(("product", "shapes", "speed", "least", "most"), [(name, *_speed(g)) for name, g in groups.items()])
+
+
+ALONE = ("linear", "linear_dx", "linear_dweight")
+
+
+def products(folder: Path) -> Times:
+    """Microseconds by op and case, then by contender."""
+    found: Times = {}
+    for r in read(folder / "linear.csv"):
+        if r["status"] == "ok":
+            found.setdefault((r["op"], r["case"]), {})[r["contender"]] = float(r["us"])
+    return {key: us for key, us in found.items() if "ours" in us}
+
+
+def _speed(times: Times) -> tuple[str, ...]:
+    ahead = [min(t for name, t in us.items() if name not in NOT_COMPARED) / us["ours"] for us in times.values()]
+    mean = exp(sum(map(log, ahead)) / len(ahead))
+    return str(len(ahead)), *(f"{each:.2f} x" for each in (mean, min(ahead), max(ahead)))
+
+
+# What stands between the two comments of a page.
+PAGES: dict[Path, Callable[[Path], str]] = {
+    ROOT / "docs/pytorch.md": host_times, ROOT / "docs/fused.md": gelu_add, ROOT / "docs/own_kernel.md": softcap,
+    ROOT / "docs/products.md": product_speeds,
+}  # fmt: skip
