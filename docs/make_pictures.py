@@ -1,6 +1,6 @@
 """Which thread stores which element, as pictures: ``python docs/make_pictures.py`` runs kernels on the CPU to see it.
 
-Kernels run as in ``tests/interpreter``. Those of the steps are the code of ``docs/own_kernel.md``.
+Kernels run by :mod:`cute_ops.testing.interpreter`. Those of the steps are the code of ``docs/own_kernel.md``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "interpreter"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "custom_op"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "row_kernel"))
-import interpreter
-import kernel_calls
 import softcap
 import unit_norm
 
 from cute_ops import Op
+from cute_ops.testing import interpreter, kernel_calls
 
 DOCS = Path(__file__).parent
 PAGE, PICTURES = DOCS / "own_kernel.md", DOCS / "pictures"

@@ -6,10 +6,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich import box
@@ -26,6 +26,9 @@ from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
 from cute_ops.tools import sass
+
+if TYPE_CHECKING:
+    from cute_ops.tools.verify import Verdict
 
 Which = Annotated[
     str,
@@ -99,15 +102,18 @@ def verify(
     framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Calls on a GPU, all of which must give the same bits.")] = 20,
     sweep: Annotated[bool, typer.Option("--sweep", help="Every row length, dtype and layout, in PyTorch.")] = False,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Run kernels on a CPU, by NumPy, at every row length up to 300.")
+    ] = False,
     number: Annotated[
         int, typer.Option("--round", min=0, max=11, help="Number of the sweep's round; 0 to 11 cover all of it.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of what a sweep draws at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what --sweep and --interpret draw at random.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Processes of the sweep. Default: one per core.")] = 0,
     fraction: Annotated[float, typer.Option(min=0, max=1, help="Part of the sweep's lengths, drawn at random.")] = 1.0,
-    seconds: Annotated[float, typer.Option(min=0, help="Seconds after which the sweep begins nothing more.")] = float(
-        "inf"
-    ),
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds after which --sweep and --interpret begin nothing more.")
+    ] = float("inf"),
 ) -> None:
     """Check every named case of an op in every dtype and installed framework against float64.
 
@@ -121,25 +127,41 @@ def verify(
     random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds
     take each length in every pair. A round compiles some 35000 kernels for all of our ops.
 
+    With --interpret: the kernel itself runs on a CPU, each thread a number of a NumPy array, at n from 1 to 300 or at
+    the sizes of --dim, each with rows, layout and optional inputs drawn at random. A load or store outside of all
+    tensors or off its alignment, an element that is stored twice or never, and in every eighth call a race, is an
+    error. docs/debugging.md says which part of CuTe DSL is covered.
+
     Example: python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
+
+    Example: python -m cute_ops verify examples/custom_op/softcap.py --interpret
 
     Example: python -m cute_ops verify rmsnorm --sweep --round 3
     """
     if sweep and (dtype or framework or dim):
         hint = "--dtype" if dtype else "--framework" if framework else "--dim"
         raise typer.BadParameter("a sweep takes every dtype and its own sizes, in PyTorch", param_hint=hint)
-    if not sweep and (number, seed, processes, fraction, seconds) != (0, 0, 0, 1.0, float("inf")):
-        raise typer.BadParameter("--round, --seed, --processes, --fraction and --seconds are a sweep's: add --sweep")
+    if interpret and (sweep or framework or not op):
+        wrong = "names no op" if not op else "is neither a sweep nor a framework's run"
+        raise typer.BadParameter(f"the interpreter {wrong}", param_hint="--interpret")
+    if not sweep and (number, processes, fraction) != (0, 0, 1.0):
+        raise typer.BadParameter("--round, --processes and --fraction are a sweep's: add --sweep")
+    if not sweep and not interpret and (seed, seconds) != (0, float("inf")):
+        raise typer.BadParameter("--seed and --seconds are for --sweep and --interpret: add one of them")
     if sweep:
         _sweep(calls.ops_of(op) if op else list(lookup.ours().values()), number, seed, processes, fraction, seconds)
     if not op:
         raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
     # Start-up time: other commands need neither.
+    from cute_ops.tools.interpret import interpret as interpreted
     from cute_ops.tools.verify import installed
     from cute_ops.tools.verify import verify as verdicts
 
-    ops, failed, called, cases = calls.ops_of(op), 0, 0, 0
+    ops = calls.ops_of(op)
     calls.check_dtypes(ops, dtype or [])
+    if interpret:
+        found = interpreted(ops, dtype or (), calls.parsed(ops, dim), seed, seconds)
+        _report(ops, found, dtype, "kernels, interpreted on the CPU")
     try:
         runners = installed(framework or ())
     except ValueError as error:
@@ -148,8 +170,15 @@ def verify(
         fail("no framework is installed: pip install 'cute-ops[torch]' or 'cute-ops[jax]'")
     where = {name: runner.device() for name, runner in runners.items()}
     console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
+    what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
+    _report(ops, verdicts(ops, runners, dtype or (), repeats, calls.parsed(ops, dim)), dtype, what)
+
+
+def _report(ops: list[Op], verdicts: Iterable[Verdict], dtype: list[str] | None, what: str) -> NoReturn:
+    """Print what is wrong and how many calls were right; leave with exit code 1 if any was not."""
+    failed, called, cases = 0, 0, 0
     with console.status("") as status:
-        for found in verdicts(ops, runners, dtype or (), repeats, calls.parsed(ops, dim)):
+        for found in verdicts:
             cases, called = cases + 1, called + found.calls
             line = f"{found.op} {found.case} {found.dtype} {found.framework}"
             status.update(line)
@@ -161,7 +190,6 @@ def verify(
         declared = any(o.cases for o in ops)
         problem = f"no case takes {', '.join(dtype or ())}" if declared else "no cases are declared"
         fail(f"{', '.join(o.name for o in ops)}: {problem}, so nothing was checked")
-    what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
     console.print(f"{cases - failed} of {cases} right, {called} calls ({what})", highlight=False)
     raise typer.Exit(int(failed > 0))
 

@@ -22,11 +22,9 @@ from cute_ops.expressions.words import ROUNDS_TO, WORDS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
+from cute_ops.testing import interpreter
+from cute_ops.testing.kernel_calls import interpreted
 from cute_ops.tools import sass
-
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import interpreter
-from kernel_calls import interpreted
 
 POINTWISE = [name for name, word in WORDS.items() if not (word.reduces or word.grouped)]
 WIDE = {"x": "*m n", "bias": "n", "scale": "*m 1", "packed": "*m 2n"}

@@ -25,10 +25,10 @@ from cute_ops.ops.fused_by_call import ByCall, kinds
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
 import machine_code
 from fusing import COLUMN, OPS, PACKED, ROW, TILE
+
+from cute_ops.testing import kernel_calls
 
 ALL = [stage for op in OPS for stage in (op, op.grad) if stage]
 BY_NAME = {op.name: op for op in ALL}

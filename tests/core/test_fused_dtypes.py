@@ -21,11 +21,11 @@ from cute_ops.ops.fused_by_call import ByCall, kinds
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
 import mixing
 from mixing import Mixed
 from row_forms import FORMS, in_form
+
+from cute_ops.testing import kernel_calls
 
 TILE, ROW = "*m n", {"axis": -1, "keepdims": True}
 PAIR = {"x": TILE, "y": TILE}

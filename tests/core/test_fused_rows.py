@@ -25,12 +25,11 @@ from cute_ops.op import Case
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import interpreter
-import kernel_calls
 import random_programs
 from reducing import FIVE, OPS, ROW, TILE
 from row_forms import FORMS, in_form
+
+from cute_ops.testing import interpreter, kernel_calls
 
 ALL = [stage for op in OPS for stage in (op, op.grad) if stage]
 BY_NAME = {op.name: op for op in ALL}

@@ -33,11 +33,11 @@ from cute_ops.ops.gemm.linear import linear, linear_float32
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
 import machine_code
 import products
 from epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE, columns
+
+from cute_ops.testing import kernel_calls
 
 TARGET = parse("sm_90a")
 each = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -19,9 +19,9 @@ from cute_ops.op import Case
 from cute_ops.tools import sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
 import late
+
+from cute_ops.testing import kernel_calls
 
 each = pytest.mark.parametrize("op", late.OPS, ids=lambda op: op.name)
 

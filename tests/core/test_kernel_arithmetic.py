@@ -1,17 +1,15 @@
 """Kernels' arithmetic without a GPU: NumPy runs them, one number per thread (see ``tests/interpreter``).
 
-Here a sample; ``python tests/interpreter/kernel_calls.py`` goes through all lengths, rows, dtypes and layouts.
+Here a sample; ``python -m cute_ops verify OP --interpret`` goes through all lengths.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +25,11 @@ from cute_ops.kernels.rotary.config import RotaryBackwardConfig
 from cute_ops.op import Case, Op
 from cute_ops.ops.rotary import config as rotary
 from cute_ops.shapes import FLOATS
-from cute_ops.testing import numpy_dtype
+from cute_ops.testing import kernel_calls, numpy_dtype
+from cute_ops.testing.kernel_calls import ALL, LAYOUTS, VECTOR
 
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
-from kernel_calls import ALL, LAYOUTS, VECTOR, more_numbers
-
+# Marks tests of more numbers for lines that another test runs: measured by pytest-cov, they take twice as long.
+more_numbers = pytest.mark.no_cover
 NORMS = [op for op in ALL if "norm" in op.name and "n" in op.static]
 CALLS = 10  # of each op
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Iterator
 from itertools import pairwise, product
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +22,11 @@ from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
+from cute_ops.testing import interpreter, kernel_calls
+from cute_ops.testing.kernel_calls import ALL, LAYOUTS
 
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import interpreter
-import kernel_calls
-from kernel_calls import ALL, LAYOUTS, more_numbers
-
+# Marks tests of more numbers for lines that another test runs: measured by pytest-cov, they take twice as long.
+more_numbers = pytest.mark.no_cover
 SWEEP = "CUTE_OPS_SWEEP" in os.environ
 ROWS = (1, 2, 5, 201, 4099)
 LONGEST = 262144

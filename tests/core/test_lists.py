@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.manifest import call_of
 from cute_ops.shapes import Array
+from cute_ops.testing import kernel_calls
 from cute_ops.tools.verify import verify
-
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
 
 LISTING = lookup.load(str(Path(__file__).parent / "kernels" / "listing.py"))
 FORWARDS = LISTING.add_n, LISTING.scale_all, LISTING.concatenate

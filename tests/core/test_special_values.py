@@ -16,9 +16,9 @@ from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import compact
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
-sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
-import kernel_calls
 import special
+
+from cute_ops.testing import kernel_calls
 
 TABLE = special.words(None, None)
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from races import Order
+
+from cute_ops.testing.races import Order
 
 WARP, GAP = 32, 64
 MOST_WATCHED = 1 << 21  # threads of a launch that is watched, times those of a cluster
@@ -37,6 +38,14 @@ class Lanes(np.ndarray):
 
     def to(self, kind):
         return kind(self)
+
+    # Numbers of the DSL do not change in place, and one number becomes one for each thread.
+    __iadd__, __isub__, __imul__, __itruediv__ = (
+        np.ndarray.__add__,
+        np.ndarray.__sub__,
+        np.ndarray.__mul__,
+        np.ndarray.__truediv__,
+    )
 
     def bitcast(self, kind):
         return np.ascontiguousarray(self).view(kind.dtype).view(Lanes)
@@ -185,6 +194,19 @@ class Layout:
         return zip(self.shape, self.stride, strict=True)
 
 
+class Known(Names):
+    """A module of the DSL, as far as it is known here."""
+
+    def __init__(self, name, /, **known):
+        super().__init__(**known)
+        self._name = name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"{self._name}.{name} is not known to the interpreter")
+
+
 class Tensor(Layout):
     def __init__(self, pointer, layout):
         super().__init__(*((layout.shape, layout.stride) if isinstance(layout, Layout) else (layout,)))
@@ -329,6 +351,11 @@ class Tiles(Tensor):
         return Tensor(self.rest._at(index[1]).iterator, self.tile)
 
 
+def nested(shape, mode):
+    """A mode of a shape; of a number the number itself."""
+    return shape[mode] if isinstance(shape, tuple) else shape
+
+
 def count(shape):
     """Elements of a shape, or of a part of one, which may be a tuple again."""
     return math.prod(map(count, shape)) if isinstance(shape, tuple) else shape
@@ -419,6 +446,26 @@ def dynamic_range(start, stop=None, step=1, unroll=0):
             yield Int32(start + i * step)
 
 
+def any_range(*bounds):
+    """A ``range`` whose bounds may be numbers of the threads."""
+    return dynamic_range(*bounds) if dynamic(*bounds) else range(*bounds)
+
+
+def dynamic(*numbers):
+    return any(isinstance(number, Lanes) for number in numbers)
+
+
+def chosen(condition, then, otherwise):
+    """An ``if`` expression: where threads disagree, each evaluates its branch."""
+    if np.size(condition) == 1:
+        return then() if condition else otherwise()
+    values = []
+    for branch, mask in ((then, condition), (otherwise, ~condition)):
+        with masked(mask) as some:
+            values.append(branch() if some else 0)
+    return np.where(condition, *values).view(Lanes)
+
+
 def merged(old, new):
     """A variable after some threads have set it; the others keep theirs."""
     if isinstance(new, tuple | list) and type(old) is type(new) and len(old) == len(new):
@@ -448,10 +495,20 @@ class Rewrite(ast.NodeTransformer):
 
     def visit_For(self, node):
         self.generic_visit(node)
-        if ast.unparse(node.iter).startswith("cutlass.range("):
-            at = node.lineno
+        text, at = ast.unparse(node.iter), node.lineno
+        if text.startswith("cutlass.range("):
             node.body = [*ast.parse(f"__{at} = {{**locals()}}").body, *self._merging(node.body, at)]
+        elif text.startswith("range("):
+            bounds = text.removeprefix("range")
+            node.iter = ast.parse(f"__dsl.any_range{bounds}", mode="eval").body
+            before = ast.parse(f"__{at} = __dsl.dynamic{bounds} and {{**locals()}}").body
+            node.body = [*before, *self._merging(node.body, at)]
         return node
+
+    def visit_IfExp(self, node):
+        self.generic_visit(node)
+        test, then, other = (ast.unparse(each) for each in (node.test, node.body, node.orelse))
+        return ast.parse(f"__dsl.chosen({test}, lambda: {then}, lambda: {other})", mode="eval").body
 
     def visit_BoolOp(self, node):
         kind = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
@@ -483,7 +540,7 @@ def launch(run, grid, block, cluster=None, use_pdl=False, **_):
     across, rank = np.divmod(cta, rows)
     now = Names(
         mask=np.ones(cta.size, bool), active=cta.size, count=cta.size, threads=threads, cta=cta, tidx=tidx, rank=rank,
-        grid=grid, every=np.arange(cta.size), lane=tidx % WARP, across={},
+        grid=grid, dim=block, every=np.arange(cta.size), lane=tidx % WARP, across={},
         memory=host.memory, shared=Memory(), block=(across % columns, rank, across // columns),
         thread=(tidx % block[0], tidx // block[0] % block[1], tidx // (block[0] * block[1])),
         groups=np.zeros(cta.size, int), copies=[], order=None,  # asynchronous copies: committed groups, and each copy
@@ -513,7 +570,8 @@ def told(what, pointer=None, *numbers):
 
 
 lane = lambda: now.lane  # noqa: E731
-ARCH = Names(
+ARCH = Known(
+    "cute.arch",
     fmax=lambda x, y, nan=False: (np.maximum if nan else np.fmax)(x, y),
     fmin=lambda x, y, nan=False: (np.minimum if nan else np.fmin)(x, y),
     warp_reduction=warp_reduction, inline_ptx=inline_ptx, lane_idx=lambda: Int32(lane()),
@@ -531,6 +589,9 @@ ARCH = Names(
     prmt=lambda a, b, pick: sum(
         ((Int64(a) & 0xFFFFFFFF | Int64(b) << 32) >> (Int64(pick) >> 4 * i & 7) * 8 & 255) << 8 * i for i in range(4)
     ).to(Int32),
+    block_dim=lambda: [*map(Int32, now.dim)], warp_idx=lambda: Int32(now.tidx // WARP), make_warp_uniform=lambda x: x,
+    warp_reduction_sum=lambda x, **_: warp_reduction(x, np.add),
+    warp_reduction_max=lambda x, **_: warp_reduction(x, np.fmax), sync_threads=lambda: told("barrier"),
     barrier=lambda: told("barrier"), sync_warp=lambda: told("sync_warp"), cluster_wait=lambda: told("cluster_wait"),
     griddepcontrol_wait=lambda: told("wait_for_previous"), mbarrier_init=lambda p, count: told("initialise", p, count),
     mbarrier_arrive_and_expect_tx=lambda p, size: told("arrive", p, 1, size),
@@ -538,20 +599,25 @@ ARCH = Names(
     cp_async_commit_group=commit_group, cp_async_wait_group=wait_group, cluster_arrive_relaxed=lambda: None,
     griddepcontrol_launch_dependents=lambda: told("let_next_start"), mbarrier_init_fence=lambda: None,
 )  # fmt: skip
-MATH = Names(
+MATH = Known(
+    "cute.math",
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
     exp2=lambda x, **_: np.exp2(x), exp=lambda x, **_: np.exp(x), absf=np.abs, log1p=np.log1p, tanh=np.tanh,
     floor=np.floor, erf=lambda x: Float32(np.vectorize(math.erf)(x)),
 )  # fmt: skip
-COPIES = Names(
+COPIES = Known(
+    "cute.nvgpu",
     CopyG2ROp=Names, CopyR2GOp=Names, LoadCacheMode=Names(GLOBAL=0, ALWAYS=0),
     StoreCacheMode=Names(STREAMING=0, WRITE_BACK=0), cpasync=Names(CopyG2SOp=lambda _: "cp.async"),
 )  # fmt: skip
-CUTE = Names(
+CUTE = Known(
+    "cute",
     arch=ARCH, math=MATH, nvgpu=COPIES, jit=jit,
     kernel=lambda f: lambda *a: Names(launch=partial(launch, partial(jit(f), *a))),
     Tensor=Tensor, make_layout=Layout, make_tensor=Tensor, make_ptr=make_ptr, coalesce=lambda layout: layout,
-    size=lambda x, mode=(slice(None),): count(getattr(x, "shape", x)[mode[0]]),
+    size=lambda x, mode=(slice(None),): count(reduce(nested, mode, getattr(x, "shape", x))),
+    rank=lambda x: len(x.shape), full_like=np.full_like, zeros_like=np.zeros_like,
+    where=lambda c, a, b: np.where(c, a, b).astype(next(x.dtype for x in (a, b) if isinstance(x, Lanes))).view(Lanes),
     recast_ptr=lambda p, dtype: p._replace(kind=dtype),
     recast_tensor=lambda x, k: Tensor(x.iterator._replace(kind=k), math.prod(x.shape) * x.element_type.size // k.size),
     make_rmem_tensor=lambda n, k: Tensor(Pointer(Registers(math.prod(n) * k.size), 0, k), n),
@@ -562,14 +628,16 @@ CUTE = Names(
     autovec_copy=lambda source, target: target.store(source.load()), ceil_div=lambda a, b: -(-a // b),
     select=lambda layout, mode: Layout(*(tuple(dims[m] for m in mode) for dims in (layout.shape, layout.stride))),
     zipped_divide=Tiles, crd2idx=lambda place, layout: sum(i * s for i, s in zip(place, layout.stride, strict=True)),
-    AddressSpace=Names(gmem="gmem", smem="smem"), ReductionOp=Names(ADD=np.add, MAX=np.fmax),
+    AddressSpace=Names(gmem="gmem", smem="smem"), ReductionOp=Names(ADD=np.add, MAX=np.fmax), **KINDS,
 )  # fmt: skip
 SMEM = Names(
     allocate=allocate, allocate_array=lambda kind, count: allocate(count, kind=kind),
     allocate_tensor=lambda k, x, **_: Tensor(allocate(1 + sum((n - 1) * s for n, s in x.dims()), kind=k), x),
 )  # fmt: skip
-CUTLASS = Names(
-    cute=CUTE, utils=Names(SmemAllocator=lambda: SMEM), const_expr=lambda x: x, Constexpr=None, range=dynamic_range,
+CUTLASS = Known(
+    "cutlass",
+    cute=CUTE, utils=Names(SmemAllocator=lambda: SMEM), const_expr=lambda x: x, Constexpr=None,
+    range=dynamic_range, dynamic_expr=lambda x: x,
     range_constexpr=range, min=np.minimum, max=np.maximum,
     select_=lambda c, a, b: np.atleast_1d(np.where(c, a, b)).view(Lanes), Boolean=KINDS["Bool"], Float8E4M3FN=FP8,
     **KINDS,

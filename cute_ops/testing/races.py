@@ -106,7 +106,7 @@ class Order:
     def _join(self, mask: np.ndarray, size: int, of: slice = slice(None)) -> None:
         """So many neighbours wait for each other: all of them or none."""
         here = mask.reshape(-1, size)
-        some = here.any(1)
+        some = np.asarray(here.any(1))
         if (some != here.all(1)).any():
             raise Race(f"a barrier: {here.sum(1)[some].min()} of {size} threads are here")
         clocks = self.clocks[of].reshape(-1, len(some), size, self.size)

@@ -1,25 +1,17 @@
-"""Calls of ops whose kernels the interpreter runs, and problems to call them with.
-
-    python tests/interpreter/kernel_calls.py    # every op at all n from 1 to 300: minutes to an hour each
-    python tests/interpreter/kernel_calls.py rmsnorm layernorm --n 1 64 --rows 5
-
-prints for every op, dtype and layout the lengths at which a kernel's results are not the reference's.
-"""
+"""Calls of ops whose kernels the interpreter runs, and problems to call them with: ``verify --interpret``."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import interpreter
 import numpy as np
-import pytest
 
 from cute_ops import FLOATS, testing
 from cute_ops.binding import Binding, bind
@@ -30,32 +22,42 @@ from cute_ops.jit.target import parse
 from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
 from cute_ops.shapes import Array
+from cute_ops.testing import interpreter
 
 ALL = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (each, *each.narrowed)]
 VECTOR = 16
+OURS = ("cutlass", "cute_ops.kernels")
 LAYOUTS = ("compact", "off", "apart", "spaced")
 KINDS = {str(kind.dtype): kind for kind in interpreter.KINDS.values()}
-# Marks tests of more numbers for lines that another test runs: measured by pytest-cov, they take twice as long.
-more_numbers = pytest.mark.no_cover
 _modules: dict[str, Any] = dict(interpreter.MODULES)
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """The kernels' modules with the interpreter's objects in the place of the DSL's."""
+def interpreted(module: str = "cute_ops.kernels") -> Iterator[None]:
+    """Our modules of kernels, this module and those beside it with the interpreter's objects in place of the DSL's."""
+    own = {module} | {name for name, each in list(_modules.items()) if not name.startswith(OURS)}
 
     def take() -> dict[str, ModuleType]:
-        names = [name for name in sys.modules if name[:1] == "c" and name.startswith(("cutlass", "cute_ops.kernels"))]
+        names = [name for name in sys.modules if name in own or (name[:1] == "c" and name.startswith(OURS))]
         return {name: sys.modules.pop(name) for name in names}
 
     before = take()
     sys.modules.update(_modules)
+    loaded = {*sys.modules}
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
+        # What a kernel's module has imported may hold the interpreter's objects, too; of libraries nothing does.
+        own |= {name for name in {*sys.modules} - loaded if _beside(name, module)}
         _modules.update(take())
         sys.modules.update(before)
+
+
+def _beside(name: str, module: str) -> bool:
+    """Whether a module's file is in the folder of another one's."""
+    files = [getattr(sys.modules.get(each), "__file__", None) for each in (name, module)]
+    return all(files) and Path(files[0] or "").parent == Path(files[1] or "").parent
 
 
 class Call(NamedTuple):
@@ -144,12 +146,13 @@ def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
     binding, found = call.planned()
     memory = interpreter.now.memory = interpreter.Memory()
     interpreter.now.watched, interpreter.now.last = watched, None
-    tensors, places = [], {}
+    tensors: list[Any] = []
+    places: dict[str, Any] = {}
     for name, key in found.variant.tensors.items():
         if key is None:
             tensors.append(None)
             continue
-        array = {**binding.inputs, **binding.outputs, **found.workspaces}[name]
+        array: Any = {**binding.inputs, **binding.outputs, **found.workspaces}[name]
         kind, where = KINDS[key.dtype], call.where.get(name, Place(compact(array.shape)))
         count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
         shift, size = where.address % VECTOR, kind.size * (count if math.prod(array.shape) else 0)
@@ -174,7 +177,7 @@ def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
         if name in places and given is not None:
             seen(name)[...] = given
     module, _, kernel = found.variant.kernel.partition(":")
-    with interpreted():
+    with interpreted(module):
         getattr(importlib.import_module(module), kernel)(found.variant)(*tensors, None)
     for name, (start, size, *_) in places.items():
         times = set(memory.stores[start : start + size].tolist())
@@ -191,33 +194,3 @@ def check(call: Call, watched: bool = False) -> None:
         testing.check(
             call.op, call.arrays, call.attrs, got, lambda: map(call.more, range(testing.draws(call.arrays)))
         )  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ops", nargs="*", help="names; all by default")
-    parser.add_argument("--n", nargs=2, type=int, default=(1, 300), metavar=("FIRST", "LAST"))
-    parser.add_argument("--rows", nargs="*", type=int, default=(1, 2, 5, 201))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--watched", action="store_true", help="find races, too, which takes longer")
-    given = parser.parse_args()
-    wrong = 0
-    for op in [op for op in ALL if not given.ops or op.name in given.ops]:
-        for dtype in FLOATS:
-            for layout in LAYOUTS:
-                failed: dict[int, str] = {}
-                for n in range(given.n[0], given.n[1] + 1):
-                    for rows in given.rows:
-                        rng = np.random.default_rng([given.seed, n, rows])
-                        try:
-                            check(made(op, rows, n, dtype, layout, rng), given.watched)
-                        except (AssertionError, IndexError, RuntimeError) as error:
-                            failed.setdefault(n, str(error))
-                wrong += len(failed)
-                first = f": {next(iter(failed.values()))}" if failed else ""
-                print(f"{op.name} {dtype} {layout}: {len(failed)} lengths wrong {[*failed]}{first}", flush=True)
-    sys.exit(wrong > 0)
-
-
-if __name__ == "__main__":
-    main()
