@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Hashable, Iterable
 from decimal import Decimal
 from fractions import Fraction
-from types import BuiltinFunctionType, CodeType, ModuleType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NoReturn
 
 # Values of these types are equal only to values that nothing tells from them, if the types are equal.
@@ -24,6 +24,9 @@ _IMPURE = {
 }  # fmt: skip
 # Of NumPy: functions that read files or a state.
 _IMPURE_STARTS = ("random", "load", "from", "genfrom", "memmap", "get", "set", "err", "seterr", "geterr", "save")
+_NUMPY_FUNCTIONS = ("ufunc", "_ArrayFunctionDispatcher")
+# Methods of enumerations that say how members are made and printed.
+_OF_MEMBERS = ("__new__", "__init__", "__str__", "__repr__", "__format__", "__hash__", "_missing_")
 # Classes of libraries whose instances are values, and classes that are called or named.
 _VALUES = {("torch", "dtype"), ("torch", "device"), ("torch", "memory_format"), ("torch", "layout")}
 _LIBRARIES = ("numpy", "ml_dtypes", "jax")
@@ -93,9 +96,11 @@ def is_constant(value: Any) -> bool:
         return True
     if kind in (tuple, frozenset):
         return all(map(is_constant, value))
-    if isinstance(value, enum.Enum) or (kind.__module__, kind.__name__) in _VALUES or _is_numpy_number(value):
+    if isinstance(value, enum.Enum):
+        return _is_plain_member(value)
+    if (kind.__module__, kind.__name__) in _VALUES or _is_numpy_number(value):
         return True
-    if kind.__module__ in ("numpy.dtypes", "numpy") and kind.__name__ != "ndarray":
+    if kind.__module__ in ("numpy.dtypes", "numpy"):
         return _pure_of_numpy(value)
     if kind is BuiltinFunctionType:
         of_builtins = value.__self__ is builtins and value.__name__ not in _IMPURE
@@ -108,13 +113,37 @@ def is_constant(value: Any) -> bool:
     return False
 
 
+def _is_plain_member(member: enum.Enum) -> bool:
+    """Whether a member of an enumeration has a constant value, and neither attributes nor methods besides: these may
+    read anything.
+    """
+    own = [
+        name for each in type(member).__mro__ if each.__module__ not in ("enum", "builtins")
+        for name, value in vars(each).items() if name not in _OF_MEMBERS and _runs_code(value)
+    ]  # fmt: skip
+    return not own and is_constant(member.value) and all(name.startswith("_") for name in vars(member))
+
+
+def _runs_code(value: Any) -> bool:
+    """Whether an attribute of an enumeration's class is a method or property that ``enum`` did not put there."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return isinstance(value, FunctionType) and value.__globals__ is not vars(enum)
+
+
 def _is_numpy_number(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and type(value).__name__ != "ndarray"
+    kind = type(value)  # arrays have `__array_finalize__`, and a void is a view of one
+    return kind.__module__ == "numpy" and hasattr(kind, "tobytes") and not (
+        hasattr(kind, "__array_finalize__") or kind.__name__ == "void"
+    )  # fmt: skip
 
 
 def _pure_of_numpy(value: Any) -> bool:
-    name = str(getattr(value, "__name__", ""))
-    return not (callable(value) and name.startswith(_IMPURE_STARTS))
+    """Whether a value is a dtype or a function of NumPy, not a user's function or an array in one of its classes."""
+    kind, name = type(value), str(getattr(value, "__name__", ""))
+    if kind.__module__ == "numpy.dtypes":
+        return True
+    # `frompyfunc` makes ufuncs with names such as "scaled (vectorized)".
+    return kind.__name__ in _NUMPY_FUNCTIONS and name.isidentifier() and not name.startswith(_IMPURE_STARTS)
 
 
 def _unknown(value: Any) -> NoReturn:

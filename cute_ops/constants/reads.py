@@ -188,9 +188,11 @@ def uses(code: CodeType, bound: bool) -> tuple[Use, ...]:
     """What code uses of what is not its own; ``bound``, its first parameter is an object.
 
     Raises:
-        Unknown: it changes what others see.
+        Unknown: it changes what others see, or takes its object in ``*args``, as decorated methods do.
     """
-    first = code.co_varnames[0] if bound and code.co_argcount else ""
+    if bound and not code.co_argcount:
+        raise Unknown(f"`{code.co_qualname}` takes its object in `*args`")
+    first = code.co_varnames[0] if bound else ""
     return tuple(dict.fromkeys(_uses(code, frozenset(code.co_freevars), first, first)))
 
 
@@ -201,19 +203,23 @@ def _uses(code: CodeType, free: frozenset[str], first: str, owner: str) -> Itera
     if first and first in stored:
         raise Unknown(f"it assigns `{first}`")
     aliases: dict[str, Use] = {}
+    loaded: set[str] = set()  # before they are aliases: in a loop's next round
     for i, each in enumerate(steps):
         operation = each.opname
         if operation in _CHANGES or (operation in ("STORE_DEREF", "DELETE_DEREF") and each.argval in free):
             raise Unknown(f"it changes `{each.argval}`" if each.argval else "it changes an element")
         if operation == "IMPORT_NAME" and each.argval not in PURE_MODULES:
             raise Unknown(f"it imports `{each.argval}`")
+        if operation.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")):
+            loaded.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
         use = _root(each, free, first, owner, aliases)
         if use is None:
             continue
         use, after = _chain(use, steps, i + 1)
         if after < len(steps) and steps[after].opname == "STORE_FAST":
             name = steps[after].argval
-            if stored.count(name) == 1 and name not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if stored.count(name) == 1 and name not in given and name not in loaded:
                 aliases[name] = use
                 continue
         yield use

@@ -41,7 +41,7 @@ class Reader:
     """
 
     def __init__(self, code: CodeType, texts: Sequence[str], function: Any) -> None:
-        self.code, self.text = code, "".join(f"{text}, " for text in texts)
+        self.code, self.texts, self.text = code, texts, "".join(f"{text}, " for text in texts)
         self.read: Callable[[Any], Values] = _lambda(f"_of: ({self.text})")
         self.is_same: Callable[[Any, Values], bool] = self._identical
         if not any(text.startswith("*") for text in texts):  # a fifth of the time
@@ -77,7 +77,7 @@ def _lambda(text: str) -> Any:
 
 _readers: dict[tuple[int, type], list[Reader]] = {}
 _states: dict[Hashable, State] = {}
-_told: set[CodeType] = set()
+_told: dict[CodeType, None] = {}
 
 
 def state(function: Any) -> State | None:
@@ -118,7 +118,8 @@ def reader_of(function: Any) -> Reader | None:
         made = Reader(code, reads(function), function)
     except Exception as error:
         if code not in _told:
-            _told.add(code)
+            make_room(_told)
+            _told[code] = None
             _log.info("%s is traced at each call: %s", code.co_qualname, error)
         return None
     make_room(_readers)
@@ -145,7 +146,8 @@ def values(function: Any) -> Values:
 
 def globals_reader(reader: Reader, function: Any) -> Callable[[], Values]:
     """Reads the globals that a function reads, by their names, as the function itself does."""
-    found = [_GLOBAL.sub(r"\1", text) for text in reader.text.split(", ") if _GLOBAL.match(text)]
+    named = [_GLOBAL.sub(r"\1", text) for text in reader.texts]
+    found = [text for text in named if not re.search(r"\b_of\b", text)]
     read: Callable[[], Values] = eval(f"lambda: ({''.join(f'{text}, ' for text in found)})", function.__globals__)
     return read
 

@@ -71,17 +71,13 @@ def parts(function: Any) -> tuple[Any, ...]:
     owner = None
     if isinstance(function, MethodType):
         function, owner = function.__func__, function.__self__
-    return function, owner, tuple(map(_number, args)), tuple((name, _number(v)) for name, v in keywords.items())
+    return function, owner, tuple(map(number, args)), tuple((name, number(v)) for name, v in keywords.items())
 
 
 def whole(function: Any, owner: Any, args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> Any:
     """A function from its :func:`parts`."""
     function = function if owner is None else MethodType(function, owner)
     return partial(function, *args, **dict(keywords)) if args or keywords else function
-
-
-def _number(value: Any) -> Any:
-    return number(value) if isinstance(value, bool | int | float) else value
 
 
 class _Readers:
@@ -144,11 +140,16 @@ def guard(function: Any) -> None:
     seen, name = _seen(of, owner), _reader(*parts(function))
     if name:
         for value in getattr(_readers, name)(function) if seen else getattr(_readers, f"{name}_globals")():
-            _number(value)
+            number(value)
 
 
 def number(value: Any) -> Any:
-    """A number as a constant, also where torch.compile has a symbol for it: a graph is of this value alone."""
+    """A number as a constant, also where torch.compile has a symbol for it: a graph is of this value alone.
+
+    Anything else, such as a member of an ``IntEnum``, as it is.
+    """
+    if type(value) not in (bool, int, float):
+        return value
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # start-up time; torch.compile has imported it
 
     return guard_scalar(value)

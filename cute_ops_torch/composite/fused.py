@@ -83,7 +83,7 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
         fits: Fits | None
         if torch.compiler.is_dynamo_compiling():
             guard(by_call.function)
-            attrs = tuple((name, number(value) if isinstance(value, int | float) else value) for name, value in attrs)
+            attrs = tuple((name, number(value)) for name, value in attrs)
             shapes = by_call.shapes(operands, torch.Tensor)
             dtypes = [dtype_of(t) if isinstance(t, torch.Tensor) else "" for t in operands]
             fits = by_call.fits(shapes, halves(there(shapes), attrs), dtypes)

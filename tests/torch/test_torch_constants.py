@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import importlib
@@ -208,3 +209,38 @@ def test_a_function_that_is_made_in_what_is_compiled_has_the_numbers_of_now() ->
         globals()["SCALE"] = scale
         assert factor(compiled(X, W), X @ W.T) == pytest.approx(3 * scale, rel=1e-5)
     globals()["SCALE"] = 2.0
+
+
+class Level(enum.IntEnum):
+    LOW, HIGH = 3, 5
+
+
+class Power(enum.IntEnum):
+    FIVE = 5
+
+
+def by_level(xp: Any, x: Any, *, by: Any = Level.LOW) -> Any:
+    return x * by.value * TABLE["a, b"]
+
+
+TABLE = {"a, b": 1.0}
+
+
+def test_members_and_texts_with_commas_are_compiled() -> None:
+    fused_by_level = ct.fused(by_level)
+
+    def both(x: Any, w: Any, by: Any) -> Any:
+        made = ct.linear(x, w, epilogue=lambda xp, acc: acc * TABLE["a, b"] * sum(NUMBERS) * Power.FIVE)
+        return fused_by_level(x, by=by), ct.linear(x, w, epilogue=by_level, by=by), made
+
+    run = torch.compile(both, fullgraph=True, backend="eager")
+    for by, number in ((Level.HIGH, 1.0), (Level.LOW, 1.0), (Level.LOW, 2.0)):
+        TABLE["a, b"] = NUMBERS[0] = number
+        fused, out, made = run(X, W, by)
+        assert factor(fused, X) == pytest.approx(by * number)
+        assert factor(out, X @ W.T) == pytest.approx(by * number, rel=1e-5)
+        assert factor(made, X @ W.T) == pytest.approx(5 * number * (number + 1), rel=1e-5)
+    TABLE["a, b"] = NUMBERS[0] = 1.0
+
+
+NUMBERS = [1.0, 1.0]
