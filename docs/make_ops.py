@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from pathlib import Path
 
 from cute_ops.op import Op
@@ -32,7 +33,9 @@ def page() -> str:
     for op in PUBLIC:
         parts.append(f"## {op.name}\n\n```text\n{signature(op)}\n\n{inspect.cleandoc(op.doc)}\n```\n")
         tensors = [*op.inputs.items(), *op.outputs.items()]
-        parts.append("Declared: " + ", ".join(f"`{name}: {t.declared}`" for name, t in tensors) + ".\n")
+        parts.append(
+            "Declared: " + ", ".join(f"`{name}: {t.declared}`" for name, t in tensors) + f". Source: {source(op)}.\n"
+        )
         parts += [f"Gradient: `{signature(each)}`\n\n```text\n{inspect.cleandoc(each.doc)}\n```\n" for each in op.steps]
     return "\n".join(parts)
 
@@ -57,6 +60,16 @@ def families() -> str:
         links[family].append(f"[`{op.name}`](docs/ops.md#{op.name})")
     lines = [f"| {title} | {', '.join(links[family])} |" for family, title in FAMILIES.items()]
     return "\n".join(["| family | ops |", "|---|---|", *lines])
+
+
+def source(op: Op) -> str:
+    """Links to the files of an op's declaration and of its kernel."""
+    modules = [m for name, m in sorted(sys.modules.items()) if name.startswith("cute_ops.ops.") and m.__file__]
+    holders = [m for m in modules if any(value is op for value in vars(m).values())]
+    texts = {path: path.read_text(encoding="utf-8") for path in (Path(str(m.__file__)) for m in holders)}
+    declared = next(path for path, text in texts.items() if path.stem != "__init__" and f'"{op.name}"' in text)
+    kernel = op.kernel.partition(":")[0].replace(".", "/") + ".py"
+    return f"[declaration](../{declared.relative_to(ROOT).as_posix()}), [kernel](../{kernel})"
 
 
 def summary(op: Op) -> str:
