@@ -67,7 +67,8 @@ def source(op: Op) -> str:
     modules = [m for name, m in sorted(sys.modules.items()) if name.startswith("cute_ops.ops.") and m.__file__]
     holders = [m for m in modules if any(value is op for value in vars(m).values())]
     texts = {path: path.read_text(encoding="utf-8") for path in (Path(str(m.__file__)) for m in holders)}
-    declared = next(path for path, text in texts.items() if path.stem != "__init__" and f'"{op.name}"' in text)
+    names_it = re.compile(rf'(\bname=|\(\s*)"{op.name}"')
+    (declared,) = (path for path, text in texts.items() if names_it.search(text))
     kernel = op.kernel.partition(":")[0].replace(".", "/") + ".py"
     return f"[declaration](../{declared.relative_to(ROOT).as_posix()}), [kernel](../{kernel})"
 
