@@ -1,7 +1,5 @@
 """WHAT: an op of your own in both frameworks, Gemma 2's soft cap of logits. HOW is in softcap_kernel.py."""
 
-import cute_ops_jax
-import cute_ops_torch
 from cute_ops import FLOATS, Case, Op, Tensor, widen
 
 
@@ -25,6 +23,3 @@ softcap = Op(
     "softcap", inputs={"x": X}, outputs={"out": X},
     reference=reference, kernel="softcap_kernel:SoftCap", grad=softcap_bwd, **shared,
 )  # fmt: skip
-
-softcap_torch = cute_ops_torch.register(softcap)
-softcap_jax = cute_ops_jax.register(softcap)

@@ -1,7 +1,5 @@
 """WHAT: rows scaled to length one, an op with a row kernel. HOW is in unit_norm_kernel.py."""
 
-import cute_ops_jax
-import cute_ops_torch
 from cute_ops import FLOATS, Case, Op, Tensor, Tuning, widen
 from cute_ops.ops.reduction.config import REDUCE, normalised, reduced_pairs
 
@@ -29,6 +27,3 @@ unit_norm = Op(
     reference=reference, kernel="unit_norm_kernel:UnitNorm", tuning=Tuning(normalised, REDUCE), grad=unit_norm_bwd,
     no_gradient=("eps",), **shared,
 )  # fmt: skip
-
-unit_norm_torch = cute_ops_torch.register(unit_norm)
-unit_norm_jax = cute_ops_jax.register(unit_norm)

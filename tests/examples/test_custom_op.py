@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import cute_ops_jax
+import cute_ops_torch
 from cute_ops import Array, testing
 from cute_ops.binding import bind
 from cute_ops.dispatch import foresee
@@ -21,6 +23,8 @@ from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
 
 softcap, fused = (pytest.importorskip(name) for name in ("softcap", "fused"))
+softcap_torch, softcap_jax = cute_ops_torch.register(softcap.softcap), cute_ops_jax.register(softcap.softcap)
+gelu_add_torch, gelu_add_jax = (each.register(fused.gelu_add_op) for each in (cute_ops_torch, cute_ops_jax))
 FOLDER = Path(softcap.__file__).parent
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(), (7,), (3, 5)]
@@ -38,7 +42,7 @@ def in_torch(x: np.ndarray, dout: np.ndarray, dtype: str, device: str, **attrs: 
         return torch.tensor(a.astype(np.float32), device=device, dtype=getattr(torch, dtype))
 
     leaf = tensor(x).requires_grad_()
-    out = softcap.softcap_torch(leaf, **attrs)
+    out = softcap_torch(leaf, **attrs)
     (dx,) = torch.autograd.grad(out, leaf, tensor(dout))
     kind = testing.numpy_dtype(dtype)
     return tuple(t.detach().float().cpu().numpy().astype(kind) for t in (out, dx))  # type: ignore[return-value]
@@ -46,7 +50,7 @@ def in_torch(x: np.ndarray, dout: np.ndarray, dtype: str, device: str, **attrs: 
 
 def in_jax(x: np.ndarray, dout: np.ndarray, device: str, **attrs: Any) -> tuple[np.ndarray, np.ndarray]:
     with jax.default_device(jax.devices(device)[0]):
-        out, pull = jax.vjp(lambda x: softcap.softcap_jax(x, **attrs), jnp.asarray(x))
+        out, pull = jax.vjp(lambda x: softcap_jax(x, **attrs), jnp.asarray(x))
         return np.asarray(out), np.asarray(pull(jnp.asarray(dout))[0])
 
 
@@ -74,7 +78,7 @@ def test_same_bits_in_both_frameworks(dtype: str) -> None:
 def test_strided_rows_on_gpu() -> None:
     wide = torch.randn(2, 5, 512, device="cuda")
     x = wide[:, 1:4, 3:259]
-    torch.testing.assert_close(softcap.softcap_torch(x, cap=20.0), 20 * torch.tanh(x / 20))
+    torch.testing.assert_close(softcap_torch(x, cap=20.0), 20 * torch.tanh(x / 20))
 
 
 def test_gradient_is_that_of_the_reference() -> None:
@@ -90,13 +94,13 @@ def test_a_fused_function_and_its_gradient(device: str) -> None:
     rng = np.random.default_rng(0)
     x, bias, residual = (rng.standard_normal(shape).astype("float32") for shape in ((3, 256), 256, (3, 256)))
     leaves = [torch.tensor(a, device=device, requires_grad=True) for a in (x, bias, residual)]
-    out = fused.gelu_add_torch(*leaves)
+    out = gelu_add_torch(*leaves)
     wanted = torch.nn.functional.gelu(leaves[0] + leaves[1]) + leaves[2]
     torch.testing.assert_close(out, wanted)
     gradients, exact = (torch.autograd.grad(y.square().sum(), leaves) for y in (out, wanted))
     torch.testing.assert_close(gradients, exact)
     with jax.default_device(jax.devices(device)[0]):
-        in_jax = jax.grad(lambda *a: jnp.sum(fused.gelu_add_jax(*a) ** 2), argnums=(0, 1, 2))(x, bias, residual)
+        in_jax = jax.grad(lambda *a: jnp.sum(gelu_add_jax(*a) ** 2), argnums=(0, 1, 2))(x, bias, residual)
     for found, gradient in zip(in_jax, gradients, strict=True):
         np.testing.assert_allclose(found, gradient.cpu(), rtol=1e-4, atol=1e-5)
 
@@ -114,7 +118,8 @@ def test_kernel_compiles_for_hopper(op: Op, dtype: str, vectors: str, tmp_path: 
 
 
 def test_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
+    for framework in ("torch", "jax"):
+        runpy.run_path(str(FOLDER / f"run_{framework}.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "PyTorch, " in said and "JAX, " in said
 

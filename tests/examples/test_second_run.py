@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "llama": ["examples/llama/train.py", "--steps", "3", "--speed-steps", "0", "--out", "{out}"],
     "hugging_face": ["examples/llama/hugging_face.py"],
-    "custom_op": ["examples/custom_op/run.py"],
+    "custom_op": ["examples/custom_op/run_torch.py"],
     "minilm": ["examples/minilm/embed.py"],
 }
 
