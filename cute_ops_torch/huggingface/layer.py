@@ -10,7 +10,7 @@ from torch import nn
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import attention, residual_norm
 from cute_ops_torch.huggingface.autograd_nodes import linear_add_rmsnorm, rmsnorm_and_residual, silu_mlp_add_rmsnorm
-from cute_ops_torch.huggingface.bypass import is_eager, parameter, runs, takes
+from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_eager, parameter, runs, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement
 from cute_ops_torch.huggingface.mlp import drops_product
 from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
@@ -50,11 +50,13 @@ def _make_forward(original: Any) -> Forward:
 def run_layer(self: LlamaDecoderLayer, first: str, given: dict[str, Any]) -> Tensor:
     hidden_states = given[first]
     normed, residual = _norm_and_residual(self.input_layernorm, hidden_states)
-    norm = self.post_attention_layernorm
-    fused = normed.dtype == residual.dtype and _can_fuse(norm, residual)
+    fused = normed.dtype == residual.dtype and _can_fuse(self.post_attention_layernorm, residual)
     without_output = attention.without_output(self.self_attn, normed) if fused else None
     given[first] = normed
     attended, _ = (without_output or self.self_attn)(**given)
+    norm = self.post_attention_layernorm
+    if without_output and not (can_bypass_linear(attended, self.self_attn.o_proj) and _can_fuse(norm, residual)):
+        attended, without_output = self.self_attn.o_proj(attended), None  # a hook in the attention has changed them
     if without_output:
         weight: Tensor = self.self_attn.o_proj.weight
         normed, residual = linear_add_rmsnorm(attended, weight, residual, norm.weight, norm.variance_epsilon)

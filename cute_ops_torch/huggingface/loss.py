@@ -43,10 +43,10 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
         known = self.loss_function is ForCausalLMLoss and computes_the_same()
         if labels is None or not (self.training and keeps_all and known and _has_plain_head(self)):
             return NotImplemented
-        outputs = self.model(**given)
+        outputs = self.model(**given)  # in which a hook may change the head
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
         others = {name: value for name, value in kwargs.items() if name not in parameters.names}
-        if not _multiplies(hidden, head):
+        if not (_has_plain_head(self) and _multiplies(hidden, head)):
             logits = head(hidden)
             loss = self.loss_function(
                 logits=logits, **{labels_name: labels}, vocab_size=self.config.vocab_size, **others

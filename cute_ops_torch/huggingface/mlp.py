@@ -36,15 +36,17 @@ def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
         return NotImplemented
     if torch.is_grad_enabled() and _is_bypassed(self, x):
         return autograd_nodes.silu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-    return _gated(self, x, functions.silu_mul)
+    return _gated(self, x, "silu", functions.silu_mul)
 
 
-def _gated(mlp: LlamaMLP, x: torch.Tensor, multiply: Forward) -> torch.Tensor:
+def _gated(mlp: LlamaMLP, x: torch.Tensor, act: str, multiply: Forward) -> Any:
     """A gated MLP whose layers are called; ``multiply`` computes ``act(gate) * up``."""
-    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    gate = mlp.gate_proj(x)
+    if _computes(mlp.act_fn) != act:  # a hook of the layer has changed it
+        return mlp.down_proj(mlp.act_fn(gate) * mlp.up_proj(x))
+    up = mlp.up_proj(x)
     alike = (gate.dtype, gate.shape) == (up.dtype, up.shape) and takes(gate, up)
-    out: torch.Tensor = mlp.down_proj(multiply(gate, up) if alike else mlp.act_fn(gate) * up)
-    return out
+    return mlp.down_proj(multiply(gate, up) if alike else mlp.act_fn(gate) * up)
 
 
 def drops_product(mlp: nn.Module, x: torch.Tensor) -> bool:
@@ -60,7 +62,7 @@ def _gelu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
     approximate = _computes(self.act_fn)
     if approximate not in ("tanh", "none"):
         return NotImplemented
-    return _gated(self, x, lambda gate, up: functions.gelu_mul(gate, up, approximate))
+    return _gated(self, x, approximate, lambda gate, up: functions.gelu_mul(gate, up, approximate))
 
 
 def _gelu(self: nn.Module, input: torch.Tensor) -> Any:

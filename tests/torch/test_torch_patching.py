@@ -972,3 +972,35 @@ def test_a_configuration_tells_all_products(kind: str, monkeypatch: pytest.Monke
     names = {call.name for call in calls.values()}
     assert ("qkv_rope_64" in names) == ("Qwen" not in kind) and ("linear_add_rstd" in names) == (kind != "Gemma")
     assert not [str(call) for symbol, call in calls.items() if symbol not in told]
+
+
+@pytest.mark.parametrize("host", ["model", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate_proj"])
+def test_a_hook_that_comes_while_a_model_runs_counts(host: str) -> None:
+    def losses(patched: bool) -> list[float]:
+        model = llama()
+        if patched:
+            cute_ops_torch.patch(model)
+        found = []
+        for name in (
+            "lm_head",
+            "model.norm",
+            "model.layers.1.mlp.down_proj",
+            "model.layers.1.mlp.act_fn",
+            "model.layers.1.self_attn.o_proj",
+            "model.layers.1.post_attention_layernorm",
+        ):
+            late = []
+
+            def hook(*_: Any, target: str = name, late: list[Any] = late) -> None:
+                late.append(model.get_submodule(target).register_forward_hook(lambda module, args, out: 2 * out))
+
+            early = model.get_submodule(host).register_forward_hook(hook)
+            found.append(model(TOKENS, labels=TOKENS).loss.item())
+            for handle in (early, *late):
+                handle.remove()
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+TOKENS = torch.randint(0, 97, (2, 19), generator=torch.Generator().manual_seed(1))
