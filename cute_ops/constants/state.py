@@ -80,13 +80,15 @@ _states: dict[Hashable, State] = {}
 _told: dict[CodeType, None] = {}
 
 
-def state(function: Any) -> State | None:
-    """An object that stands for all that a function reads; None if that cannot be known: then it is traced anew."""
+def state(function: Any, log: bool = True) -> State | None:
+    """An object that stands for all that a function reads; None if that cannot be known: then it is traced anew, which
+    the ``log`` says once.
+    """
     kind = type(function)
     code = function.__code__ if kind is FunctionType or kind is MethodType else code_of(function)
     readers = _readers.get((id(code), kind))
     if readers is None:
-        made = reader_of(function)
+        made = reader_of(function, log)
         return None if made is None else made.last[1]
     try:
         values, known = readers[0].last
@@ -94,10 +96,10 @@ def state(function: Any) -> State | None:
             return known
     except Exception:  # the function is not like the one that the first reader was made for
         pass
-    return _another(function, readers)
+    return _another(function, readers, log)
 
 
-def _another(function: Any, readers: Sequence[Reader]) -> State | None:
+def _another(function: Any, readers: Sequence[Reader], log: bool) -> State | None:
     """The state of a function that reads something else than the last time."""
     for reader in readers:
         try:
@@ -105,19 +107,19 @@ def _another(function: Any, readers: Sequence[Reader]) -> State | None:
                 return known
         except Exception:  # as above
             continue
-    made = reader_of(function)
+    made = reader_of(function, log)
     return None if made is None else made.last[1]
 
 
-def reader_of(function: Any) -> Reader | None:
-    """What reads all that a function reads; None if that cannot be known, which the log says once."""
+def reader_of(function: Any, log: bool = True) -> Reader | None:
+    """What reads all that a function reads; None if that cannot be known, which the ``log`` says once."""
     code = code_of(function)
     if code is None:
         return None
     try:
         made = Reader(code, reads(function), function)
     except Exception as error:
-        if code not in _told:
+        if log and code not in _told:
             make_room(_told)
             _told[code] = None
             _log.info("%s is traced at each call: %s", code.co_qualname, error)
@@ -138,7 +140,7 @@ def values(function: Any) -> Values:
     Raises:
         Unknown: it reads what may change unseen.
     """
-    made = reader_of(function)
+    made = reader_of(function, log=False)
     if made is None:
         raise Unknown("it cannot be known what the function reads")
     return made.code, *made.read(function)
