@@ -156,7 +156,8 @@ def fused_linear(
     usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in made.outputs.items()}
     usual |= made.said(made.expression(defaults)) | dict(dtypes or {})
     results = {key: Tensor(shape, usual[key]) for key, shape in made.outputs.items()}
-    acc = Tensor(made.shapes[ACC], usual.get(ACC, "T"), hidden=True)
+    # A pass that reduces rows reads the product as the kernels' epilogues do, unrounded.
+    acc = Tensor(made.shapes[ACC], usual.get(ACC, "float32" if made.late else "T"), hidden=True)
     # Where the op is declared.
     module = getattr(epilogue, "__module__", __name__)
     forward = Forward(
