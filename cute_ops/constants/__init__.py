@@ -5,7 +5,7 @@ table of kernels must not confuse ``1``, ``True`` and ``1.0``, nor ``0.0`` and `
 must not return what was traced while a global had another value.
 """
 
-from cute_ops.constants.exact import Exact, Unknown, exact
+from cute_ops.constants.exact import Exact, Unknown, exact, of_attributes
 from cute_ops.constants.state import constant, make_room, state, values
 
-__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "state", "values"]
+__all__ = ["Exact", "Unknown", "constant", "exact", "make_room", "of_attributes", "state", "values"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import builtins
 import enum
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from math import copysign
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NoReturn
 
@@ -69,6 +70,12 @@ def exact(value: Any, other: Callable[[Any], Hashable] | None = None) -> Hashabl
     if is_constant(value):
         return (kind, value.dtype.str, value.tobytes()) if _is_numpy_number(value) else (kind, value)
     return _unknown(value) if other is None else other(value)
+
+
+def of_attributes(values: Sequence[Any]) -> tuple[Hashable, ...]:
+    """The key of a call's attributes, which are numbers, flags and texts: a fifth of what :func:`exact` takes."""
+    signs = [copysign(1.0, value) for value in values if not value and type(value) is float]
+    return (*values, *map(type, values), *signs)
 
 
 class Exact(tuple[Any, ...]):

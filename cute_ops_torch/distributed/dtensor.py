@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cute_ops.binding import Binding
-from cute_ops.constants import Exact
+from cute_ops.constants import of_attributes
 from cute_ops.errors import message
 from cute_ops.jit.layout import compact
 from cute_ops.op import Op
@@ -94,7 +94,10 @@ def add_rule(name: str, call: Callable[..., Any], library: torch.library.Library
 def _cached_placements(
     cache: dict[Any, CallPlacements], op: Op, tensors: Tensors, attrs: Sequence[Any]
 ) -> CallPlacements:
-    key = (Exact(attrs), *(None if t is None else (_placement(t), t.shape, t.stride(), t.dtype) for t in tensors))
+    key = (
+        of_attributes(attrs),
+        *(None if t is None else (_placement(t), t.shape, t.stride(), t.dtype) for t in tensors),
+    )
     return remembered(cache, key, lambda: CallPlacements(op, tensors, attrs))
 
 

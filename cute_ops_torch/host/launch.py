@@ -10,7 +10,7 @@ import torch
 
 from cute_ops import dispatch
 from cute_ops.binding import Binding
-from cute_ops.constants import Exact
+from cute_ops.constants import of_attributes
 from cute_ops.errors import naming
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
@@ -86,7 +86,7 @@ class Launcher:
             for t in (*tensors, *outputs.values())
         ]
         constants = len(self.op.attrs)
-        key = (*places, *outputs, Exact(attrs[:constants]), *map(type, attrs[constants:]))
+        key = (*places, *outputs, of_attributes(attrs[:constants]), *map(type, attrs[constants:]))
         return remembered(self.calls, key, lambda: prepare(self.op, tensors, attrs, outputs))
 
     def _specialize(self, calls: GuardedCalls, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from cute_ops import dispatch
 from cute_ops.binding import bind
-from cute_ops.constants import Exact
+from cute_ops.constants import of_attributes
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
 from cute_ops.op import Op
@@ -79,11 +79,16 @@ def leads(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> boo
     """As :func:`cute_ops.dispatch.leads` has it of the tensors' GPU."""
     first = next(iter(inputs.values()))
     places = tuple((name, array(t), t.stride(), t.data_ptr() % 16) for name, t in inputs.items())
-    return first.is_cuda and _leads(op, places, Exact(attrs.items()), first.device.index)
+    exactly = of_attributes(tuple(attrs.values()))
+    return first.is_cuda and _leads(op, places, tuple(attrs.items()), first.device.index, exactly)
 
 
 @lru_cache(1024)
-def _leads(op: Op, places: tuple[tuple[str, Array, tuple[int, ...], int], ...], attrs: Exact, device: int) -> bool:
+def _leads(
+    op: Op, places: tuple[tuple[str, Array, tuple[int, ...], int], ...], attrs: tuple[tuple[str, Any], ...],
+    device: int, exactly: Hashable,
+) -> bool:  # fmt: skip
+    """``exactly`` tells attributes apart that are equal to Python."""
     binding = bind(op, {name: found for name, found, _, _ in places}, dict(attrs))
     memory = {name: Memory(strides, start) for name, _, strides, start in places}
     arch = target.of_device(device)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
-from cute_ops.constants import Exact
+from cute_ops.constants import of_attributes
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import remembered
@@ -56,7 +56,7 @@ class Nodes:
         names, wanted = tuple(given), tuple(name for name, t in given.items() if t.requires_grad)
         # What the forward computes serves every level of functorch.
         kept = tuple(name for name, t in given.items() if tracked(t)) if self._op.scaled else wanted
-        key = names, wanted, kept, Exact(attrs)
+        key = names, wanted, kept, of_attributes(attrs)
         return remembered(self._known, key, lambda: self._make(names, wanted, kept, attrs))
 
     def apply(self, run: Call, *args: Any, saving: Callable[[Op], Call] | None = None) -> Any:
