@@ -28,6 +28,7 @@ from cute_ops.shapes import FLOATS
 from cute_ops.tools import sass
 
 if TYPE_CHECKING:
+    from cute_ops.tools.contract import Contract
     from cute_ops.tools.verify import Verdict
 
 Which = Annotated[
@@ -127,6 +128,9 @@ def verify(
     random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds
     take each length in every pair. A round compiles some 35000 kernels for all of our ops.
 
+    A file that declares no op but has kernel_fn, reference_fn and get_inputs is checked, too: one on the inputs of the
+    third against the other in float64. bench takes such a file as well.
+
     With --interpret: the kernel itself runs on a CPU, each thread a number of a NumPy array, at n from 1 to 300 or at
     the sizes of --dim, each with rows, layout and optional inputs drawn at random. A load or store outside of all
     tensors or off its alignment, an element that is stored twice or never, and in every eighth call a race, is an
@@ -157,6 +161,12 @@ def verify(
     from cute_ops.tools.verify import installed
     from cute_ops.tools.verify import verify as verdicts
 
+    if (given := calls.contract_of(op)) is not None:
+        if dtype or dim or framework or interpret:
+            raise typer.BadParameter(f"{op} declares no op: its get_inputs() says what is checked", param_hint="OP")
+        from cute_ops.tools import contract  # as above
+
+        _report(given.name, contract.verify(given, repeats), dtype, "kernel_fn against reference_fn")
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, dtype or [])
     if interpret:
@@ -174,7 +184,7 @@ def verify(
     _report(ops, verdicts(ops, runners, dtype or (), repeats, calls.parsed(ops, dim)), dtype, what)
 
 
-def _report(ops: list[Op], verdicts: Iterable[Verdict], dtype: list[str] | None, what: str) -> NoReturn:
+def _report(ops: list[Op] | str, verdicts: Iterable[Verdict], dtype: list[str] | None, what: str) -> NoReturn:
     """Print what is wrong and how many calls were right; leave with exit code 1 if any was not."""
     failed, called, cases = 0, 0, 0
     with console.status("") as status:
@@ -186,7 +196,7 @@ def _report(ops: list[Op], verdicts: Iterable[Verdict], dtype: list[str] | None,
                 failed += 1
                 console.print(f"[red]BAD [/] {line}", highlight=False)
                 console.print(f"     {found.problem}", highlight=False, markup=False)
-    if not cases:
+    if not cases and not isinstance(ops, str):
         declared = any(o.cases for o in ops)
         problem = f"no case takes {', '.join(dtype or ())}" if declared else "no cases are declared"
         fail(f"{', '.join(o.name for o in ops)}: {problem}, so nothing was checked")
@@ -245,6 +255,9 @@ def bench(
         fail(f"bench measures through PyTorch, which cannot be imported: {error}")
     if not measure.available():
         fail("bench needs a GPU and a PyTorch that can use it")
+    if (given := calls.contract_of(op)) is not None:
+        _bench_contract(given, measure)
+        return
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
     ceiling = measure.copy_rate()
@@ -255,13 +268,13 @@ def bench(
         for sizes in calls.sizes_of(declaration, n, dim, LENGTHS, ops):
             kind, text = dtype or "bfloat16", " ".join(f"{name}={size}" for name, size in sizes.items())
             rows = calls.many_rows(calls.bound(declaration, calls.example(declaration, kind, 1, sizes)))
-            given = calls.example(declaration, kind, rows, sizes)
+            example = calls.example(declaration, kind, rows, sizes)
             try:
-                found = measure.measure(declaration, given)
+                found = measure.measure(declaration, example)
             except Exception as error:  # the other lengths are measured even if one has no kernel
                 console.print(f"{declaration.name} {text}: {type(error).__name__}: {error}", style="red", markup=False)
                 continue
-            work = flops(calls.bound(declaration, given))
+            work = flops(calls.bound(declaration, example))
             tflops = "" if work is None else f"{work / found.us / 1e6:.4g}"
             rows_found.append((declaration.name, rows, text, *found, ceiling, *([tflops] if counted else [])))
             table.add_row(
@@ -276,6 +289,17 @@ def bench(
     lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row) for row in rows_found]
     (out / "bench.csv").write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
     console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
+
+
+def _bench_contract(given: Contract, measure: Any) -> None:
+    """Show how long ``kernel_fn`` and ``reference_fn`` take, in turns on copies of the inputs."""
+    ceiling, table = measure.copy_rate(), Table("function", "us", "spread", "GB/s", "of a copy")
+    contenders = {"kernel_fn": given.kernel_fn, "reference_fn": given.reference_fn}
+    for name, found in measure.functions(given.get_inputs(), contenders).items():
+        spread = f"{found.low:.1f} to {found.high:.1f}"
+        table.add_row(name, f"{found.us:.1f}", spread, f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}")
+    console.print(table)
+    console.print(f"a large copy: {ceiling:.0f} GB/s; the host's time counts where it is longer", highlight=False)
 
 
 def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from cute_ops.errors import meant
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
+
+if TYPE_CHECKING:
+    from cute_ops.tools.contract import Contract
 
 Sizes = Annotated[list[int] | None, typer.Option("--n", min=1, help="Size of the dim n; repeat for more.")]
 Dims = Annotated[
@@ -36,6 +39,19 @@ def ops_of(name: str, gradients: bool = True) -> list[Op]:
         return lookup.find_all(name, gradients)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="OP") from error
+
+
+def contract_of(name: str) -> Contract | None:
+    """The contract of a file that declares no op but ``kernel_fn``, ``reference_fn`` and ``get_inputs``; else None."""
+    from cute_ops.tools import contract  # start-up time: it imports NumPy
+
+    if not name.endswith(".py"):
+        return None
+    try:
+        module = lookup.load(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="OP") from error
+    return None if lookup.of_module(module) else contract.of_module(module)
 
 
 def check_dtypes(ops: Sequence[Op], dtypes: Sequence[str]) -> None:

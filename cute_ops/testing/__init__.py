@@ -215,6 +215,15 @@ def limits(
     return exacts, tuple(allowed)
 
 
+def limits_of(arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tolerances of a function that is no op: ``lows`` are its reference's outputs for the arrays, ``exacts`` those
+    for the same values in float64.
+    """
+    xp = namespace(arrays.values())
+    losses = _losses(xp, arrays, lows, exacts, [EPS["float32"]] * len(lows))
+    return tuple(_allowed(xp, low, exact, loss) for low, exact, loss in zip(lows, exacts, losses, strict=True))
+
+
 def _units(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> list[float]:
     """The least loss that each output is allowed, relative to its largest element."""
     if not any(t.accumulates for t in op.results.values()):
@@ -296,28 +305,33 @@ def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowe
             if got is not None:
                 raise AssertionError(f"{op.name}: output {name} should be absent")
             continue
-        if got is None or tuple(got.shape) != tuple(exact.shape):
-            came = None if got is None else tuple(got.shape)
-            raise AssertionError(f"{op.name}: output {name} is {came}, not {tuple(exact.shape)}")
-        xp = namespace([exact])
-        wide = xp.astype(got, xp.float64)
-        if not bool(xp.all(xp.isnan(wide) == xp.isnan(exact))):
-            raise AssertionError(f"{op.name}: output {name} has NaN where the reference has none, or the reverse")
-        if bool(xp.any(xp.isinf(exact) & (wide != exact))):
-            raise AssertionError(f"{op.name}: output {name} differs from the reference's infinities")
-        # An infinite output where the reference is finite fails the comparison by its difference. Where the exact value
-        # is too large for the dtype, the reference overflows too and nothing is asked.
-        with np.errstate(invalid="ignore"):
-            excess = xp.abs(wide - exact) - tolerance
-        excess = xp.where(xp.isfinite(exact) & ~xp.isinf(tolerance), excess, xp.zeros_like(excess))
-        if not bool(xp.all(excess <= 0)):
-            index = int(xp.argmax(xp.where(xp.isnan(excess), xp.full_like(excess, math.inf), excess)))
-            worst = tuple(map(int, np.unravel_index(index, tuple(exact.shape))))
-            raise AssertionError(
-                f"{op.name}: output {name}: error {float(abs(wide[worst] - exact[worst])):.3g} exceeds "
-                f"{float(tolerance[worst]):.3g} at {worst}: got {float(wide[worst]):.8g}, "
-                f"expected {float(exact[worst]):.8g}"
-            )
+        compare_one(f"{op.name}: output {name}", got, exact, tolerance)
+
+
+def compare_one(what: str, got: Any, exact: Any, tolerance: Any) -> None:
+    """Raise AssertionError unless an output is within tolerance; ``what`` names it."""
+    if got is None or tuple(got.shape) != tuple(exact.shape):
+        came = None if got is None else tuple(got.shape)
+        raise AssertionError(f"{what} is {came}, not {tuple(exact.shape)}")
+    xp = namespace([exact])
+    wide = xp.astype(got, xp.float64)
+    if not bool(xp.all(xp.isnan(wide) == xp.isnan(exact))):
+        raise AssertionError(f"{what} has NaN where the reference has none, or the reverse")
+    if bool(xp.any(xp.isinf(exact) & (wide != exact))):
+        raise AssertionError(f"{what} differs from the reference's infinities")
+    # An infinite output where the reference is finite fails the comparison by its difference. Where the exact value
+    # is too large for the dtype, the reference overflows too and nothing is asked.
+    with np.errstate(invalid="ignore"):
+        excess = xp.abs(wide - exact) - tolerance
+    excess = xp.where(xp.isfinite(exact) & ~xp.isinf(tolerance), excess, xp.zeros_like(excess))
+    if not bool(xp.all(excess <= 0)):
+        index = int(xp.argmax(xp.where(xp.isnan(excess), xp.full_like(excess, math.inf), excess)))
+        worst = tuple(map(int, np.unravel_index(index, tuple(exact.shape))))
+        raise AssertionError(
+            f"{what}: error {float(abs(wide[worst] - exact[worst])):.3g} exceeds "
+            f"{float(tolerance[worst]):.3g} at {worst}: got {float(wide[worst]):.8g}, "
+            f"expected {float(exact[worst]):.8g}"
+        )
 
 
 def small(case: Case, most: int = 65, op: Op | None = None) -> Case:

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +73,28 @@ def measure(op: Op, arrays: Mapping[str, Array | None], attrs: Mapping[str, Any]
     with contest(binding, {}, [chosen]) as taken:
         times = [taken.sample(0) for _ in range(REPLAYS)]
     return Measured(us := statistics.median(times), min(times), max(times), bytes_moved(binding) / us / 1e3)
+
+
+def functions(inputs: Sequence[Any], contenders: Mapping[str, Callable[..., Any]]) -> dict[str, Measured]:
+    """Time functions of tensors by name, in turns on copies of the inputs. They may launch on any stream, so that no
+    graph is captured: the host's time counts where it is longer. GB/s counts inputs and outputs once.
+    """
+    outputs = next(iter(contenders.values()))(*inputs)
+    tensors = [t for t in (*inputs, *(outputs if isinstance(outputs, tuple | list) else [outputs]))
+               if isinstance(t, torch.Tensor)]  # fmt: skip
+    moved = sum(t.numel() * t.element_size() for t in tensors)
+    l2 = torch.cuda.get_device_properties().L2_cache_size if available() else 0
+    count = min(max(4, -(-3 * l2 // max(moved, 1))), MAX_SETS)
+    sets = [[t.clone() if isinstance(t, torch.Tensor) else t for t in inputs] for _ in range(count)]
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(3):
+        for name, each in contenders.items():
+            turns = cycle(sets)
+            times[name] += _events(lambda each=each, turns=turns: each(*next(turns)), REPLAYS)  # type: ignore[misc]
+    return {
+        name: Measured(us := statistics.median(found), min(found), max(found), moved / us / 1e3)
+        for name, found in times.items()
+    }
 
 
 def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | None, ...]:

@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Blocked())
 USE_CORE = """
 import pkgutil, importlib, cute_ops
 NEED_NUMPY = ("testing", "compare", "verify", "gradient", "sweep", "sweep_run", "__main__",
-             "interpret", "interpreter", "kernel_calls", "races")
+             "contract", "interpret", "interpreter", "kernel_calls", "races")
 for module in pkgutil.walk_packages(cute_ops.__path__, "cute_ops."):
     if not module.name.startswith("cute_ops.kernels.") and module.name.rpartition(".")[2] not in NEED_NUMPY:
         importlib.import_module(module.name)
