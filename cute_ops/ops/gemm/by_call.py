@@ -264,6 +264,9 @@ def operand_names(epilogue: Epilogue, count: int, caller: str = "linear") -> tup
     if len(first) < 2:
         problem = f"the epilogue {_name(epilogue)} must take xp and the product first: (xp, acc, *operands)."
         raise TypeError(f"cute.{caller}: {problem}")
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in first):
+        problem = f"the epilogue {_name(epilogue)} does not name its operands: write them after the product, and "
+        raise TypeError(f"cute.{caller}: {problem}attributes after a `*`: (xp, acc, bias, *, limit=1.0).")
     parameters = first[2:]
     least = sum(p.default is p.empty for p in parameters)
     if not least <= count <= len(parameters):

@@ -183,6 +183,9 @@ def _refused() -> Iterator[Refused]:
     yield Refused("linear", (x, weight), {"epilogue": "gelu", "save": "h"}, ValueError, save)
     bare = "linear: the epilogue <lambda> must take xp and the product first: (xp, acc, *operands)."
     yield Refused("linear", (x, weight), {"epilogue": lambda acc: acc}, TypeError, bare)
+    of_any = "linear: the epilogue <lambda> does not name its operands: write them after the product, and attributes "
+    for of_more in (lambda xp, acc, *more: acc + more[0], lambda xp, acc, **more: acc):
+        yield Refused("linear", (x, weight, (2, 3, 8)), {"epilogue": of_more}, TypeError, of_any)
     listed = "linear: attribute `limit` must be a number, got [1]."
     yield Refused("linear", pair, {"epilogue": clipped_add, "limit": [1]}, TypeError, listed)
     # Nothing where something is needed, and too few dims.
