@@ -112,7 +112,7 @@ def test_rows_stay_on_their_devices() -> None:
     compiled = jax.jit(add_n).lower(xs).compile()
     assert "all-" not in compiled.as_text()
     found = compiled(xs)
-    assert found.sharding.spec == jax.P("x")
+    assert found.sharding.is_equivalent_to(xs[0].sharding, 2)  # whose spec may name the other dim, too
     close(found, xs[0] + xs[1])
 
 
