@@ -229,7 +229,9 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, loss: Callable[[], Ten
 def optimizer_of(contender: str, model: Any, small: bool) -> torch.optim.Optimizer:
     if contender.endswith("+ AdamW"):
         return AdamW(model.parameters(), lr=RATE)
-    return torch.optim.AdamW(model.parameters(), lr=RATE, fused=not small)
+    # The fused one takes no list of DTensors and tensors, which Hugging Face's plan leaves.
+    mixed = len({type(p.data) for p in model.parameters()}) > 1
+    return torch.optim.AdamW(model.parameters(), lr=RATE, **({"foreach": False} if mixed else {"fused": not small}))
 
 
 def sharded(ranks: Ranks, contender: str, tokens: Tensor, compiled: bool) -> Callable[[], Tensor]:
