@@ -1,4 +1,4 @@
-"""Kernels' arithmetic without a GPU: NumPy runs them, one number per thread (see ``tests/interpreter``).
+"""Kernels' arithmetic without a GPU: NumPy runs them, one number per thread (see :mod:`cute_ops.testing.interpreter`).
 
 Here a sample; ``python -m cute_ops verify OP --interpret`` goes through all lengths.
 """
