@@ -46,7 +46,7 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
     def call(*args: Any) -> Any:
         args = fill(args)
         tensors, attrs = args[:arity], args[arity:]
-        placed = _cached_placements(cache, op, tensors, attrs)
+        placed = remembered(cache, _key(tensors, attrs), lambda: CallPlacements(op, tensors, attrs))
         local, own = placed.local_inputs(tensors), placed.slice
         if placed.terms:
             raw = placed.run_on_terms(local)
@@ -56,8 +56,7 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
             raw = on_slice(*local, *attrs, [own.whole, own.rank, own.ranks], own.group)
         else:
             raw = run_on_slice(op, overload, dict(zip(op.inputs, local, strict=True)), placed.binding.attrs, own)
-        results = placed.wrap_outputs(() if raw is None else raw if isinstance(raw, tuple | list) else (raw,))
-        return None if not results else results[0] if len(results) == 1 else results
+        return placed.wrap_outputs(raw)
 
     add_rule(overload.name(), call, library)
 
@@ -83,26 +82,28 @@ def _define_on_slice(op: Op, library: torch.library.Library) -> Any:
 def add_rule(name: str, call: Callable[..., Any], library: torch.library.Library) -> None:
     """Run ``call`` where an op of this name is called with DTensors."""
 
-    # Autograd differentiates the op itself, above this.
-    @torch.no_grad()
     def rule(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():  # autograd differentiates the op itself, above this
+            with torch.no_grad():
+                return call(*args, **(kwargs or {}))
+        return call(*args, **kwargs) if kwargs else call(*args)
 
     torch.library.register_torch_dispatch(name, DTensor, rule, lib=library)
 
 
-def _cached_placements(
-    cache: dict[Any, CallPlacements], op: Op, tensors: Tensors, attrs: Sequence[Any]
-) -> CallPlacements:
-    key = (
-        of_attributes(attrs),
-        *(None if t is None else (_placement(t), t.shape, t.stride(), t.dtype) for t in tensors),
-    )
-    return remembered(cache, key, lambda: CallPlacements(op, tensors, attrs))
+def _key(tensors: Tensors, attrs: Sequence[Any]) -> Any:
+    """All that a call's placements depend on, and how this rank's slices lie.
 
-
-def _placement(tensor: Tensor) -> Any:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor.device
+    Specs are compared by identity first, and DTensors that an op made share theirs: this costs a warm call little.
+    """
+    places: list[Any] = [of_attributes(attrs)]
+    for t in tensors:
+        if isinstance(t, DTensor):
+            local = t._local_tensor
+            places += (t._spec, local.shape, local.stride())
+        else:
+            places.append(None if t is None else (t.device, t.shape, t.stride(), t.dtype))
+    return tuple(places)
 
 
 class CallPlacements:
@@ -160,6 +161,11 @@ class CallPlacements:
         self.slice = None
         if self.split is not None and self.split in self.factors:
             self.slice = Slice.of_mesh(self.mesh, self.factors.index(self.split), self.binding.dims[self.split])
+        self._as_they_lie = [
+            isinstance(t, DTensor) and t.placements == placements and self._readable(name, t._local_tensor)
+            for name, t, placements in zip(op.inputs, tensors, self._inputs, strict=True)
+        ]
+        self._specs: list[Any] = []
         self._outputs: list[tuple[tuple[Placement, ...], tuple[int, ...]]] = []
         for name, array in self.binding.outputs.items():
             if array is None:
@@ -254,11 +260,15 @@ class CallPlacements:
 
     def local_inputs(self, tensors: Tensors) -> list[Tensor | None]:
         """This rank's slices of the inputs."""
-        names = self.binding.op.inputs
+        places = zip(self.binding.op.inputs, tensors, self._inputs, self._as_they_lie, strict=True)
         return [
-            None if t is None else self._local(name, t, p)
-            for name, t, p in zip(names, tensors, self._inputs, strict=True)
+            None if t is None else t._local_tensor if as_it_lies else self._local(name, t, placements)  # type: ignore[attr-defined]
+            for name, t, placements, as_it_lies in places
         ]
+
+    def _readable(self, name: str, local: Tensor) -> bool:
+        op = self.binding.op
+        return name in op.mutates or readable(op.inputs[name], local) is local
 
     def _local(self, name: str, tensor: Tensor, placements: tuple[Placement, ...]) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -279,14 +289,32 @@ class CallPlacements:
                 sizes[placement.dim] = Slice.of_mesh(self.mesh, k, sizes[placement.dim]).size
         return sizes
 
-    def wrap_outputs(self, local: Sequence[Tensor]) -> tuple[DTensor, ...]:
-        """The outputs, from this rank's slices of them."""
-        return tuple(self.wrap(tensor, *output) for tensor, output in zip(local, self._outputs, strict=True))
+    def wrap_outputs(self, raw: Any) -> Any:
+        """What the op returns, from this rank's slices of it.
 
-    def wrap(self, local: Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+        The first call lets torch check and describe the outputs; others, which are like it, share the descriptions.
+        """
+        local = () if raw is None else raw if isinstance(raw, tuple | list) else (raw,)
+        if self._specs:
+            results = [_with_spec(tensor, spec) for tensor, spec in zip(local, self._specs, strict=True)]
+        else:
+            results = [self._wrap(tensor, *output) for tensor, output in zip(local, self._outputs, strict=True)]
+            self._specs = [result._spec for result in results]
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+    def _wrap(self, local: Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
         """The array of this shape of which this rank has the slice ``local``."""
         size, stride = torch.Size(shape), compact(shape)
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def _with_spec(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor as torch's own ops make theirs.
+
+    ``DTensor.from_local`` is an autograd function, and the class's ``__init__`` does nothing, in eight calls.
+    """
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
 
 
 def refusal(binding: Binding, problem: str) -> str:
@@ -295,11 +323,7 @@ def refusal(binding: Binding, problem: str) -> str:
 
 def _scaled_gradient(gradient: DTensor, dloss: Tensor) -> DTensor:
     factor = dloss.full_tensor() if isinstance(dloss, DTensor) else dloss
-    scaled = torch.ops.cute.scaled_gradient(gradient.to_local(), factor)
-    return DTensor.from_local(
-        scaled, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape,
-        stride=gradient.stride(),
-    )  # fmt: skip
+    return _with_spec(torch.ops.cute.scaled_gradient(gradient.to_local(), factor), gradient._spec)
 
 
 _library = torch.library.Library("cute", "FRAGMENT")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -43,6 +44,7 @@ from cute_ops.ops import OPS, PRODUCTS
 from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.linear import linear, linear_float32
+from cute_ops_torch.distributed import dtensor
 
 CHECKS: dict[str, Callable[[World], None]] = {}
 
@@ -160,6 +162,51 @@ def every_op_stays_on_its_rows(world: World) -> None:
             for name, gradient in gradients.items():
                 parts = tuple(c if c.is_replicate() else Partial() for c in cuts)
                 assert gradient.placements == (cuts if op.inputs[name].rows else parts), (op.name, name)
+
+
+@check
+def a_known_call_runs_the_op_and_little_else(world: World) -> None:
+    """Placements are decided once for calls like it, and torch describes the outputs once."""
+    ours, torchs = Path(dtensor.__file__), Path(DTensor.from_local.__code__.co_filename)
+    found = list[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        # Python 3.11 calls comprehensions.
+        if event == "call" and Path(code.co_filename) in (ours, torchs) and not code.co_name.startswith("<"):
+            found.append(code.co_name)
+
+    def entered(call: Callable[[], Any]) -> list[str]:
+        call(), call()  # plans it
+        found.clear()
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return list(found)
+
+    torch.manual_seed(0)
+    x, weight, whole = torch.randn(4, 8, 16), torch.randn(16), torch.randn(4, 8, 16)
+    rows, same = [Shard(1)], [Replicate()]
+    given = [spread(t.to(world.device), world.line, cut).requires_grad_() for t, cut in ((x, rows), (weight, same))]
+    dout = spread(whole.to(world.device), world.line, rows)
+    op = torch.ops.cute.rmsnorm.default
+    with torch.no_grad():
+        known = ["rule", "call", "_key", "local_inputs", "wrap_outputs", "_with_spec"]
+        assert entered(lambda: op(*given)) == known, found
+        first, second = op(*given), op(*given)
+        assert first._spec is second._spec and first.to_local().data_ptr() != second.to_local().data_ptr()
+        # Calls with other attributes, or slices that lie otherwise, are not like it.
+        assert not torch.equal(first.to_local(), op(*given, None, 1.0).to_local())
+        apart = torch.randn(4, 8, 32, device=world.device)[..., :16]
+        got = op(DTensor.from_local(apart, world.line, rows), given[1]).to_local()
+        world.close(got, F.rms_norm(apart, (16,), weight.to(world.device), 1e-6))
+    if world.device == "cuda":  # whose backwards run in a thread of their own
+        return
+    backward = entered(lambda: torch.autograd.grad(cute_ops_torch.rmsnorm(*given), given, dout))
+    # Gradients of x, of the weight, and an empty one of the absent bias.
+    assert backward == [*known, *known, "_with_spec", "_with_spec"], backward
 
 
 @check
