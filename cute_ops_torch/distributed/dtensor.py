@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -166,6 +166,7 @@ class CallPlacements:
             for name, t, placements in zip(op.inputs, tensors, self._inputs, strict=True)
         ]
         self._specs: list[Any] = []
+        self._sums: dict[Any, tuple[Any, list[Placement]]] = {}
         self._outputs: list[tuple[tuple[Placement, ...], tuple[int, ...]]] = []
         for name, array in self.binding.outputs.items():
             if array is None:
@@ -252,11 +253,16 @@ class CallPlacements:
 
     def _add(self, partial: Tensor, dims: Iterable[str]) -> Tensor:
         """Add up the ranks' partial sums over inner dims; the result is this rank's rows where they are scattered."""
+        key = partial.shape, partial.stride(), partial.dtype
+        spec, wanted = remembered(self._sums, key, lambda: self._sum(partial))
+        return _with_spec(partial, spec).redistribute(placements=wanted).to_local()
+
+    def _sum(self, partial: Tensor) -> tuple[Any, list[Placement]]:
+        """The spec of a sum of which each rank has such a part, and how it is placed once it is added up."""
         placements = [Partial() if f in self.terms else Replicate() for f in self.factors]
         rows = next(self._named[name] for name in self.binding.outputs if name in self._named)
-        wanted = [Shard(rows.index(f)) if f else Replicate() for f in self.scattered]
-        whole = DTensor.from_local(partial, self.mesh, placements, run_check=False)
-        return whole.redistribute(placements=wanted).to_local()
+        wanted: list[Placement] = [Shard(rows.index(f)) if f else Replicate() for f in self.scattered]
+        return DTensor.from_local(partial, self.mesh, placements, run_check=False)._spec, wanted
 
     def local_inputs(self, tensors: Tensors) -> list[Tensor | None]:
         """This rank's slices of the inputs."""
@@ -277,7 +283,7 @@ class CallPlacements:
             if self.binding.op.inputs[name].unread:  # only its shape is used
                 return tensor.to_local().new_empty(self._local_shape(tensor.shape, placements))
             # Detached: the redistributed tensor would require a gradient, which has no way back.
-            tensor = cast(DTensor, tensor.detach()).redistribute(placements=placements)
+            tensor = _with_spec(tensor._local_tensor, tensor._spec).redistribute(placements=placements)
         local, op = tensor.to_local(), self.binding.op
         return local if name in op.mutates else readable(op.inputs[name], local)
 
