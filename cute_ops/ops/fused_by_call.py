@@ -201,6 +201,7 @@ class ByCall:
         key = self.key(there, attrs)
         found = self._halves.get(key) if key else None
         if found is None:
+            self._check(attrs)
             shapes = {
                 name: SHAPES["t" if each == "1" else "_"] for name, each in zip(self.operands, there, strict=True)
             }
@@ -282,6 +283,7 @@ class ByCall:
         key = self.key(kinds, attrs)
         found = self._ops.get(key) if key else None
         if found is None:
+            self._check(attrs)
             found = self._last[kinds, Exact(attrs)] = self._declared(kinds, dict(attrs))
             # Nothing has changed meanwhile.
             self._ops[key if key and key == self.key(kinds, attrs) else (kinds, Exact(attrs))] = found
@@ -300,12 +302,10 @@ class ByCall:
         """
         refers_to = state(self.function)
         if not attrs or refers_to is None:
-            self._check(attrs)
             return refers_to and (what, refers_to)
         try:
             return what, refers_to, constant(attrs)
         except Unknown:
-            self._check(attrs)
             return None
 
     def _check(self, attrs: Attrs) -> None:

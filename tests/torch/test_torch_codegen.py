@@ -60,7 +60,8 @@ def test_a_traceback_shows_the_generated_line(compiled: Any, monkeypatch: pytest
 def test_a_public_function_has_source() -> None:
     source = inspect.getsource(cute_ops_torch.rmsnorm)
     assert source.startswith(
-        "    def rmsnorm(x=_missing, weight=None, bias=None, eps=1e-06, weight_offset=0.0, out=None, **_others):\n"
+        "    def rmsnorm(x=_missing, weight=None, bias=None, eps=1e-06, weight_offset=0.0, "
+        "*_more, out=None, **_others):\n"
     )
     assert cute_ops_torch.rmsnorm.__code__.co_filename.startswith("<cute_ops rmsnorm")
 

@@ -682,7 +682,9 @@ def test_options_may_be_numbers() -> None:
     wanted = cute_ops_torch.gated_mlp(x, *weights, halves=True)
     assert torch.equal(cute_ops_torch.gated_mlp(x, *weights, halves=1, transposed=0), wanted)
     with pytest.raises(ValueError, match="argument `w_gate_up` has 2 dims, expected 3"):
-        cute_ops_torch.gated_mlp(x, weights[0][0], weights[1], halves=2)
+        cute_ops_torch.gated_mlp(x, weights[0][0], weights[1], halves=1)
+    with pytest.raises(TypeError, match="option `halves` must be bool, got 2"):
+        cute_ops_torch.gated_mlp(x, *weights, halves=2)
 
 
 def test_what_halves_refuse() -> None:
@@ -1066,7 +1068,7 @@ def with_sums(xp: Any, acc: Any) -> Any:
     ("wanted", "backward"),
     [
         ("x", "bwd rmsnorm_linear_of_dacc_dx rmsnorm_linear_norm_bwd_only_dx"),
-        ("norm_weight", "bwd rmsnorm_linear_of_dacc_dx rmsnorm_linear_norm_bwd"),
+        ("norm_weight", "bwd rmsnorm_linear_of_dacc_dx rmsnorm_linear_norm_bwd_only_dnorm_weight"),
         ("weight", "rmsnorm_linear_normed bwd rmsnorm_linear_of_dacc_dweight"),
         ("bias", "bwd bwd_bias"),
     ],
