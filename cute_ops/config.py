@@ -129,7 +129,7 @@ class Space(NamedTuple):
         return list(found.values())
 
     def needed(self, problem: Problem, config: Config, op: str = "") -> Needs | None:
-        """What a config takes of an SM, if the space says so."""
+        """The registers, threads and shared memory that a config takes of an SM, if the space says so."""
         try:
             return self.needs(problem, config) if self.needs else None
         except KeyError as error:

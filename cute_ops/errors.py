@@ -98,7 +98,7 @@ def wrong_attribute(op: Op, name: str, value: Any) -> str:
 
 
 def without_bias(op: Op) -> str:
-    """What a call that gives one array too many is told of an op that has no bias; empty for others."""
+    """The end of a message on one array too many, if the op has no bias; empty for other ops."""
     listed = ", ".join(f"`{name}`" for name in op.inputs)
     return "" if "bias" in op.inputs else f"; its arrays are {listed}, and no bias"
 

@@ -1,4 +1,4 @@
-"""What a call holds constant, as keys of tables: attributes, and what the functions that it traces read.
+"""Keys of tables made from the constants of a call: its attributes, and the values that a traced function reads.
 
 ``exact`` (keys of values), ``reads`` (what a function reads, by its code), ``state`` (whether that is what it was). A
 table of kernels must not confuse ``1``, ``True`` and ``1.0``, nor ``0.0`` and ``-0.0``, which are equal to Python, and

@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, found in its code: globals, closures, attributes of its object.
+"""Finds in a function's code which values it reads besides its arguments: globals, closures, attributes of its object.
 
 A read is an expression of the function, ``_of.__globals__['scale']`` or ``_of.__self__.config.limit``. It stands for a
 number, a text or a container of these, or for the code of another function, whose reads count, too. If all expressions

@@ -26,7 +26,7 @@ _GLOBAL = re.compile(r"_of\.__globals__\['(\w+)'\]")
 
 
 class State:
-    """What a function reads has some values."""
+    """Stands for one set of values that a function reads; compared by identity."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ def reader_of(function: Any, log: bool = True) -> Reader | None:
 
 
 def values(function: Any) -> Values:
-    """What a function reads: numbers, texts, and the code of other functions.
+    """The values that a function reads: numbers, texts, and the code of other functions.
 
     Raises:
         Unknown: it reads what may change unseen.

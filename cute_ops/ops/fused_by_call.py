@@ -33,6 +33,7 @@ from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op
+from cute_ops.ops import many
 from cute_ops.ops.broadcast import Fit, fit
 from cute_ops.ops.fused import fused, fused_traced, shape_of
 from cute_ops.shapes import FLOATS
@@ -285,6 +286,7 @@ class ByCall:
         if found is None:
             self._check(attrs)
             found = self._last[kinds, Exact(attrs)] = self._declared(kinds, dict(attrs))
+            many.note(self.function, self.name, found.name)
             # Nothing has changed meanwhile.
             self._ops[key if key and key == self.key(kinds, attrs) else (kinds, Exact(attrs))] = found
         return found
@@ -404,8 +406,8 @@ def dtype_of(operand: Any) -> str:
 
 
 def _with_dtypes(fits: Sequence[Fit | None], dtypes: Sequence[str]) -> tuple[Fit | None, ...]:
-    """The same, with what shapes say of dtypes: an expanded tile has any, if another tile is whole, and tiles of
-    several dtypes have each its own.
+    """The kinds of operands with their dtypes where these matter: an expanded tile has any dtype if another tile is
+    whole, and tiles of several dtypes have each its own.
     """
     tiles = {i: how for i, how in enumerate(fits) if how is not None and how.shape in TILES.values()}
     whole = [i for i, how in tiles.items() if not how.expanded] or [*tiles]

@@ -373,7 +373,7 @@ def allocate(count, _=16, kind=Uint8):
 
 
 def shuffle(value, lane):
-    """What another lane of the warp holds; a lane's own where there is no such lane."""
+    """The value of another lane of the warp; a lane's own where there is no such lane."""
     there = now.tidx - now.lane + lane < now.threads
     return shuffled(value, now.every - now.lane + np.where(there, lane, now.lane))
 

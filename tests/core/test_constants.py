@@ -21,7 +21,9 @@ import pytest
 from cute_ops import fused, testing
 from cute_ops.constants import Exact, Unknown, constant, exact, state
 from cute_ops.expressions import evaluate, parse, recognize, text_of, trace
+from cute_ops.ops import many
 from cute_ops.ops.fused_by_call import ByCall
+from cute_ops.ops.gemm.by_call import traced
 
 DISTINCT = [
     0, False, 0.0, -0.0, 1, True, 1.0, math.nan, -1, 0.5, math.inf, -math.inf, "1", "", None, ..., b"", b"1", (), [],
@@ -425,3 +427,26 @@ def test_lookalikes_of_gelu_are_computed_as_written(dtype: str) -> None:
         (out,) = testing.run_reference(op, {"x": x}, {})
         unit = {"float32": 2**-22, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
         np.testing.assert_allclose(out.astype(np.float64), 0.5 * wide * (1 + erf(k * wide)), rtol=unit, atol=1e-6)
+
+
+def test_a_number_that_keeps_changing_is_warned_of_once(caplog: Any) -> None:
+    """Each of its values is an op, of ``fused`` and of an epilogue."""
+
+    def scaled(scale: float) -> Any:
+        return lambda xp, x: x * scale
+
+    by_call = [ByCall(scaled(float(i)), "scaled") for i in range(many.MANY + 3)]
+    for made in by_call[: many.MANY - 1]:
+        made.op("t")
+    assert not caplog.messages
+    for made in by_call[many.MANY - 1 :]:
+        made.op("t")
+    (text,) = caplog.messages
+    assert text.startswith("scaled has become 64 ops, one for each value") and "make what changes an operand" in text
+    caplog.clear()
+    scaled_by = [0.0]
+    for i in range(many.MANY + 3):
+        scaled_by[0] = i + 0.5
+        traced(lambda xp, acc: acc * scaled_by[0], (), "n k")
+    (text,) = caplog.messages
+    assert text.startswith("the epilogue <lambda> of linear has become 64 ops")

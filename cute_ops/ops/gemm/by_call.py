@@ -19,6 +19,7 @@ from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
+from cute_ops.ops import many
 from cute_ops.ops.broadcast import Fit, fit
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.fused import fused_linear
@@ -339,6 +340,7 @@ def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), c
         operands = {acc: product, **dict(zip(names, shapes, strict=True))}
         text = text_of(trace(epilogue, operands, dict(attrs)))
         found = Traced(_name(epilogue), text, _there(names, shapes))
+        many.note(epilogue, f"the epilogue {found.name} of {caller}", text)
         if key and key == key_of(epilogue, attrs, shapes, weight):  # nothing has changed meanwhile
             make_room(_known)
             _known[key] = found
