@@ -259,7 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceiling = statistics.median(device_time.copy_rate(device, 0.01 if options.cpu_smoke else 2.0))
     table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
     bench = Bench(device, table, options.rounds, ceiling, console)
-    for point in track(points, "measured", console=console):
+    # In turn, so that a run which is cut short has some of each kind.
+    in_turn = [point for k in range(options.points) for point in points[k :: options.points]]
+    for point in track(in_turn, "measured", console=console):
         if time.perf_counter() - begin > options.seconds:
             console.print("out of time: later points are not measured")
             break
