@@ -465,7 +465,9 @@ def copy(machine: Machine, base: Path) -> Path:
 
 
 def environment(machine: Machine, base: Path, drawn: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k == "PATH" or not (machine.clean or k.startswith("CUTE_OPS_"))}
+    # What make hands on to make: `make test COVERAGE=1` would measure all tests of the core here.
+    forgotten = ("CUTE_OPS_", "MAKE", "MFLAGS", "COVERAGE", "ARGS", "JOBS", "PYTEST_")
+    kept = {k: v for k, v in os.environ.items() if k == "PATH" or not (machine.clean or k.startswith(forgotten))}
     kept.pop("PYTHONPATH", None)
     kept["PYTHONUNBUFFERED"] = "1"  # so that progress is seen; tests' programs do not get it
     if not machine.clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -81,7 +82,9 @@ def test_a_machine_runs_tests_and_names_what_fails(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     command = [sys.executable, str(SCRIPT), *machines, *chosen]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # As CI has it: what is handed on to make inside of make.
+    handed_on = {"MAKEFLAGS": " -- COVERAGE=1", "MAKELEVEL": "1", "COVERAGE": "1"}
+    done = subprocess.run(command, env={**os.environ, **handed_on}, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "umask 077: 1 passed, 0 failed" in done.stdout and "umask 002: 0 passed, 1 failed" in done.stdout
     assert "umask 002: tests.core.kernels.private_clone::test_nobody_else_reads_the_clone" in done.stdout
