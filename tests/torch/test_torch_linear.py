@@ -1131,6 +1131,10 @@ def test_any_epilogue_behind_a_norm(epilogue: Any, shapes: Any, options: dict[st
 def test_refused_epilogues_behind_a_norm() -> None:
     """Messages name the function that was called."""
     x, norm_weight, weight, bias = normed_inputs(True, True)
+    cute_ops_torch.rmsnorm_linear(x, norm_weight, weight, bias)  # a call that is known hides nothing
+    cute_ops_torch.linear(x, weight, bias, epilogue="bias")
+    with pytest.raises(TypeError, match=r"cute\.linear: .*unknown attribute `slope`"):
+        cute_ops_torch.linear(x, weight, bias, epilogue="bias", slope=1.0)
     refused: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (TypeError, "the epilogue bias_add reads `bias`, `residual` .*; 1 was", (weight, bias), {"epilogue": "add"}),
         (TypeError, "unknown attribute `slope`", (weight, bias), {"slope": 1.0}),

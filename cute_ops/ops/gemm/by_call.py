@@ -351,8 +351,8 @@ def key_of(epilogue: Epilogue, attrs: Attrs, *what: Hashable) -> Hashable:
     """A key of what follows from an epilogue, from what it refers to and from its attributes; None where it cannot be
     known whether that changes: then it is traced anew.
     """
-    if type(epilogue) is str:
-        return epilogue, what
+    if type(epilogue) is str:  # which has no attributes: some are refused each time
+        return None if attrs else (epilogue, what)
     refers_to = state(epilogue)
     if not attrs or refers_to is None:
         return refers_to and (refers_to, what)
