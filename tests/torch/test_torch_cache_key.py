@@ -260,7 +260,7 @@ def test_a_warm_cache_gives_no_old_value(tmp_path: Path) -> None:
     """Fresh processes, in which Inductor writes the op out, find what the first one has compiled, unless one of the
     things that the function reads is edited. Two are drawn; TESTS_WHOLE=1 edits all.
     """
-    seed = random.randrange(2**32)
+    seed = 20261128  # the same calls in every run: a failure is the change's
     print("seed", seed)
     drawn = THINGS if os.environ.get("TESTS_WHOLE") else random.Random(seed).sample(THINGS, 2)
     environment = {

@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib
 import math
-import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -174,7 +173,7 @@ def test_a_declared_ops_attributes_are_told_apart() -> None:
 
 def test_random_calls_compute_what_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drawn part; ``tests/fuzz_constants.py`` makes as many calls as one likes."""
-    seed = random.randrange(2**32)
+    seed = 20261128  # the same calls in every run: a failure is the change's
     print("seed", seed)
     monkeypatch.setenv("NUMBER_OF_THE_FUZZ", "1.0")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
