@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     Attributes:
         eager: by PyTorch.
         ours: the name of our function in ``cute_ops_torch``.
-        inputs: a word for each input, a letter a dim; ``N`` is twice n, ``.`` stands for a vector's missing dim.
+        inputs: a word for each input, a letter a dim; ``N`` is twice n.
         attrs: of our function.
         products: matrix products of ``m n k`` multiply-adds.
     """

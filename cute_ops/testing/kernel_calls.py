@@ -48,7 +48,7 @@ def interpreted(module: str = "cute_ops.kernels") -> Iterator[None]:
         with np.errstate(all="ignore"):
             yield
     finally:
-        # What a kernel's module has imported may hold the interpreter's objects, too; of libraries nothing does.
+        # Modules that a kernel imports may hold the interpreter's objects, too; libraries hold none.
         own |= {name for name in {*sys.modules} - loaded if _beside(name, module)}
         _modules.update(take())
         sys.modules.update(before)

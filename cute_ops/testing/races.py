@@ -87,7 +87,7 @@ class Order:
         self._join(mask, min(WARP, self.threads))
 
     def shuffle(self, mask: np.ndarray) -> None:
-        """What a thread computes with is there: others know of its loads."""
+        """Values have arrived before a lane shuffles them, so the other lanes know of its loads."""
         self._join(mask, min(WARP, self.threads), LOADS)
 
     def cluster_wait(self, mask: np.ndarray) -> None:

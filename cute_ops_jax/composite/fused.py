@@ -65,7 +65,7 @@ def _call(function: Function, fits: Sequence[Fit], *operands: Any, wide: bool = 
 
 
 def _summing(call: Function) -> Function:
-    """The same function, whose gradients of expanded operands are summed in float32 and rounded once. The backward
+    """The op's function with gradients of expanded operands summed in float32 and rounded once. The backward
     calls the op anew on float32 operands, since JAX gives a gradient the dtype of what it is that of.
     """
 

@@ -1,4 +1,4 @@
-"""What a replaced ``forward`` relies on, looked at whenever that is used: else the original ``forward`` runs.
+"""Checks at each call that a model still is what a replaced ``forward`` relies on; if not, the original one runs.
 
 A patched model goes on being changed: adapters wrap its layers, libraries put a ``forward`` on an instance, hooks and
 parametrizations come and go, weights change their dtype. So nothing that was true when a model was patched is taken

@@ -19,7 +19,7 @@ _MLP = r"(?i)(mlp|feedforward|ffn|experts|moe|densegatedact|denseact)"
 
 
 class _Role(NamedTuple):
-    """What a module is for.
+    """The role of a module in its model.
 
     Attributes:
         kind: its name.

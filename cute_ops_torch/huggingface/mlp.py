@@ -93,7 +93,7 @@ def _approximation(activation: Any) -> str | None:
 
 
 def _learn(activation: Any) -> str | None:
-    """What an activation computes; from now on its ``forward`` is known by identity."""
+    """The kind of an activation, whose ``forward`` is known by identity from now on; None if it has none of ours."""
     forward = type(activation).forward
     kind = _DIGESTS.get(source_digest(forward) or "")
     if kind is not None:

@@ -63,7 +63,7 @@ class Patched(list[Replaced]):
 
 
 def describe(left: Iterable[Left]) -> str:
-    """What is left, in a sentence."""
+    """A sentence that names the modules left as they were."""
     found = _by_first(((each.kind, each.reason), each.module) for each in left)
     return "; ".join(
         f"its {kind}{'s' if len(names) > 1 else ''} {', '.join(grouped(filter(None, names)))}".rstrip() + f" ({reason})"

@@ -67,7 +67,7 @@ def _numbered(names: Iterable[str]) -> dict[str, str]:
 
 
 def _meaning(name: str, value: object, helpers: bool) -> str:
-    """What a global name stands for."""
+    """The text that stands for a global's value in a digest."""
     if isinstance(value, types.ModuleType | type):
         return value.__name__
     if helpers and isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
