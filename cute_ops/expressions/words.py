@@ -2,7 +2,7 @@
 
 A word's other columns stand where they are used, in tables with the same keys: its reference in
 :mod:`cute_ops.expressions.reference`, its derivative in :mod:`cute_ops.expressions.derivative`, its device function in
-:mod:`cute_ops.kernels.epilogue.words`. Names are those of the array API where it has the function. A test holds that no
+:mod:`cute_ops.kernels.emit.words`. Names are those of the array API where it has the function. A test holds that no
 table lacks a word.
 """
 

@@ -12,13 +12,13 @@ from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import WARP
-from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
+from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.op import Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.fused_rows import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
-KERNEL = "cute_ops.kernels.epilogue.select:fused"
+KERNEL = "cute_ops.kernels.rows.select:fused"
 POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
 # Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small, as threads of large ones drift apart
 # over memory pages.

@@ -15,7 +15,7 @@ from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.words import WORDS
 from cute_ops.hardware import WARP
-from cute_ops.kernels.epilogue.config import FusedRowConfig, Texts
+from cute_ops.kernels.rows.config import FusedRowConfig, Texts
 from cute_ops.ops.rows import (
     CTA_VECTORS,
     LEAST_REGISTERS,

@@ -173,7 +173,7 @@ def open_behind_a_link(where: Path) -> None:
         ),
         (
             lambda where: edit(where, change_sources),
-            "was built from other sources of cute_ops.kernels.epilogue.select:fused",
+            "was built from other sources of cute_ops.kernels.rows.select:fused",
         ),
         (flip_a_bit, "is damaged: the checksum of cute_silu_mul_"),
         (truncate, "is damaged: the checksum of cute_silu_mul_"),

@@ -131,7 +131,7 @@ def test_doctor_looks_at_bundles(tmp_path: Path, cache_folder: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(source_digest, "key", lambda kernel, declared: "another")
         (bad,) = doctor._bundles()
-        assert bad.level == "bad" and "built from other sources of cute_ops.kernels.epilogue.select" in bad.text
+        assert bad.level == "bad" and "built from other sources of cute_ops.kernels.rows.select" in bad.text
     (tmp_path / "bundle" / "manifest.txt").write_text("changed")
     (bad,) = doctor._bundles()
     assert bad.level == "bad" and "the checksum of manifest.txt does not match" in bad.text and bad.remedy

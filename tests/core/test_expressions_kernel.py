@@ -33,7 +33,7 @@ WIDE = {"x": "*m n", "bias": "n", "scale": "*m 1", "packed": "*m 2n"}
 @pytest.fixture
 def emitter() -> Iterator[Any]:
     with interpreted():
-        yield importlib.import_module("cute_ops.kernels.epilogue.emit").Emitter
+        yield importlib.import_module("cute_ops.kernels.emit.emitter").Emitter
 
 
 def computed(emitter: Any, text: str, *given: Any, **options: Any) -> list[np.ndarray]:
@@ -76,7 +76,7 @@ def test_short_device_functions_are_right_to_17_bits(word: str, emitter: Any) ->
     """Tanh loses no more of 1 than 2 units in the last place, as a derivative's ``1 - tanh(x)**2`` needs."""
     x = np.concatenate([np.linspace(-100, 88, 20001), np.geomspace(1e-30, 88, 2001), [0.0, np.inf, -np.inf, np.nan]])
     x = x.astype(np.float32)
-    device = importlib.import_module("cute_ops.kernels.epilogue.words").SHORT_DEVICE[word]
+    device = importlib.import_module("cute_ops.kernels.emit.words").SHORT_DEVICE[word]
     exactly = partial(np.logaddexp, 0) if word == "softplus" else getattr(np, word)
     found, exact = np.asarray(device(interpreter.Float32(x))), exactly(x.astype(np.float64))
     np.testing.assert_allclose(found, exact, rtol=2**-17, atol=1e-37)
@@ -90,8 +90,8 @@ def test_short_device_functions_are_right_to_17_bits(word: str, emitter: Any) ->
 def test_outputs_of_16_bits_take_short_device_functions(dtype: str, table: str, emitter: Any) -> None:
     op = fused(lambda xp, x: xp.tanh(x), operands={"x": "*m n"}, name="tanh_of_x")
     variant = choose(bind(op, {"x": Array((64, 4096), dtype)}), {}, parse("sm_90a")).variant
-    words = importlib.import_module("cute_ops.kernels.epilogue.words")
-    kernel = importlib.import_module("cute_ops.kernels.epilogue.pointwise").FusedPointwise(variant)
+    words = importlib.import_module("cute_ops.kernels.emit.words")
+    kernel = importlib.import_module("cute_ops.kernels.rows.pointwise").FusedPointwise(variant)
     assert kernel.emit.device is getattr(words, table)
 
 

@@ -20,7 +20,7 @@ from cute_ops.expressions.words import WORDS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
-from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.rows.config import FusedRowConfig
 from cute_ops.op import Case
 from cute_ops.tools import gradient, sass
 

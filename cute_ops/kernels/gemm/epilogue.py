@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse
-from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
+from cute_ops.kernels.emit.emitter import computed
+from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
 from cute_ops.kernels.gemm.rows import FinishRows, RowReductions
 from cute_ops.kernels.gemm.views import by_row, each_by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen

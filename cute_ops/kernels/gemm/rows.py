@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.expressions.text import text_of
-from cute_ops.kernels.epilogue.emit import Emitter
-from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
+from cute_ops.kernels.emit.emitter import Emitter
+from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.copy import fragment, load, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import store_number_if

@@ -16,7 +16,7 @@ from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
-GROUPS_KERNEL = "cute_ops.kernels.epilogue.groups:FusedGroups"
+GROUPS_KERNEL = "cute_ops.kernels.rows.groups:FusedGroups"
 # Shapes of what all rows share, and of the same where each row of a batch has its own.
 OF_ROWS = {"n": "*m n", "2n": "*m 2n", "": "*m 1"}
 

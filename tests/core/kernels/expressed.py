@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_ops.kernels.epilogue.emit import Emitter
+from cute_ops.kernels.emit.emitter import Emitter
 
 
 class Expressed:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cute_ops.jit.plan import Plan
-from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.rows.config import FusedRowConfig
 
 FORMS = {
     "registers of a CTA": {"form": "one_pass", "threads": 512, "threads_per_row": 512},

@@ -4,14 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.epilogue.config import FusedRowConfig
-from cute_ops.kernels.epilogue.row_exchange import exchanges
-from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown
 from cute_ops.kernels.lib.column_params import column_elements
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, store, store_elements, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import VectorAccess
 from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, clusters, readable
+from cute_ops.kernels.rows.config import FusedRowConfig
+from cute_ops.kernels.rows.exchange import exchanges
+from cute_ops.kernels.rows.pieces import RowPieces, Shown
 
 
 class RowsInPasses(RowPieces):

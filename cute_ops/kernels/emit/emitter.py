@@ -3,7 +3,7 @@
 from cutlass import Boolean, Float32
 
 from cute_ops.expressions.text import parse
-from cute_ops.kernels.epilogue.words import DEVICE
+from cute_ops.kernels.emit.words import DEVICE
 
 
 class Emitter:

@@ -4,10 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.epilogue.config import FusedRowConfig
-from cute_ops.kernels.epilogue.row_exchange import exchanges
-from cute_ops.kernels.epilogue.row_pieces import RowPieces, Shown, combined
-from cute_ops.kernels.epilogue.words import COMBINE, NEUTRAL
+from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.column_params import column_elements, column_vectors
 from cute_ops.kernels.lib.column_reduce import TileColumnSum
 from cute_ops.kernels.lib.copy import (
@@ -27,6 +24,9 @@ from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters
 from cute_ops.kernels.lib.smem_ring import RowRing
+from cute_ops.kernels.rows.config import FusedRowConfig
+from cute_ops.kernels.rows.exchange import exchanges
+from cute_ops.kernels.rows.pieces import RowPieces, Shown, combined
 
 # Vectors of a row in shared memory for which row vectors are loaded together.
 BATCH = 4

@@ -3,10 +3,10 @@
 import cutlass.cute as cute
 from cutlass import Int64
 
-from cute_ops.kernels.epilogue.pointwise import FusedPointwise, RowSums, Terms
-from cute_ops.kernels.epilogue.row_passes import RowsInPasses
-from cute_ops.kernels.epilogue.rows import RowsInRegisters, RowsInRing
 from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.rows.on_chip import RowsInRegisters, RowsInRing
+from cute_ops.kernels.rows.passes import RowsInPasses
+from cute_ops.kernels.rows.pointwise import FusedPointwise, RowSums, Terms
 from cute_ops.kernels.rowwise.pointwise import Piece
 
 FORMS = {"one_pass": RowsInRegisters, "ring": RowsInRing, "passes": RowsInPasses}

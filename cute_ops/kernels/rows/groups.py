@@ -7,15 +7,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.expressions.groups import REDUCTIONS, sizes
-from cute_ops.kernels.epilogue.config import FusedRowConfig
-from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
-from cute_ops.kernels.epilogue.row_passes import RowsInPasses
-from cute_ops.kernels.epilogue.select import FusedRows
-from cute_ops.kernels.epilogue.words import COMBINE
+from cute_ops.kernels.emit.emitter import computed
+from cute_ops.kernels.emit.row_emitter import RowEmitter, RowValues
+from cute_ops.kernels.emit.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.row_copy import Row
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.rows.config import FusedRowConfig
+from cute_ops.kernels.rows.passes import RowsInPasses
+from cute_ops.kernels.rows.select import FusedRows
 from cute_ops.kernels.rowwise.pointwise import Piece
 
 VEC = 8  # columns of a thread: half of the smallest group, a 16th of the largest

@@ -4,8 +4,8 @@ from cutlass import Float32
 
 from cute_ops.expressions.stages import awaited, levels, stages
 from cute_ops.expressions.text import parse
-from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.epilogue.words import DEVICE, SHORT_DEVICE
+from cute_ops.kernels.emit.emitter import computed
+from cute_ops.kernels.emit.words import DEVICE, SHORT_DEVICE
 
 
 class RowEmitter:

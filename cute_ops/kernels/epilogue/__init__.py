@@ -1,1 +1,0 @@
-"""What an expression becomes in a kernel."""
