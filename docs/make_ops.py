@@ -16,7 +16,7 @@ BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end --
 PUBLIC = (*OPS, *PRODUCTS)
 # By room of the kernel.
 FAMILIES = {
-    "norm": "norms", "epilogue": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
+    "norm": "norms", "rows": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
     "gemm": "matrix products", "attention": "caches of keys and values", "reduction": "losses, softmax, sums",
     "quantize": "float8 with scales, for inference", "parts": "optimizer",
 }  # fmt: skip

@@ -184,7 +184,7 @@ class _Numbers:
 
 
 def test_every_word_is_in_every_table() -> None:
-    device = (Path(cute_ops.expressions.__file__).parents[1] / "kernels" / "epilogue" / "words.py").read_text()
+    device = (Path(cute_ops.expressions.__file__).parents[1] / "kernels" / "emit" / "words.py").read_text()
     named = set(re.findall(r'^    "(\w+)": ', device.partition("\nDEVICE = ")[2], re.MULTILINE))
     others = {name for name, word in WORDS.items() if word.reduces or word.grouped}
     assert REFERENCE.keys() == DERIVATIVE.keys() == WORDS.keys() == named | others
