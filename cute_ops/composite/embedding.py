@@ -1,7 +1,7 @@
 """An embedding, whose gradient is written in one pass: two composites.
 
 The gradient's program sorts the tokens by class and finds where each class's tokens end; the kernel of
-:mod:`cute_ops.ops.parts.embedding` then writes each row of the table's gradient once.
+:mod:`cute_ops.ops.embedding.sorted_embedding_bwd` then writes each row of the table's gradient once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.errors import shown
 from cute_ops.op import Op, Program, Sharding, Tensor
-from cute_ops.ops.parts.embedding import sorted_embedding_bwd
+from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 
 _MAX_SIZE = 2**31 - 2
 DOC = """Args:

@@ -9,18 +9,18 @@ from cute_ops.ops.activation.silu_mul import silu_mul
 from cute_ops.ops.activation.unary import gelu, relu2, silu
 from cute_ops.ops.attention.append_kv import append_kv
 from cute_ops.ops.conv.causal_conv1d import causal_conv1d
+from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.norm.layernorm import layernorm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
-from cute_ops.ops.parts.adamw import adamw
-from cute_ops.ops.parts.embedding import sorted_embedding_bwd
-from cute_ops.ops.parts.scale import scale
+from cute_ops.ops.optim.adamw import adamw
 from cute_ops.ops.quantize.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.quantize.quantize_fp8 import quantize_fp8
 from cute_ops.ops.quantize.rmsnorm_fp8 import rmsnorm_fp8
 from cute_ops.ops.quantize.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_step
+from cute_ops.ops.reduction.scale import scale
 from cute_ops.ops.reduction.softmax import log_softmax, softmax
 from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
 from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_ops.op import Op
-from cute_ops.ops.parts.scale import scale as declared
+from cute_ops.ops.reduction.scale import scale as declared
 from cute_ops_torch.library import program
 from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.no_gradient import double_backward, once

@@ -7,7 +7,7 @@ import pytest
 from cute_ops import FLOATS, Array, OneOf, Op, Tensor
 from cute_ops.binding import bind
 from cute_ops.ops import OPS, PRODUCTS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
-from cute_ops.ops.parts.embedding import sorted_embedding_bwd
+from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 
 X = Array((3, 5, 64), "float32")
 W = Array((64,), "float32")

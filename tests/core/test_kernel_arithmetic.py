@@ -19,8 +19,8 @@ from cute_ops import testing
 from cute_ops.jit.layout import compact
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.conv.config import ConvConfig
+from cute_ops.kernels.embedding.config import EmbeddingConfig
 from cute_ops.kernels.norm.config import NormConfig
-from cute_ops.kernels.parts.config import EmbeddingConfig
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig
 from cute_ops.op import Case, Op
 from cute_ops.ops.rotary import config as rotary

@@ -24,9 +24,9 @@ from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target, parse
-from cute_ops.ops.parts.embedding import sorted_embedding_bwd
-from cute_ops.ops.parts.scale import scale
+from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_bwd, cross_entropy_step
+from cute_ops.ops.reduction.scale import scale
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.huggingface import attention, decoder, packed_weights, products, residual_norm
 from cute_ops_torch.huggingface import patch as patching

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from cute_ops.config import Config, Needs, Problem, Space
 from cute_ops.hardware import WARP
+from cute_ops.kernels.reduction.config import ScaleConfig
 from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig
 from cute_ops.ops.rows import (
     CTA_VECTORS,
@@ -51,6 +52,8 @@ SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 204
 # Longer rows take up to FULL_CLUSTER CTAs of FULL_SPAN, by whether rows are aligned. Unaligned rows need masks, which
 # cost instructions: so their CTAs are fewer and have more threads.
 FULL_SPAN, FULL_CLUSTER = {True: 2048, False: SMEM_VECTORS}, 8
+# Persistent CTAs per SM of `scale`: they keep 64 KB of loads in flight, which is enough for full bandwidth.
+SCALE_CTAS = 4
 # Bytes of shared memory that such a CTA needs beside its rows: for sums, and what the system reserves.
 OWN_BYTES = 1100
 # Aligned rows longer than SMALL_CTAS_FROM take CTAs of SMALL_CTA_VECTORS, which can begin sooner than full ones.
@@ -240,3 +243,8 @@ def _map_needs(problem: Problem, flat: Config) -> Needs:
 
 REDUCE = Space(_reduce_space, _reduce_needs)
 MAP = Space(_map_space, _map_needs)
+
+
+def scale(problem: Problem) -> ScaleConfig:
+    """Persistent CTAs, because starting a CTA takes longer than seeing that a block needs no scaling."""
+    return ScaleConfig(threads=256, unroll=4, ctas=SCALE_CTAS * problem.sm_count)

@@ -11,7 +11,7 @@ from typing import Any
 from cute_ops.array_api import doubling, numbers, widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops.parts import config
+from cute_ops.ops.embedding import config
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -61,8 +61,8 @@ sorted_embedding_bwd = Op(
     dtypes={"T": FLOATS, "I": ("int64", "int32")},
     sharding=Sharding(parallel=("n",)),
     reference=reference,
-    kernel="cute_ops.kernels.parts.embedding:EmbeddingBackward",
-    tuning=Tuning(config.embedding_bwd, workspace=config.embedding_bwd_workspace),
+    kernel="cute_ops.kernels.embedding.sorted_embedding_bwd:EmbeddingBackward",
+    tuning=Tuning(config.embedding_bwd, workspace=config.workspace),
     cases=CASES,
     arrange=sort_tokens,
     doc="""Gradient of an embedding's table from tokens that are sorted by class.

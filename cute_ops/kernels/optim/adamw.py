@@ -1,4 +1,4 @@
-"""AdamW: see :mod:`cute_ops.ops.parts.adamw` for the maths."""
+"""AdamW: see :mod:`cute_ops.ops.optim.adamw` for the maths."""
 
 from functools import partial
 

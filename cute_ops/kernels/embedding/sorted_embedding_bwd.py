@@ -1,14 +1,14 @@
-"""Gradient of an embedding's table: see :mod:`cute_ops.ops.parts.embedding` for the maths."""
+"""Gradient of an embedding's table: see :mod:`cute_ops.ops.embedding.sorted_embedding_bwd` for the maths."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.embedding.config import EmbeddingConfig
 from cute_ops.kernels.lib.column_reduce import fold
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
-from cute_ops.kernels.parts.config import EmbeddingConfig
 
 # Percent of an SM's L1 that is shared memory: enough for all CTAs that fit the SM.
 SMEM_PERCENT = 30

@@ -1,4 +1,4 @@
-"""Configs of the kernels of ops that only our own functions call."""
+"""Config of the kernel of an embedding's gradient."""
 
 from __future__ import annotations
 
@@ -24,12 +24,3 @@ class EmbeddingConfig(KernelConfig):
     classes: int
     chunk: int
     resident: int
-
-
-@dataclass(frozen=True)
-class ScaleConfig(KernelConfig):
-    """``unroll`` vectors of each of ``threads`` threads at a time, in ``ctas`` persistent CTAs."""
-
-    threads: int
-    unroll: int
-    ctas: int

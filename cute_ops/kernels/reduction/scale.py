@@ -1,4 +1,4 @@
-"""Rows times a number each: see :mod:`cute_ops.ops.parts.scale` for the maths."""
+"""Rows times a number each: see :mod:`cute_ops.ops.reduction.scale` for the maths."""
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +8,7 @@ from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_address, row_count
-from cute_ops.kernels.parts.config import ScaleConfig
+from cute_ops.kernels.reduction.config import ScaleConfig
 
 
 class Scale:

@@ -9,7 +9,7 @@ from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops.checks import NOT_NEGATIVE, within
-from cute_ops.ops.parts import config
+from cute_ops.ops.optim import config
 from cute_ops.shapes import FLOATS
 
 EPS = {"eps": 0.1}
@@ -53,8 +53,8 @@ adamw = Op(
     sharding=Sharding(parallel=("n",)),
     check=within(beta1=BETA, beta2=BETA, eps=NOT_NEGATIVE),
     reference=reference,
-    kernel="cute_ops.kernels.parts.adamw:AdamW",
-    tuning=Tuning(config.adamw, space=config.ADAMW),
+    kernel="cute_ops.kernels.optim.adamw:AdamW",
+    tuning=Tuning(config.adamw, space=config.SPACE),
     cases=CASES,
     doc="""One step of AdamW on a parameter: the parameter and its two moments in one pass.
 

@@ -7,7 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops.parts import config
+from cute_ops.ops.reduction import config
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -33,7 +33,7 @@ scale = Op(
     static=(),
     sharding=Sharding(parallel=("n",)),
     reference=reference,
-    kernel="cute_ops.kernels.parts.scale:Scale",
+    kernel="cute_ops.kernels.reduction.scale:Scale",
     tuning=Tuning(config.scale),
     cases=CASES,
     doc="""Rows times a number each.

@@ -1,1 +1,0 @@
-"""Kernels of :mod:`cute_ops.ops.parts`."""

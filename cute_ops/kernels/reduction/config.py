@@ -1,0 +1,16 @@
+"""Config of the kernel of rows times a number each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_ops.config import KernelConfig
+
+
+@dataclass(frozen=True)
+class ScaleConfig(KernelConfig):
+    """``unroll`` vectors of each of ``threads`` threads at a time, in ``ctas`` persistent CTAs."""
+
+    threads: int
+    unroll: int
+    ctas: int

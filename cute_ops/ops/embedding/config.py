@@ -1,0 +1,41 @@
+"""The heuristic and the workspace of the kernel of an embedding's gradient."""
+
+from __future__ import annotations
+
+from cute_ops.config import Config, Problem
+from cute_ops.hardware import WARP
+from cute_ops.kernels.embedding.config import EmbeddingConfig
+from cute_ops.ops.rows import VECTOR_BYTES
+from cute_ops.shapes import ITEMSIZE, Array
+
+# Threads of a CTA, and the most that share a row.
+THREADS, ROW_THREADS = 256, 64
+# Tokens of one class whose sum is computed first; classes of a group of threads where most classes have no token.
+CHUNK, CLASSES = 64, 8
+
+
+def embedding_bwd(problem: Problem) -> EmbeddingConfig:
+    """Up to 64 threads share a row or a segment of it. Such a group takes several classes where classes are no fewer
+    than tokens and make at least four CTAs per SM.
+    """
+    share, segments = ROW_THREADS, 1
+    if problem.n is not None:
+        rows = ("dout", "dweight")
+        vec = min(min(problem.aligns[name], VECTOR_BYTES) // ITEMSIZE[problem.dtypes[name]] for name in rows)
+        vectors = max(-(-problem.n // vec), 1)
+        segments = -(-vectors // ROW_THREADS)
+        share = -(-vectors // segments)
+    tokens, classes = problem.dims["t"], problem.dims["c"]
+    ctas = classes * segments // (THREADS // share * CLASSES)
+    many = tokens <= classes and ctas >= 4 * problem.sm_count
+    # Without this bound the compiler spills registers to fit one more CTA on an SM. Groups that share warps with other
+    # groups take more registers.
+    resident = 4 if share % WARP and WARP % share else 5
+    return EmbeddingConfig(THREADS, share, CLASSES if many else 1, CHUNK, resident)
+
+
+def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """Sums of chunks of tokens of one class."""
+    # Rounded up, which an exported program can say of a symbolic number; the last chunk, if it is short, is not used.
+    chunks = -(-problem.dims["t"] // EmbeddingConfig.of(flat).chunk)
+    return {"partials": Array((chunks, problem.dims["n"]), "float32")}

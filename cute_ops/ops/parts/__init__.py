@@ -1,1 +1,0 @@
-"""Ops that our own functions are made of, without functions of their own."""
