@@ -14,7 +14,7 @@ from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Program, 
 from cute_ops.shapes import FLOATS, Array
 
 if TYPE_CHECKING:
-    from cute_ops.ops.fused import fused
+    from cute_ops.ops.expression.fused import fused
     from cute_ops.ops.gemm.fused import fused_linear
 
 __version__ = "0.2.0"
@@ -48,7 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import tracing on first use, because that takes time."""
-    homes = {"fused": "cute_ops.ops.fused", "fused_linear": "cute_ops.ops.gemm.fused"}
+    homes = {"fused": "cute_ops.ops.expression.fused", "fused_linear": "cute_ops.ops.gemm.fused"}
     if name not in homes:
         where = ": functions are in cute_ops_torch and cute_ops_jax" if name.islower() else ""
         raise no_attribute(__name__, name, __all__, where)

@@ -4,8 +4,8 @@
 that name. ``.grad`` after a name means its gradient. The name of a step of the gradient, of a narrowed op or of an
 unrolled one may follow, too: ``file.py:norm.norm_bwd_only_dx``, ``file.py:add_n.add_n_of_3``. For a function decorated
 by ``fused`` without declared shapes, ``file.py:gelu_add`` is the op of tiles, ``file.py:gelu_add.trt`` that of a tile,
-a row and a tile, and ``file.py:clipped.t(limit=2.0)`` one with an attribute: :mod:`cute_ops.ops.fused_by_call` explains
-the letters.
+a row and a tile, and ``file.py:clipped.t(limit=2.0)`` one with an attribute: :mod:`cute_ops.ops.expression.by_call`
+explains the letters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cute_ops.errors import meant
 from cute_ops.op import Op
 
 if TYPE_CHECKING:
-    from cute_ops.ops.fused_by_call import ByCall
+    from cute_ops.ops.expression.by_call import ByCall
 
 
 @cache

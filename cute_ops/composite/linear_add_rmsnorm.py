@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
-from cute_ops.ops.fused import fused
+from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import exact, linear, linear_acc, product_gradients
 from cute_ops.ops.norm import add_rmsnorm as norm

@@ -15,16 +15,16 @@ from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
-from cute_ops.ops.formula import Attrs as Attributes
-from cute_ops.ops.formula import ByAttrs, Formula
-from cute_ops.ops.fused import fused
-from cute_ops.ops.gemm.batches import each
+from cute_ops.ops.batches import each
+from cute_ops.ops.expression.formula import Attrs as Attributes
+from cute_ops.ops.expression.formula import ByAttrs, Formula
+from cute_ops.ops.expression.fused import fused
+from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gradient import ACC
 from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.linear import linear
-from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.norm import rmsnorm as norm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.shapes import FLOATS

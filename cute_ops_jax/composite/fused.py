@@ -1,4 +1,4 @@
-"""A function as an op: with shapes that are declared, or by each call's, :mod:`cute_ops.ops.fused_by_call`."""
+"""A function as an op: with shapes that are declared, or by each call's, :mod:`cute_ops.ops.expression.by_call`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cute_ops.composite.docstrings import continued
-from cute_ops.ops import fused_by_call
-from cute_ops.ops.broadcast import Fit
-from cute_ops.ops.fused_by_call import ByCall
+from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.expression.by_call import DOC, ByCall, decorate
 from cute_ops_jax.primitive.arrays import unwrapped
 from cute_ops_jax.primitive.function import register
 
@@ -28,7 +27,7 @@ def fused(function: Function, /, *, name: str = ...) -> Function: ...
 def fused(
     *, name: str = ..., operands: Mapping[str, str] | None = ..., **declaration: Any
 ) -> Callable[[Function], Function]: ...
-@continued(fused_by_call.DOC)
+@continued(DOC)
 def fused(
     function: Function | None = None, /, *, name: str = "", operands: Mapping[str, str] | None = None,
     **declaration: Any,
@@ -39,7 +38,7 @@ def fused(
     def gelu_add(xp, x, bias, residual):
         return xp.gelu(x + bias) + residual
     """
-    return fused_by_call.decorate(function, name, operands, declaration, register, _by_call)
+    return decorate(function, name, operands, declaration, register, _by_call)
 
 
 def _by_call(by_call: ByCall) -> Function:

@@ -1,4 +1,4 @@
-"""A function as an op: with shapes that are declared, or by each call's, :mod:`cute_ops.ops.fused_by_call`."""
+"""A function as an op: with shapes that are declared, or by each call's, :mod:`cute_ops.ops.expression.by_call`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from cute_ops.composite.docstrings import continued
 from cute_ops.constants import make_room
 from cute_ops.errors import shown
-from cute_ops.ops import fused_by_call
-from cute_ops.ops.broadcast import Fit
-from cute_ops.ops.fused_by_call import TILES, Attrs, ByCall, dtype_of, kinds, there
+from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.expression.by_call import DOC, TILES, Attrs, ByCall, decorate, dtype_of, kinds, there
 from cute_ops_torch.composite.constant import constant, guard, number, traced
 from cute_ops_torch.library.nodes import tracked
 from cute_ops_torch.registry import define, register
@@ -31,7 +30,7 @@ def fused(function: Function, /, *, namespace: str = ..., name: str = ...) -> Fu
 def fused(
     *, namespace: str = ..., name: str = ..., operands: Mapping[str, str] | None = ..., **declaration: Any
 ) -> Callable[[Function], Function]: ...
-@continued(fused_by_call.DOC)
+@continued(DOC)
 def fused(
     function: Function | None = None, /, *, namespace: str = "cute", name: str = "",
     operands: Mapping[str, str] | None = None, **declaration: Any,
@@ -46,7 +45,7 @@ def fused(
     """
     if torch.compiler.is_dynamo_compiling():
         raise TypeError("cute_ops_torch.fused: call it outside of what torch.compile compiles, once for each function.")
-    return fused_by_call.decorate(
+    return decorate(
         function, name, operands, declaration, lambda op: register(op, namespace), lambda of: _by_call(of, namespace)
     )
 

@@ -21,8 +21,8 @@ import pytest
 from cute_ops import fused, testing
 from cute_ops.constants import Exact, Unknown, constant, exact, state
 from cute_ops.expressions import evaluate, parse, recognize, text_of, trace
-from cute_ops.ops import many
-from cute_ops.ops.fused_by_call import ByCall
+from cute_ops.ops.expression import many
+from cute_ops.ops.expression.by_call import ByCall
 from cute_ops.ops.gemm.by_call import traced
 
 DISTINCT = [

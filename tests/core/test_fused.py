@@ -21,7 +21,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Case
-from cute_ops.ops.fused_by_call import ByCall, kinds
+from cute_ops.ops.expression.by_call import ByCall, kinds
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
@@ -419,7 +419,7 @@ def test_functions_that_no_call_can_have(function: Any, text: str) -> None:
 def test_commands_and_manifests_find_the_ops_of_calls(tmp_path: Path) -> None:
     file = tmp_path / "ops_by_call.py"
     file.write_text(
-        "from cute_ops.ops.fused_by_call import decorate\n\n"
+        "from cute_ops.ops.expression.by_call import decorate\n\n"
         "def gated(xp, x, bias, *, limit=1.0, kind='silu'):\n"
         "    n = x.shape[-1] // 2\n"
         "    return xp.clip(getattr(xp, kind)(x[..., :n]) * x[..., n:] + bias, -limit, limit)\n\n"

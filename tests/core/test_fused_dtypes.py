@@ -17,7 +17,7 @@ from cute_ops.dispatch import choose
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
 from cute_ops.op import Case
-from cute_ops.ops.fused_by_call import ByCall, kinds
+from cute_ops.ops.expression.by_call import ByCall, kinds
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))

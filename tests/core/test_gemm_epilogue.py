@@ -24,8 +24,8 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.ops.broadcast import fit
-from cute_ops.ops.fused import fused
+from cute_ops.ops.expression.broadcast import fit
+from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.by_call import op_of
 from cute_ops.ops.gemm.config import Demand, configs
 from cute_ops.ops.gemm.fused import fused_linear

@@ -24,7 +24,7 @@ from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
-from cute_ops.ops.formula import KERNEL as FUSED
+from cute_ops.ops.expression.formula import KERNEL as FUSED
 from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 

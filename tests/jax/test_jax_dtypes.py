@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
-from cute_ops.ops.fused_by_call import DTYPES
+from cute_ops.ops.expression.by_call import DTYPES
 from cute_ops_jax import fused
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))

@@ -7,7 +7,7 @@ from typing import Any
 from cute_ops.op import Case
 from cute_ops.ops import docs
 from cute_ops.ops.activation.maths import APPROXIMATE, gelu
-from cute_ops.ops.fused import fused
+from cute_ops.ops.expression.fused import fused
 
 CASES = (
     Case("one-row", {"m": (), "n": 2304}),

@@ -7,7 +7,7 @@ from typing import Any
 from cute_ops.op import Case
 from cute_ops.ops import docs
 from cute_ops.ops.activation.maths import APPROXIMATE, gelu, halves
-from cute_ops.ops.fused import fused, fused_again
+from cute_ops.ops.expression.fused import fused, fused_again
 
 X = {"x": "*m 2n"}
 SWIGLU_CASES = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_ops.op import Case
 from cute_ops.ops import docs
-from cute_ops.ops.fused import fused
+from cute_ops.ops.expression.fused import fused
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),

@@ -7,7 +7,7 @@ from typing import Any
 from cute_ops.op import Case
 from cute_ops.ops import docs
 from cute_ops.ops.activation import maths
-from cute_ops.ops.fused import fused
+from cute_ops.ops.expression.fused import fused
 
 X = {"x": "*m n"}
 GPT2 = Case("gpt2", {"m": (2, 33), "n": 3072})

@@ -8,8 +8,8 @@ from typing import Any
 from cute_ops.config import Problem, Tuning
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import FUSED, Op, Program, Sharding, Tensor
-from cute_ops.ops.gemm.batches import CASES as BATCHES
-from cute_ops.ops.gemm.batches import each
+from cute_ops.ops.batches import CASES as BATCHES
+from cute_ops.ops.batches import each
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import Demand
 from cute_ops.ops.gemm.linear import (

@@ -19,9 +19,9 @@ from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
-from cute_ops.ops import many
-from cute_ops.ops.broadcast import Fit, fit
-from cute_ops.ops.gemm.batches import each
+from cute_ops.ops.batches import each
+from cute_ops.ops.expression import many
+from cute_ops.ops.expression.broadcast import Fit, fit
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.named import EPILOGUES

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cute_ops.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES
 from cute_ops.kernels.gemm.config import ITEMSIZE, MMA_M, WARPGROUP, Form, GemmConfig
-from cute_ops.ops.gemm.batches import batch_of
+from cute_ops.ops.batches import batch_of
 
 # Form, rows and columns of a tile. Larger tiles leave too few registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (

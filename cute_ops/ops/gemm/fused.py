@@ -24,9 +24,11 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.words import LIKE
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
-from cute_ops.ops.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
-from cute_ops.ops.gemm.batches import CASES as BATCHES
-from cute_ops.ops.gemm.batches import each
+from cute_ops.ops.batches import CASES as BATCHES
+from cute_ops.ops.batches import each
+from cute_ops.ops.expression.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
+from cute_ops.ops.expression.pointwise import pointwise
+from cute_ops.ops.expression.traces import Traces
 from cute_ops.ops.gemm.choice import WIDE, instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand, GemmSize, space_of
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
@@ -41,9 +43,7 @@ from cute_ops.ops.gemm.linear import (
     sums_of_few_rows,
     vector,
 )
-from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
-from cute_ops.ops.traces import Traces
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}

@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied, rebuilt
 from cute_ops.op import Op, Tensor, defaults_of
-from cute_ops.ops.formula import COLUMN, Attrs, ByAttrs, Formula, period, shape_of
+from cute_ops.ops.expression.formula import COLUMN, Attrs, ByAttrs, Formula, period, shape_of
+from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.linear import linear_acc, product_gradients
-from cute_ops.ops.gemm.pointwise import pointwise
 
 ACC = "acc"  # the product, before the epilogue
 MOST_SKIPPABLE = 3  # gradients of a step; each set of them that is wanted is an op

@@ -15,12 +15,12 @@ from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import SUMS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
-from cute_ops.ops.formula import Formula
-from cute_ops.ops.gemm.batches import CASES as BATCHES
-from cute_ops.ops.gemm.batches import batch_of, each
+from cute_ops.ops.batches import CASES as BATCHES
+from cute_ops.ops.batches import batch_of, each
+from cute_ops.ops.expression.formula import Formula
+from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, space_of, without_tma
-from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops import Op
-from cute_ops.ops.fused_by_call import DTYPES, ByCall
+from cute_ops.ops.expression.by_call import DTYPES, ByCall
 
 ROW = {"axis": -1, "keepdims": True}
 

@@ -33,9 +33,9 @@ from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op
-from cute_ops.ops import many
-from cute_ops.ops.broadcast import Fit, fit
-from cute_ops.ops.fused import fused, fused_traced, shape_of
+from cute_ops.ops.expression import many
+from cute_ops.ops.expression.broadcast import Fit, fit
+from cute_ops.ops.expression.fused import fused, fused_traced, shape_of
 from cute_ops.shapes import FLOATS
 
 TILES = {"t": "*m n", "2t": "*m 2n"}

@@ -10,7 +10,7 @@ from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import defaults_of
-from cute_ops.ops.formula import Attrs, ByAttrs
+from cute_ops.ops.expression.formula import Attrs, ByAttrs
 
 
 class Traces(ByAttrs[Expression]):

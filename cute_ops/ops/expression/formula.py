@@ -14,7 +14,7 @@ from cute_ops.expressions.text import text_of
 from cute_ops.hardware import WARP
 from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.op import Op, Sharding, Tensor, WhileFew, defaults_of
-from cute_ops.ops.fused_rows import RowExpression, needs, others
+from cute_ops.ops.expression.row_config import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 

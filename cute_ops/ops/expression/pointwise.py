@@ -1,7 +1,7 @@
 """Ops of expressions that run beside products: an epilogue by itself, and the gradient of an epilogue.
 
-The kernels of :mod:`cute_ops.ops.formula` compute them. Those that look at groups of columns have a kernel of
-their own.
+The kernels of :mod:`cute_ops.ops.expression.formula` compute them. Those that look at groups of columns have a kernel
+of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from cute_ops.expressions.graph import SHAPES, rebuilt
 from cute_ops.op import Case, Op, Program, Tensor, defaults_of
-from cute_ops.ops.formula import Attrs, Formula, declare, shape_of
-from cute_ops.ops.gemm.batches import CASES as BATCHES
-from cute_ops.ops.gemm.batches import each
+from cute_ops.ops.batches import CASES as BATCHES
+from cute_ops.ops.batches import each
+from cute_ops.ops.expression.formula import Attrs, Formula, declare, shape_of
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
 GROUPS_KERNEL = "cute_ops.kernels.rows.groups:FusedGroups"

@@ -14,8 +14,8 @@ from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.words import LIKE
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
-from cute_ops.ops.formula import Attrs, ByAttrs, Formula, declare
-from cute_ops.ops.traces import Traces
+from cute_ops.ops.expression.formula import Attrs, ByAttrs, Formula, declare
+from cute_ops.ops.expression.traces import Traces
 from cute_ops.shapes import FLOATS
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
