@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import Array, Op, hardware, lookup
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops import Array, Op, hardware
+from cute_ops.autotune.dispatch import choose
+from cute_ops.calls import lookup
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.compile_pool import worker
@@ -25,7 +27,6 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
 from cute_ops.ops.expression.formula import KERNEL as FUSED
-from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
@@ -316,7 +317,7 @@ def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compile
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import dispatch
+    from cute_ops.autotune import dispatch
 
     if hardware.sm(arch) < op.least_sm:
         return

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import cute_ops_jax
-from cute_ops import FLOATS, Op, Tensor, lookup, testing
+from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops.calls import lookup
 from cute_ops_jax import exporting
 from cute_ops_jax.tools import runner
 

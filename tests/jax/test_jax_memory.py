@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import lookup
+from cute_ops.calls import lookup
 from cute_ops.ops.gemm.linear import linear
 
 LAYOUTS = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "layouts.py"))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, Tensor, lookup, testing
+from cute_ops import Op, Tensor, testing
+from cute_ops.calls import lookup
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import stubs

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import cute_ops_jax
-from cute_ops import lookup, testing
+from cute_ops import testing
+from cute_ops.calls import lookup
 from cute_ops.ops.attention.append_kv import append_kv as APPEND
 from cute_ops_jax.tools import runner
 

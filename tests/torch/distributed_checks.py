@@ -33,8 +33,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Sharding, lookup, testing
+from cute_ops import FLOATS, Op, Sharding, testing
 from cute_ops import Tensor as Declared
+from cute_ops.calls import lookup
 from cute_ops.composite import chunks
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm

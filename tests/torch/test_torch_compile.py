@@ -14,7 +14,8 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, lookup, testing
+from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops.calls import lookup
 from cute_ops.composite.linear_cross_entropy import linear_cross_entropy_total
 from cute_ops_torch import registry
 from cute_ops_torch.tools import runner

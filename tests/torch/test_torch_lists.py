@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, lookup, testing
+from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops.calls import lookup
 from cute_ops_torch.host.function import make_function
 from cute_ops_torch.registry import define
 from cute_ops_torch.tools import runner

@@ -12,7 +12,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
 
 import cute_ops_torch
-from cute_ops import lookup, testing
+from cute_ops import testing
+from cute_ops.calls import lookup
 from cute_ops.ops.attention.append_kv import append_kv
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.tools import runner
