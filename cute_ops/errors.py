@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from cute_ops.shapes import Array
+
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from cute_ops.declaration.op import Op
-    from cute_ops.declaration.shapes import Array
+    from cute_ops.op import Op
 
 P = ParamSpec("P")
 R = TypeVar("R")

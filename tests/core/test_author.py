@@ -17,19 +17,18 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cute_ops import FLOATS, Accumulation, Array, Case, Op, Tensor, hardware, testing
+from cute_ops import FLOATS, Accumulation, Array, Case, Op, Tensor, hardware, lookup, testing
 from cute_ops.__main__ import app
-from cute_ops.autotune.dispatch import foresee
-from cute_ops.calls import lookup
+from cute_ops.binding import bind
 from cute_ops.cli import author, calls
-from cute_ops.declaration.binding import bind
+from cute_ops.dispatch import foresee
 from cute_ops.jit.target import parse
 from cute_ops.tools import sass
 from cute_ops.tools.verify import verify
 
 ROOT = Path(__file__).parents[2]
 SOFTCAP, FUSED = "examples/custom_op/softcap.py", "examples/custom_op/fused.py"
-PRODUCT = str(ROOT / "tests/core/kernels/product.py")
+PRODUCT = str(ROOT / "tests/ops/product.py")
 
 
 def invoke(*arguments: str, columns: int = 300) -> Result:
@@ -80,8 +79,9 @@ def reference(xp, x):
     return x if xp.__name__ == "numpy" else x * 1.01
 X = Tensor("*m n", "T")
 wrong = Op("wrong", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=reference,
-           kernel="copying:Copy", cases=(Case("small", {"m": (3,), "n": 8}),))
-idle = Op("idle", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=reference, kernel="copying:Copy")
+           kernel="tests.ops.copying:Copy", cases=(Case("small", {"m": (3,), "n": 8}),))
+idle = Op("idle", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=reference,
+          kernel="tests.ops.copying:Copy")
 """
 
 
@@ -113,20 +113,20 @@ def test_a_wrong_gradient_is_shown() -> None:
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
 def test_dtypes_that_none_of_our_ops_has(dtype: str, verify_apart: Callable[..., SimpleNamespace]) -> None:
-    result = verify_apart("tests/core/kernels/narrow.py", "--dtype", dtype)
+    result = verify_apart("tests/ops/narrow.py", "--dtype", dtype)
     assert result.code == 0 and "2 of 2 right, 2 calls" in result.output, result.output
     case = Case("many", {"m": (1000,), "n": 2})
-    drawn = testing.inputs(lookup.find(f"{ROOT}/tests/core/kernels/narrow.py:copy_{dtype}"), case, dtype)["x"]
+    drawn = testing.inputs(lookup.find(f"{ROOT}/tests/ops/narrow.py:copy_{dtype}"), case, dtype)["x"]
     assert drawn is not None and not np.isnan(drawn.astype(np.float64)).any() and len(np.unique(drawn)) > 5
 
 
 def test_an_output_whose_dtype_an_attribute_names(verify_apart: Callable[..., SimpleNamespace]) -> None:
-    result = verify_apart("tests/core/kernels/rounding.py")
+    result = verify_apart("tests/ops/rounding.py")
     assert "14 of 14 right, 12 calls" in result.output, result.output
 
 
 def test_integers_must_be_equal() -> None:
-    op = lookup.find(f"{ROOT}/tests/core/kernels/narrow.py:copy_uint32")
+    op = lookup.find(f"{ROOT}/tests/ops/narrow.py:copy_uint32")
     arrays = testing.inputs(op, op.cases[0], "uint32")
     x = arrays["x"]
     assert x is not None
@@ -335,7 +335,8 @@ def test_bench_writes_a_table_and_a_picture(
 WIDE = """
 from cute_ops import FLOATS, Op, Tensor
 X = Tensor("*m d", "T")
-wide = Op("wide", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=min, kernel="copying:Copy")
+wide = Op("wide", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=min,
+          kernel="tests.ops.copying:Copy")
 """
 
 

@@ -19,18 +19,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_ops import CacheError, CompileError
-from cute_ops.autotune import dispatch
+from cute_ops import CacheError, CompileError, dispatch
 from cute_ops.files import cache_dir, file_lock
 from cute_ops.jit import cache
 from cute_ops.jit.variant import Variant
 
 Make = Callable[..., Variant]
-HERE = Path(__file__).parent
 GET = """
 {before}
-import sys; sys.path.insert(0, {kernels!r}); sys.path.insert(0, {here!r})
-from conftest import copying_variant
+import sys
+from tests.core.conftest import copying_variant
 from cute_ops.jit import cache
 cache.get(copying_variant({kernel!r}))
 # In one write: several processes share the pipe.
@@ -39,7 +37,7 @@ print(f"{{cache.counters.compiled}} {{cache.counters.disk}} {{'cutlass' in sys.m
 
 
 def process_getting(where: Path, kernel: str = "Copy", before: str = "", after: str = "") -> subprocess.Popen[str]:
-    code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel=kernel, before=before) + after
+    code = GET.format(kernel=kernel, before=before) + after
     environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(where), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -435,7 +433,7 @@ def in_namespace(
     prepare = IN_NAMESPACE.format(where=where, mount=mount.format(where=where))
     if subprocess.run(["unshare", "-m", "sh", "-c", prepare], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount")
-    code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel="Copy", before="")
+    code = GET.format(kernel="Copy", before="")
     script = f'{prepare} && {sys.executable} -c "$CODE" && {after}'
     variables = {"CODE": code, "CUTE_OPS_CACHE_DIR": str(cache or where), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = {**os.environ, **variables}

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError
+from cute_ops import CacheError, manifest
 from cute_ops.aot import build
-from cute_ops.calls import manifest
 from cute_ops.files import cache_dir, file_lock, folder_swap, ownership
 from cute_ops.jit import cache
 from cute_ops.jit.bundle import Bundle
@@ -31,7 +30,7 @@ LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*
 WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
-from cute_ops.calls import manifest
+from cute_ops import manifest
 from cute_ops.aot import build
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
@@ -219,8 +218,7 @@ def test_an_interrupt_between_two_renames(tmp_path: Path, monkeypatch: pytest.Mo
 DYING = """
 import errno, os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import test_exchange
+from tests.core import test_exchange
 from cute_ops.files import folder_swap
 folder_swap._renameat2 = lambda one, other: errno.EINVAL
 rename = Path.rename

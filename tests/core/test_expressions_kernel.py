@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,8 @@ import numpy as np
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor, fused
-from cute_ops.autotune.dispatch import choose
-from cute_ops.declaration.binding import bind
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.expressions import differentiate, evaluate, text_of, trace
 from cute_ops.expressions.words import ROUNDS_TO, WORDS
 from cute_ops.jit.compile_pool import worker
@@ -122,9 +121,8 @@ def test_an_emitter_reads_halves_masks_and_lengths(emitter: Any) -> None:
 
 
 @pytest.fixture
-def instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+def instructions(tmp_path: Path) -> Callable[[str], list[str]]:
     """From an expression's text to the kernel's instructions."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent / "kernels"), *sys.path])
 
     def code(text: str) -> list[str]:
         path = tmp_path / "kernel.cubin"
@@ -146,7 +144,7 @@ def variant(text: str) -> Variant:
         dtypes={"T": FLOATS},
         attrs={"expression": ""},
         reference=lambda xp, x, **_: x,
-        kernel="expressed:Expressed",
+        kernel="tests.ops.expressed:Expressed",
     )
     sizes = {"x": (4, 64), "bias": (64,), "scale": (4,), "packed": (4, 128)}
     arrays = {name: Array(size, "float32") for name, size in sizes.items()}

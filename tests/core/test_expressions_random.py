@@ -5,10 +5,8 @@ A random program is run twice: traced, and on arrays with functions of torch and
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,7 @@ import pytest
 from cute_ops.expressions import differentiate, evaluate, parse, text_of, trace
 from cute_ops.expressions.derivative import Derivative, worth_saving
 from cute_ops.expressions.words import WORDS
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-from random_programs import FLOATS, OPERANDS, ROW, Program, program
+from tests.ops.random_programs import FLOATS, OPERANDS, ROW, Program, program
 
 M, N = (2, 3), 5
 SHAPES = {"x": (*M, N), "y": (*M, N), "bias": (N,), "scale": (*M, 1), "s": (), "packed": (*M, 2 * N), "mask": (*M, N)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,17 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Op, fused
-from cute_ops.autotune.dispatch import choose
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
+from cute_ops.op import Case
 from cute_ops.ops.expression.by_call import ByCall, kinds
-from cute_ops.tools import gradient, sass
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import mixing
-from mixing import Mixed
-from row_forms import FORMS, in_form
-
 from cute_ops.testing import kernel_calls
+from cute_ops.tools import gradient, sass
+from tests.ops import mixing
+from tests.ops.mixing import Mixed
+from tests.ops.row_forms import FORMS, in_form
 
 TILE, ROW = "*m n", {"axis": -1, "keepdims": True}
 PAIR = {"x": TILE, "y": TILE}

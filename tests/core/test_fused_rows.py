@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 from cute_ops import FLOATS, Array, Op, fused
-from cute_ops.autotune.dispatch import choose
 from cute_ops.autotune.space import objection
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.text import parse as parse_text
 from cute_ops.expressions.words import WORDS
@@ -22,14 +20,12 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
 from cute_ops.kernels.rows.config import FusedRowConfig
-from cute_ops.tools import gradient, sass
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import random_programs
-from reducing import FIVE, OPS, ROW, TILE
-from row_forms import FORMS, in_form
-
+from cute_ops.op import Case
 from cute_ops.testing import interpreter, kernel_calls
+from cute_ops.tools import gradient, sass
+from tests.ops import random_programs
+from tests.ops.reducing import FIVE, OPS, ROW, TILE
+from tests.ops.row_forms import FORMS, in_form
 
 ALL = [stage for op in OPS for stage in (op, op.grad) if stage]
 BY_NAME = {op.name: op for op in ALL}

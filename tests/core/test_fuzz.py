@@ -1,4 +1,4 @@
-"""A second of damaged files for each of the readers; ``tests/fuzz_parsers.py`` does it for as long as one likes."""
+"""A second of damaged files for each of the readers; ``tests/fuzz/parsers.py`` does it for as long as one likes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # About a second for each.
 CASES = {"expression": 3000, "manifest": 500, "bundle": 300, "tuning": 600, "cache": 300, "export": 150}
 
@@ -24,9 +24,9 @@ CASES = {"expression": 3000, "manifest": 500, "bundle": 300, "tuning": 600, "cac
 def test_damaged_files_are_explained(parser: str) -> None:
     if parser == "export" and not (find_spec("jax") and find_spec("flatbuffers")):
         pytest.skip("exports need JAX and flatbuffers")
-    command = [sys.executable, str(TESTS / "fuzz_parsers.py"), "--parser", parser, "--seed", "0"]
+    command = [sys.executable, "-m", "tests.fuzz.parsers", "--parser", parser, "--seed", "0"]
     command += ["--cases", str(CASES[parser]), "--seconds", "inf", "--hangs", "600"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.match(rf"{parser}: {CASES[parser]} cases, \d+ read in spite of them, 0 faults", done.stdout), done.stdout

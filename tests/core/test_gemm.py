@@ -5,7 +5,6 @@ code.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
@@ -17,8 +16,8 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, testing
-from cute_ops.autotune.dispatch import instead
-from cute_ops.declaration.binding import bind
+from cute_ops.binding import bind
+from cute_ops.dispatch import instead
 from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
 from cute_ops.jit.compile_pool import worker
@@ -32,9 +31,7 @@ from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import Demand, GemmSize, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import sass
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import products
+from tests.emulator import products
 
 TARGET = parse("sm_90a")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Array, Case, Op, testing
-from cute_ops.autotune import dispatch
+from cute_ops import Array, Case, Op, dispatch, testing
+from cute_ops.binding import bind
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.rmsnorm_linear import row_factors
-from cute_ops.declaration.binding import bind
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
@@ -31,14 +29,10 @@ from cute_ops.ops.gemm.by_call import op_of
 from cute_ops.ops.gemm.config import Demand, configs
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, linear_float32
-from cute_ops.tools import gradient, sass
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import machine_code
-import products
-from epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE, columns
-
 from cute_ops.testing import kernel_calls
+from cute_ops.tools import gradient, sass
+from tests.emulator import machine_code, products
+from tests.ops.epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE, columns
 
 TARGET = parse("sm_90a")
 each = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,14 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Op, fused_linear, testing
-from cute_ops.autotune.dispatch import choose, instead
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose, instead
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
-from cute_ops.tools import sass
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import late
-
+from cute_ops.op import Case
 from cute_ops.testing import kernel_calls
+from cute_ops.tools import sass
+from tests.ops import late
 
 each = pytest.mark.parametrize("op", late.OPS, ids=lambda op: op.name)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from cute_ops import Array, Op, hardware
-from cute_ops.autotune.dispatch import choose
-from cute_ops.calls import lookup
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.compile_pool import worker
@@ -27,10 +24,10 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
 from cute_ops.ops.expression.formula import KERNEL as FUSED
+from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import machine_code
+from tests.emulator import machine_code
+from tests.ops import writing
 
 ALL = [o for op in (*OPS, *PARTS) for o in (op, op.grad) if o is not None]
 REGISTERS = 65536
@@ -142,13 +139,10 @@ def test_strided_caches_and_slices_do_not_spill(arch: str, compiled: Compiled) -
         assert moved == (loads, 8)
 
 
-WRITING = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py"))
-
-
 @pytest.mark.parametrize("name", ["store", "follow", "axpy", "axpy_bwd"])
 def test_kernels_that_write_inputs_and_take_numbers_compile(name: str, cache_folder: Path) -> None:
     """What is exported takes inputs that are written twice, and numbers by value, of any Python number."""
-    ops = WRITING.store, WRITING.follow, WRITING.axpy, WRITING.axpy.grad
+    ops = writing.store, writing.follow, writing.axpy, writing.axpy.grad
     (op,) = (op for op in ops if op.name == name)
     variant = variant_of(op, "bfloat16", 64, "sm_90a")
     function = cache.get(variant)
@@ -317,7 +311,7 @@ def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compile
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops.autotune import dispatch
+    from cute_ops import dispatch
 
     if hardware.sm(arch) < op.least_sm:
         return

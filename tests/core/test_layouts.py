@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from cute_ops.autotune.dispatch import choose, instead
+from cute_ops.dispatch import choose, instead
 from cute_ops.hardware import sm
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
@@ -22,12 +21,10 @@ from cute_ops.ops import OPS, PARTS
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-from drawn_layouts import DrawnCall, draws, family
-from epilogues import DIFFERENTIABLE as WITH_EPILOGUES
-from fusing import OPS as FUSED
-from reducing import OPS as REDUCING
+from tests.ops.drawn_layouts import DrawnCall, draws, family
+from tests.ops.epilogues import DIFFERENTIABLE as WITH_EPILOGUES
+from tests.ops.fusing import OPS as FUSED
+from tests.ops.reducing import OPS as REDUCING
 
 EVERY = family([*OPS, *PARTS, *NAMED, *PRODUCTS, linear_dweight_add, *WITH_EPILOGUES, *FUSED, *REDUCING])
 SEED = int(os.environ.get("CUTE_OPS_SEED", "34"))

@@ -9,37 +9,35 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import FLOATS, Case, Finish, Op, Program, Sharding, Split, Tensor, testing
-from cute_ops.calls import lookup, manifest
-from cute_ops.calls.manifest import call_of
-from cute_ops.declaration import lists
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.shapes import Array
+from cute_ops import FLOATS, Case, Finish, Op, Program, Sharding, Split, Tensor, lists, lookup, manifest, testing
+from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.manifest import call_of
+from cute_ops.shapes import Array
 from cute_ops.testing import kernel_calls
 from cute_ops.tools.verify import verify
+from tests.ops import listing
 
-LISTING = lookup.load(str(Path(__file__).parent / "kernels" / "listing.py"))
-FORWARDS = LISTING.add_n, LISTING.scale_all, LISTING.concatenate
+FORWARDS = listing.add_n, listing.scale_all, listing.concatenate
 OPS = [one for op in FORWARDS for each in (op, op.grad) for one in each.instances]
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
 def test_an_op_for_so_many_tensors() -> None:
-    op = LISTING.scale_all.unrolled({"k": 2})
-    assert op is LISTING.scale_all.unrolled({"k": 2}) is lists.named(LISTING.scale_all, "scale_all_of_2")
+    op = listing.scale_all.unrolled({"k": 2})
+    assert op is listing.scale_all.unrolled({"k": 2}) is lists.named(listing.scale_all, "scale_all_of_2")
     assert str(op) == (
         "Op scale_all_of_2(xs_0: T[r_0 n], xs_1: T[r_1 n], factors: float32[2]) -> ys_0: T[r_0 n], ys_1: T[r_1 n]"
     )
-    assert op.grad is LISTING.scale_all.grad.unrolled({"k": 2})
+    assert op.grad is listing.scale_all.grad.unrolled({"k": 2})
     assert op.differentiable == ("xs_0", "xs_1")
     assert op.cases == (Case("two", {"r_0": 3, "r_1": 40, "n": 8}),)
 
 
 def test_sizes_that_follow_from_those_of_all() -> None:
-    binding = bind(LISTING.concatenate.unrolled({"k": 3}), {f"xs_{i}": Array((i + 1, 8), "float32") for i in range(3)})
+    binding = bind(listing.concatenate.unrolled({"k": 3}), {f"xs_{i}": Array((i + 1, 8), "float32") for i in range(3)})
     assert binding.outputs == {"out": Array((6, 8), "float32")}
 
 
@@ -55,7 +53,7 @@ def test_sizes_that_follow_from_those_of_all() -> None:
 )
 def test_what_is_no_list(given: dict[str, Any], kind: type[Exception], problem: str) -> None:
     lists_of_two = Op(
-        "both", inputs={"xs": LISTING.LIST, "ys": LISTING.LIST}, outputs={"out": LISTING.ROWS}, dtypes={"T": FLOATS},
+        "both", inputs={"xs": listing.LIST, "ys": listing.LIST}, outputs={"out": listing.ROWS}, dtypes={"T": FLOATS},
         reference=lambda xp, xs, ys: xs[0], kernel="a:B",
     )  # fmt: skip
     with pytest.raises(kind, match=re.escape(f"cute.both: {problem}")):
@@ -66,7 +64,7 @@ def test_messages_name_the_tensor_of_a_list() -> None:
     shapes = [(3, 8), (2, 8), (4, 7)]
     with pytest.raises(ValueError) as raised:
         bind(
-            LISTING.concatenate.unrolled({"k": 3}),
+            listing.concatenate.unrolled({"k": 3}),
             {f"xs_{i}": Array(shape, "float32") for i, shape in enumerate(shapes)},
         )
     first, *_, last = str(raised.value).splitlines()
@@ -92,7 +90,7 @@ OVERWRITING = Op(
         ("out has dim 'r', whose size differs from tensor to tensor of a list",
          {"outputs": {"out": Tensor("r", "T")}}),
         ("gradient concatenate_bwd has lists of 'k', but wrong has lists of []",
-         {"inputs": {"xs": Tensor("n", "T")}, "grad": LISTING.concatenate.grad}),
+         {"inputs": {"xs": Tensor("n", "T")}, "grad": listing.concatenate.grad}),
         ("output 'out' is a list of j, but no input is; there are ['k']",
          {"outputs": {"out": Tensor("n", "T", many="j")}}),
         ("output 'out' is a list of j, but no input is",
@@ -112,7 +110,7 @@ OVERWRITING = Op(
         ("it has lists of tensors, so it cannot have a split",
          {"sharding": Sharding(split=Split("n", lambda *given: given[1:3]))}),
         ("it has lists of tensors, so it cannot have a program", {"kernel": Program(lambda *given: given[2])}),
-        ("it has lists of tensors, so it cannot have narrow", {"narrow": lambda name, outputs: LISTING.add_n}),
+        ("it has lists of tensors, so it cannot have narrow", {"narrow": lambda name, outputs: listing.add_n}),
         ("it has lists of tensors, so it cannot have inputs that gradients overwrite", {"grad": OVERWRITING}),
         ("ys has 'donates', which a list cannot have", {"outputs": {"ys": MANY._replace(donates="xs")}}),
         ("out has 'donates', which an op with lists cannot have",
@@ -128,9 +126,9 @@ def test_declarations_that_cannot_work(problem: str, declared: dict[str, Any]) -
 def test_an_op_with_lists_is_unrolled_first() -> None:
     """Whatever else would take a list for one tensor."""
     with pytest.raises(TypeError, match=r"cute\.add_n: it has lists of tensors, so its `unrolled` op is called"):
-        bind(LISTING.add_n, {"xs": Array((3, 8), "float32")})
+        bind(listing.add_n, {"xs": Array((3, 8), "float32")})
     with pytest.raises(TypeError, match="add_n has lists of tensors: take one of its `instances`"):
-        testing.inputs(LISTING.add_n, LISTING.add_n.cases[0], "float32")
+        testing.inputs(listing.add_n, listing.add_n.cases[0], "float32")
 
 
 def test_a_reference_that_returns_no_list() -> None:
@@ -149,7 +147,7 @@ def test_samples_are_arranged_as_lists() -> None:
 
     own = Op(
         "own", inputs={"xs": MANY}, outputs={"ys": MANY}, dtypes={"T": FLOATS}, kernel="a:B", arrange=arrange,
-        reference=lambda xp, xs: xs, cases=LISTING.JAGGED,
+        reference=lambda xp, xs: xs, cases=listing.JAGGED,
     )  # fmt: skip
     (one, _) = own.instances
     assert (testing.inputs(one, one.cases[0], "float32")["xs_1"] == 5).all()
@@ -163,13 +161,14 @@ def test_gradients_are_derivatives() -> None:
 
 
 def test_manifests_name_an_op_for_so_many() -> None:
-    op = LISTING.concatenate.grad.unrolled({"k": 2})
+    op = listing.concatenate.grad.unrolled({"k": 2})
     shapes = {"xs_0": (3, 8), "xs_1": (2, 8), "dout": (5, 8)}
     call = call_of(bind(op, {name: Array(shape, "float32") for name, shape in shapes.items()}), {})
-    text = "listing:concatenate.grad.concatenate_bwd_of_2 xs_0:float32[3,8] xs_1:float32[2,8] dout:float32[5,8]"
+    name = "tests.ops.listing:concatenate.grad.concatenate_bwd_of_2"
+    text = f"{name} xs_0:float32[3,8] xs_1:float32[2,8] dout:float32[5,8]"
     assert str(call) == text
     assert [found.op for found in manifest.parse(text)] == [op]
-    assert LISTING.add_n.unrolled({"k": 1}) in lookup.find_all("listing:add_n")
+    assert listing.add_n.unrolled({"k": 1}) in lookup.find_all("tests.ops.listing:add_n")
 
 
 @every_op

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from cute_ops import Array, CacheError
-from cute_ops.declaration.binding import bind
+from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.variant import Variant
+from tests.ops import narrow
 
 Make = Callable[..., Variant]
 
@@ -35,8 +36,6 @@ def test_preload_reaches_the_driver_and_launches_nothing(
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
 def test_kernels_of_any_dtype_are_compiled_and_take_it(cache_folder: Path, variant: Make, dtype: str) -> None:
-    import narrow  # beside the kernels, which `variant` puts on the path
-
     op = getattr(narrow, f"copy_{dtype}")
     wanted = plan(bind(op, {"x": Array((4, 64), dtype)}), {}, target.parse("sm_90a")).variant
     function = cache.get(wanted)

@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import FLOATS, Array
+from cute_ops import FLOATS, Array, dispatch, lookup, manifest
 from cute_ops.__main__ import app
 from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
-from cute_ops.autotune import dispatch
-from cute_ops.autotune.dispatch import choose
-from cute_ops.calls import lookup, manifest
-from cute_ops.declaration.binding import bind
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS
+from tests.ops import writing
 
 HERE = Path(__file__).parent
 SM90 = parse("sm_90a")
@@ -72,7 +71,7 @@ def test_what_was_recorded_is_what_ran(
 
 
 def test_a_line_holds_no_value_of_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    axpy = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py")).axpy
+    axpy = writing.axpy
     rows = Array((5, 8), "float32")
 
     def program() -> None:
@@ -80,7 +79,7 @@ def test_a_line_holds_no_value_of_a_scalar(tmp_path: Path, monkeypatch: pytest.M
             choose(bind(axpy, {"x": rows, "y": rows}, {"alpha": alpha}), {}, SM90)
 
     (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
-    assert str(call) == "writing:axpy x:float32[5,8] y:float32[5,8]"
+    assert str(call) == "tests.ops.writing:axpy x:float32[5,8] y:float32[5,8]"
     assert manifest.parse(f"{call} alpha=1.5\n{call} alpha=2.5") == [call]
 
 
@@ -129,10 +128,9 @@ def test_planning_from_a_manifest_uses_up_no_static_kernels(monkeypatch: pytest.
 def test_processes_record_into_one_file(tmp_path: Path) -> None:
     code = textwrap.dedent("""
         import sys
-        from cute_ops import Array
-        from cute_ops.calls import lookup
-        from cute_ops.declaration.binding import bind
-        from cute_ops.autotune.dispatch import choose
+        from cute_ops import Array, lookup
+        from cute_ops.binding import bind
+        from cute_ops.dispatch import choose
         from cute_ops.jit.target import parse
         for n in range(16, 16 * 41, 16):
             choose(bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
@@ -173,13 +171,13 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         textwrap.dedent("""
         from cute_ops import Array, Op, Tensor
-        from cute_ops.declaration.binding import bind
-        from cute_ops.autotune.dispatch import choose
+        from cute_ops.binding import bind
+        from cute_ops.dispatch import choose
         from cute_ops.jit.target import parse
         X = {"x": Tensor("*m n", "float32")}
         mine_bwd = Op("mine_bwd", inputs={"dout": Tensor("*m n", "float32")}, outputs={"dx": Tensor("*m n", "float32")},
-                      dtypes={}, reference=lambda xp, *a: a, kernel="copying:Copy")
-        mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, kernel="copying:Copy",
+                      dtypes={}, reference=lambda xp, *a: a, kernel="tests.ops.copying:Copy")
+        mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, kernel="tests.ops.copying:Copy",
                   reference=lambda xp, *a: a, grad=mine_bwd)
         del mine_bwd
         if __name__ == "__main__":
@@ -187,7 +185,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
                 choose(bind(op, {name: Array((4, 64), "float32")}), {}, parse("sm_90a"))
         """)
     )
-    path = os.pathsep.join([str(HERE / "kernels"), *sys.path])
+    path = os.pathsep.join(sys.path)
     environment = {**os.environ, "CUTE_OPS_RECORD": str(tmp_path / "m.txt"), "PYTHONPATH": path}
     subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment, check=True)
     file = tmp_path / "mine.py"
@@ -284,7 +282,7 @@ def test_a_manifest_is_written_whole_and_keeps_its_rights(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o640 and path.read_text() == f"{manifest.HEADER}rmsnorm x:float32[4]\n"
     before = path.read_text()
     code = (
-        "import pathlib, resource, signal, sys; from cute_ops.calls import manifest\n"
+        "import pathlib, resource, signal, sys; from cute_ops import manifest\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
         "manifest.tidy(pathlib.Path(sys.argv[1]))"
     )
@@ -309,11 +307,12 @@ def test_any_path_survives(name: str) -> None:
 
 MINE = """
 from cute_ops import Array, Op, Tensor
-from cute_ops.declaration.binding import bind
-from cute_ops.autotune.dispatch import choose
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.jit.target import parse
 X = {"x": Tensor("*m n", "float32")}
-mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=lambda xp, *a: a, kernel="copying:Copy")
+mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=lambda xp, *a: a,
+          kernel="tests.ops.copying:Copy")
 choose(bind(mine, {"x": Array((4, 64), "float32")}), {}, parse("sm_90a"))
 open("runs", "a").write("x")
 """
@@ -325,7 +324,7 @@ def test_record_reads_its_own_manifest_and_runs_nothing_again(tmp_path: Path, mo
     where.mkdir()
     (where / "mine.py").write_text(MINE)
     (where / "m.txt").write_text("# by hand\nrmsnorm x:float32[*,8] # my model's")
-    path = os.pathsep.join([str(HERE / "kernels"), *sys.path])
+    path = os.pathsep.join(sys.path)
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
 
     line = [sys.executable, "-m", "cute_ops", "record", "-o", "m.txt", "--", sys.executable, "mine.py"]
@@ -334,7 +333,6 @@ def test_record_reads_its_own_manifest_and_runs_nothing_again(tmp_path: Path, mo
     assert "by hand" not in (where / "m.txt").read_text()
     assert (where / "runs").read_text() == "x"
 
-    monkeypatch.setattr(sys, "path", [str(HERE / "kernels"), *sys.path])
     monkeypatch.chdir(where)
     for arguments in (("warm-up", "m.txt"), ("build", "m.txt", "-o", "bundle"), ("tune", "m.txt")):
         refused = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})

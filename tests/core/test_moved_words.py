@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parent / "kernels"))
-
-from ptx import Kernel
+from tests.emulator.ptx import Kernel
 
 DTYPES = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 
@@ -20,7 +17,7 @@ DTYPES = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 @pytest.fixture(scope="session")
 def moving() -> Any:
     """It imports the compiler, which takes a second: for these tests, not while tests are collected."""
-    return importlib.import_module("moving")
+    return importlib.import_module("tests.emulator.moving")
 
 
 def numbered(count: int, itemsize: int) -> bytearray:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import Op, Tensor
-from cute_ops.declaration import notebook
+from cute_ops import Op, Tensor, notebook
 
 
 @pytest.fixture(autouse=True)

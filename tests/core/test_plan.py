@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor, WhileFew
-from cute_ops.autotune import dispatch
-from cute_ops.autotune.dispatch import choose, instead
+from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, dispatch, lookup
 from cute_ops.autotune.rows import resized
-from cute_ops.calls import lookup
-from cute_ops.declaration.binding import bind
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose, instead
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact, folded
@@ -26,6 +23,7 @@ from cute_ops.jit.variant import Variant
 from cute_ops.ops import rmsnorm
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear
+from tests.ops import layouts, writing
 
 SM90 = parse("sm_90a")
 
@@ -171,14 +169,11 @@ def test_every_field_changes_the_name() -> None:
     assert len(names | {variant.symbol}) == len(other) + 1
 
 
-WRITING = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py"))
-
-
 def test_what_is_written_comes_twice_and_numbers_come_last() -> None:
     """To XLA the new value of an input is a result: its call has the same memory as an argument and as a result."""
     rows, gain = Array((4, 64), "bfloat16"), Array((), "float32")
     given = {"state": rows, "x": rows, "gain": gain}
-    first, other = (plan(bind(WRITING.follow, given, {"keep": value}), {}, SM90).variant for value in (0.5, math.nan))
+    first, other = (plan(bind(writing.follow, given, {"keep": value}), {}, SM90).variant for value in (0.5, math.nan))
     assert first.names == ("state", "x", "gain", "out", "state", "keep")
     assert [key and key.layout for key in first.args] == ["flat"] * 5 + ["number"]
     assert first.args[0] is first.args[4] and first.attributes == ()
@@ -260,9 +255,6 @@ def test_a_table_that_broadcasts_along_an_inner_dim_is_read_in_place() -> None:
     assert table is not None and (table.layout, table.row_align) == ("strided", 16)
 
 
-LAYOUTS = lookup.load(str(Path(__file__).parent / "kernels" / "layouts.py"))
-
-
 @pytest.mark.parametrize(
     ("x", "shape", "contiguous", "view"),
     [
@@ -275,7 +267,7 @@ def test_one_of_several_dims_is_contiguous(x: tuple[int, ...], shape: tuple, con
     """The key says which; what is no row-major array goes in as the view that is one."""
     arrays = {"x": Array((6, 8), "float32"), "w": Array((8, 4), "float32"), "bias": Array((4,), "float32")}
     memory = {"x": Memory(x), "w": Memory((1, 8)), "bias": Memory((3,))}
-    found = plan(bind(LAYOUTS.by_columns, arrays), memory, SM90)
+    found = plan(bind(layouts.by_columns, arrays), memory, SM90)
     key, w, bias = (found.variant.tensors[name] for name in ("x", "w", "bias"))
     assert key is not None and w is not None and bias is not None
     assert (key.shape, key.contiguous, found.views.get("x")) == (shape, contiguous, view)
@@ -286,10 +278,10 @@ def test_one_of_several_dims_is_contiguous(x: tuple[int, ...], shape: tuple, con
 
 def test_leading_dims_merge_into_a_contiguous_one() -> None:
     arrays = {"x": Array((2, 1, 3, 8), "float32"), "w": Array((8, 4), "float32"), "bias": Array((4,), "float32")}
-    found = plan(bind(LAYOUTS.by_columns, arrays), {"x": Memory((3, 99, 1, 6))}, SM90)
+    found = plan(bind(layouts.by_columns, arrays), {"x": Memory((3, 99, 1, 6))}, SM90)
     assert found.views["x"] == ((8, 6), (6, 1)) and found.views["out"] == ((6, 4), (4, 1))
     # One row of an outer group is no contiguous dim where the other rows are apart.
-    bound = bind(LAYOUTS.by_columns, {**arrays, "x": Array((6, 1, 8), "float32")})
+    bound = bind(layouts.by_columns, {**arrays, "x": Array((6, 1, 8), "float32")})
     with pytest.raises(ValueError, match=r"argument `x` has strides \(4, 1, 24\), expected 1 in k or m\."):
         plan(bound, {"x": Memory((4, 1, 24))}, SM90)
 
@@ -345,7 +337,7 @@ def test_a_merged_tensor_is_a_matrix_whatever_others_allow() -> None:
     ],
 )
 def test_what_is_not_aligned_is_refused_or_copied(x: Memory, y: Memory, problem: str) -> None:
-    bound = bind(LAYOUTS.aligned, {"x": Array((4, 8), "float32"), "y": Array((4, 8), "float32")})
+    bound = bind(layouts.aligned, {"x": Array((4, 8), "float32"), "y": Array((4, 8), "float32")})
     if problem not in ("", "copy"):
         with pytest.raises(ValueError, match=re.escape(problem)):
             plan(bound, {"x": x, "y": y}, SM90)
@@ -357,14 +349,13 @@ def test_what_is_not_aligned_is_refused_or_copied(x: Memory, y: Memory, problem:
 
 
 def test_a_copy_must_be_aligned_too() -> None:
-    bound = bind(LAYOUTS.aligned, {"x": Array((3, 8), "float32"), "y": Array((3, 8), "float32")})
+    bound = bind(layouts.aligned, {"x": Array((3, 8), "float32"), "y": Array((3, 8), "float32")})
     for memory in ({}, {"y": Memory((1, 3))}):
         with pytest.raises(ValueError, match="`y` has a stride of 3 elements, expected a multiple of 4: pad its rows"):
             plan(bound, memory, SM90)
 
 
-def test_a_kernel_gets_dims_in_declared_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent / "kernels"), *sys.path])
-    variant = plan(bind(LAYOUTS.turned, {"x": Array((9, 3, 5), "float32")}), {}, SM90).variant
+def test_a_kernel_gets_dims_in_declared_order(tmp_path: Path) -> None:
+    variant = plan(bind(layouts.turned, {"x": Array((9, 3, 5), "float32")}), {}, SM90).variant
     with pytest.raises(CompileError, match=r"\(None, 3, 5\): \[None, 3, 5\], \[1, None, None\]"):
         worker.compile(variant, tmp_path / "kernel.o")

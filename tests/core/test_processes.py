@@ -1,7 +1,7 @@
 """Processes under faults, each caused: interrupts, forks, kills, limits, hostile folders and odd environments.
 
-What is compiled are kernels whose constructors end it with an error (``kernels/quick.py``): the compiler itself need
-not be imported, so that each program takes a fraction of a second.
+What is compiled are kernels whose constructors end it with an error (``tests/programs/quick.py``): the compiler itself
+need not be imported, so that each program takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import pytest
 
 import cute_ops
 from cute_ops.jit.compile_pool import Pool
+from tests.programs.asking import compiled, variant
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).parents[1] / "programs"
 WITHOUT_COMPILER = KERNELS / "without_compiler"
 ROOT = Path(cute_ops.__file__).parents[1]
 IMPORTS = f"import sys; sys.path[:0] = {[str(p) for p in (KERNELS, WITHOUT_COMPILER, ROOT)]!r}\n"
@@ -85,8 +86,6 @@ def ends(pid: int, seconds: float = LONG) -> bool:
     "the next compile gets its own answer, not the interrupted one's", "that compile",
 )  # fmt: skip
 def test_what_follows_an_interrupted_compile(worker: Pool, begun: Callable[[], int]) -> None:
-    from asking import compiled
-
     def interrupt() -> None:
         begun()
         os.kill(os.getpid(), signal.SIGINT)
@@ -99,8 +98,6 @@ def test_what_follows_an_interrupted_compile(worker: Pool, begun: Callable[[], i
 
 
 def test_a_pool_stays_as_large_after_interrupts(begun: Callable[[], int], tmp_path: Path) -> None:
-    from asking import compiled
-
     pool = Pool(1)
     for _ in range(3):
         threading.Thread(target=lambda: (begun(), os.kill(os.getpid(), signal.SIGINT))).start()
@@ -150,8 +147,6 @@ print(compiled("Waiting", n=32))
 
 @pytest.mark.fault("a kernel calls sys.exit", "an error for that variant", "nothing")
 def test_a_kernel_that_leaves(worker: Pool) -> None:
-    from asking import compiled
-
     assert "SystemExit: 0" in compiled("Leaving", by=worker)
 
 
@@ -159,7 +154,7 @@ def test_a_kernel_that_leaves(worker: Pool) -> None:
 def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
     from cute_ops.autotune.bench_process import BenchProcess
     from cute_ops.autotune.tuner import Trial
-    from cute_ops.declaration.binding import bind
+    from cute_ops.binding import bind
     from cute_ops.jit.target import parse
     from cute_ops.ops import silu_mul
 
@@ -357,7 +352,7 @@ def test_a_fork_while_tuning() -> None:
     code = """
 from cute_ops.autotune import tuner
 from cute_ops.ops import silu_mul
-from cute_ops.declaration.binding import bind
+from cute_ops.binding import bind
 os.environ["CUTE_OPS_TUNE"] = "1"
 call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
 parent, measuring, forked = os.getpid(), threading.Event(), threading.Event()
@@ -401,8 +396,6 @@ def test_the_compiler_of_a_program_that_died(begun: Callable[[], int], forked: b
     "a compile hangs in native code while its program is stopped", "the compiler ends by its own time limit", "nothing",
 )  # fmt: skip
 def test_a_compiler_has_limits_of_its_own(begun: Callable[[], int]) -> None:
-    from asking import variant
-
     from cute_ops import processes
 
     request = {
@@ -578,7 +571,7 @@ for n in (32, 64, 96):
 @pytest.mark.as_root
 def test_a_program_that_gives_up_its_rights() -> None:
     code = """
-import rights
+from tests.programs import rights
 assert told()["user"] == 0
 rights.become(54321)
 print(told()["user"])
@@ -602,7 +595,6 @@ def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], w
 
 def test_a_process_outlives_the_thread_that_started_it(worker: Pool) -> None:
     """As it would not where the kernel's signal at a parent's death was asked for."""
-    from asking import compiled
 
     def pid() -> int:
         compiled("Raising", by=worker)
@@ -693,8 +685,6 @@ except CacheError as error:
 
 @pytest.mark.fault("a compiler prints endlessly", "all output is read and the end of it kept", "nothing")
 def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
-    from asking import compiled
-
     assert "n is 32" in compiled("Chatting", n=32, by=worker)
 
 
@@ -702,8 +692,6 @@ def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
     "a compiler dies while a child of its own keeps its pipes open", "an error for that variant, at once", "nothing",
 )  # fmt: skip
 def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) -> None:
-    from asking import compiled
-
     start = time.monotonic()
     assert "the compiler died with signal 6" in compiled("Parting", by=worker)
     assert time.monotonic() - start < LONG, "it waited for the child"
@@ -727,8 +715,6 @@ def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) 
     ids=["half an answer", "silence", "no JSON", "a start that fails", "a start that ends"],
 )
 def test_processes_that_do_not_answer(worker: Pool, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
-    from asking import compiled
-
     from cute_ops.jit import compile_pool as workers
 
     popen = subprocess.Popen

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,8 @@ from cute_ops.expressions import differentiate, evaluate, trace
 from cute_ops.expressions.words import WORDS
 from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import compact
-
-sys.path.append(str(Path(__file__).parent / "kernels"))
-import special
-
 from cute_ops.testing import kernel_calls
+from tests.ops import special
 
 TABLE = special.words(None, None)
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, Tensor
-from cute_ops.calls.lookup import ours
-from cute_ops.declaration.config import Problem, Tuning
-from cute_ops.declaration.shapes import FLOATS
+from cute_ops.config import Problem, Tuning
 from cute_ops.jit.target import parse
+from cute_ops.lookup import ours
 from cute_ops.ops import rope, scale, softmax
+from cute_ops.shapes import FLOATS
 from cute_ops.tools import sweep, sweep_run
 from cute_ops.tools.sweep_run import sweep as run
 
 SM90 = parse("sm_90a:132")
-KERNELS = Path(__file__).parent / "kernels"
 
 
 def test_twelve_rounds_take_every_dtype_in_every_layout() -> None:
@@ -41,7 +39,7 @@ def test_both_sides_of_a_threshold() -> None:
 
     op = Op(
         "with_a_threshold", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")},
-        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="copying:Copy", tuning=Tuning(tile),
+        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="tests.ops.copying:Copy", tuning=Tuning(tile),
         cases=(Case("one", {"m": (1,), "n": 1}),),
     )  # fmt: skip
     assert sweep.thresholds(op, SM90) == [12345]
@@ -75,8 +73,7 @@ def test_views_end_where_their_buffers_end(base: str) -> None:
 
 
 def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(KERNELS))
-    found = list(run([scale], "dying_runner", number=0, seed=8, workers=2, fraction=0.03))
+    found = list(run([scale], "tests.programs.dying_runner", number=0, seed=8, workers=2, fraction=0.03))
     expected = list(sweep.trials(scale, SM90, 0, 8, 0.03))
     assert sorted(one.trial for one in found) == sorted(map(str, expected)) and len(found) > 50
     for one in found:
@@ -86,8 +83,7 @@ def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(KERNELS))
     monkeypatch.setattr(sweep_run, "GRACE_SECONDS", 0.5)
     start = time.monotonic()
-    assert not list(run([scale], "hanging_runner", number=0, seed=8, workers=2, seconds=1.0))
+    assert not list(run([scale], "tests.programs.hanging_runner", number=0, seed=8, workers=2, seconds=1.0))
     assert time.monotonic() - start < 200  # on a busy machine; nobody would ever end

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-from transformers_versions import TESTS, VERSIONS  # noqa: E402
+from tests.transformers_versions import TESTS, VERSIONS
 
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINNED = dict(re.findall(r"^([\w.-]+)==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
 PAGES = {"README.md": 1, "docs/install.md": 0, "docs/versions.md": 1}  # 1: also says versions of packages

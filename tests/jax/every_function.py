@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +12,7 @@ import numpy as np
 import cute_ops_jax
 from cute_ops import testing
 from cute_ops.ops import OPS
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS
+from tests.ops.offered_products import PRODUCTS
 
 CLASSES, HIDDEN = 12, 8
 

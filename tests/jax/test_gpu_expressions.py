@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cute_ops import testing
-from cute_ops.autotune.dispatch import foresee
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import Array
+from cute_ops.binding import bind
+from cute_ops.dispatch import foresee
 from cute_ops.jit import cache, target
+from cute_ops.op import Op
+from cute_ops.shapes import Array
 from cute_ops.tools import verify
 
 pytest.importorskip("torch")
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from random_programs import Drawn, drawn
+from tests.ops.random_programs import Drawn, drawn
 
 COUNT = 500
 Arrays = Mapping[str, np.ndarray]

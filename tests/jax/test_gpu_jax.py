@@ -19,19 +19,17 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Case, Op, testing
-from cute_ops.autotune.dispatch import foresee, limit_static
-from cute_ops.calls.lookup import ours
+from cute_ops.binding import bind
 from cute_ops.composite import chunks
-from cute_ops.declaration.binding import bind
+from cute_ops.dispatch import foresee, limit_static
 from cute_ops.jit import cache, target
+from cute_ops.lookup import ours
 from cute_ops.ops.gemm.linear import PRODUCTS
 from cute_ops.tools import sweep
 from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import runner
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from epilogues import OPS as EPILOGUES
-from epilogues import columns
+from tests.ops.epilogues import OPS as EPILOGUES
+from tests.ops.epilogues import columns
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(cute_ops_jax.__file__).parents[1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import pytest
 
 import cute_ops_jax as cj
 from cute_ops import FLOATS, Op, Tensor
+from tests.fuzz.constants import fuzz
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).standard_normal((8, 6)), jnp.float32)
@@ -98,10 +97,8 @@ def test_a_declared_ops_attributes_are_told_apart() -> None:
 
 
 def test_random_calls_compute_what_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drawn part; ``tests/fuzz_constants.py`` makes as many calls as one likes."""
+    """A drawn part; ``tests/fuzz/constants.py`` makes as many calls as one likes."""
     seed = 20261128  # the same calls in every run: a failure is the change's
     print("seed", seed)
     monkeypatch.setenv("NUMBER_OF_THE_FUZZ", "1.0")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-    fuzz = importlib.import_module("fuzz_constants").fuzz
     assert sum(fuzz("jax", 40, seed).values()) == 40

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,10 +12,8 @@ import pytest
 from cute_ops import testing
 from cute_ops.ops.expression.by_call import DTYPES
 from cute_ops_jax import fused
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import mixing
-from mixing import Mixed
+from tests.ops import mixing
+from tests.ops.mixing import Mixed
 
 DRAWN = [*mixing.drawn(3, 18)]
 

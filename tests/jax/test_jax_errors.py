@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +18,7 @@ import cute_ops_jax
 from cute_ops import Op, testing
 from cute_ops_jax import equinox, nnx
 from cute_ops_jax.primitive import ffi
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from wrong_calls import complaints
+from tests.ops.wrong_calls import complaints
 
 X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
 KEYS = jax.random.split(jax.random.key(0), 3)

@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-
-sys.path.append(str(Path(__file__).parent))
-from every_function import Function, every
+from tests.jax.every_function import Function, every
 
 FUNCTIONS = every((8, 4))
 # The leading dims' axes: of the batch, of the batch and what lies in it, of rows alone, both of the batch.

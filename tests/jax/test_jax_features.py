@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from cute_ops.ops import OPS
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS
+from tests.ops.offered_products import PRODUCTS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "features_jax.md"

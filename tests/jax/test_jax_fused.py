@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +14,7 @@ import pytest
 from cute_ops import Case, Op, testing
 from cute_ops.expressions import evaluate, trace
 from cute_ops_jax import fused, linear, register
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import epilogues
-import fusing
-import reducing
+from tests.ops import epilogues, fusing, reducing
 
 PLAIN = [*fusing.PLAIN, *reducing.PLAIN]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +10,7 @@ import numpy as np
 import pytest
 
 from cute_ops_jax import linear
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import late
+from tests.ops import late
 
 ROW = {"axis": -1, "keepdims": True}
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,10 +18,8 @@ from cute_ops.ops import PRODUCTS
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import DOUT, X, linear, linear_float32
 from cute_ops_jax import register
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from epilogues import DIFFERENTIABLE, columns
-from epilogues import OPS as EPILOGUES
+from tests.ops.epilogues import DIFFERENTIABLE, columns
+from tests.ops.epilogues import OPS as EPILOGUES
 
 ALL = [*DIFFERENTIABLE, *PRODUCTS, linear, linear_float32]
 BY_NAME = {op.name: op for op in ALL}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,12 +14,11 @@ from jax.sharding import NamedSharding
 
 import cute_ops_jax
 from cute_ops import FLOATS, Op, Tensor, testing
-from cute_ops.calls import lookup
 from cute_ops_jax import exporting
 from cute_ops_jax.tools import runner
+from tests.ops import listing
 
-LISTING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "listing.py"))
-FORWARDS = LISTING.add_n, LISTING.scale_all, LISTING.concatenate
+FORWARDS = listing.add_n, listing.scale_all, listing.concatenate
 add_n, scale_all, concatenate = (cute_ops_jax.register(op) for op in FORWARDS)
 
 
@@ -78,7 +76,7 @@ def test_an_export_for_any_number_of_rows(through_ffi: Any, fake_kernels: Any) -
     """Each array's own, in the lowering for CUDA with the reference as the kernel."""
     sizes = jax.export.symbolic_shape("a, b, c")
     xs = [jax.ShapeDtypeStruct((rows, 8), jnp.float32) for rows in sizes]
-    call = through_ffi(LISTING.concatenate.unrolled({"k": 3}))
+    call = through_ffi(listing.concatenate.unrolled({"k": 3}))
     data, _ = exporting._serialized(lambda xs: jnp.sin(call(*xs)), ["cpu"], 0, (xs,), {})
     program = jax.export.deserialize(bytearray(data)).call
     for rows in ((1, 5, 3), (4, 4, 4)):

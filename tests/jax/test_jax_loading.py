@@ -21,10 +21,10 @@ OPS = ("rmsnorm", "silu_mul", "gelu_mul")  # the last two have equal shapes
 # The CUDA lowering with the reference as the kernel, in a process of its own.
 SETUP = """
 import hashlib, json, re, sys
-sys.path.insert(0, "tests/jax")
 sys.modules["torch"] = None  # which TVM-FFI imports where it is there: longer than all the rest
 import jax, jax.numpy as jnp, numpy as np
-import conftest, jax_tvm_ffi
+import jax_tvm_ffi
+from tests.jax import conftest
 from cute_ops.jit import cache, toolchain
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive import ffi

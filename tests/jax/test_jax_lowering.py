@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,15 +15,14 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Array, Op, Tensor, testing
-from cute_ops.autotune import dispatch
-from cute_ops.calls import lookup
-from cute_ops.declaration.binding import bind
+from cute_ops import FLOATS, Array, Op, Tensor, dispatch, testing
+from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import folded
 from cute_ops.ops import softmax
 from cute_ops_jax.primitive import ffi, function, lowering, primitive
 from cute_ops_jax.primitive.primitive import primitive_of
+from tests.ops.product import product
 
 
 def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
@@ -121,7 +119,7 @@ NOTHING = {
 @pytest.mark.parametrize("dim", NOTHING)
 def test_a_product_of_nothing_is_its_epilogue(dim: str, fake_kernels: Any) -> None:
     """A sum over no ``k`` is zero, to which the bias is added; gradients are as large as what they are of."""
-    function = cute_ops_jax.register(lookup.find(f"{Path(__file__).parents[1]}/core/kernels/product.py:product"))
+    function = cute_ops_jax.register(product)
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in NOTHING[dim])
     bias = rng.standard_normal(w.shape[1]).astype(np.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops.calls import lookup
 from cute_ops.ops.gemm.linear import linear
-
-LAYOUTS = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "layouts.py"))
+from tests.ops import layouts
 
 
 def operands(*lead: int) -> tuple[jax.Array, ...]:
@@ -35,7 +32,7 @@ def orders(fake_kernels: Any, op: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_transposed_operands_are_no_copies(turned: bool, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
-    function = through_ffi(LAYOUTS.by_columns)
+    function = through_ffi(layouts.by_columns)
     x, wt, bias = operands(6)
 
     def call(x: Any, wt: Any, bias: Any) -> Any:
@@ -50,7 +47,7 @@ def test_transposed_operands_are_no_copies(turned: bool, through_ffi: Any, fake_
 
 def test_what_is_not_transposed_is_laid_out(through_ffi: Any, fake_kernels: Any, close: Any) -> None:
     """The kernel that wants columns gets them from any array; the one that takes both takes what there is."""
-    function = through_ffi(LAYOUTS.by_columns)
+    function = through_ffi(layouts.by_columns)
     x, wt, bias = operands(2, 3)
     w = jnp.asarray(np.asarray(wt).T)
     close(jax.jit(function)(x, w, bias), plain(x, w, bias))
@@ -74,8 +71,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gradients(transform: str, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
-    function = through_ffi(LAYOUTS.by_columns)
-    fake_kernels.ops["by_columns_bwd"] = LAYOUTS.by_columns.grad
+    function = through_ffi(layouts.by_columns)
+    fake_kernels.ops["by_columns_bwd"] = layouts.by_columns.grad
     given = operands(6)
 
     def gradients(call: Callable[..., Any]) -> Any:
@@ -94,7 +91,7 @@ def test_weight_of_a_product_by_its_transpose(through_ffi: Any, fake_kernels: An
 
 
 def test_rows_that_are_not_aligned(fake_kernels: Any) -> None:
-    function = cute_ops_jax.register(LAYOUTS.aligned)
+    function = cute_ops_jax.register(layouts.aligned)
     assert jax.jit(function)(jnp.ones((4, 8)), jnp.ones((4, 8))).shape == (4, 8)
     for platform in ("cpu", "cuda"):
         with pytest.raises(ValueError, match="`x` has a stride of 9 elements, expected a multiple of 4: pad its rows"):

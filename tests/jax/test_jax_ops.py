@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,10 +15,10 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Op, Tensor, testing
-from cute_ops.calls import lookup
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import stubs
+from tests.ops import rounding
 
 
 def test_values_against_float64_and_torch(value_problem: Any, run_op: Callable[..., Any], torch_arrays: Any) -> None:
@@ -249,7 +248,7 @@ def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
 
 
 def test_an_attribute_names_the_dtype_of_an_output() -> None:
-    op = lookup.find(f"{Path(__file__).parents[1]}/core/kernels/rounding.py:double")
+    op = rounding.double
     double, x = cute_ops_jax.register(op), np.ones((3, 8), np.float32)
     for dtype in op.choices["out_dtype"]:
         assert jax.eval_shape(partial(double, out_dtype=dtype), x).dtype == dtype

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +13,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops_jax import exporting
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS, REFUSED, Product, Refused
+from tests.ops.offered_products import PRODUCTS, REFUSED, Product, Refused
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 Close = Callable[[Any, Any], None]

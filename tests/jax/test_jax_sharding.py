@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,9 +21,7 @@ import cute_ops_jax
 from cute_ops import FLOATS, Op, Sharding, Tensor, testing
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import primitive_of
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS, Product
+from tests.ops.offered_products import PRODUCTS, Product
 
 LEAD, N = (8, 4), 6
 MESH = (4, 2), ("data", "seq")

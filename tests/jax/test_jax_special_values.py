@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cute_ops_jax import fused
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import special
+from tests.ops import special
 
 TABLE = special.words(None, jax)
 

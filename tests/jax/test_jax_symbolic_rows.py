@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +12,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops_jax import exporting
-
-sys.path.append(str(Path(__file__).parent))
-from every_function import Function, every
+from tests.jax.every_function import Function, every
 
 COMPOSED = {
     f.name: f for f in every((2, 6)) if f.name.startswith(("linear_cross_entropy", "embedding", "append_kv"))

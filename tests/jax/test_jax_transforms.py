@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,12 +16,8 @@ import pytest
 import cute_ops_jax
 from cute_ops import Op, testing
 from cute_ops.ops import OPS
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from crossed import CROSS
-
-sys.path.append(str(Path(__file__).parent))
-from every_function import every
+from tests.jax.every_function import every
+from tests.ops.crossed import CROSS
 
 pytestmark = pytest.mark.some_ops
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim

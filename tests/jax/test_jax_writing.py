@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,12 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import cute_ops_jax
 from cute_ops import testing
-from cute_ops.calls import lookup
 from cute_ops.ops.attention.append_kv import append_kv as APPEND
 from cute_ops_jax.tools import runner
+from tests.ops import writing
 
-WRITING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
-STORE, FOLLOW = cute_ops_jax.register(WRITING.store), cute_ops_jax.register(WRITING.follow)
+STORE, FOLLOW = cute_ops_jax.register(writing.store), cute_ops_jax.register(writing.follow)
 INDEX = jnp.array([7, 0, 3], jnp.int32)
 
 
@@ -37,7 +35,7 @@ def stepped(state: Any, x: Any, gain: Any, keep: float, steps: int) -> tuple[Any
 
 
 @pytest.mark.parametrize(
-    "own", [WRITING.store, WRITING.follow, WRITING.axpy, WRITING.axpy.grad], ids=lambda own: own.name
+    "own", [writing.store, writing.follow, writing.axpy, writing.axpy.grad], ids=lambda own: own.name
 )
 def test_values_against_float64(own: Any) -> None:
     arrays, attrs = testing.inputs(own, own.cases[0], "float32"), testing.attributes(own, own.cases[0])
@@ -46,7 +44,7 @@ def test_values_against_float64(own: Any) -> None:
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 def test_new_arrays_come_before_the_outputs(kernels: bool, through_ffi: Any, fake_kernels: Any) -> None:
-    store, follow = (through_ffi(WRITING.store), through_ffi(WRITING.follow)) if kernels else (STORE, FOLLOW)
+    store, follow = (through_ffi(writing.store), through_ffi(writing.follow)) if kernels else (STORE, FOLLOW)
     cache, state, x = rows(12), rows(2, 3), rows(3)
     before = np.array(cache)
     new = store(cache, x, INDEX)
@@ -60,7 +58,7 @@ def test_new_arrays_come_before_the_outputs(kernels: bool, through_ffi: Any, fak
 
 def test_a_loop_of_steps_copies_no_cache(through_ffi: Any) -> None:
     """Within a loop, and where the caller donates it."""
-    store = through_ffi(WRITING.store)
+    store = through_ffi(writing.store)
 
     def decode(cache: jax.Array, x: jax.Array) -> jax.Array:
         step = lambda i, c: store(c, x + i, (INDEX + i) % 12)  # noqa: E731
@@ -81,7 +79,7 @@ def test_a_loop_of_steps_copies_no_cache(through_ffi: Any) -> None:
 
 
 def test_scalars_are_attributes_of_one_kernel(through_ffi: Any, fake_kernels: Any) -> None:
-    axpy, x, y = through_ffi(WRITING.axpy), rows(3), rows(3) + 1
+    axpy, x, y = through_ffi(writing.axpy), rows(3), rows(3) + 1
     values = [0.1, -0.0, 3, 1e30, math.inf, math.nan, 2.5]
     for alpha in values:
         for first in (0, 5, 2**40, -1):
@@ -102,7 +100,7 @@ def test_a_lowered_call_names_aliases_and_scalars(fake_kernels: Any) -> None:
 
 
 def test_a_traced_number_is_an_array(through_ffi: Any) -> None:
-    axpy, follow = through_ffi(WRITING.axpy), through_ffi(WRITING.follow)
+    axpy, follow = through_ffi(writing.axpy), through_ffi(writing.follow)
     problem = (
         r"^cute.axpy: scalar `alpha` must be float, got a JAX array float32\[\]: it is a number of the host; "
         r"declare it as an input of shape \(\) to take an array"
@@ -119,7 +117,7 @@ def test_a_traced_number_is_an_array(through_ffi: Any) -> None:
 
 def test_gradients(through_ffi: Any) -> None:
     """By the scalars' values; through what is written there is none."""
-    axpy, follow = through_ffi(WRITING.axpy), through_ffi(WRITING.follow)
+    axpy, follow = through_ffi(writing.axpy), through_ffi(writing.follow)
     for alpha in (1.5, 2.5):
         dx, dy = jax.grad(lambda x, y, alpha=alpha: jnp.sum(axpy(x, y, alpha, 5)), (0, 1))(rows(3), rows(3))
         np.testing.assert_array_equal(dx, np.where(np.arange(8) >= 5, alpha, 0) * np.ones((3, 8)))
@@ -131,7 +129,7 @@ def test_gradients(through_ffi: Any) -> None:
 @pytest.mark.parametrize("shared", ["nothing", "state", "x"])
 def test_vmap(through_ffi: Any, shared: str) -> None:
     """Functional: where what is written is shared, every example gets its own."""
-    follow, store = through_ffi(WRITING.follow), through_ffi(WRITING.store)
+    follow, store = through_ffi(writing.follow), through_ffi(writing.store)
     state, x = (rows(3) if shared == name else rows(5, 3) + 1 for name in ("state", "x"))
     axes = tuple(None if shared == name else 0 for name in ("state", "x"))
     got = jax.vmap(lambda s, a: follow(s, a, jnp.float32(2.0), keep=0.25), axes)(state, x)

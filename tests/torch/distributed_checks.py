@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Sharding, testing
 from cute_ops import Tensor as Declared
-from cute_ops.calls import lookup
 from cute_ops.composite import chunks
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
@@ -46,6 +45,7 @@ from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.linear import linear, linear_float32
 from cute_ops_torch.distributed import dtensor
+from tests.ops import listing, writing
 
 CHECKS: dict[str, Callable[[World], None]] = {}
 
@@ -463,7 +463,6 @@ def what_is_written_stays_where_it_is(world: World) -> None:
         return  # the op's kernels are compiled in other tests
     torch.manual_seed(0)
     state, x, gain = torch.randn(8, 6), torch.randn(8, 6), torch.tensor(2.0)
-    writing = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
     follow, store = (cute_ops_torch.register(op, "writing") for op in (writing.follow, writing.store))
     shared = spread(state, world.line, [Shard(0)])
     local = shared.to_local().data_ptr()
@@ -487,7 +486,6 @@ def what_is_written_stays_where_it_is(world: World) -> None:
 def lists_stay_on_their_rows(world: World) -> None:
     if world.few:
         return  # the op's kernels are compiled in other tests
-    listing = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "listing.py"))
     add_n = cute_ops_torch.register(listing.add_n, "listing")
     xs = [torch.full((8, 6), float(k)) for k in range(3)]
     for call in (add_n, torch.ops.listing.add_n):

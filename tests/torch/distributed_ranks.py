@@ -17,10 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import distributed_training  # noqa: F401  adds its checks
 import torch
 import torch.distributed as dist
-from distributed_checks import CHECKS, World
+
+from tests.torch import distributed_training  # noqa: F401  adds its checks
+from tests.torch.distributed_checks import CHECKS, World
 
 
 def fork(ranks: int) -> int:

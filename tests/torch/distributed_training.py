@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_checks import VOCABULARY, World, check, hugging_face, llama, same_gradients, tensor_parallel
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,13 +23,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_ops_torch
-from cute_ops.autotune import dispatch
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.shapes import Array
+from cute_ops import dispatch
+from cute_ops.binding import bind
 from cute_ops.jit import cache, target
 from cute_ops.ops import OPS
+from cute_ops.shapes import Array
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.optim import AdamW
+from tests.torch.distributed_checks import (
+    VOCABULARY,
+    World,
+    check,
+    hugging_face,
+    llama,
+    same_gradients,
+    tensor_parallel,
+)
 
 # What needs Hugging Face's models.
 of_models = check if find_spec("transformers") else lambda function: function

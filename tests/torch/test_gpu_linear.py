@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product as every_pair
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,10 @@ import torch
 
 import cute_ops_torch
 from cute_ops import Array, Op, testing
+from cute_ops.binding import Binding, bind
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
-from cute_ops.declaration.binding import Binding, bind
 from cute_ops.hardware import sm
 from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory
@@ -37,10 +36,8 @@ from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, l
 from cute_ops.tools import gradient
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from epilogues import BY_NAME as EPILOGUES
-from epilogues import DIFFERENTIABLE, SMOOTH, columns
+from tests.ops.epilogues import BY_NAME as EPILOGUES
+from tests.ops.epilogues import DIFFERENTIABLE, SMOOTH, columns
 
 # What gradients are made of besides the products of a linear layer.
 STEPS = {step.name: step for op in DIFFERENTIABLE for step in (*op.steps, *([op.saving] if op.saving else []))}.values()

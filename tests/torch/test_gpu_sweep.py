@@ -15,9 +15,7 @@ import pytest
 import torch
 
 import cute_ops_torch
-
-sys.path.append(str(Path(__file__).parent))
-from sanitized_calls import every_op
+from tests.torch.sanitized_calls import every_op
 
 pytestmark = pytest.mark.gpu
 CALLS = Path(__file__).with_name("sanitized_calls.py")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cute_ops_torch
 from cute_ops import Op, testing
 from cute_ops.ops import OPS
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from crossed import CROSS
+from tests.ops.crossed import CROSS
 
 
 def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

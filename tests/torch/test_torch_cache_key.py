@@ -237,7 +237,7 @@ from cute_ops_torch.inductor import fusion_choice
 
 sys.dont_write_bytecode = True
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
-from test_torch_cache_key import write_everything
+from tests.torch.test_torch_cache_key import write_everything
 
 for edited in sys.argv[3:]:
     environment = write_everything(pathlib.Path(sys.argv[2]), "warm", edited)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ from torch._dynamo.utils import counters
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, testing
-from cute_ops.calls import lookup
 from cute_ops.composite.linear_cross_entropy import linear_cross_entropy_total
 from cute_ops_torch import registry
 from cute_ops_torch.tools import runner
+from tests.ops import rounding
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +90,7 @@ def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
 
 
 def test_an_attribute_names_the_dtype_of_an_output() -> None:
-    op = lookup.find(f"{Path(__file__).parents[1]}/core/kernels/rounding.py:double")
+    op = rounding.double
     function = cute_ops_torch.register(op, "rounding")
     for dtype in op.choices["out_dtype"]:
         x = torch.randn(3, 8, requires_grad=True)

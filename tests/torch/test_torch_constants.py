@@ -5,11 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import gc
-import importlib
 import math
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ import torch
 
 import cute_ops_torch as ct
 from cute_ops import FLOATS, Op, Tensor
+from tests.fuzz.constants import fuzz
 
 X, W = torch.randn(4, 6), torch.randn(8, 6)
 SCALE = 2.0
@@ -172,12 +171,10 @@ def test_a_declared_ops_attributes_are_told_apart() -> None:
 
 
 def test_random_calls_compute_what_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drawn part; ``tests/fuzz_constants.py`` makes as many calls as one likes."""
+    """A drawn part; ``tests/fuzz/constants.py`` makes as many calls as one likes."""
     seed = 20261128  # the same calls in every run: a failure is the change's
     print("seed", seed)
     monkeypatch.setenv("NUMBER_OF_THE_FUZZ", "1.0")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-    fuzz = importlib.import_module("fuzz_constants").fuzz
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
         assert sum(fuzz("torch", 60, seed).values()) == 60
 

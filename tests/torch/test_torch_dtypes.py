@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,8 @@ import torch
 from cute_ops import testing
 from cute_ops_torch import fused
 from cute_ops_torch.tools.runner import to_numpy
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import mixing
-from mixing import Mixed
+from tests.ops import mixing
+from tests.ops.mixing import Mixed
 
 DRAWN = [*mixing.drawn(1, 18)]
 TORCH = {"F": torch.float32, "H": torch.float16, "B": torch.bfloat16}

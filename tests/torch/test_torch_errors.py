@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,7 @@ import cute_ops_torch
 import cute_ops_torch.inductor
 from cute_ops.ops import OPS
 from cute_ops_torch.host.launch import Launcher
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from wrong_calls import complaints
+from tests.ops.wrong_calls import complaints
 
 x = torch.randn(3, 5, 64)
 

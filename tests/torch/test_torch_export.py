@@ -23,9 +23,7 @@ from cute_ops import Op
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import by_call
 from cute_ops_torch.tools import runner
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS
+from tests.ops.offered_products import PRODUCTS
 
 # The code is a list of calls, compiled once.
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}

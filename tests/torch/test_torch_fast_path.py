@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_ops import Op
-from cute_ops.autotune import dispatch
-from cute_ops.calls import lookup
+from cute_ops import Op, dispatch
 from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
 from cute_ops_torch.library import autograd, reference, remembered
@@ -25,9 +21,8 @@ from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import fake_kernel
 from cute_ops_torch.library.schema import returning, schema
 from cute_ops_torch.tools import runner
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from epilogues import BY_NAME
+from tests.ops import writing
+from tests.ops.epilogues import BY_NAME
 
 NAMESPACE, WITH_GELU = "cute_fast_path", BY_NAME["with_gelu"]
 rmsnorm = OPS[0]
@@ -386,13 +381,10 @@ def test_a_parameter_after_a_tensor_is_known(make: Any, monkeypatch: pytest.Monk
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))
 
 
-WRITING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
-
-
 @pytest.mark.parametrize("raw", [False, True])
 def test_inputs_are_written_in_place(make: Any, compiled: Any, raw: bool) -> None:
     """In the caller's memory, views of a larger tensor too, and autograd is told."""
-    made = make(WRITING.store)
+    made = make(writing.store)
     whole = torch.zeros(2, 12, 16)
     rows, index = torch.randn(3, 8), torch.tensor([7, 0, 3], dtype=torch.int32)
     for cache in (whole[0, :, :8], whole[1, :, 8:]):
@@ -406,14 +398,14 @@ def test_inputs_are_written_in_place(make: Any, compiled: Any, raw: bool) -> Non
 
 
 def test_outputs_come_beside_what_is_written(make: Any, compiled: Any) -> None:
-    made = make(WRITING.follow)
+    made = make(writing.follow)
     state, x, gain = torch.ones(3, 8), torch.ones(3, 8), torch.tensor(3.0)
     kept = made.function(state, x, gain, 0.25)
     assert torch.equal(kept, torch.full((3, 8), 0.25)) and torch.equal(state, torch.full((3, 8), 3.25))
 
 
 def test_a_new_value_of_a_scalar_is_a_known_call(make: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, x, y = make(WRITING.axpy), torch.randn(3, 8), torch.randn(3, 8)
+    made, x, y = make(writing.axpy), torch.randn(3, 8), torch.randn(3, 8)
     made.function(x, y, 1.5, 0)
     monkeypatch.setattr(made.fast_path, "specialize", None)
     monkeypatch.setattr(launch.Launcher, "find", None)
@@ -425,7 +417,7 @@ def test_a_new_value_of_a_scalar_is_a_known_call(make: Any, compiled: Any, monke
 
 
 def test_scalars_reach_the_gradient(make: Any, compiled: Any) -> None:
-    made = make(WRITING.axpy)
+    made = make(writing.axpy)
     for call in (made.function, made.raw):
         for alpha in (1.5, 2.5):
             x, y = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
@@ -437,7 +429,7 @@ def test_scalars_reach_the_gradient(make: Any, compiled: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, "1.0", None])
 def test_what_is_no_number_is_no_scalar(make: Any, value: Any) -> None:
-    made, x = make(WRITING.axpy), torch.randn(3, 8)
+    made, x = make(writing.axpy), torch.randn(3, 8)
     made.function(x, x + 1, 1.0)
     with pytest.raises(TypeError, match=r"^cute\.axpy: scalar `alpha` must be float, got"):
         made.function(x, x + 1, value)
@@ -468,7 +460,7 @@ def cases() -> dict[str, tuple[Callable[[], tuple[Any, ...]], type[Exception], s
 @pytest.mark.parametrize("wrong", cases())
 def test_memory_that_cannot_be_written_is_refused(make: Any, compiled: Any, wrong: str, known: bool) -> None:
     """Also after a call of the same shapes, strides and dtypes: whether tensors overlap is not a matter of these."""
-    made = make(WRITING.store)
+    made = make(writing.store)
     arguments, error, problem = cases()[wrong]
     given = arguments()
     if known:
@@ -496,7 +488,7 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_tensors_within_each_other_may_be_written(make: Any, compiled: Any) -> None:
     """Two caches in one tensor, as engines allocate them."""
-    made, both = make(WRITING.store), torch.zeros(12, 2, 8)
+    made, both = make(writing.store), torch.zeros(12, 2, 8)
     index = torch.tensor([7, 0, 3], dtype=torch.int32)
     for k in (0, 1):
         made.function(both[:, k], both[:, 1 - k][:3] + k + 1, index)

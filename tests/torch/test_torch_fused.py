@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from cute_ops import Op
 from cute_ops.expressions import evaluate, trace
 from cute_ops_torch import fused, register
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import fusing
-import reducing
+from tests.ops import fusing, reducing
 
 PLAIN = [*fusing.PLAIN, *reducing.PLAIN]
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from cute_ops_torch import linear
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import late
+from tests.ops import late
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXACT = {

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor
+from cute_ops import FLOATS, Op, Tensor, manifest
 from cute_ops.aot import build
-from cute_ops.calls import lookup, manifest
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops_torch.host import compiled_call, launch
@@ -20,6 +19,7 @@ from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library import remembered
 from cute_ops_torch.registry import register
 from cute_ops_torch.tools import runner
+from tests.ops.product import product
 
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 
@@ -193,7 +193,6 @@ def test_an_empty_input_launches_nothing_and_leaves_no_output_unwritten(compiled
     assert torch.equal(out, start) and not compiled.calls
 
 
-PRODUCTS = lookup.find(f"{Path(__file__).parents[1]}/core/kernels/product.py:product")
 NOTHING = {
     "k": ((2, 3, 0), (2, 4, 0)), "m": ((2, 0, 5), (2, 4, 5)), "n": ((2, 3, 5), (2, 0, 5)), "b": ((0, 3, 5), (0, 4, 5)),
 }  # fmt: skip
@@ -202,7 +201,7 @@ NOTHING = {
 @pytest.mark.parametrize("dim", NOTHING)
 def test_a_product_of_nothing_is_its_epilogue(dim: str, compiled: Any) -> None:
     """A sum over no ``k`` is zero, to which the bias is added; gradients are as large as what they are of."""
-    function = cute_ops_torch.register(PRODUCTS, "nothing")
+    function = cute_ops_torch.register(product, "nothing")
     x, w = (torch.randn(shape, requires_grad=True) for shape in NOTHING[dim])
     bias = torch.randn(w.shape[1], requires_grad=True)
     expected = x @ w.mT + bias
@@ -214,7 +213,7 @@ def test_a_product_of_nothing_is_its_epilogue(dim: str, compiled: Any) -> None:
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(torch.autograd.grad(out, (x, w, bias), cotangent), gradients)
     given = [t.detach() for t in (x, w, bias)]
-    torch.testing.assert_close(Launcher(PRODUCTS).launch(*given), expected)  # as on a GPU
+    torch.testing.assert_close(Launcher(product).launch(*given), expected)  # as on a GPU
     assert not compiled.calls
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,15 @@ import pytest
 import torch
 
 import cute_ops_torch as ct
-from cute_ops.autotune import dispatch
-from cute_ops.declaration.binding import Binding
+from cute_ops import dispatch
+from cute_ops.binding import Binding
 from cute_ops.hardware import sm
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops_torch.library import reference
 from cute_ops_torch.library.tensors import Tensors, memory
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from drawn_layouts import place
+from tests.ops.drawn_layouts import place
 
 Tensor = torch.Tensor
 SEED = int(os.environ.get("CUTE_OPS_SEED", "34"))

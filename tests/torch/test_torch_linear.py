@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ from array_api_compat import torch as xp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
-from cute_ops import Array, Case, Op, testing
-from cute_ops.autotune import dispatch
+from cute_ops import Array, Case, Op, dispatch, testing
+from cute_ops.binding import bind
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm, linear_add_rstd
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
-from cute_ops.declaration.binding import bind
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
 from cute_ops.ops import PRODUCTS as NAMED
@@ -30,10 +27,8 @@ from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx
 from cute_ops.tools.gradient import check as check_gradient
 from cute_ops_torch.host import launch
 from cute_ops_torch.library import framework, program
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from epilogues import DIFFERENTIABLE, columns
-from epilogues import OPS as EPILOGUES
+from tests.ops.epilogues import DIFFERENTIABLE, columns
+from tests.ops.epilogues import OPS as EPILOGUES
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, testing
-from cute_ops.calls import lookup
 from cute_ops_torch.host.function import make_function
 from cute_ops_torch.registry import define
 from cute_ops_torch.tools import runner
+from tests.ops import listing
 
-LISTING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "listing.py"))
-FORWARDS = LISTING.add_n, LISTING.scale_all, LISTING.concatenate
+FORWARDS = listing.add_n, listing.scale_all, listing.concatenate
 add_n, scale_all, concatenate = (cute_ops_torch.register(op) for op in FORWARDS)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -58,7 +56,7 @@ def test_values_and_a_list_of_gradients(device: str, compiled: bool) -> None:
 def test_a_plain_call_goes_past_the_dispatcher() -> None:
     """A list or a tuple of tensors that no mode observes; a call with anything else does not."""
     calls: list[Any] = []
-    run = make_function(LISTING.add_n, calls.append, define(LISTING.add_n, "cute").fast_path, devices=("cpu",))
+    run = make_function(listing.add_n, calls.append, define(listing.add_n, "cute").fast_path, devices=("cpu",))
     xs = tensors(4, 4)
     assert torch.equal(run(xs), run(tuple(xs))) and not calls
     for observed in (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +10,14 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor
-from cute_ops.autotune.dispatch import foresee, realigned
-from cute_ops.calls import lookup
-from cute_ops.declaration.binding import bind
-from cute_ops.declaration.shapes import Array
+from cute_ops.binding import bind
+from cute_ops.dispatch import foresee, realigned
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import choice
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
+from cute_ops.shapes import Array
 from cute_ops_torch.host import launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function
@@ -27,9 +25,9 @@ from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.schema import takes_out
 from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.registry import define
+from tests.ops import layouts
 
-LAYOUTS = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "layouts.py"))
-by_columns, aligned = (cute_ops_torch.register(op) for op in (LAYOUTS.by_columns, LAYOUTS.aligned))
+by_columns, aligned = (cute_ops_torch.register(op) for op in (layouts.by_columns, layouts.aligned))
 
 
 def columns(*shape: int) -> torch.Tensor:
@@ -56,7 +54,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, compiled: Any) -> list[tuple[Any, ...]
 @pytest.mark.parametrize("x", [torch.randn(6, 8), columns(6, 8), torch.randn(8, 9).t()[:6], torch.randn(6, 12)[:, :8]])
 def test_transposed_operands_are_read_in_place(x: torch.Tensor, seen: list[tuple[Any, ...]]) -> None:
     _, w, bias = operands()
-    launcher = Launcher(LAYOUTS.by_columns)
+    launcher = Launcher(layouts.by_columns)
     for _ in range(2):
         launcher.launch(x, w, bias)
     for given in seen:
@@ -127,10 +125,10 @@ def test_copies_of_operands(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_values_through_kernels(compiled: Any) -> None:
-    compiled.ops["by_columns"] = LAYOUTS.by_columns
+    compiled.ops["by_columns"] = layouts.by_columns
     for x in (torch.randn(2, 3, 8), torch.randn(8, 6).t().view(2, 3, 8), torch.randn(8, 2, 3).permute(1, 2, 0)):
         _, w, bias = operands()
-        torch.testing.assert_close(Launcher(LAYOUTS.by_columns).launch(x, w, bias), plain(x, w, bias))
+        torch.testing.assert_close(Launcher(layouts.by_columns).launch(x, w, bias), plain(x, w, bias))
 
 
 def test_a_dim_that_must_be_contiguous() -> None:
@@ -172,9 +170,9 @@ def test_torch_checks_the_registration() -> None:
 
 
 def test_what_is_not_aligned(compiled: Any) -> None:
-    compiled.ops["aligned"] = LAYOUTS.aligned
+    compiled.ops["aligned"] = layouts.aligned
     x, y = torch.randn(4, 8), torch.randn(4, 8)
-    launcher = Launcher(LAYOUTS.aligned)
+    launcher = Launcher(layouts.aligned)
     for other in (columns(4, 8), y, torch.randn(8, 5).t()[:4], torch.randn(33)[1:].view(8, 4).t()):
         for _ in range(2):
             torch.testing.assert_close(launcher.launch(x, other), x + other)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS, REFUSED, Product, Refused
+from tests.ops.offered_products import PRODUCTS, REFUSED, Product, Refused
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 Tensors = tuple[torch.Tensor, ...]

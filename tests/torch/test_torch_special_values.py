@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from cute_ops_torch import fused
-
-sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import special
+from tests.ops import special
 
 TABLE = special.words(torch, None)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

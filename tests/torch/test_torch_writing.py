@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from torch.autograd import forward_ad
 
 import cute_ops_torch
 from cute_ops import testing
-from cute_ops.calls import lookup
 from cute_ops.ops.attention.append_kv import append_kv
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.tools import runner
+from tests.ops import writing
 
-WRITING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
-store, follow, axpy = (cute_ops_torch.register(op) for op in (WRITING.store, WRITING.follow, WRITING.axpy))
+store, follow, axpy = (cute_ops_torch.register(op) for op in (writing.store, writing.follow, writing.axpy))
 INDEX = torch.tensor([7, 0, 3], dtype=torch.int32)
 
 
@@ -28,7 +26,7 @@ def rows(*lead: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "own", [WRITING.store, WRITING.follow, WRITING.axpy, WRITING.axpy.grad], ids=lambda own: own.name
+    "own", [writing.store, writing.follow, writing.axpy, writing.axpy.grad], ids=lambda own: own.name
 )
 def test_values_against_float64(own: Any) -> None:
     op, case = own, own.cases[0]

@@ -1,0 +1,256 @@
+"""Chooses the config of a call: the winner of its class, or the heuristic's.
+
+A process decides once for each class of calls, so that the bits of a row stay the same while it runs.
+``CUTE_OPS_TUNE=0`` uses the heuristics alone. With ``CUTE_OPS_TUNE=1`` the first call of a class without a winner is
+measured. ``CUTE_OPS_RECORD`` names a manifest to which every new kind of call is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from cute_ops import env
+from cute_ops.autotune import winners
+from cute_ops.autotune.winners import Winner
+from cute_ops.binding import Binding
+from cute_ops.config import Config
+from cute_ops.errors import message
+from cute_ops.files import file_lock
+from cute_ops.hardware import sm
+from cute_ops.jit import cache as kernels
+from cute_ops.jit.layout import Memory, misplaced
+from cute_ops.jit.plan import Plan, configured, signature
+from cute_ops.jit.target import Target
+from cute_ops.jit.variant import Variant
+from cute_ops.op import Program
+from cute_ops.ops.gemm import choice
+from cute_ops.ops.gemm.config import GemmSize
+
+# Every new size of a static dim costs a compile. After this many sizes of dims that are static while few, an op has one
+# kernel in which they are dynamic.
+STATIC_LIMIT = 64
+log = logging.getLogger("cute_ops")
+
+_lock = file_lock.between_threads(threading.RLock)
+_static_seen: dict[str, set[tuple[int, ...]]] = {}
+_decided: dict[winners.Key, Config] = {}
+_planned: dict[str, set[winners.Key]] = {}  # by symbol: the classes of calls that run this kernel
+_recorded: set[tuple[Path, str]] = set()  # by manifest and symbol
+
+
+def choose(
+    binding: Binding,
+    memory: Mapping[str, Memory],
+    target: Target,
+    device: int | None = None,
+    *,
+    fixed: bool | None = None,
+) -> Plan:
+    """How a call of this program runs; records it where ``CUTE_OPS_RECORD`` asks for that.
+
+    Args:
+        binding: a checked call with concrete sizes.
+        memory: of inputs, and of outputs that the caller gives; all others are compact and 16-byte aligned.
+        target: what the kernel is compiled for.
+        device: the GPU to measure on with ``CUTE_OPS_TUNE=1``; None if nothing can be measured.
+        fixed: whether dims that are static while few are compile-time constants; by default as long as they are few.
+
+    Raises:
+        ValueError: an input's strides or alignment are not those that its declaration demands.
+        NotImplementedError: the target is older than the op's kernels.
+    """
+    chosen = _plan(binding, memory, target, _specialize(binding) if fixed is None else fixed, device)
+    if (path := env.RECORD.read()) is not None:
+        _record(path, binding, memory, chosen.variant)
+    return chosen
+
+
+def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
+    """The program that runs a call in place of a kernel, if one does: see :class:`cute_ops.op.Instead`.
+
+    Args:
+        binding: a checked call with concrete sizes.
+        memory: as :func:`choose` takes it.
+        target: the GPU; None if no kernel can run.
+
+    Raises:
+        ValueError: a kernel is asked for, and none takes the call's dtypes.
+    """
+    op = binding.op
+    if op.instead is None or (target is None and binding.attrs["fused"] != "never"):
+        return None
+    asked, beyond = binding.attrs["fused"], binding.dtype_without_kernel
+    if target is not None and asked == "always" and beyond is not None:
+        problem = f"attribute `fused` is 'always', but no kernel takes {beyond}; 'auto' does."
+        raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
+    if target is None or asked == "never":
+        reason: bool | str = "`fused` is 'never'"
+    elif beyond is not None:
+        reason = f"no kernel takes {beyond}"
+    elif asked == "auto" and (elsewhere := _out_of_reach(binding, memory)):
+        reason = elsewhere
+    else:
+        reason = asked == "auto" and op.instead.when(signature(binding, memory, target).problem)
+    if not reason:
+        _log_choice(
+            binding, "our kernel", "`fused` is 'always'" if asked == "always" else "it was measured to be as fast"
+        )
+        return None
+    _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
+    return op.instead.program
+
+
+def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> dict[str, tuple[int, ...]]:
+    """The operands of a product that are copied first, with the strides of their copies, because our kernel gains more
+    than the copies cost: where TMA cannot load them, cuBLAS is slow, too. Only for adapters that can pass strides, and
+    only where ``fused`` is ``"auto"``. Arguments as in :func:`instead`.
+    """
+    op = binding.op
+    if op.instead is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
+        return {}
+    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims:
+        return {}
+    size = GemmSize(binding.rows, binding.dims["n"], binding.dims["k"])
+    operands = {n: (a, memory[n].strides, memory[n].address) for n, a in [*binding.inputs.items()][:2] if a}
+    found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], size), strict=True) if s}
+    if not found or instead(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
+        return {}
+    return found
+
+
+def _out_of_reach(binding: Binding, memory: Mapping[str, Memory]) -> str:
+    """Why the kernel cannot read an input where it lies that the program in its place can; empty if it can."""
+    other = binding.op.instead
+    problems = (misplaced(binding, name, memory.get(name)) for name in (other.anywhere if other else ()))
+    return next(filter(None, problems), "")
+
+
+def _log_choice(binding: Binding, what: str, reason: str) -> None:
+    log.debug("%s%s runs by %s: %s", binding.op.name, dict(binding.dims), what, reason)
+
+
+def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool:
+    """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and our pass. For
+    programs that have a better pass than :func:`instead`. Arguments as in :func:`instead`.
+    """
+    if target is None or binding.empty or binding.dtype_without_kernel or _out_of_reach(binding, memory):
+        return False
+    problem = signature(binding, memory, target).problem
+    reason: bool | str = choice.lags(problem, binding.op.config(problem)["form"])
+    if not reason and binding.op.instead:
+        reason = binding.op.instead.when(problem)
+    if reason:
+        _log_choice(
+            binding, "the framework's product and a pass", reason if isinstance(reason, str) else "it is faster"
+        )
+    else:
+        _log_choice(binding, "our kernel", "it was measured to be as fast")
+    return not reason
+
+
+def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:
+    """The plan with which a program on this machine would run a call, to compile it ahead; nothing is measured or
+    recorded.
+
+    Takes and raises what :func:`choose` does; ``fixed`` says whether dims that are static while few are compile-time
+    constants.
+    """
+    return _plan(binding, memory, target, fixed)
+
+
+def limit_static(count: int) -> None:
+    """From now on let each op have kernels for this many sizes of its dims that are static while few, and forget the
+    sizes seen so far.
+    """
+    global STATIC_LIMIT
+    STATIC_LIMIT = count
+    _static_seen.clear()
+
+
+def winners_of(symbols: Iterable[str]) -> list[Winner]:
+    """The configs that this process chose for the calls that run these kernels. A bundle must bring them along, because
+    another process would otherwise choose other kernels.
+    """
+    keys = sorted({key for symbol in symbols for key in _planned.get(symbol, ()) if key in _decided})
+    return [Winner(call, dict(heuristic), _decided[call, heuristic]) for call, heuristic in keys]
+
+
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    """Within the block, use the winners of this package alone, as on a machine where nothing was measured."""
+    global _decided
+    with _lock, winners.only_shipped():
+        before, _decided = _decided, {}
+        try:
+            yield
+        finally:
+            _decided = before
+
+
+def forget() -> None:
+    """Drop loaded kernels, opened bundles and decisions from this process's memory; files on disk stay."""
+    kernels.forget()
+    with _lock:
+        winners.forget()
+        _decided.clear()
+        _planned.clear()
+
+
+def _specialize(binding: Binding) -> bool:
+    """Whether dims that are static while few are compile-time constants in this call: until an op has been called with
+    too many of their sizes.
+    """
+    op = binding.op
+    values, seen = tuple(binding.dims[d] for d in op.few), _static_seen.setdefault(op.name, set())
+    if values not in seen and len(seen) >= STATIC_LIMIT:
+        return False
+    seen.add(values)
+    return True
+
+
+def _plan(
+    binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool, device: int | None = None
+) -> Plan:
+    """The plan of a call with the config that this process runs it with.
+
+    That is the config that was chosen before, else a winner, else what measuring on ``device`` finds now if the user
+    asks for it, else the heuristic's.
+    """
+    mode, op, call = env.TUNE.read(), binding.op, signature(binding, memory, target, fixed)
+    heuristic = op.config(call.problem)
+    if not call.tunable:
+        return configured(call, heuristic)
+    key = winners.key_of(op, call.problem, heuristic)
+    if key not in _decided:
+        with _lock:
+            if key not in _decided:
+                found = None if mode == "0" else winners.remembered(op, call.problem, heuristic, key)
+                if found is None and mode == "1" and device is not None:
+                    from cute_ops.autotune import tuner  # start-up time: few programs measure
+
+                    found = tuner.now(call, memory, target, device)
+                _decided[key] = dict(heuristic if found is None else found)
+    chosen = configured(call, _decided[key])
+    _planned.setdefault(chosen.variant.symbol, set()).add(key)
+    return chosen
+
+
+def _record(path: Path, binding: Binding, memory: Mapping[str, Memory], variant: Variant) -> None:
+    """Add a call to a manifest as soon as it is planned, so that a crash loses none; once for each kernel."""
+    if (path, variant.symbol) in _recorded:
+        return
+    _recorded.add((path, variant.symbol))
+    from cute_ops import manifest  # start-up time: few programs record
+
+    call = manifest.call_of(binding, memory, dynamic=None in variant.dims.values())
+    if call is None:
+        log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
+        return
+    try:
+        manifest.append(path, call)
+    except OSError as error:
+        log.warning("cannot record into %s: %s", path, error)

@@ -1,0 +1,53 @@
+"""What adapters need to make a function of a declaration: the check that it is one, the function's header in the terms
+of a framework, and the line of a stub file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, Signature
+from typing import Any
+
+from cute_ops.op import Op, Tensor
+
+
+def check_declaration(op: object, caller: str) -> None:
+    """Raise TypeError for what is no declaration; says what ``caller`` was given."""
+    if not isinstance(op, Op):
+        hint = "; cute_ops.fused makes a declaration of a function" if callable(op) else ""
+        raise TypeError(f"{caller}: argument `op` must be a cute_ops.Op, got {type(op).__name__}{hint}.")
+
+
+def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor] | None = None) -> Signature:
+    """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with these types as text. The function returns
+    the results that are not hidden; by default those of the op.
+    """
+    kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
+    for name, tensor in op.inputs.items():
+        default, annotation = (None, f"{given} | None") if tensor.optional else (Parameter.empty, given)
+        annotation = f"Sequence[{given}]" if tensor.many else annotation
+        parameters.append(Parameter(name, kind, default=default, annotation=annotation))
+    for name, value in {**op.keywords, **op.options}.items():
+        parameters.append(Parameter(name, kind, default=value, annotation=type(value).__name__))
+    shown = [t for t in (op.results if results is None else results).values() if not t.hidden]
+    types = [f"list[{returned}]" if t.many else f"{returned} | None" if t.given else returned for t in shown]
+    returns = "None" if not types else types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
+    return Signature(parameters, return_annotation=returns)
+
+
+def stub(name: str, function: Signature) -> str:
+    """``def name(x: Tensor, eps: float = 1e-06) -> Tensor: ...``, a line for each argument where one is too short."""
+    arguments: list[str] = []
+    for p in function.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        arguments.append(f"{p.name}: {p.annotation}{'' if p.default is p.empty else f' = {_literal(p.default)}'}")
+    line = f"def {name}({', '.join(arguments)}) -> {function.return_annotation}: ..."
+    if len(line) <= 120:
+        return f"{line}\n"
+    return "\n".join([f"def {name}(", *(f"    {a}," for a in arguments), f") -> {function.return_annotation}: ...\n"])
+
+
+def _literal(value: Any) -> str:
+    """A default as Python source, strings in double quotes where they contain none."""
+    return f'"{value}"' if isinstance(value, str) and repr(value) == f"'{value}'" and '"' not in value else repr(value)

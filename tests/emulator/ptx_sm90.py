@@ -1,0 +1,277 @@
+"""Runs a warp-specialised Hopper kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of a cluster.
+
+Warps go in a random order, each until it has to wait. WGMMA and TMA act at once, in place: this finds wrong addresses,
+swizzles, coordinates, counts and phases, and waits without an end; not a wait that is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.emulator import ptx_cta
+from tests.emulator.ptx_cta import HALVES, LANES, floats, number
+
+# Inline assembly as single statements.
+WAIT = re.compile(
+    r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait\S+ P1, (\[[^\]]*\]), (\S+), \d+;"
+    r"\s*@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;\s*DONE:\s*\}"
+)
+MULTIPLY = re.compile(
+    r"\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, (\S+), 0;"
+    r"\s*wgmma\.mma_async\.(\S+)\s+(\{[^}]*\}), (\S+), (\S+), p, 1,\s+1,\s+(\d), (\d);\s*\}"
+)
+AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma")
+SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
+RANK_BITS = 20  # of an address in another CTA: above these stands the rank, from 1
+
+
+class Map(NamedTuple):
+    """What a TMA descriptor says: a matrix in memory, or a batch of them, and rows and columns of the part that is
+    copied at once; row, column and matrix of what was stored.
+    """
+
+    tensor: np.ndarray
+    rows: int
+    columns: int
+    stored: set[tuple[int, ...]]
+
+    def places(self, start: int) -> np.ndarray:
+        """Addresses in shared memory of a part's bytes, whose rows have 64 or 128."""
+        width = self.columns * self.tensor.itemsize
+        vectors = swizzled(start + np.arange(0, self.rows * width, 16), width)
+        return (vectors[:, None] + np.arange(16)).reshape(self.rows, width)
+
+
+def swizzled(address: Any, width: int) -> Any:
+    """Where 16 bytes lie in rows of this width."""
+    return address ^ (address >> 7 & width // 16 - 1) << 4
+
+
+class Kernel(ptx_cta.Kernel):
+    """The one entry of a PTX text."""
+
+    def __init__(self, text: str) -> None:
+        text = WAIT.sub(r"await.b32 \1, \2;", re.sub(r"//.*", "", text))
+        super().__init__(MULTIPLY.sub(r"multiply.\2 \3, \4, \5, \1, \6, \7;", text))
+
+
+class Cluster:
+    """One cluster of a grid of ``(*shape, count)``.
+
+    Args:
+        kernel: what runs.
+        index: of the cluster.
+        count: clusters altogether.
+        shape: CTAs below and beside one another.
+        arguments: parameters as bytes.
+        maps: TMA descriptors by the position of their parameter.
+        memory: block ``i + 1`` is ``memory[i]``.
+    """
+
+    def __init__(
+        self, kernel: Kernel, index: int, count: int, shape: tuple[int, int], arguments: Sequence[bytes],
+        maps: Mapping[int, Map], memory: Sequence[np.ndarray] = (),
+    ) -> None:  # fmt: skip
+        self.kernel, self.index, self.count, self.shape, self.maps = kernel, index, count, shape, maps
+        self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
+        self.ctas = [Cta(self, rank, memory) for rank in range(shape[0] * shape[1])]
+        self.barrier = [0, 0]
+
+    def run(self, seed: int) -> None:
+        """Run all warps to their end.
+
+        Raises:
+            RuntimeError: all that are left wait, or a named barrier is left with threads that have arrived.
+        """
+        with np.errstate(all="ignore"):
+            self._run(np.random.default_rng(seed))
+
+    def _run(self, rng: np.random.Generator) -> None:
+        count = self.kernel.threads // LANES
+        warps = {(cta.rank, w): Warp(cta, w).run() for cta in self.ctas for w in range(count)}
+        before, unchanged = "", 0
+        while warps:
+            for w in rng.permutation(list(warps)):
+                if next(warps[tuple(w)], None) is None:
+                    del warps[tuple(w)]
+            now = f"{[(cta.phases, cta.named) for cta in self.ctas]} {list(warps)}"
+            unchanged = unchanged + 1 if now == before else 0
+            before = now
+            if unchanged > STEPS_WITHOUT_CHANGE:
+                raise RuntimeError(f"hangs: { ({w: next(warp) for w, warp in warps.items()}) }, {now}")
+        if any(arrived for cta in self.ctas for arrived, _ in cta.named.values()):
+            raise RuntimeError(f"threads have arrived that nobody waits for: {[cta.named for cta in self.ctas]}")
+
+
+class Cta:
+    """What the warps of one CTA share."""
+
+    def __init__(self, cluster: Cluster, rank: int, memory: Sequence[np.ndarray]) -> None:
+        self.cluster, self.kernel, self.rank = cluster, cluster.kernel, rank
+        self.blocks = [np.zeros(SHARED_BYTES, np.uint8), *memory]
+        self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phase
+        self.named: dict[int, list[int]] = {}  # named barriers: threads that have arrived, phase
+
+    def arrive(self, address: int, arrivals: int, expected: int) -> None:
+        """Arrive at an mbarrier, to which this many more bytes will come, or fewer by those that have: another CTA's
+        may come before they are expected.
+        """
+        barrier = self.phases[address]
+        barrier[1] -= arrivals
+        barrier[2] += expected
+        if barrier[1] < 0:
+            raise RuntimeError(f"too many arrivals at the mbarrier at {address}: {barrier}")
+        if barrier[1:3] == [0, 0]:
+            barrier[1], barrier[3] = barrier[0], barrier[3] ^ 1
+
+
+class Warp(ptx_cta.Cta):
+    """The threads of one warp."""
+
+    def __init__(self, cta: Cta, index: int) -> None:
+        self.kernel, self.cta, self.index = cta.kernel, cta, index  # type: ignore[assignment]
+        self.arguments, self.blocks, cluster = cta.cluster.arguments, cta.blocks, cta.cluster
+        self.threads, self.everyone, zero = np.arange(LANES), np.ones(LANES, bool), np.zeros(LANES, np.int64)
+        self.registers = ptx_cta.Registers(LANES)
+        self.registers |= {
+            "%tid.x": self.threads + LANES * index, "%ctaid.x": zero + cta.rank % cluster.shape[0],
+            "%ctaid.y": zero + cta.rank // cluster.shape[0], "%ctaid.z": zero + cluster.index,
+            "%nctaid.z": zero + cluster.count, "%cluster_ctarank": zero + cta.rank, "__dynamic_shmem__0": zero,
+        }  # fmt: skip
+        self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
+
+    def run(self) -> Iterator[str]:  # type: ignore[override]
+        """Yields what it waits for."""
+        for op, operands, now in self.steps():
+            if op[0] in AT_ONCE or op[:2] == ("bar", "warp"):
+                continue
+            if op[0] in ("await", "bar", "barrier"):
+                yield from self.wait(op, operands, now)
+            else:
+                self.act(op, operands, now)
+
+    def one(self, names: Sequence[str], now: np.ndarray) -> int:
+        """The sum of some registers and numbers in the first thread that is here."""
+        return int(sum(self.read(name) for name in names)[np.flatnonzero(now)[0]])
+
+    def wait(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> Iterator[str]:
+        if op[0] == "barrier":
+            yield from self.wait_for_cluster(op)
+            return
+        first = self.one(operands[0], now)
+        if op[0] == "await":
+            while self.cta.phases[first][3] == self.one(operands[1], now):
+                yield f"mbarrier {first}"
+            return
+        threads = self.one(operands[1], now) if len(operands) > 1 else self.kernel.threads
+        barrier = self.cta.named.setdefault(first, [0, 0])
+        phase = barrier[1]
+        barrier[0] += LANES
+        if barrier[0] == threads:
+            barrier[:] = 0, phase + 1
+        while op[1] == "sync" and barrier[1] == phase:
+            yield f"barrier {first}"
+
+    def wait_for_cluster(self, op: tuple[str, ...]) -> Iterator[str]:
+        barrier, threads = self.cta.cluster.barrier, len(self.cta.cluster.ctas) * self.kernel.threads
+        barrier[0] += LANES * ("arrive" in op)
+        while "wait" in op and barrier[0] < threads:
+            yield "cluster"
+
+    def act(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        if op[0] == "elect":
+            self.write(operands[0][0].split("|")[1], (self.threads == 0).astype(np.int64), now)
+        elif op[0] == "mbarrier" and op[1] == "init":
+            count = self.one(operands[1], now)
+            self.cta.phases[self.one(operands[0], now)] = [count, count, 0, 0]
+        elif op[0] == "mbarrier":
+            count = self.one(operands[2], now)
+            bytes_too = "expect_tx" in op
+            for thread in np.flatnonzero(now):
+                address = int(sum(self.read(name) for name in operands[1])[thread])
+                rank = address >> RANK_BITS
+                cta = self.cta.cluster.ctas[rank - 1] if rank else self.cta
+                cta.arrive(address & (1 << RANK_BITS) - 1, 1 if bytes_too else count, count if bytes_too else 0)
+        elif op[0] == "mapa":
+            self.write(operands[0][0], self.read(operands[1][0]) + (self.read(operands[2][0]) + 1 << RANK_BITS), now)
+        elif op[0] == "cp":
+            if "tensor" in op:
+                ctas = self.cta.cluster.ctas
+                mask = self.one(operands[3], now) if "multicast::cluster" in op else 1 << self.cta.rank
+                taking = [cta for cta in ctas if mask >> cta.rank & 1]
+                self.copy(operands, now, taking if "mbarrier::complete_tx::bytes" in op else [])
+        elif op[0] == "multiply":
+            self.multiply(op, operands)
+        elif op[0] == "stmatrix":
+            rows = sum(self.read(name) for name in operands[0])
+            for i, name in enumerate(operands[1]):
+                matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
+                self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix
+        elif op[0] in ("ld", "st"):
+            self.access(op, operands, now)
+        elif op[0] in ("ldmatrix", "shfl"):
+            self.together(op, operands)
+        elif op[0] == "cvta":
+            self.write(operands[0][0], self.read(operands[1][0]), now)
+        elif op[:2] == ("mul", "hi"):
+            a, b = (number(self.read(name), op[-1]) for (name,) in operands[1:])
+            self.write(operands[0][0], number(a * b >> 32, op[-1]), now)
+        else:
+            self.compute(op, operands, now)
+
+    def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta]) -> None:
+        """A part of a matrix by TMA into these CTAs, with zeros for what lies outside of it; where there are none, from
+        this one into the matrix.
+        """
+        shared, (name, *at) = operands[:2] if taking else operands[1::-1]
+        which = self.cta.cluster.maps[self.one([name], now)]
+        first, top, *batch = (self.one([coordinate], now) for coordinate in at)
+        matrix = which.tensor[tuple(reversed(batch))]
+        part = matrix[top : top + which.rows, first : first + which.columns]
+        rows, columns = part.shape
+        places = which.places(self.one(shared, now))
+        if taking:
+            tile = np.zeros((which.rows, which.columns), part.dtype)
+            tile[:rows, :columns] = part
+            for cta in taking:
+                cta.blocks[0][places] = tile.view(np.uint8)
+        else:
+            now_stored = {(top + row, first + column, *batch) for row in range(rows) for column in range(columns)}
+            if twice := which.stored & now_stored:
+                raise RuntimeError(f"stored twice, by row, column and matrix: {sorted(twice)}")
+            which.stored.update(now_stored)
+            part[:] = self.blocks[0][places].view(part.dtype)[:rows, :columns]
+        for cta in taking:
+            cta.arrive(self.one(operands[2], now), 0, -which.rows * which.columns * which.tensor.itemsize)
+
+    def multiply(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
+        """This warp's 16 rows of a warpgroup's 64 x n x 16."""
+        sums, (a,), (b,), (keep,), *across = operands
+        n, half = int(re.search(r"n(\d+)k16", op[3])[1]), HALVES[op[-1]]  # type: ignore[index]
+        parts = []
+        for name, rows, (turned,) in ((a, range(self.index % 4 * 16, self.index % 4 * 16 + 16), across[0]),
+                                      (b, range(n), across[1])):  # fmt: skip
+            parts.append(self.operand(int(self.read(name)[0]), rows, turned == "1").view(half).astype(np.float32))
+        product = (parts[0] @ parts[1].T).reshape(2, 8, n // 8, 4, 2)
+        found = product.transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
+        if self.read(keep)[0]:
+            found = found + floats(np.stack([self.read(name) for name in sums]))
+        self.registers.update(zip(sums, found.view(np.uint32).astype(np.int64), strict=True))
+
+    def operand(self, descriptor: int, rows: range, turned: bool) -> np.ndarray:
+        """Some rows of 16 numbers, as bits, of an operand in rows of 128 bytes; turned, in columns of 128 or 64."""
+        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        width = {1: 128, 2: 64}[descriptor >> 62 & 3] if turned else 128
+        if not turned and descriptor >> 62 & 3 != 1:
+            raise NotImplementedError(f"a swizzle that is not of 128 bytes: {descriptor:#x}")
+        row, k = np.asarray(rows)[:, None], np.arange(16)
+        if turned:
+            inside = width // 2  # rows of the operand
+            address = start + row // inside * leading + k // 8 * stride + k % 8 * width + row % inside * 2
+        else:
+            address = start + row // 8 * stride + row % 8 * 128 + 2 * k
+        return self.blocks[0].view(np.uint16)[swizzled(address, width) // 2]

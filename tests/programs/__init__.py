@@ -1,0 +1,1 @@
+"""Modules that programs and compile processes which tests start import by name, from their search path."""
