@@ -19,8 +19,9 @@ from pathlib import Path
 
 from common import ROOT, Table
 
-from cute_ops import FLOATS, manifest, testing
-from cute_ops.binding import bind
+from cute_ops import FLOATS, testing
+from cute_ops.calls import manifest
+from cute_ops.declaration.binding import bind
 from cute_ops.ops import OPS, PARTS
 
 COLUMNS = ("calls", "kernels", "targets", "dtype", "cores", "load", "seconds", "megabytes")

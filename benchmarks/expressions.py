@@ -33,7 +33,7 @@ from rich.console import Console
 from summary import COMPILED, OURS, TITLES, XLA, of_expressions, points
 from torch._functorch import config as functorch_config
 
-from cute_ops.dispatch import foresee
+from cute_ops.autotune.dispatch import foresee
 from cute_ops.jit import cache, target
 
 OWN = ("silu", "gelu", "relu2", "silu_mul", "gelu_mul", "swiglu", "geglu")

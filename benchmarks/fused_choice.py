@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.progress import track
 from sample import draw_size
 
-from cute_ops import dispatch
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.op import Op
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import signature
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Op
 from cute_ops.ops.gemm.config import GemmSize, busy, cycles
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu

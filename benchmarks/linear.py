@@ -40,17 +40,17 @@ from common import Table, spread
 from rich.console import Console
 
 from cute_ops import Op
-from cute_ops.binding import Binding
 from cute_ops.composite.gated_mlp import mlp_ops
-from cute_ops.config import Config, Problem
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Config, Problem
+from cute_ops.declaration.op import Case
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature
-from cute_ops.op import Case
 from cute_ops.ops.gemm import config as gemm_config
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import CASES, linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu
-from cute_ops.shapes import ITEMSIZE
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.tools.measure import graph_sampler

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import formulas
 import torch
 
-from cute_ops.binding import Binding, bind
-from cute_ops.op import Op
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.ops import OPS, cross_entropy_step, rope_bwd_joined, swiglu_again
-from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops_torch.tools.measure import random_input
 
 BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *formulas.OPS)}

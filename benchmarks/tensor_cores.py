@@ -42,9 +42,9 @@ from linear import CUBLAS, OPS, Sampler, Turns
 from rich.console import Console
 
 from cute_ops import Op
+from cute_ops.declaration.op import Case
 from cute_ops.jit import cache, source_digest
 from cute_ops.jit.plan import Plan
-from cute_ops.op import Case
 from cute_ops.ops.gemm.linear import CASES
 from cute_ops_torch.library.tensors import bind_tensors
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.types import Trial
-from cute_ops.config import Config
+from cute_ops.declaration.config import Config
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
 from cute_ops.ops import OPS, PARTS

@@ -7,11 +7,23 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cute_ops.array_api import cast, widen
-from cute_ops.config import Needs, Problem, Space, Tuning, vary
+from cute_ops.declaration.array_api import cast, widen
+from cute_ops.declaration.config import Needs, Problem, Space, Tuning, vary
+from cute_ops.declaration.op import (
+    Accumulation,
+    Case,
+    Finish,
+    Kernel,
+    OneOf,
+    Op,
+    Program,
+    Sharding,
+    Split,
+    Tensor,
+    WhileFew,
+)
+from cute_ops.declaration.shapes import FLOATS, Array
 from cute_ops.errors import CacheError, CompileError, no_attribute
-from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Program, Sharding, Split, Tensor, WhileFew
-from cute_ops.shapes import FLOATS, Array
 
 if TYPE_CHECKING:
     from cute_ops.ops.expression.fused import fused

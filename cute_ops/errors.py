@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from cute_ops.shapes import Array
-
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from cute_ops.op import Op
+    from cute_ops.declaration.op import Op
+    from cute_ops.declaration.shapes import Array
 
 P = ParamSpec("P")
 R = TypeVar("R")

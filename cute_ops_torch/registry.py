@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from cute_ops.declaration.headers import check_declaration
+from cute_ops.declaration.op import Op
 from cute_ops.errors import suggesting
-from cute_ops.headers import check_declaration
-from cute_ops.op import Op
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher

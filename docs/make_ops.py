@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops.ops import OPS, PRODUCTS
 
 ROOT = Path(__file__).parents[1]

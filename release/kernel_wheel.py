@@ -29,14 +29,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cute_ops import __version__, dispatch, manifest
+from cute_ops import __version__
 from cute_ops.aot.build import build, variants_of
 from cute_ops.aot.hf_config import LEAD, calls_of_model
+from cute_ops.autotune import dispatch
+from cute_ops.calls import manifest
+from cute_ops.calls.manifest import ROWS, Call
 from cute_ops.cli import progress
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import bundle, target
 from cute_ops.jit.target import Target
-from cute_ops.manifest import ROWS, Call
-from cute_ops.shapes import Array
 
 MODELS = Path(__file__).with_name("models.csv")
 PROJECT = """

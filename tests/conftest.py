@@ -47,7 +47,8 @@ def _forget_the_user() -> None:
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _forget_the_user()
 
-from cute_ops import FLOATS, Op, Program, Tensor, dispatch  # noqa: E402
+from cute_ops import FLOATS, Op, Program, Tensor  # noqa: E402
+from cute_ops.autotune import dispatch  # noqa: E402
 from cute_ops.jit import target  # noqa: E402
 from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
 

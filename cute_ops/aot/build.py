@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from cute_ops import dispatch, manifest
-from cute_ops.autotune import winners
-from cute_ops.binding import bind
+from cute_ops.autotune import dispatch, winners
+from cute_ops.calls import manifest
+from cute_ops.calls.manifest import Call
+from cute_ops.declaration.binding import bind
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, folder_swap, json_schema, ownership
 from cute_ops.jit import bundle, cache, toolchain
 from cute_ops.jit.cache import Built
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
-from cute_ops.manifest import Call
 
 log = logging.getLogger("cute_ops")
 _EPOCH = 315_532_800  # 1980, the first time that a zip file knows

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cute_ops import lookup
+from cute_ops.calls import lookup
+from cute_ops.calls.manifest import ROWS, Call
 from cute_ops.composite.qkv_rope import SIZES
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS, Array
 from cute_ops.errors import meant, shown
 from cute_ops.jit.layout import Memory
-from cute_ops.manifest import ROWS, Call
-from cute_ops.op import Op
-from cute_ops.shapes import FLOATS, Array
 
 # Batch and positions: the number of leading dims matters to kernels, their sizes do not.
 LEAD = (1, ROWS)

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cute_ops import env, manifest, processes
+from cute_ops import env, processes
 from cute_ops.autotune.types import Measurement, Trial
-from cute_ops.binding import bind
-from cute_ops.config import Config
+from cute_ops.calls import manifest
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.config import Config
 from cute_ops.errors import first_line
 from cute_ops.files import file_lock
 from cute_ops.jit.target import Target, device_names

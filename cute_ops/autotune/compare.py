@@ -25,13 +25,13 @@ import numpy as np
 from cute_ops import testing
 from cute_ops.autotune.rows import lead_of
 from cute_ops.autotune.types import LEAST, Measurement, Trial
-from cute_ops.binding import Binding, bind, own_lead
-from cute_ops.config import Config
+from cute_ops.declaration.binding import Binding, bind, own_lead
+from cute_ops.declaration.config import Config
+from cute_ops.declaration.op import Case
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import Target
-from cute_ops.op import Case
-from cute_ops.shapes import Array
 
 MEASURERS = ("cute_ops_torch.tools.measure",)
 CHANCE = 0.001  # the most likely that a config that is just as fast may win so many pairs

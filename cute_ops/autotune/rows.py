@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from cute_ops.binding import Binding, bind, own_lead
-from cute_ops.shapes import ITEMSIZE, Array
+from cute_ops.declaration.binding import Binding, bind, own_lead
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 
 
 def bytes_moved(binding: Binding) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_ops.config import Config, Needs, Problem, Space
+from cute_ops.declaration.config import Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES, MAX_REGISTERS, MAX_THREADS, WARP, occupancy
 
 # Fields that every family uses alike. Of the others, a text is a form.

@@ -22,7 +22,8 @@ from cute_ops.autotune.rows import bytes_moved, resized
 from cute_ops.autotune.space import objection
 from cute_ops.autotune.types import LEAST, Bench, Trial
 from cute_ops.autotune.winners import Winner
-from cute_ops.config import Config
+from cute_ops.declaration.config import Config
+from cute_ops.declaration.op import Op
 from cute_ops.errors import first_line
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, toolchain
@@ -31,7 +32,6 @@ from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import Signature, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
 # A class of calls for any number of rows is measured on a call that moves MANY_BYTES and on one with FEW_ROWS.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from cute_ops.binding import Binding
-from cute_ops.config import Config
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Config
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import Target
 

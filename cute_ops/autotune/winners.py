@@ -3,8 +3,8 @@
 A winner's key is what a heuristic looks at (op, dtypes, alignments, compile-time dims, attributes and SM) and the
 heuristic's config: when the heuristic or the kernel changes, the measurement no longer counts. Winners are
 read from the bundles of ``CUTE_OPS_BUNDLE``, then from the cache folder, then from this package. The config is part of
-a variant, and so of the name of its kernel: no cache can serve one for another. :mod:`cute_ops.dispatch` decides what a
-process runs with.
+a variant, and so of the name of its kernel: no cache can serve one for another.
+:mod:`cute_ops.autotune.dispatch` decides what a process runs with.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from cute_ops import env
 from cute_ops.autotune.space import NUMBERS
-from cute_ops.config import Config, Problem
+from cute_ops.declaration.config import Config, Problem
+from cute_ops.declaration.op import Op
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, file_lock, json_schema
 from cute_ops.jit import bundle, source_digest
-from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
 FORMAT, NAME = 2, "tuning.json"

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from cute_ops import manifest
+from cute_ops.calls import manifest
+from cute_ops.calls.manifest import Call
 from cute_ops.jit import target
 from cute_ops.jit.cache import Built
 from cute_ops.jit.target import Target
-from cute_ops.manifest import Call
 
 console = Console(soft_wrap=True)
 ARCHES = "sm_80, sm_90a, sm_90a:114 (with 114 SMs), ...; repeat, or commas."

@@ -17,14 +17,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops import hardware, lookup
+from cute_ops import hardware
 from cute_ops.autotune.rows import flops
+from cute_ops.calls import lookup
 from cute_ops.cli import Arches, calls, console, fail
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Op
-from cute_ops.shapes import FLOATS
 from cute_ops.tools import sass
 
 if TYPE_CHECKING:

@@ -12,14 +12,15 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cute_ops import env, manifest
+from cute_ops import env
 from cute_ops.aot.build import build as build_bundle
 from cute_ops.aot.build import variants_of
 from cute_ops.aot.hf_config import calls_of_model
+from cute_ops.calls import manifest
 from cute_ops.cli import AllowFiles, Arches, console, fail, progress, read_calls, table_of, targets
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import CacheError
 from cute_ops.jit import bundle, cache
-from cute_ops.shapes import FLOATS
 
 Manifests = Annotated[list[Path], typer.Argument(help="Manifest files; more than one are read together.")]
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cute_ops import dispatch, lookup
+from cute_ops.autotune import dispatch
 from cute_ops.autotune.rows import bytes_moved
-from cute_ops.binding import Binding, bind
+from cute_ops.calls import lookup
 from cute_ops.cli import fail, targets
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS, Array
 from cute_ops.errors import meant
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Op
-from cute_ops.shapes import FLOATS, Array
 
 if TYPE_CHECKING:
     from cute_ops.tools.contract import Contract

@@ -13,13 +13,13 @@ from rich.table import Table
 
 from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.types import Trial
-from cute_ops.binding import Binding, bind
 from cute_ops.cli import AllowFiles, calls, console, fail, progress_bar, read_calls
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.shapes import Array
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir
 from cute_ops.jit import target
-from cute_ops.op import Case, Op
-from cute_ops.shapes import Array
 
 # The row lengths of an op's cases that are worth it, of an op that is tuned by name.
 LONG_ROWS = 256

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any
 
-from cute_ops.binding import Binding
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op, Program, Sharding, Tensor
 from cute_ops.errors import shown
-from cute_ops.op import Op, Program, Sharding, Tensor
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 
 _MAX_SIZE = 2**31 - 2

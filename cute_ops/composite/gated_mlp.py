@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
+from cute_ops.declaration.op import FUSED, Case, Op, Program, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import shown
-from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.batches import of_program
 from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
 from cute_ops.ops.gemm.halves import halves_apart
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated_linear
-from cute_ops.shapes import FLOATS
 
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
+from cute_ops.declaration.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import exact, linear, linear_acc, product_gradients
 from cute_ops.ops.norm import add_rmsnorm as norm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm, add_rmsnorm_bwd
-from cute_ops.shapes import FLOATS
 
 DOC = """``residual_out = x @ weight.T + residual``; ``out = rmsnorm(residual_out, norm_weight, eps)``
 

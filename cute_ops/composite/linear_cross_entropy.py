@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from cute_ops.binding import Binding
 from cute_ops.composite.chunks import Chunks
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op, Program, Sharding, Split, Tensor
 from cute_ops.errors import shown
-from cute_ops.op import Op, Program, Sharding, Split, Tensor
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.cross_entropy import (
     DTYPES,

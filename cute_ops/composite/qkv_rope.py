@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from cute_ops.binding import Binding
-from cute_ops.op import FUSED, Case, Op, Program, Tensor
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import FUSED, Case, Op, Program, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import product_gradients
 from cute_ops.ops.rotary.rope import rope_bwd_joined
-from cute_ops.shapes import FLOATS
 
 SIZES = (64, 128)
 DOC = """``out = x @ weight.T``, whose first ``heads`` heads are rotated as by :func:`rope`.

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from cute_ops.declaration.op import FUSED, Case, Op, Program, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.batches import each
 from cute_ops.ops.expression.formula import Attrs as Attributes
 from cute_ops.ops.expression.formula import ByAttrs, Formula
@@ -27,7 +28,6 @@ from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.norm import rmsnorm as norm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
-from cute_ops.shapes import FLOATS
 
 DOC = """``out = epilogue(rmsnorm(x, norm_weight, eps=eps) @ weight.T, *operands)``
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cute_ops.array_api import beside, cast, erfc, sigmoid, widen
+from cute_ops.declaration.array_api import beside, cast, erfc, sigmoid, widen
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.words import ROUNDS_TO
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from cute_ops import env, processes
+from cute_ops.declaration.op import importable
 from cute_ops.errors import CompileError
 from cute_ops.jit import toolchain
 from cute_ops.jit.variant import Variant
-from cute_ops.op import importable
 
 # The worker must not find a GPU, since a context would cost memory and could hang. The DSL's own cache is off, since it
 # lies in the shared temporary folder.

@@ -1,7 +1,7 @@
 """Plans: which kernel a call runs, and with which tensors.
 
 A plan is a pure function of the binding, the memory of its arrays, the target, whether dims that are static while few
-are compile-time constants, and the config, which :mod:`cute_ops.dispatch` chooses.
+are compile-time constants, and the config, which :mod:`cute_ops.autotune.dispatch` chooses.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from cute_ops.binding import Binding
-from cute_ops.config import Config, Problem
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Config, Problem
+from cute_ops.declaration.shapes import Array
 from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.jit import source_digest, toolchain
 from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import VECTOR, Variant
-from cute_ops.shapes import Array
 
 
 class Signature(NamedTuple):

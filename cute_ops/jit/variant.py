@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.errors import Fields
 from cute_ops.files import json_schema
-from cute_ops.shapes import ITEMSIZE
 
 VECTOR = 16  # bytes: the widest load and store of one thread
 

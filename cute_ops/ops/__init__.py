@@ -2,7 +2,7 @@
 stubs; products have tests of their own. ``PARTS`` are ops without a function, which our own functions call.
 """
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops.ops.activation.gelu_mul import gelu_mul
 from cute_ops.ops.activation.glu import geglu, swiglu, swiglu_again
 from cute_ops.ops.activation.silu_mul import silu_mul

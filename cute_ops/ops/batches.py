@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cute_ops.config import Problem
-from cute_ops.op import Case, Op, Program, Tensor
+from cute_ops.declaration.config import Problem
+from cute_ops.declaration.op import Case, Op, Program, Tensor
 
 CASES = (
     Case("odd", {"b": (3,), "m": 67, "n": 333, "k": 200}),

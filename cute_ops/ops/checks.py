@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from cute_ops.binding import Binding
+from cute_ops.declaration.binding import Binding
 
 LARGEST = sys.float_info.max
 FINITE, NOT_NEGATIVE = (-LARGEST, LARGEST), (0.0, LARGEST)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from cute_ops.config import Needs, Problem
+from cute_ops.declaration.config import Needs, Problem
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, WARP
 from cute_ops.kernels.lib.row_config import RowConfig
-from cute_ops.shapes import ITEMSIZE
 
 VECTOR_BYTES = 16
 # The names that row tensors have in the declarations.

@@ -21,9 +21,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cute_ops.binding import as_outputs, bind
-from cute_ops.op import Accumulation, Case, Op, Tensor
-from cute_ops.shapes import ACCUMULATORS, Array
+from cute_ops.declaration.binding import as_outputs, bind
+from cute_ops.declaration.op import Accumulation, Case, Op, Tensor
+from cute_ops.declaration.shapes import ACCUMULATORS, Array
 
 # The distance from 1 to the next number of a dtype. Integers, which are not in here, must be equal.
 EPS = {

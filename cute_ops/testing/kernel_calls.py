@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops import FLOATS, testing
-from cute_ops.binding import Binding, bind
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import View, compact
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
-from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
-from cute_ops.shapes import Array
 from cute_ops.testing import interpreter
 
 ALL = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (each, *each.narrowed)]

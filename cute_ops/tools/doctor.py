@@ -15,14 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cute_ops import __version__, dispatch, env, processes
-from cute_ops.binding import bind
+from cute_ops import __version__, env, processes
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import Array
 from cute_ops.errors import CacheError, CompileError, first_line, meant
 from cute_ops.files import cache_dir
 from cute_ops.jit import bundle, cache, compiler, target, toolchain
 from cute_ops.jit.compile_pool import worker
 from cute_ops.ops import OPS
-from cute_ops.shapes import Array
 
 _FRAMEWORKS = {"torch": "cute_ops_torch", "jax": "cute_ops_jax"}
 TIMEOUT_SECONDS = 300.0

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cute_ops import testing
-from cute_ops.op import Op
-from cute_ops.shapes import FLOATS
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.testing import kernel_calls
 from cute_ops.tools.verify import Verdict, problem_of
 

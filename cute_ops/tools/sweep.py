@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import Target
-from cute_ops.op import Case, Op, Tensor
-from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.testing import left_out, specs
 
 # Every length up to SHORTEST is tried, and in each round RANDOM longer ones.

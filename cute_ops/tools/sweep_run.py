@@ -13,11 +13,13 @@ from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from cute_ops import dispatch, lookup, processes, testing
-from cute_ops.binding import bind
+from cute_ops import processes, testing
+from cute_ops.autotune import dispatch
+from cute_ops.calls import lookup
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Op
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target
-from cute_ops.op import Op
 from cute_ops.tools.sweep import SweepCall, memory, trials
 from cute_ops.tools.verify import problem_of
 

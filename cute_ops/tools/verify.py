@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from cute_ops import testing
+from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import meant
-from cute_ops.op import Case, Op
-from cute_ops.shapes import FLOATS
 from cute_ops.tools import gradient
 
 # The module of each adapter that runs an op for this check; imported only then.

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from cute_ops.binding import Binding
-from cute_ops.sharding import factors
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.sharding import factors
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import (
     Arrays,

@@ -1,6 +1,7 @@
 """The program that each device runs on its slices: the kernel, and the sums and merges over devices around it.
 
-:mod:`cute_ops.sharding` says which dims of a call may be sharded, as *factors*. A sum over rows is a ``psum``.
+:mod:`cute_ops.declaration.sharding` says which dims of a call may be sharded, as *factors*. A sum over rows is a
+``psum``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from cute_ops.binding import Binding
-from cute_ops.op import Op, Tensor
-from cute_ops.sharding import Factors, factors
-from cute_ops.sharding import sizes as factor_sizes
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.sharding import Factors, factors
+from cute_ops.declaration.sharding import sizes as factor_sizes
 from cute_ops_jax.distributed.varying import Axes, alike, varies, varying_like
 
 T = TypeVar("T")

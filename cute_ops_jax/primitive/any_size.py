@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cute_ops import dispatch
-from cute_ops.binding import Binding
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.errors import message
 from cute_ops.jit.layout import Memory, Shapes, compact, contiguous_place, has_contiguous, with_sizes
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import Target
-from cute_ops.shapes import ITEMSIZE, Array
 
 # Enough rows to keep a GPU busy.
 MANY_ROWS = 1 << 20

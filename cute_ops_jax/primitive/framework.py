@@ -1,4 +1,4 @@
-"""What JAX offers to the programs of composites: see :class:`cute_ops.op.Program`."""
+"""What JAX offers to the programs of composites: see :class:`cute_ops.declaration.op.Program`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cute_ops.array_api import count_up_to
-from cute_ops.binding import bind
-from cute_ops.op import Op
+from cute_ops.declaration.array_api import count_up_to
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Op
 from cute_ops_jax.distributed.varying import varying_like
 from cute_ops_jax.primitive import lowering
 from cute_ops_jax.primitive.any_size import is_symbolic

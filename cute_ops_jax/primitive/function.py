@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from cute_ops import lists
 from cute_ops.constants import Exact
+from cute_ops.declaration import lists
+from cute_ops.declaration.headers import check_declaration, header
+from cute_ops.declaration.op import Op
 from cute_ops.errors import message, shown, without_bias, wrong_arguments
-from cute_ops.headers import check_declaration, header
-from cute_ops.op import Op
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cute_ops import dispatch
-from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import Binding, as_outputs, check_returned, expanded_shape
+from cute_ops.declaration.op import Op, Program
 from cute_ops.errors import message, naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
 from cute_ops.jit.target import Target
-from cute_ops.op import Op, Program
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.any_size import plan_for_any_size, with_numbers
 from cute_ops_jax.primitive.arrays import spec
@@ -123,7 +123,7 @@ def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Pr
 
 
 def leads(binding: Binding) -> bool:
-    """:func:`cute_ops.dispatch.leads` for the GPU to lower for; False where there is none."""
+    """:func:`cute_ops.autotune.dispatch.leads` for the GPU to lower for; False where there is none."""
     try:
         target, _ = ffi.target_and_device()
     except (RuntimeError, NotImplementedError):

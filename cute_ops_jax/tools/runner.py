@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops.testing import Arrays
 from cute_ops_jax.primitive.primitive import primitive_of
 

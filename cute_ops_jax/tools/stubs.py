@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from cute_ops.headers import stub
-from cute_ops.op import Op
+from cute_ops.declaration.headers import stub
+from cute_ops.declaration.op import Op
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.primitive.function import signature
 

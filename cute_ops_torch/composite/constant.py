@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_ops.constants.state import globals_reader, reader_of
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops_torch.registry import define
 
 Function = TypeVar("Function", bound=Callable[..., str | tuple[str, ...]])

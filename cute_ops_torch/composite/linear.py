@@ -10,7 +10,7 @@ import torch
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
 from cute_ops.constants import make_room
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue

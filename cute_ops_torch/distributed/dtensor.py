@@ -1,11 +1,11 @@
 """Ops on DTensors: each rank runs the op on its own slices, wherever the declaration allows that.
 
-One rule serves every op. :mod:`cute_ops.sharding` names the factors: dims of the arrays that ranks may share. A mesh
-dim that shards an input along a factor shards every array that has the factor; arrays without it are replicated.
-Gradients of inputs that rows share come out as ``Partial`` sums. A dim that the declaration splits (the classes of a
-cross entropy) stays sharded too: ranks exchange the results of their slices and combine them. So does an inner one (the
-terms of a product with an epilogue): ranks add up their partial sums and go on with that. Inputs with any other
-sharding are redistributed first.
+One rule serves every op. :mod:`cute_ops.declaration.sharding` names the factors: dims of the arrays that ranks may
+share. A mesh dim that shards an input along a factor shards every array that has the factor; arrays without it are
+replicated. Gradients of inputs that rows share come out as ``Partial`` sums. A dim that the declaration splits (the
+classes of a cross entropy) stays sharded too: ranks exchange the results of their slices and combine them. So does an
+inner one (the terms of a product with an epilogue): ranks add up their partial sums and go on with that. Inputs with
+any other sharding are redistributed first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cute_ops.binding import Binding
 from cute_ops.constants import of_attributes
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.sharding import factors, run_on_terms, tied
 from cute_ops.errors import message
 from cute_ops.jit.layout import compact
-from cute_ops.op import Op
-from cute_ops.sharding import factors, run_on_terms, tied
 from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice
 from cute_ops_torch.library import framework, program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.compiled_call import Run
 from cute_ops_torch.host.guards import aligned

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ops.binding import Binding
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op, Program
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
-from cute_ops.op import Op, Program
 from cute_ops_torch.host import codegen
 from cute_ops_torch.library import products
 from cute_ops_torch.library import program as programs

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops_torch.host import framework_gradient
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.guards import Call, GuardedCalls, Link, guarded, kinds

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from cute_ops import dispatch
-from cute_ops.binding import bind
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Op, Product, Program
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory, compact
-from cute_ops.op import Op, Product, Program
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.products import autocast

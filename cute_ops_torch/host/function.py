@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from cute_ops.declaration.op import Op
 from cute_ops.errors import message, shown, unknown_argument, wrong_attribute
-from cute_ops.op import Op
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from cute_ops import dispatch
-from cute_ops.binding import Binding
+from cute_ops.autotune import dispatch
 from cute_ops.constants import of_attributes
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op
 from cute_ops.errors import naming
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan
-from cute_ops.op import Op
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.host.compiled_call import CompiledCall, KernelCall, Run
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds

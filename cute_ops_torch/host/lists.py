@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cute_ops import lists
-from cute_ops.op import Op
+from cute_ops.declaration import lists
+from cute_ops.declaration.op import Op
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler
 

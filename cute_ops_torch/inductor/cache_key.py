@@ -17,10 +17,10 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleT
 from typing import Any
 
 import cute_ops
-from cute_ops import lookup
+from cute_ops.calls import lookup
 from cute_ops.constants import Unknown, values
+from cute_ops.declaration.op import Op
 from cute_ops.jit import source_digest
-from cute_ops.op import Op
 
 # Stands for what has no digest: no other process finds code under it.
 _NEVER = uuid.uuid4().hex

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops_torch.library.reference import traced_reference
 
 log = logging.getLogger("cute_ops")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from cute_ops.shapes import FLOATS
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.fx import calls, changed, value_of
 

@@ -1,4 +1,4 @@
-"""What torch offers to the programs of composites: see :class:`cute_ops.op.Program`."""
+"""What torch offers to the programs of composites: see :class:`cute_ops.declaration.op.Program`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from cute_ops import dispatch
-from cute_ops.binding import bind
+from cute_ops.autotune import dispatch
 from cute_ops.constants import of_attributes
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
-from cute_ops.op import Op
-from cute_ops.shapes import Array
 from cute_ops_torch.library.row_chunks import Chunks
 from cute_ops_torch.library.tensors import DTYPES, array
 
@@ -76,7 +76,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def leads(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> bool:
-    """As :func:`cute_ops.dispatch.leads` has it of the tensors' GPU."""
+    """As :func:`cute_ops.autotune.dispatch.leads` has it of the tensors' GPU."""
     first = next(iter(inputs.values()))
     places = tuple((name, array(t), t.stride(), t.data_ptr() % 16) for name, t in inputs.items())
     exactly = of_attributes(tuple(attrs.values()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 
 Call = Callable[..., Any]
 

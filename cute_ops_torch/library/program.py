@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cute_ops.binding import Binding
-from cute_ops.op import Op, Program
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op, Program
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import Tensors, readable

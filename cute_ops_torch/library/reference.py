@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cute_ops.binding import Binding, as_outputs, check_returned
-from cute_ops.dispatch import instead
-from cute_ops.op import Op, Program
+from cute_ops.autotune.dispatch import instead
+from cute_ops.declaration.binding import Binding, as_outputs, check_returned
+from cute_ops.declaration.op import Op, Program
 from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.mutation import check_memory, write_back
 from cute_ops_torch.library.schema import filler

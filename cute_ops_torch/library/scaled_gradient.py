@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.op import Op
+from cute_ops.declaration.op import Op
 from cute_ops.ops.reduction.scale import scale as declared
 from cute_ops_torch.library import program
 from cute_ops_torch.library.modes import EXACT, modes_active

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
-from cute_ops.op import Op, Tensor
+from cute_ops.declaration.op import Op, Tensor
 
 _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
 # A compiled graph serves all values of an integer that it need not know; torch fixes floats.

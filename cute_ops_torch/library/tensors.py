@@ -7,12 +7,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from cute_ops.binding import Binding, bind
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.op import Tensor as Declared
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.errors import message, suggesting
 from cute_ops.jit.layout import Memory, check_memory, contiguous_place, has_contiguous
-from cute_ops.op import Op
-from cute_ops.op import Tensor as Declared
-from cute_ops.shapes import ITEMSIZE, Array
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}

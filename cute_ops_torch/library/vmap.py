@@ -1,5 +1,6 @@
-"""``torch.vmap``: all examples run as one call (see :mod:`cute_ops.batching`). Where an op cannot do that, the ops
-that it calls are batched one by one if it is a composite that allows it, else its examples run one after another.
+"""``torch.vmap``: all examples run as one call (see :mod:`cute_ops.declaration.batching`). Where an op cannot do that,
+the ops that it calls are batched one by one if it is a composite that allows it, else its examples run one after
+another.
 
 An input that the op writes has to be batched where any is: the examples' values for one tensor would be several.
 """
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ops.batching import as_one_call
+from cute_ops.declaration.batching import as_one_call
+from cute_ops.declaration.op import Op
 from cute_ops.errors import message
-from cute_ops.op import Op
 from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.schema import filler, resolver
 from cute_ops_torch.library.tensors import arrays, readable

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from cute_ops.declaration.op import Op, Tensor
 from cute_ops.errors import suggesting, wrong_arguments
-from cute_ops.op import Op, Tensor
 from cute_ops_torch.registry import register
 
 _PUBLIC = "cute_ops_torch.nn"

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_ops import dispatch
+from cute_ops.autotune import dispatch
 from cute_ops.autotune.rows import bytes_moved
-from cute_ops.binding import Binding, bind
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import Plan
 from cute_ops.jit.variant import VECTOR
-from cute_ops.op import Op
-from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import EPS, Arrays
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES

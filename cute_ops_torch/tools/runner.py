@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_ops import dispatch, testing
+from cute_ops import testing
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.jit import target
-from cute_ops.op import Op, Tensor
-from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import Arrays, numpy_dtype
 from cute_ops.tools import sweep
 from cute_ops_torch.library.tensors import DTYPES, NAMES, bind_tensors, memory

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from inspect import Parameter, Signature
 from pathlib import Path
 
-from cute_ops.headers import header, stub
-from cute_ops.op import Op
+from cute_ops.declaration.headers import header, stub
+from cute_ops.declaration.op import Op
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_torch.library.schema import takes_out
 

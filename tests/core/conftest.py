@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse

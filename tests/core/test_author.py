@@ -17,11 +17,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cute_ops import FLOATS, Accumulation, Array, Case, Op, Tensor, hardware, lookup, testing
+from cute_ops import FLOATS, Accumulation, Array, Case, Op, Tensor, hardware, testing
 from cute_ops.__main__ import app
-from cute_ops.binding import bind
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.calls import lookup
 from cute_ops.cli import author, calls
-from cute_ops.dispatch import foresee
+from cute_ops.declaration.binding import bind
 from cute_ops.jit.target import parse
 from cute_ops.tools import sass
 from cute_ops.tools.verify import verify

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cute_ops.batching import as_one_call
+from cute_ops.declaration.batching import as_one_call
 from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.norm.rmsnorm import rmsnorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_ops import FLOATS, Array, OneOf, Op, Tensor
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 from cute_ops.ops import OPS, PRODUCTS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 

@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError, __version__, dispatch, manifest
+from cute_ops import CacheError, __version__
 from cute_ops.aot import build
-from cute_ops.autotune import winners
+from cute_ops.autotune import dispatch, winners
+from cute_ops.calls import manifest
 from cute_ops.files import cache_dir, folder_swap
 from cute_ops.jit import bundle, cache, loader, toolchain
 from cute_ops.jit.bundle import Bundle
@@ -238,7 +239,7 @@ import importlib.util
 assert importlib.util.find_spec("cutlass") is None and importlib.util.find_spec("torch") is None
 from cute_ops import CompileError
 from cute_ops.jit import cache, toolchain
-from cute_ops import manifest
+from cute_ops.calls import manifest
 from cute_ops.aot import build
 from cute_ops.jit.target import parse
 calls = manifest.parse({lines!r})
@@ -307,7 +308,7 @@ def test_an_installed_package_serves_its_bundle(
 AS_NOBODY = """
 import os
 from cute_ops.jit import cache
-from cute_ops import manifest
+from cute_ops.calls import manifest
 from cute_ops.aot import build
 from cute_ops.jit.target import parse
 from tests.programs import rights
@@ -532,8 +533,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_folder: Path) -> None:
     program = (
-        "from cute_ops import Array, lookup; from cute_ops.jit import cache; from cute_ops.binding import bind\n"
-        "from cute_ops.dispatch import choose; from cute_ops.jit.target import parse\n"
+        "from cute_ops import Array; from cute_ops.calls import lookup; from cute_ops.jit import cache\n"
+        "from cute_ops.declaration.binding import bind\n"
+        "from cute_ops.autotune.dispatch import choose; from cute_ops.jit.target import parse\n"
         "arrays = dict.fromkeys(('gate', 'up'), Array((4, 64), 'bfloat16'))\n"
         "cache.get(choose(bind(lookup.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
         "print(vars(cache.counters)); raise SystemExit(3)\n"

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_ops import CacheError, CompileError, dispatch
+from cute_ops import CacheError, CompileError
+from cute_ops.autotune import dispatch
 from cute_ops.files import cache_dir, file_lock
 from cute_ops.jit import cache
 from cute_ops.jit.variant import Variant

@@ -14,9 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import cute_ops
-from cute_ops import CacheError, __version__, manifest
+from cute_ops import CacheError, __version__
 from cute_ops.__main__ import app
 from cute_ops.aot import build
+from cute_ops.calls import manifest
 from cute_ops.cli import table_of
 from cute_ops.jit import bundle, cache, source_digest, target, toolchain
 from cute_ops.tools import doctor

@@ -6,7 +6,7 @@ import math
 import random
 from itertools import count, pairwise
 
-from cute_ops.dims import Dim, parse
+from cute_ops.declaration.dims import Dim, parse
 
 
 def draw(rng: random.Random) -> Dim:

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError, manifest
+from cute_ops import CacheError
 from cute_ops.aot import build
+from cute_ops.calls import manifest
 from cute_ops.files import cache_dir, file_lock, folder_swap, ownership
 from cute_ops.jit import cache
 from cute_ops.jit.bundle import Bundle
@@ -30,7 +31,7 @@ LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*
 WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
-from cute_ops import manifest
+from cute_ops.calls import manifest
 from cute_ops.aot import build
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse

@@ -13,13 +13,13 @@ import pytest
 
 import cute_ops.expressions
 from cute_ops import fused
+from cute_ops.declaration.op import Case
 from cute_ops.expressions import TraceError, differentiate, digest, evaluate, gelu, parse, text_of, trace
 from cute_ops.expressions.derivative import DERIVATIVE
 from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.stages import split, stages
 from cute_ops.expressions.words import FUNCTIONS, WORDS
-from cute_ops.op import Case
 from cute_ops.tools import gradient
 
 TILES = {"x": "*m n", "y": "*m n"}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor, fused
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.autotune.dispatch import choose
+from cute_ops.declaration.binding import bind
 from cute_ops.expressions import differentiate, evaluate, text_of, trace
 from cute_ops.expressions.words import ROUNDS_TO, WORDS
 from cute_ops.jit.compile_pool import worker

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import FLOATS, Array, Op, fused, lookup, manifest, testing
+from cute_ops import FLOATS, Array, Op, fused, testing
 from cute_ops import ops as ours
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.autotune.dispatch import choose
+from cute_ops.calls import lookup, manifest
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Case
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Case
 from cute_ops.ops.expression.by_call import ByCall, kinds
 from cute_ops.testing import kernel_calls
 from cute_ops.tools import gradient, sass

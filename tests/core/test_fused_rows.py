@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from cute_ops import FLOATS, Array, Op, fused
+from cute_ops.autotune.dispatch import choose
 from cute_ops.autotune.space import objection
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Case
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.text import parse as parse_text
 from cute_ops.expressions.words import WORDS
@@ -20,7 +21,6 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
 from cute_ops.kernels.rows.config import FusedRowConfig
-from cute_ops.op import Case
 from cute_ops.testing import interpreter, kernel_calls
 from cute_ops.tools import gradient, sass
 from tests.ops import random_programs

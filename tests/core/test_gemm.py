@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, testing
-from cute_ops.binding import bind
-from cute_ops.dispatch import instead
+from cute_ops.autotune.dispatch import instead
+from cute_ops.declaration.binding import bind
 from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
 from cute_ops.jit.compile_pool import worker

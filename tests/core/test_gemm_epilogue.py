@@ -13,10 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Array, Case, Op, dispatch, testing
-from cute_ops.binding import bind
+from cute_ops import Array, Case, Op, testing
+from cute_ops.autotune import dispatch
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.rmsnorm_linear import row_factors
+from cute_ops.declaration.binding import bind
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory

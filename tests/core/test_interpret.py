@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import lookup
+from cute_ops.calls import lookup
 from cute_ops.tools.interpret import interpret
 
 FOLDER = Path(__file__).parents[2] / "examples" / "bring_a_kernel"

@@ -34,7 +34,7 @@ for module in pkgutil.walk_packages(cute_ops.__path__, "cute_ops."):
     if not module.name.startswith("cute_ops.kernels.") and module.name.rpartition(".")[2] not in NEED_NUMPY:
         importlib.import_module(module.name)
 from cute_ops import Array
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 from cute_ops import env
 from cute_ops.ops import OPS
 from cute_ops.jit.plan import plan
@@ -56,7 +56,7 @@ def test_core_needs_no_framework_and_no_compiler() -> None:
     assert len(result.stdout.split()) == len(OPS)
 
 
-@pytest.mark.parametrize("blocked", ["cute_ops.binding", "json"])
+@pytest.mark.parametrize("blocked", ["cute_ops.declaration.binding", "json"])
 def test_the_check_can_fail(blocked: str) -> None:
     result = run_blocked(f"import sys; sys.modules[{blocked!r}] = None" + USE_CORE, ("torch",))
     assert result.returncode != 0 and "ModuleNotFoundError" in result.stderr
@@ -78,10 +78,9 @@ def imports_of(path: Path) -> set[str]:
 def test_kernels_import_only_cutlass_and_siblings(path: Path) -> None:
     """Of the standard library, too, only what has nothing to do with the machine that compiles."""
     allowed = (
-        "cutlass", "cute_ops.kernels", "cute_ops.config", "cute_ops.expressions.graph", "cute_ops.expressions.groups",
-        "cute_ops.expressions.stages",
-        "cute_ops.expressions.text", "__future__", "typing", "math", "dataclasses", "functools", "operator",
-        "collections",
+        "cutlass", "cute_ops.kernels", "cute_ops.declaration.config", "cute_ops.expressions.graph",
+        "cute_ops.expressions.groups", "cute_ops.expressions.stages", "cute_ops.expressions.text",
+        "__future__", "typing", "math", "dataclasses", "functools", "operator", "collections",
     )  # fmt: skip
     foreign = {name for name in imports_of(path) if not name.startswith(allowed)}
     assert not foreign

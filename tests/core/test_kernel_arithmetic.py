@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit.layout import compact
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.kernels.embedding.config import EmbeddingConfig
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig
-from cute_ops.op import Case, Op
 from cute_ops.ops.rotary import config as rotary
-from cute_ops.shapes import FLOATS
 from cute_ops.testing import kernel_calls, numpy_dtype
 from cute_ops.testing.kernel_calls import ALL, LAYOUTS, VECTOR
 

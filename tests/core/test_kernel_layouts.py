@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from cute_ops.autotune.space import objection
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.hardware import ARCHES
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
-from cute_ops.op import Op
-from cute_ops.shapes import FLOATS
 from cute_ops.testing import interpreter, kernel_calls
 from cute_ops.testing.kernel_calls import ALL, LAYOUTS
 

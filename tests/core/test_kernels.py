@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from cute_ops import Array, Op, hardware
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.autotune.dispatch import choose
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.compile_pool import worker
@@ -24,7 +25,6 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
 from cute_ops.ops.expression.formula import KERNEL as FUSED
-from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 from tests.emulator import machine_code
 from tests.ops import writing
@@ -311,7 +311,7 @@ def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compile
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import dispatch
+    from cute_ops.autotune import dispatch
 
     if hardware.sm(arch) < op.least_sm:
         return

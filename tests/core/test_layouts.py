@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cute_ops.dispatch import choose, instead
+from cute_ops.autotune.dispatch import choose, instead
 from cute_ops.hardware import sm
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import FLOATS, Case, Finish, Op, Program, Sharding, Split, Tensor, lists, lookup, manifest, testing
-from cute_ops.binding import bind
+from cute_ops import FLOATS, Case, Finish, Op, Program, Sharding, Split, Tensor, testing
+from cute_ops.calls import lookup, manifest
+from cute_ops.calls.manifest import call_of
+from cute_ops.declaration import lists
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.manifest import call_of
-from cute_ops.shapes import Array
 from cute_ops.testing import kernel_calls
 from cute_ops.tools.verify import verify
 from tests.ops import listing

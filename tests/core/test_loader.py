@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cute_ops import Array, CacheError
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import FLOATS, Array, dispatch, lookup, manifest
+from cute_ops import FLOATS, Array
 from cute_ops.__main__ import app
 from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.autotune import dispatch
+from cute_ops.autotune.dispatch import choose
+from cute_ops.calls import lookup, manifest
+from cute_ops.declaration.binding import bind
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS
@@ -128,9 +130,10 @@ def test_planning_from_a_manifest_uses_up_no_static_kernels(monkeypatch: pytest.
 def test_processes_record_into_one_file(tmp_path: Path) -> None:
     code = textwrap.dedent("""
         import sys
-        from cute_ops import Array, lookup
-        from cute_ops.binding import bind
-        from cute_ops.dispatch import choose
+        from cute_ops import Array
+        from cute_ops.calls import lookup
+        from cute_ops.declaration.binding import bind
+        from cute_ops.autotune.dispatch import choose
         from cute_ops.jit.target import parse
         for n in range(16, 16 * 41, 16):
             choose(bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
@@ -171,8 +174,8 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         textwrap.dedent("""
         from cute_ops import Array, Op, Tensor
-        from cute_ops.binding import bind
-        from cute_ops.dispatch import choose
+        from cute_ops.declaration.binding import bind
+        from cute_ops.autotune.dispatch import choose
         from cute_ops.jit.target import parse
         X = {"x": Tensor("*m n", "float32")}
         mine_bwd = Op("mine_bwd", inputs={"dout": Tensor("*m n", "float32")}, outputs={"dx": Tensor("*m n", "float32")},
@@ -282,7 +285,7 @@ def test_a_manifest_is_written_whole_and_keeps_its_rights(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o640 and path.read_text() == f"{manifest.HEADER}rmsnorm x:float32[4]\n"
     before = path.read_text()
     code = (
-        "import pathlib, resource, signal, sys; from cute_ops import manifest\n"
+        "import pathlib, resource, signal, sys; from cute_ops.calls import manifest\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
         "manifest.tidy(pathlib.Path(sys.argv[1]))"
     )
@@ -307,8 +310,8 @@ def test_any_path_survives(name: str) -> None:
 
 MINE = """
 from cute_ops import Array, Op, Tensor
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.declaration.binding import bind
+from cute_ops.autotune.dispatch import choose
 from cute_ops.jit.target import parse
 X = {"x": Tensor("*m n", "float32")}
 mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=lambda xp, *a: a,

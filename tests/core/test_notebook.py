@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cute_ops import Op, Tensor, notebook
+from cute_ops import Op, Tensor
+from cute_ops.declaration import notebook
 
 
 @pytest.fixture(autouse=True)

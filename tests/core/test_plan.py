@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, dispatch, lookup
+from cute_ops import FLOATS, Array, Op, Tensor, WhileFew
+from cute_ops.autotune import dispatch
+from cute_ops.autotune.dispatch import choose, instead
 from cute_ops.autotune.rows import resized
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose, instead
+from cute_ops.calls import lookup
+from cute_ops.declaration.binding import bind
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact, folded

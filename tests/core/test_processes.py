@@ -154,7 +154,7 @@ def test_a_kernel_that_leaves(worker: Pool) -> None:
 def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
     from cute_ops.autotune.bench_process import BenchProcess
     from cute_ops.autotune.tuner import Trial
-    from cute_ops.binding import bind
+    from cute_ops.declaration.binding import bind
     from cute_ops.jit.target import parse
     from cute_ops.ops import silu_mul
 
@@ -352,7 +352,7 @@ def test_a_fork_while_tuning() -> None:
     code = """
 from cute_ops.autotune import tuner
 from cute_ops.ops import silu_mul
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 os.environ["CUTE_OPS_TUNE"] = "1"
 call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
 parent, measuring, forked = os.getpid(), threading.Event(), threading.Event()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cute_ops import Op, Split, Tensor, testing
-from cute_ops.binding import bind
-from cute_ops.op import Case, Sharding
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Case, Sharding
+from cute_ops.declaration.shapes import FLOATS, Array
+from cute_ops.declaration.sharding import factors, sizes
 from cute_ops.ops import OPS
-from cute_ops.shapes import FLOATS, Array
-from cute_ops.sharding import factors, sizes
 
 SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)
 ATTRS = ({}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}, {"label_smoothing": 0.3})

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, Tensor
-from cute_ops.config import Problem, Tuning
+from cute_ops.calls.lookup import ours
+from cute_ops.declaration.config import Problem, Tuning
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit.target import parse
-from cute_ops.lookup import ours
 from cute_ops.ops import rope, scale, softmax
-from cute_ops.shapes import FLOATS
 from cute_ops.tools import sweep, sweep_run
 from cute_ops.tools.sweep_run import sweep as run
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, dispatch
-from cute_ops.autotune import winners
+from cute_ops import CacheError
+from cute_ops.autotune import dispatch, winners
 from cute_ops.files import cache_dir, ownership
 from cute_ops.jit import cache, loader
 from cute_ops.jit.variant import Variant

@@ -29,9 +29,7 @@ from cute_ops import (
     Space,
     Tensor,
     Tuning,
-    dispatch,
     fused,
-    manifest,
     processes,
     testing,
     vary,
@@ -39,21 +37,22 @@ from cute_ops import (
 )
 from cute_ops.__main__ import cache_info
 from cute_ops.aot import build
+from cute_ops.autotune import dispatch, winners
 from cute_ops.autotune import tuner as tuners
-from cute_ops.autotune import winners
 from cute_ops.autotune.bench_process import BenchProcess
 from cute_ops.autotune.compare import Measurer, by_chance, measure, select
+from cute_ops.autotune.dispatch import choose, foresee
 from cute_ops.autotune.rows import resized
 from cute_ops.autotune.space import objection
 from cute_ops.autotune.tuner import Outcome, tune
 from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.autotune.winners import Winner
-from cute_ops.binding import Binding, bind
+from cute_ops.calls import manifest
 from cute_ops.cli import calls
 from cute_ops.cli import tuning as command
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd
-from cute_ops.config import POWERS, Config
-from cute_ops.dispatch import choose, foresee
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.config import POWERS, Config
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache
 from cute_ops.jit.cache import Built
@@ -745,8 +744,8 @@ from cute_ops import Array
 from cute_ops.jit import cache
 from cute_ops.autotune import tuner
 from cute_ops.autotune.bench_process import BenchProcess
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.declaration.binding import bind
+from cute_ops.autotune.dispatch import choose
 from cute_ops.ops import silu_mul
 from cute_ops.jit.target import parse
 
@@ -1075,7 +1074,7 @@ def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:
 def test_the_command_explains_mistakes(gpu: Fake) -> None:
     composite = "cute_ops.composite.embedding:embedding"
     for arguments, text in (
-        (["nothing"], "no op 'nothing'"), (["cute_ops.op"], "cute_ops.op declares no op"),
+        (["nothing"], "no op 'nothing'"), (["cute_ops.declaration.op"], "cute_ops.declaration.op declares no op"),
         ([composite], f"{composite} declares no op with a kernel"),
     ):  # fmt: skip
         with pytest.raises(typer.BadParameter, match=text):

@@ -278,8 +278,9 @@ def test_only_the_machine_code(worker: Pool, variant: Make, tmp_path: Path) -> N
 
 PROGRAM = """
 import cutlass.cute as cute
-from cute_ops import FLOATS, Array, Op, Tensor, dispatch
-from cute_ops.binding import bind
+from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import bind
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
 

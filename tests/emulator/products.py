@@ -13,7 +13,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from cute_ops import Array, Op, testing
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 from cute_ops.expressions.groups import reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse as parse_expression

@@ -47,7 +47,7 @@ from rich.console import Console
 from cute_ops import Case, Op, testing
 from cute_ops.autotune.tuner import Outcome
 from cute_ops.autotune.winners import Winner
-from cute_ops.binding import bind
+from cute_ops.declaration.binding import bind
 from cute_ops.jit import target
 from cute_ops.jit.compile_pool import worker
 from cute_ops.tools import sass

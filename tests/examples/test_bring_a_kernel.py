@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from cute_ops import Array, Case, Op, Space, Tensor, Tuning, lookup
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee
+from cute_ops import Array, Case, Op, Space, Tensor, Tuning
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.calls import lookup
+from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan, signature
 from cute_ops.jit.target import parse

@@ -15,12 +15,12 @@ import torch
 import cute_ops_jax
 import cute_ops_torch
 from cute_ops import Array, testing
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
-from cute_ops.op import Op
-from cute_ops.shapes import FLOATS
 
 softcap, fused = (pytest.importorskip(name) for name in ("softcap", "fused"))
 softcap_torch, softcap_jax = cute_ops_torch.register(softcap.softcap), cute_ops_jax.register(softcap.softcap)

@@ -11,8 +11,8 @@ from pathlib import Path
 import kernel_wheel
 import pytest
 
-from cute_ops import manifest
 from cute_ops.aot import build
+from cute_ops.calls import manifest
 from cute_ops.jit.target import parse
 
 ROOT = Path(__file__).parents[2]

@@ -54,7 +54,7 @@ handler.emit = lambda record: messages.append(record.getMessage())
 logging.getLogger("cute_ops").addHandler(handler)
 logging.getLogger("cute_ops").setLevel(logging.INFO)
 {call}
-from cute_ops import dispatch
+from cute_ops.autotune import dispatch
 from cute_ops.jit import cache
 used = [dict(winner.config) for winner in dispatch.winners_of(cache._functions)]
 print(json.dumps({{"error": error, "used": used, "compiled": cache.counters.compiled, "messages": messages}}))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cute_ops import FLOATS, Array, Case, Op, Tensor, Tuning
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
 from cute_ops.ops.reduction.config import MAP, mapped

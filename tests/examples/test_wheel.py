@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("build", reason="the extra dev installs it")
 from packaging.requirements import Requirement
 
-from cute_ops import __version__, manifest
+from cute_ops import __version__
+from cute_ops.calls import manifest
 from cute_ops.errors import CacheError
 from cute_ops.jit.target import parse
 
@@ -32,7 +33,7 @@ KERNELS = "silu x:bfloat16[*,64]\nrmsnorm x:bfloat16[*,64] weight:bfloat16[64]\n
 LOOK = f"""
 import sys
 from importlib.util import find_spec
-from cute_ops import manifest
+from cute_ops.calls import manifest
 from cute_ops.aot import build
 from cute_ops.jit import cache, target
 for call in manifest.parse({KERNELS!r}):

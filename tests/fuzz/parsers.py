@@ -113,8 +113,8 @@ softmax x:float32[5,50257]
 
 
 def manifest_reader(where: Path) -> Reader:
-    from cute_ops import manifest
     from cute_ops.aot import build
+    from cute_ops.calls import manifest
     from cute_ops.jit.target import parse
 
     target = parse("sm_90a")
@@ -173,8 +173,8 @@ def tuning_reader(where: Path) -> Reader:
 
 
 def bundle_reader(where: Path) -> Reader:
-    from cute_ops import manifest
     from cute_ops.aot import build
+    from cute_ops.calls import manifest
     from cute_ops.errors import CacheError
     from cute_ops.jit import bundle, loader
     from cute_ops.jit.target import parse
@@ -229,8 +229,8 @@ def bundle_reader(where: Path) -> Reader:
 
 
 def cache_reader(where: Path) -> Reader:
-    from cute_ops import manifest
     from cute_ops.aot import build
+    from cute_ops.calls import manifest
     from cute_ops.jit import cache
     from cute_ops.jit.target import parse
 

@@ -24,12 +24,12 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
-from cute_ops.shapes import FLOATS
 from cute_ops_jax.primitive import ffi, function, vjp
 from cute_ops_jax.primitive.primitive import Composite, OpPrimitive, primitive_of
 

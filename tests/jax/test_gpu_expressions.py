@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, target
-from cute_ops.op import Op
-from cute_ops.shapes import Array
 from cute_ops.tools import verify
 
 pytest.importorskip("torch")

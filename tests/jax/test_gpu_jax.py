@@ -19,11 +19,11 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Case, Op, testing
-from cute_ops.binding import bind
+from cute_ops.autotune.dispatch import foresee, limit_static
+from cute_ops.calls.lookup import ours
 from cute_ops.composite import chunks
-from cute_ops.dispatch import foresee, limit_static
+from cute_ops.declaration.binding import bind
 from cute_ops.jit import cache, target
-from cute_ops.lookup import ours
 from cute_ops.ops.gemm.linear import PRODUCTS
 from cute_ops.tools import sweep
 from cute_ops_jax.primitive.primitive import primitive_of

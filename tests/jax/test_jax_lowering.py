@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Array, Op, Tensor, dispatch, testing
-from cute_ops.binding import bind
+from cute_ops import FLOATS, Array, Op, Tensor, testing
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import folded
 from cute_ops.ops import softmax

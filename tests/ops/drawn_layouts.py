@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops import Array, Op
-from cute_ops.binding import Binding, bind
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.jit.layout import Memory
-from cute_ops.shapes import ITEMSIZE
 from cute_ops.testing import left_out
 
 SIZES = (1, 5, 8, 16, 24, 64, 72, 128, 200, 256, 1000, 4096)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops import FLOATS, Case, Op, Tensor
-from cute_ops.array_api import widen
+from cute_ops.declaration.array_api import widen
 
 ROWS, LIST = Tensor("*m n", "T"), Tensor("*m n", "T", many="k")
 CASES = (Case("three", {"k": 3, "m": (6,), "n": 40}), Case("one", {"k": 1, "m": (5,), "n": 7}))

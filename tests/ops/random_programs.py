@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops import Case, Op, fused, testing
+from cute_ops.declaration.shapes import FLOATS as DTYPES
 from cute_ops.expressions import evaluate, reference, trace
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.words import WORDS
-from cute_ops.shapes import FLOATS as DTYPES
 
 OPERANDS = {"x": "*m n", "y": "*m n", "bias": "n", "scale": "*m 1", "s": "", "packed": "*m 2n", "mask": "bool *m n"}
 FLOATS = [name for name in OPERANDS if name != "mask"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cute_ops import FLOATS, Case, Op, Tensor
-from cute_ops.array_api import columns, widen
+from cute_ops.declaration.array_api import columns, widen
 
 ROWS = Tensor("*m n", "T")
 

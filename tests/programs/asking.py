@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cute_ops import FLOATS, Array, CompileError, Op, Tensor
-from cute_ops.binding import bind
-from cute_ops.dispatch import choose
+from cute_ops.autotune.dispatch import choose
+from cute_ops.declaration.binding import bind
 from cute_ops.jit import cache
 from cute_ops.jit.compile_pool import Pool, worker
 from cute_ops.jit.target import parse

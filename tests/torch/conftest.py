@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import testing
+from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.jit import cache, target
 from cute_ops.jit.variant import TensorKey, Variant
-from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops import OPS, PARTS
-from cute_ops.shapes import FLOATS, ITEMSIZE
 from cute_ops_torch.host import launch
 from cute_ops_torch.library.tensors import DTYPES, NAMES
 from cute_ops_torch.registry import define

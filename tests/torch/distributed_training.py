@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_ops_torch
-from cute_ops import dispatch
-from cute_ops.binding import bind
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, target
 from cute_ops.ops import OPS
-from cute_ops.shapes import Array
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.optim import AdamW
 from tests.torch.distributed_checks import (

@@ -15,12 +15,12 @@ import torch
 from rich.progress import Progress
 
 from cute_ops import FLOATS, testing
-from cute_ops.dispatch import foresee
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.declaration.op import Tensor
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, target
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Tensor
 from cute_ops.ops import OPS, PARTS
-from cute_ops.shapes import Array
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 
 LAYOUTS = ("compact", "slices", "shifted slices")

@@ -16,13 +16,13 @@ import torch
 
 import cute_ops_torch
 from cute_ops import testing
-from cute_ops.binding import bind
-from cute_ops.config import Config
-from cute_ops.dispatch import foresee, limit_static
+from cute_ops.autotune.dispatch import foresee, limit_static
+from cute_ops.calls.lookup import ours
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.config import Config
+from cute_ops.declaration.op import Case, Op
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, plan, signature
-from cute_ops.lookup import ours
-from cute_ops.op import Case, Op
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.tools.sweep import memory, swept
 from cute_ops_torch.tools import measure

@@ -19,10 +19,10 @@ import torch
 
 import cute_ops_torch
 from cute_ops import Array, Op, testing
-from cute_ops.binding import Binding, bind
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
+from cute_ops.declaration.binding import Binding, bind
 from cute_ops.hardware import sm
 from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory

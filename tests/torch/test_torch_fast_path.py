@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_ops import Op, dispatch
+from cute_ops import Op
+from cute_ops.autotune import dispatch
 from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
 from cute_ops_torch.library import autograd, reference, remembered

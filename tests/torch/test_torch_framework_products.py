@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import cute_ops_torch
-from cute_ops import Op, dispatch
+from cute_ops import Op
+from cute_ops.autotune import dispatch
 from cute_ops.jit.target import parse
 from cute_ops.ops.gemm import by_call, linear
 from cute_ops.ops.gemm.fused import fused_linear

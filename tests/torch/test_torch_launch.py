@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, manifest
+from cute_ops import FLOATS, Op, Tensor
 from cute_ops.aot import build
+from cute_ops.calls import manifest
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops_torch.host import compiled_call, launch

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import cute_ops_torch as ct
-from cute_ops import dispatch
-from cute_ops.binding import Binding
+from cute_ops.autotune import dispatch
+from cute_ops.declaration.binding import Binding
 from cute_ops.hardware import sm
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse

@@ -13,11 +13,12 @@ from array_api_compat import torch as xp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
-from cute_ops import Array, Case, Op, dispatch, testing
-from cute_ops.binding import bind
+from cute_ops import Array, Case, Op, testing
+from cute_ops.autotune import dispatch
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm, linear_add_rstd
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
+from cute_ops.declaration.binding import bind
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
 from cute_ops.ops import PRODUCTS as NAMED

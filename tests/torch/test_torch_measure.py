@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import dispatch, testing
-from cute_ops.autotune import compare, winners
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee
+from cute_ops import testing
+from cute_ops.autotune import compare, dispatch, winners
+from cute_ops.autotune.dispatch import foresee
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
@@ -22,7 +23,6 @@ from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.activation.unary import silu
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
-from cute_ops.shapes import Array
 from cute_ops.tools import sweep
 from cute_ops_torch.tools import measure
 from tests.torch import sanitized_calls

@@ -10,14 +10,14 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee, realigned
+from cute_ops.autotune.dispatch import foresee, realigned
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import choice
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
-from cute_ops.shapes import Array
 from cute_ops_torch.host import launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function

@@ -13,8 +13,8 @@ from torch import nn
 
 import cute_ops_torch
 from cute_ops import Op, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops import OPS
-from cute_ops.shapes import FLOATS
 from cute_ops_torch.nn import class_name, module
 
 

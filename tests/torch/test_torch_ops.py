@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Case, Op, Tensor, lookup, testing
+from cute_ops import FLOATS, Case, Op, Tensor, testing
+from cute_ops.calls import lookup
 from cute_ops.ops import OPS
 from cute_ops_torch.library import schema
 from cute_ops_torch.tools import runner, stubs

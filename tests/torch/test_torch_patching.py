@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
-from cute_ops import Op, lookup, manifest
+from cute_ops import Op
 from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
+from cute_ops.calls import lookup, manifest
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target, parse

@@ -11,10 +11,11 @@ from pathlib import Path
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-from cute_ops import Array, lookup
+from cute_ops import Array
+from cute_ops.calls import lookup
 from cute_ops.jit import cache
-from cute_ops.binding import bind
-from cute_ops.dispatch import foresee
+from cute_ops.declaration.binding import bind
+from cute_ops.autotune.dispatch import foresee
 from cute_ops.jit.target import parse
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]

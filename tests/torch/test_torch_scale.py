@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops import scale
-from cute_ops.shapes import FLOATS
 from cute_ops.tools.verify import installed, verify
 from cute_ops_torch.library.inplace import inplace_gradient, overwriting
 from cute_ops_torch.library.scaled_gradient import scale as scale_gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_ops.config import KernelConfig
+from cute_ops.declaration.config import KernelConfig
 
 WARP = 32
 

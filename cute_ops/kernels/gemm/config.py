@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cute_ops.config import KernelConfig
+from cute_ops.declaration.config import KernelConfig
 
 Form = Literal["cooperative", "pingpong", "mma_sync"]
 WARPGROUP = 128  # threads

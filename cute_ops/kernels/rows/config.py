@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
-from cute_ops.config import KernelConfig
+from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.lib.row_config import RowConfig
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import count_up_to, numbers
-from cute_ops.binding import Binding
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.array_api import count_up_to, numbers
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.attention import config
 from cute_ops.ops.rotary import rope
-from cute_ops.shapes import FLOATS
 
 PLAIN: dict[str, Any] = {"absent": ("cos", "sin")}
 CASES = (

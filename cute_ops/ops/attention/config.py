@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from cute_ops.config import Problem
+from cute_ops.declaration.config import Problem
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.ops.rows import VECTOR_BYTES, threads_for
-from cute_ops.shapes import ITEMSIZE
 
 THREADS, UNROLL = 128, 4
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import sigmoid, widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
+from cute_ops.declaration.array_api import sigmoid, widen
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.conv import config
 from cute_ops.ops.norm.rmsnorm import sum_rows
-from cute_ops.shapes import FLOATS
 
 WIDTHS = (2, 3, 4)
 # Kernels count the rows of a sequence in 32 bits.

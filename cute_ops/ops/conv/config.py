@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cute_ops.config import POWERS, Config, Needs, Problem, vary
+from cute_ops.declaration.config import POWERS, Config, Needs, Problem, vary
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.ops.rows import LEAST_REGISTERS
-from cute_ops.shapes import ITEMSIZE, Array
 
 THREADS = 128
 # The gradient's row tensors, whose alignment makes the vectors.

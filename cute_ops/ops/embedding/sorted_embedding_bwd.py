@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import doubling, numbers, widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.array_api import doubling, numbers, widen
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.embedding import config
-from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("llama3.2-1b-slice", {"t": 512, "c": 16032, "n": 2048}),

@@ -28,15 +28,15 @@ from numbers import Real
 from typing import Any, NoReturn
 
 from cute_ops.constants import Exact, Unknown, constant, state
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import header_of, meant, unknown_argument
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.op import Op
 from cute_ops.ops.expression import many
 from cute_ops.ops.expression.broadcast import Fit, fit
 from cute_ops.ops.expression.fused import fused, fused_traced, shape_of
-from cute_ops.shapes import FLOATS
 
 TILES = {"t": "*m n", "2t": "*m 2n"}
 DTYPES = {"F": "float32", "H": "float16", "B": "bfloat16"}

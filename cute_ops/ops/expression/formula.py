@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from cute_ops.array_api import cast
-from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
 from cute_ops.constants import exact
+from cute_ops.declaration.array_api import cast
+from cute_ops.declaration.config import Config, Needs, Problem, Space, Tuning, vary
+from cute_ops.declaration.op import Op, Sharding, Tensor, WhileFew, defaults_of
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import WARP
 from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig, Texts
-from cute_ops.op import Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.expression.row_config import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
-from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 KERNEL = "cute_ops.kernels.rows.select:fused"
 POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))

@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from cute_ops.declaration.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.words import LIKE
-from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.expression.formula import Attrs, ByAttrs, Formula, declare
 from cute_ops.ops.expression.traces import Traces
-from cute_ops.shapes import FLOATS
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
 

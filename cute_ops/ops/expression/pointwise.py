@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cute_ops.declaration.op import Case, Op, Program, Tensor, defaults_of
 from cute_ops.expressions.graph import SHAPES, rebuilt
-from cute_ops.op import Case, Op, Program, Tensor, defaults_of
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
 from cute_ops.ops.expression.formula import Attrs, Formula, declare, shape_of

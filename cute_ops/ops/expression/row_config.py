@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
-from cute_ops.config import Config, Needs, Problem
+from cute_ops.declaration.config import Config, Needs, Problem
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.words import WORDS

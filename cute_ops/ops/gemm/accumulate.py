@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cute_ops.config import Problem, Tuning
+from cute_ops.declaration.config import Problem, Tuning
+from cute_ops.declaration.op import FUSED, Op, Program, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import FUSED, Op, Program, Sharding, Tensor
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
 from cute_ops.ops.gemm.choice import instead
@@ -24,7 +25,6 @@ from cute_ops.ops.gemm.linear import (
     product_of,
 )
 from cute_ops.ops.rows import VECTOR_BYTES
-from cute_ops.shapes import FLOATS, ITEMSIZE
 
 # Registers of a thread for a total that TMA cannot load, per byte of an element: a thread has elements of two subtiles.
 BY_THREADS = 8

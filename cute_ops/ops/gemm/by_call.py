@@ -14,18 +14,18 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.constants import Unknown, constant, make_room, state
+from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.shapes import Array
 from cute_ops.errors import header_of, meant, message, shown
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.op import Op, Tensor
 from cute_ops.ops.batches import each
 from cute_ops.ops.expression import many
 from cute_ops.ops.expression.broadcast import Fit, fit
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.named import EPILOGUES
-from cute_ops.shapes import Array
 
 Epilogue = Callable[..., Any] | str
 # Of each operand, as :func:`fused_linear` takes it; None where it is left out.

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from cute_ops.config import POWERS, Config, Needs, Problem, Space
+from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES
 from cute_ops.kernels.gemm.config import ITEMSIZE, MMA_M, WARPGROUP, Form, GemmConfig
 from cute_ops.ops.batches import batch_of

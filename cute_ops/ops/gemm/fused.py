@@ -12,9 +12,11 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
-from cute_ops.array_api import cast
-from cute_ops.binding import Binding
-from cute_ops.config import Config, Problem, Tuning
+from cute_ops.declaration.array_api import cast
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Config, Problem, Tuning
+from cute_ops.declaration.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.errors import suggesting
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, copied
 from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes
@@ -23,7 +25,6 @@ from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.words import LIKE
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
-from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
 from cute_ops.ops.expression.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
@@ -44,7 +45,6 @@ from cute_ops.ops.gemm.linear import (
     vector,
 )
 from cute_ops.ops.rows import VECTOR_BYTES
-from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
 Check = Callable[[Binding], str | None]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from cute_ops.declaration.op import Op
 from cute_ops.expressions.reference import CUBE, SLOPE
-from cute_ops.op import Op
 from cute_ops.ops.activation.maths import halves
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.halves import halves_apart

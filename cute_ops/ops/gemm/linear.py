@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Config, Problem, Tuning
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.config import Config, Problem, Tuning
+from cute_ops.declaration.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.errors import message
 from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import SUMS, GemmConfig
-from cute_ops.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
@@ -22,7 +23,6 @@ from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, space_of, without_tma
 from cute_ops.ops.rows import VECTOR_BYTES
-from cute_ops.shapes import ITEMSIZE, Array
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.binding import Binding
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Tensor
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.ops import docs
 from cute_ops.ops.norm import rmsnorm as norm
 from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
 from cute_ops.ops.norm.declare import COLUMNS, DCOLUMNS, ROWS
-from cute_ops.shapes import FLOATS, ITEMSIZE
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),

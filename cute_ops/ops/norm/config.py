@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cute_ops.config import POWERS, Config, Needs, Problem, Space
+from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import ARCHES, WARP
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops.rows import (
@@ -43,7 +44,6 @@ from cute_ops.ops.rows import (
     vary_resident,
     vary_threads,
 )  # fmt: skip
-from cute_ops.shapes import ITEMSIZE, Array
 
 COLUMNS = ("weight", "bias")
 

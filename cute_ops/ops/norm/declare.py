@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from cute_ops.binding import Binding
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Tensor
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
-from cute_ops.shapes import FLOATS
 
 ROWS = Tensor("*m n", "T")
 # The last two inputs of a norm, and their gradients.

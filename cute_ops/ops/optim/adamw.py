@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.optim import config
-from cute_ops.shapes import FLOATS
 
 EPS = {"eps": 0.1}
 BETA = (0.0, math.nextafter(1.0, 0.0))

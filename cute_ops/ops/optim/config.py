@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_ops.config import Problem, vary
+from cute_ops.declaration.config import Problem, vary
 from cute_ops.kernels.rowwise.config import MapConfig
 from cute_ops.ops.rows import CTA_VECTORS, row_of, threads_for
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from cute_ops.config import Config, Problem, Space
+from cute_ops.declaration.config import Config, Problem, Space
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, WARP
 from cute_ops.kernels.quantize.config import QuantizeConfig
 from cute_ops.ops.rows import (
@@ -28,7 +29,6 @@ from cute_ops.ops.rows import (
     threads_for,
     vary_resident,
 )  # fmt: skip
-from cute_ops.shapes import ITEMSIZE
 
 # Columns that share a scale.
 BLOCK = 128

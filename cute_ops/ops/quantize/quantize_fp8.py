@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cute_ops.array_api import cast, divide, widen
-from cute_ops.binding import as_outputs
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
+from cute_ops.declaration.array_api import cast, divide, widen
+from cute_ops.declaration.binding import as_outputs
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Kernel, OneOf, Op, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops import docs
 from cute_ops.ops.quantize.config import SPACE, config
-from cute_ops.shapes import FLOATS
 
 BLOCKS = (0, 128)
 LARGEST, LEAST_SCALE = 448.0, 2.0**-126

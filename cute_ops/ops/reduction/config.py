@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cute_ops.config import Config, Needs, Problem, Space
+from cute_ops.declaration.config import Config, Needs, Problem, Space
 from cute_ops.hardware import WARP
 from cute_ops.kernels.reduction.config import ScaleConfig
 from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cute_ops.array_api import columns, widen
-from cute_ops.binding import Binding
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Finish, Op, Sharding, Split, Tensor
+from cute_ops.declaration.array_api import columns, widen
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Finish, Op, Sharding, Split, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.checks import FINITE, no_columns, within
 from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, normalised_in_place, reduced
-from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),

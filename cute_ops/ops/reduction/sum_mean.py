@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.binding import Binding
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Tensor
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops import docs
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.config import MAP, REDUCE, filled, reduced
-from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),

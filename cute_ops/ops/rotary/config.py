@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cute_ops.config import POWERS, Config, Problem, vary
+from cute_ops.declaration.config import POWERS, Config, Problem, vary
+from cute_ops.declaration.shapes import Array
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.ops.rows import next_power
-from cute_ops.shapes import Array
 
 # Elements of a head that one thread takes: two vectors of 16-bit elements.
 CHUNK = 16

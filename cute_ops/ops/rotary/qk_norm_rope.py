@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Tensor, WhileFew
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Tensor, WhileFew
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.norm.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rotary import config
 from cute_ops.ops.rotary.rope import SHARED, rotate
 from cute_ops.ops.rotary.rope import check as check_heads
-from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-group", {"m": (3, 5), "hq": 2, "hk": 1, "d": 64, "r": 32}),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Case, Op, Sharding, Tensor, WhileFew
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops.rotary import config
-from cute_ops.shapes import FLOATS
 
 SHARED = {"cos": 1, "sin": 1}
 CASES = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from cute_ops import dims
-from cute_ops.dims import Dim
+from cute_ops.declaration import dims
+from cute_ops.declaration.dims import Dim
 
 FLOATS = ("float32", "float16", "bfloat16")
 ITEMSIZE = {

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cute_ops.op import Op, Tensor
+from cute_ops.declaration.op import Op, Tensor
 
 
 class OneCall(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import product
 from typing import Any, NamedTuple, Self
 
-from cute_ops.shapes import Array
+from cute_ops.declaration.shapes import Array
 
 # Buckets for few rows: one for each power of two.
 POWERS = tuple(2**k for k in range(11))

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cute_ops import lists
+from cute_ops.declaration import lists
+from cute_ops.declaration.op import Op
 from cute_ops.errors import meant
-from cute_ops.op import Op
 
 if TYPE_CHECKING:
     from cute_ops.ops.expression.by_call import ByCall

@@ -14,13 +14,13 @@ from functools import partial, update_wrapper
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from cute_ops.dims import Dim
-from cute_ops.dims import parse as parse_dim
+from cute_ops.declaration.dims import Dim
+from cute_ops.declaration.dims import parse as parse_dim
+from cute_ops.declaration.shapes import parse
 from cute_ops.errors import message
-from cute_ops.shapes import parse
 
 if TYPE_CHECKING:
-    from cute_ops.op import Case, Op, Tensor
+    from cute_ops.declaration.op import Case, Op, Tensor
 
 Tensors = Mapping[str, "Tensor"]
 _NAME = re.compile(r"\w+_of_(\d+(?:_\d+)*)")

@@ -15,13 +15,13 @@ from functools import cached_property, partial, update_wrapper
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
-from cute_ops import lists
-from cute_ops.config import DEFAULT, Tuning
-from cute_ops.dims import Dim
-from cute_ops.dims import parse as parse_dim
+from cute_ops.declaration import lists
+from cute_ops.declaration.checks import HOW_FUSED, problems
+from cute_ops.declaration.config import DEFAULT, Tuning
+from cute_ops.declaration.dims import Dim
+from cute_ops.declaration.dims import parse as parse_dim
+from cute_ops.declaration.shapes import parse
 from cute_ops.errors import renamed, shown, suggesting
-from cute_ops.op_checks import HOW_FUSED, problems
-from cute_ops.shapes import parse
 
 
 class OneOf:
@@ -437,7 +437,7 @@ def importable(name: str) -> str:
     elif file and file.endswith(".py"):
         module = os.path.basename(file).removesuffix(".py")  # noqa: PTH119 (start-up time)
     elif attribute:
-        from cute_ops import notebook  # start-up time: few programs are notebooks
+        from cute_ops.declaration import notebook  # start-up time: few programs are notebooks
 
         module = notebook.module_of(attribute, vars(program)) or module
     return f"{module}:{attribute}"

@@ -16,8 +16,9 @@ from pathlib import Path
 from cute_ops import env
 from cute_ops.autotune import winners
 from cute_ops.autotune.winners import Winner
-from cute_ops.binding import Binding
-from cute_ops.config import Config
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.config import Config
+from cute_ops.declaration.op import Program
 from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.hardware import sm
@@ -26,7 +27,6 @@ from cute_ops.jit.layout import Memory, misplaced
 from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Program
 from cute_ops.ops.gemm import choice
 from cute_ops.ops.gemm.config import GemmSize
 
@@ -70,7 +70,7 @@ def choose(
 
 
 def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
-    """The program that runs a call in place of a kernel, if one does: see :class:`cute_ops.op.Instead`.
+    """The program that runs a call in place of a kernel, if one does: see :class:`cute_ops.declaration.op.Instead`.
 
     Args:
         binding: a checked call with concrete sizes.
@@ -244,7 +244,7 @@ def _record(path: Path, binding: Binding, memory: Mapping[str, Memory], variant:
     if (path, variant.symbol) in _recorded:
         return
     _recorded.add((path, variant.symbol))
-    from cute_ops import manifest  # start-up time: few programs record
+    from cute_ops.calls import manifest  # start-up time: few programs record
 
     call = manifest.call_of(binding, memory, dynamic=None in variant.dims.values())
     if call is None:

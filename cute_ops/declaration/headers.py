@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from inspect import Parameter, Signature
 from typing import Any
 
-from cute_ops.op import Op, Tensor
+from cute_ops.declaration.op import Op, Tensor
 
 
 def check_declaration(op: object, caller: str) -> None:

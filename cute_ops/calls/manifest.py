@@ -24,15 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cute_ops import lookup
-from cute_ops.binding import Binding, bind
+from cute_ops.calls import lookup
 from cute_ops.constants import exact
+from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.errors import meant
 from cute_ops.files import cache_dir, file_lock, json_schema
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.variant import VECTOR
-from cute_ops.op import Op
-from cute_ops.shapes import ITEMSIZE, Array
 
 _LONGEST = 2000  # characters of an error's text, which may repeat wrong data
 ROWS = 4096  # rows that ``*`` stands for

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
-from cute_ops.binding import Binding
-from cute_ops.op import Op, Tensor
-from cute_ops.shapes import Array
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.shapes import Array
 
 Factors = Mapping[str, tuple[str | None, ...]]
 

@@ -8,10 +8,10 @@ from functools import cache
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
-from cute_ops.shapes import ACCUMULATORS, ITEMSIZE
+from cute_ops.declaration.shapes import ACCUMULATORS, ITEMSIZE
 
 if TYPE_CHECKING:
-    from cute_ops.op import Op, Tensor
+    from cute_ops.declaration.op import Op, Tensor
 
 HOW_FUSED = ("auto", "always", "never")
 _KINDS = (bool, int, float, str)
