@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
@@ -30,7 +30,7 @@ from cute_ops.tools import sass
 
 if TYPE_CHECKING:
     from cute_ops.tools.contract import Contract
-    from cute_ops.tools.verify import Verdict
+    from cute_ops.tools.verify import Runner, Verdict
 
 Which = Annotated[
     str,
@@ -181,8 +181,15 @@ def verify(
         fail("no framework is installed: pip install 'cute-ops[torch]' or 'cute-ops[jax]'")
     where = {name: runner.device() for name, runner in runners.items()}
     console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
+    _say_what_is_not_checked(runners)
     what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
     _report(ops, verdicts(ops, runners, dtype or (), repeats, calls.parsed(ops, dim)), dtype, what)
+
+
+def _say_what_is_not_checked(runners: Mapping[str, Runner]) -> None:
+    for name, runner in runners.items():
+        if missing := runner.not_checked():
+            console.print(f"{name}: {missing}", highlight=False, markup=False)
 
 
 def _report(ops: list[Op] | str, verdicts: Iterable[Verdict], dtype: list[str] | None, what: str) -> NoReturn:
@@ -209,8 +216,12 @@ def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: floa
     """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
     # Start-up time: other commands need neither.
     from cute_ops.tools.sweep_run import sweep
-    from cute_ops.tools.verify import RUNNERS
+    from cute_ops.tools.verify import RUNNERS, installed
 
+    try:
+        _say_what_is_not_checked(installed(["torch"]))
+    except ValueError as error:
+        fail(error)
     left_out = [o.name for o in ops if o.name in NOT_SWEPT]
     start, count, kernels, wrong = time.monotonic(), 0, 0, 0
     with console.status("") as status:

@@ -28,9 +28,13 @@ Outputs = tuple[np.ndarray | None, ...]
 
 
 class Runner(Protocol):
-    """An adapter's side of the check: ``run`` calls an op once, by a kernel if ``device()`` is cuda."""
+    """An adapter's side of the check: ``run`` calls an op once, by a kernel if ``device()`` is cuda; ``not_checked()``
+    says what the calls of this process leave unchecked.
+    """
 
     def device(self) -> str: ...
+
+    def not_checked(self) -> str: ...
 
     def run(self, op: Op, arrays: testing.Arrays, attrs: Mapping[str, Any]) -> Outputs: ...
 

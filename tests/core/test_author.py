@@ -197,6 +197,9 @@ class FakeGPU:
     def device(self) -> str:
         return "cuda"
 
+    def not_checked(self) -> str:
+        return "holes go unseen"
+
     def run(self, op: Op, arrays: testing.Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
         outputs = testing.run_reference(op, arrays, attrs)
         self.calls += 1
@@ -240,6 +243,12 @@ def test_a_race_shows_in_repeated_calls_and_a_hole_in_poison() -> None:
     assert "has NaN where the reference has none" in hole
     one_bit = FakeGPU(lambda out, call: last_bit(out, 6))
     assert "differs from torch on the same GPU" in problems(torch=FakeGPU(), jax=one_bit)[1]
+
+
+def test_verify_says_once_what_it_leaves_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cute_ops.tools.verify.installed", lambda wanted: {"fake": FakeGPU()})
+    result = invoke("verify", SOFTCAP, "--dtype", "float32", "--dim", "n=8", "--repeats", "2")
+    assert result.output.count("fake: holes go unseen\n") == 1 and result.exit_code == 0, result.output
 
 
 def _arguments(op: Op) -> dict[str, Any]:

@@ -222,3 +222,28 @@ def test_verify_takes_a_case_without_rows() -> None:
     op = lookup.find("rmsnorm")
     arrays = testing.inputs(op, Case("none", {"m": (0,), "n": 8}), "bfloat16")
     testing.check(op, arrays, op.attrs, runner.run(op, arrays, op.attrs))
+
+
+def test_only_an_allocator_that_caches_must_hand_out_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = lookup.find("softmax")
+    arrays = testing.inputs(op, Case("some", {"m": (2,), "n": 8}), "float32")
+    tensors = list(runner.on_device(arrays).values())
+    assert runner.not_checked() == ""
+    monkeypatch.setattr(runner, "device", lambda: "cuda")
+    monkeypatch.setattr(runner, "_poison", lambda op, tensors, attrs: {1})  # an address where no output lies
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING", raising=False)
+    assert runner.not_checked() == ""
+    with pytest.raises(AssertionError, match="no output lies where memory was poisoned"):
+        runner._call(op, tensors, op.attrs)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    (out,) = runner._call(op, tensors, op.attrs)
+    testing.check(op, arrays, op.attrs, (out.numpy(),))
+    assert runner.not_checked() == (
+        "elements that a kernel does not write may go unseen, because PYTORCH_NO_CUDA_MEMORY_CACHING is set: memory is "
+        "not filled with NaN"
+    )
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    runner._call(op, tensors, op.attrs)
+    assert "because PyTorch's allocator is cudaMallocAsync" in runner.not_checked()
