@@ -194,7 +194,7 @@ def _literal(value: Any) -> str:
 def _realize(tensor: Any, declared: Tensor) -> Any:
     """A buffer in memory that lies as an input demands."""
     buffer = ir.ExternKernel.realize_input(tensor)
-    if declared.otherwise == "copy" or not declared.places:
+    if not declared.places:
         return buffer
     strides = buffer.get_stride()
     if any(place >= -len(strides) and strides[place] == 1 for place in declared.places):

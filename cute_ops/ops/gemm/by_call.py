@@ -44,7 +44,8 @@ DOC = """Args:
     operands: what the epilogue reads besides the product, each float32, bfloat16 or float16. They broadcast against
         ``[*m n]`` as in NumPy: ``[n]`` is a row that all rows share, ``[*m 1]`` a number per row, ``[*m n]`` a tile,
         ``[]`` a scalar; with ``packed`` also ``[2n]`` and ``[*m 2n]``. None stands for one that is left out. One that
-        has some of the leading dims alone is copied to all of them.
+        has some of the leading dims alone is copied to all of them, and one whose last dim has a stride other than 1 is
+        copied, too.
     epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns one value or several, each
         rounded once. ``acc`` is the product in float32. A function is traced once for each combination of operands'
         shapes, attributes and numbers that it refers to: these are constants of its kernel. Or ``"gelu"``,

@@ -166,8 +166,10 @@ def fused_linear(
     )  # fmt: skip
     itself = any(f"d{key}" in results for key in given)
     found = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
+    # A copy of an operand costs little beside the product.
+    inputs |= {key: t._replace(otherwise="copy") for key, t in given.items()}
     common: dict[str, Any] = {
-        "apart": made.apart(forward) if made.by_element or made.late else None, "inputs": inputs | given, "acc": acc,
+        "apart": made.apart(forward) if made.by_element or made.late else None, "inputs": inputs, "acc": acc,
         "attrs": attrs or {}, "cases": cases, "module": module, "check": check, "called": called or name,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip

@@ -203,6 +203,7 @@ class _Gradient:
                 inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
             elif key != ACC:
                 inputs.setdefault(key, forward.operands[key]._replace(unread=True))
+        inputs |= {key: inputs[key]._replace(otherwise="copy") for key in inputs if key in forward.operands}
         twins = {f"d{key}": f"d{self.twins[key]}" for key in wanted if self.twins.get(key) in wanted}
         if 1 < len(wanted) <= MOST_SKIPPABLE:
             serving = set(twins.values())
@@ -226,9 +227,9 @@ class _Gradient:
         writes = tuple(f"d{key}" for key in wanted)
         formula = Formula(expression, False, (self.d_acc,), writes, str(kind) * len(wanted), self.d_acc)
         outputs = {f"d{key}": t._replace(same_as=f"d{first}" if key in twins else None) for key, t in given.items()}
+        shapes = {key: t._replace(unread=True, otherwise="copy") for key, t in given.items()}
         return pointwise(
-            f"{forward.name}_bwd_{first}", lambda attrs: formula,
-            {self.d_acc: Tensor("*m n", "T"), **{key: t._replace(unread=True) for key, t in given.items()}}, outputs,
+            f"{forward.name}_bwd_{first}", lambda attrs: formula, {self.d_acc: Tensor("*m n", "T"), **shapes}, outputs,
             {}, module=forward.module, doc=f"A step of the gradient of :func:`{forward.name}`: a sum.",
         )  # fmt: skip
 

@@ -93,7 +93,7 @@ def _documented(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
+        ValueError: shapes that do not fit together.
 
     Source: {source}
     """
