@@ -32,12 +32,14 @@ FOR_PROGRAMS = {
     # what lies beside them.
     "PYTHONUNBUFFERED", "PYTHONSAFEPATH",
 }  # fmt: skip
+# What tests themselves read: how many calls they draw, and by which seed.
+OF_TESTS = {"CUTE_OPS_FEATURES", "CUTE_OPS_SEED", "CUTE_OPS_SWEEP", "CUTE_OPS_SWEEP_SEED"}
 GIVEN: dict[str, str] = {}
 
 
 def _forget_the_user() -> None:
     """Tests of what the environment or the umask do set it; all others take what most machines have."""
-    for name in FOR_PROGRAMS | {name for name in os.environ if name.startswith("CUTE_OPS_")} - {"CUTE_OPS_FEATURES"}:
+    for name in FOR_PROGRAMS | {name for name in os.environ if name.startswith("CUTE_OPS_")} - OF_TESTS:
         if name in os.environ:
             GIVEN[name] = os.environ.pop(name)
     os.umask(0o022)
