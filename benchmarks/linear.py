@@ -42,8 +42,8 @@ from rich.console import Console
 from cute_ops import Op
 from cute_ops.composite.gated_mlp import mlp_ops
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config, Problem
-from cute_ops.declaration.op import Case
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature

@@ -42,7 +42,7 @@ from linear import CUBLAS, OPS, Sampler, Turns
 from rich.console import Console
 
 from cute_ops import Op
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.jit import cache, source_digest
 from cute_ops.jit.plan import Plan
 from cute_ops.ops.gemm.linear import CASES

@@ -26,8 +26,8 @@ from cute_ops import testing
 from cute_ops.autotune.rows import lead_of
 from cute_ops.autotune.types import LEAST, Measurement, Trial
 from cute_ops.declaration.binding import Binding, bind, own_lead
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config
-from cute_ops.declaration.op import Case
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, plan

@@ -18,7 +18,7 @@ from cute_ops.autotune import winners
 from cute_ops.autotune.winners import Winner
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config
-from cute_ops.declaration.op import Program
+from cute_ops.declaration.program import Program
 from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.hardware import sm
@@ -70,7 +70,8 @@ def choose(
 
 
 def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
-    """The program that runs a call in place of a kernel, if one does: see :class:`cute_ops.declaration.op.Instead`.
+    """The program that runs a call in place of a kernel, if one does; see
+    :class:`cute_ops.declaration.program.Instead`.
 
     Args:
         binding: a checked call with concrete sizes.

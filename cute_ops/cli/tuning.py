@@ -15,7 +15,8 @@ from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.types import Trial
 from cute_ops.cli import AllowFiles, calls, console, fail, progress_bar, read_calls
 from cute_ops.declaration.binding import Binding, bind
-from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir

@@ -11,7 +11,10 @@ from operator import index
 from typing import Any
 
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import Op, Program, Sharding, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import shown
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 

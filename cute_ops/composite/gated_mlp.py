@@ -11,8 +11,12 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
-from cute_ops.declaration.op import FUSED, Case, Op, Program, Sharding, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Program
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import shown
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.batches import of_program

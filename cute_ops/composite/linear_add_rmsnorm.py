@@ -10,8 +10,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from cute_ops.declaration.op import FUSED, Accumulation, Case, Op, Product, Program, Sharding, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Product, Program
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import exact, linear, linear_acc, product_gradients

@@ -21,7 +21,10 @@ from typing import Any, TypeAlias
 
 from cute_ops.composite.chunks import Chunks
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import Op, Program, Sharding, Split, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.split import Sharding, Split
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import shown
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.cross_entropy import (

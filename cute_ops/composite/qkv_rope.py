@@ -7,8 +7,11 @@ from functools import cache, partial
 from typing import Any
 
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import FUSED, Case, Op, Program, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Program
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import product_gradients
 from cute_ops.ops.rotary.rope import rope_bwd_joined

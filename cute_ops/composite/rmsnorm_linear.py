@@ -11,8 +11,12 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from cute_ops.declaration.op import FUSED, Case, Op, Program, Sharding, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Program
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace

@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 
 
 class OneCall(NamedTuple):

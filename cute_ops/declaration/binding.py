@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_ops.declaration.dims import Dim
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import meant, message, shown, wrong_attribute
 
 INT64 = 2**63

@@ -8,12 +8,13 @@ from functools import cache
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
+from cute_ops.declaration.program import HOW_FUSED
 from cute_ops.declaration.shapes import ACCUMULATORS, ITEMSIZE
 
 if TYPE_CHECKING:
-    from cute_ops.declaration.op import Op, Tensor
+    from cute_ops.declaration.op import Op
+    from cute_ops.declaration.tensor import Tensor
 
-HOW_FUSED = ("auto", "always", "never")
 _KINDS = (bool, int, float, str)
 _LEAST_NORMAL, _INT64 = 2.0**-1022, 2**63
 # Names that references or generated code use, and names that torch's schemas refuse.

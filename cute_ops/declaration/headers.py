@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from inspect import Parameter, Signature
 from typing import Any
 
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 
 
 def check_declaration(op: object, caller: str) -> None:

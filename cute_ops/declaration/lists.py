@@ -20,7 +20,9 @@ from cute_ops.declaration.shapes import parse
 from cute_ops.errors import message
 
 if TYPE_CHECKING:
-    from cute_ops.declaration.op import Case, Op, Tensor
+    from cute_ops.declaration.case import Case
+    from cute_ops.declaration.op import Op
+    from cute_ops.declaration.tensor import Tensor
 
 Tensors = Mapping[str, "Tensor"]
 _NAME = re.compile(r"\w+_of_(\d+(?:_\d+)*)")

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
+from cute_ops.declaration.tensor import Tensor
 
 Factors = Mapping[str, tuple[str | None, ...]]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_ops import env, processes
-from cute_ops.declaration.op import importable
+from cute_ops.declaration.kernel import importable
 from cute_ops.errors import CompileError
 from cute_ops.jit import toolchain
 from cute_ops.jit.variant import Variant

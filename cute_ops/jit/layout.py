@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cute_ops.declaration.binding import Binding, expanded_shape, own_lead
-from cute_ops.declaration.op import Tensor
 from cute_ops.declaration.shapes import ITEMSIZE, Array
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import message
 from cute_ops.jit.variant import VECTOR, TensorKey
 

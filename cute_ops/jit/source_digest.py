@@ -5,7 +5,7 @@ everything they import, directly or not. Imports are followed in the kernel's pa
 that are not installed. Of other installed packages only the modules that import statements name count. The standard
 library, the frameworks and the compiler do not count: they are large, and the variant holds the compiler's version.
 Sources that no import statement names (``importlib``, data files) must be declared, see
-:class:`cute_ops.declaration.op.Kernel`.
+:class:`cute_ops.declaration.kernel.Kernel`.
 
 Nothing is imported or executed. Every warm start computes digests, so import statements are found by plain text search:
 parsing, or even regular expressions, would take longer than the rest of the start. A name that is found by mistake does
@@ -27,9 +27,12 @@ from typing import NamedTuple
 # The modules that every compile runs besides the kernel's: a change in one changes every kernel's name. A test compares
 # this list with the modules of this package that a compiling process imports.
 DRIVER = (
-    "cute_ops", "cute_ops.declaration", "cute_ops.declaration.array_api", "cute_ops.declaration.checks",
-    "cute_ops.declaration.config", "cute_ops.declaration.dims", "cute_ops.declaration.lists", "cute_ops.declaration.op",
-    "cute_ops.declaration.shapes", "cute_ops.env", "cute_ops.errors", "cute_ops.files", "cute_ops.files.json_schema",
+    "cute_ops", "cute_ops.declaration", "cute_ops.declaration.array_api", "cute_ops.declaration.attributes",
+    "cute_ops.declaration.case", "cute_ops.declaration.checks", "cute_ops.declaration.config",
+    "cute_ops.declaration.dims", "cute_ops.declaration.finish", "cute_ops.declaration.kernel",
+    "cute_ops.declaration.lists", "cute_ops.declaration.op", "cute_ops.declaration.program",
+    "cute_ops.declaration.shapes", "cute_ops.declaration.split", "cute_ops.declaration.static",
+    "cute_ops.declaration.tensor", "cute_ops.env", "cute_ops.errors", "cute_ops.files", "cute_ops.files.json_schema",
     "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool", "cute_ops.jit.compiler",
     "cute_ops.jit.source_digest", "cute_ops.jit.target", "cute_ops.jit.toolchain", "cute_ops.jit.variant",
     "cute_ops.kernels", "cute_ops.kernels.lib", "cute_ops.kernels.lib.entry", "cute_ops.processes",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Problem
-from cute_ops.declaration.op import Case, Op, Program, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.tensor import Tensor
 
 CASES = (
     Case("odd", {"b": (3,), "m": 67, "n": 333, "k": 200}),

@@ -22,8 +22,10 @@ import ml_dtypes
 import numpy as np
 
 from cute_ops.declaration.binding import as_outputs, bind
-from cute_ops.declaration.op import Accumulation, Case, Op, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import ACCUMULATORS, Array
+from cute_ops.declaration.tensor import Accumulation, Tensor
 
 # The distance from 1 to the next number of a dtype. Integers, which are not in here, must be equal.
 EPS = {

@@ -15,7 +15,8 @@ import numpy as np
 
 from cute_ops import FLOATS, testing
 from cute_ops.declaration.binding import Binding, bind
-from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import View, compact

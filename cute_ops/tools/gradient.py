@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from cute_ops import testing
-from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 
 DRAWS = 3
 # Long steps have the smallest rounding errors, and short ones cross no kink, such as abs at 0: one of them must agree.

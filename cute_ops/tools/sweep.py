@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import Target

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from cute_ops import testing
-from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import meant
 from cute_ops.tools import gradient

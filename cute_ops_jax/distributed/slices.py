@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.sharding import Factors, factors
 from cute_ops.declaration.sharding import sizes as factor_sizes
+from cute_ops.declaration.tensor import Tensor
 from cute_ops_jax.distributed.varying import Axes, alike, varies, varying_like
 
 T = TypeVar("T")

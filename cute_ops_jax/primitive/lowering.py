@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import Binding, as_outputs, check_returned, expanded_shape
-from cute_ops.declaration.op import Op, Program
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
 from cute_ops.errors import message, naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit
 from cute_ops_jax.distributed.varying import Axes, varies

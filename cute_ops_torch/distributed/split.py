@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cute_ops.declaration.op import Op, Program
-from cute_ops.declaration.op import Tensor as Declared
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
 from cute_ops.declaration.sharding import with_others
+from cute_ops.declaration.tensor import Tensor as Declared
 from cute_ops_torch.library import framework, program
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import Op, Program
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
 from cute_ops_torch.host import codegen

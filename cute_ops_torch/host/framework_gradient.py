@@ -10,7 +10,8 @@ from typing import Any
 
 from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Op, Product, Program
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Product, Program
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory, compact
 from cute_ops_torch.host.compiled_call import CompiledCall

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.op import Tensor as Declared
+from cute_ops.declaration.tensor import Tensor as Declared
 from cute_ops_torch.host import codegen
 from cute_ops_torch.library.mutation import apart
 from cute_ops_torch.library.remembered import make_room

@@ -17,7 +17,8 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.compiler import config
 
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key

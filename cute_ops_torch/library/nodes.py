@@ -10,7 +10,8 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops.constants import of_attributes
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients

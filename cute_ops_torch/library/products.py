@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.declaration.op import Product
+from cute_ops.declaration.program import Product
 from cute_ops.declaration.shapes import Array
 from cute_ops.ops.gemm.linear import multiply
 from cute_ops_torch.library import framework

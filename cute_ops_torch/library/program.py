@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from cute_ops.declaration.binding import Binding
-from cute_ops.declaration.op import Op, Program
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import Tensors, readable

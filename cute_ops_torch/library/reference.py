@@ -9,7 +9,8 @@ import torch
 
 from cute_ops.autotune.dispatch import instead
 from cute_ops.declaration.binding import Binding, as_outputs, check_returned
-from cute_ops.declaration.op import Op, Program
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
 from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.mutation import check_memory, write_back
 from cute_ops_torch.library.schema import filler

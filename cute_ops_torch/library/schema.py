@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 
 _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
 # A compiled graph serves all values of an integer that it need not know; torch fixes floats.

@@ -9,8 +9,8 @@ import torch
 
 from cute_ops.declaration.binding import Binding, bind
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.op import Tensor as Declared
 from cute_ops.declaration.shapes import ITEMSIZE, Array
+from cute_ops.declaration.tensor import Tensor as Declared
 from cute_ops.errors import message, suggesting
 from cute_ops.jit.layout import Memory, check_memory, contiguous_place, has_contiguous
 

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import suggesting, wrong_arguments
 from cute_ops_torch.registry import register
 

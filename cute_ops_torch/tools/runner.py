@@ -12,8 +12,9 @@ import torch
 
 from cute_ops import testing
 from cute_ops.autotune import dispatch
-from cute_ops.declaration.op import Op, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import ITEMSIZE, Array
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.jit import target
 from cute_ops.testing import Arrays, numpy_dtype
 from cute_ops.tools import sweep

@@ -24,7 +24,7 @@ from cute_ops import (
     vary,
 )
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import FUSED, Instead
+from cute_ops.declaration.program import FUSED, Instead
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS, adamw, add_rmsnorm, cross_entropy, layernorm, qk_norm_rope, rmsnorm, rmsnorm_fp8

@@ -13,7 +13,7 @@ import pytest
 
 import cute_ops.expressions
 from cute_ops import fused
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.expressions import TraceError, differentiate, digest, evaluate, gelu, parse, text_of, trace
 from cute_ops.expressions.derivative import DERIVATIVE
 from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES

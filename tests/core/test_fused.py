@@ -16,7 +16,7 @@ from cute_ops import ops as ours
 from cute_ops.autotune.dispatch import choose
 from cute_ops.calls import lookup, manifest
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory

@@ -13,7 +13,7 @@ import pytest
 from cute_ops import Array, Op, fused
 from cute_ops.autotune.dispatch import choose
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
 from cute_ops.ops.expression.by_call import ByCall, kinds

@@ -13,7 +13,7 @@ from cute_ops import FLOATS, Array, Op, fused
 from cute_ops.autotune.dispatch import choose
 from cute_ops.autotune.space import objection
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.text import parse as parse_text
 from cute_ops.expressions.words import WORDS

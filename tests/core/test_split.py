@@ -9,9 +9,10 @@ import pytest
 
 from cute_ops import Op, Split, Tensor, testing
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.op import Case, Sharding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.shapes import FLOATS, Array
 from cute_ops.declaration.sharding import factors, sizes
+from cute_ops.declaration.split import Sharding
 from cute_ops.ops import OPS
 
 SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)

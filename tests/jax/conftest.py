@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
-from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.variant import Variant

@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import testing
-from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.jit import cache, target
 from cute_ops.jit.variant import TensorKey, Variant
 from cute_ops.ops import OPS, PARTS

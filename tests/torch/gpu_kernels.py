@@ -16,8 +16,8 @@ from rich.progress import Progress
 
 from cute_ops import FLOATS, testing
 from cute_ops.autotune.dispatch import foresee
-from cute_ops.declaration.op import Tensor
 from cute_ops.declaration.shapes import Array
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.jit import cache, target
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS

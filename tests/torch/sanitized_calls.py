@@ -19,8 +19,9 @@ from cute_ops import testing
 from cute_ops.autotune.dispatch import foresee, limit_static
 from cute_ops.calls.lookup import ours
 from cute_ops.declaration.binding import bind
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config
-from cute_ops.declaration.op import Case, Op
+from cute_ops.declaration.op import Op
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, plan, signature
 from cute_ops.ops.gemm.accumulate import linear_dweight_add

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.ops import docs
 from cute_ops.ops.activation.maths import APPROXIMATE, gelu, halves
 from cute_ops.ops.expression.fused import fused, fused_again

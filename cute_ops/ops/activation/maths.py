@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.declaration.op import OneOf
+from cute_ops.declaration.attributes import OneOf
 
 APPROXIMATE = {"approximate": OneOf("tanh", "none")}
 

@@ -6,9 +6,12 @@ from typing import Any
 
 from cute_ops.declaration.array_api import count_up_to, numbers
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config
 from cute_ops.ops.rotary import rope
 

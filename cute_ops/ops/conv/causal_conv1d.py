@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.declaration.array_api import sigmoid, widen
+from cute_ops.declaration.attributes import OneOf
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.static import WhileFew
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.conv import config
 from cute_ops.ops.norm.rmsnorm import sum_rows
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.declaration.array_api import doubling, numbers, widen
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.embedding import config
 
 CASES = (

@@ -7,9 +7,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from cute_ops.constants import exact
 from cute_ops.declaration.array_api import cast
+from cute_ops.declaration.attributes import defaults_of
 from cute_ops.declaration.config import Config, Needs, Problem, Space, Tuning, vary
-from cute_ops.declaration.op import Op, Sharding, Tensor, WhileFew, defaults_of
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.static import WhileFew
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of

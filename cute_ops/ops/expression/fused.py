@@ -7,8 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from cute_ops.declaration.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
+from cute_ops.declaration.attributes import defaults_of
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.static import WhileFew
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression, operands_of

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cute_ops.declaration.op import Case, Op, Program, Tensor, defaults_of
+from cute_ops.declaration.attributes import defaults_of
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import SHAPES, rebuilt
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each

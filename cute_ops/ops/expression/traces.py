@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_ops.constants import exact, state, values
-from cute_ops.declaration.op import defaults_of
+from cute_ops.declaration.attributes import defaults_of
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.declaration.config import Problem, Tuning
-from cute_ops.declaration.op import FUSED, Op, Program, Sharding, Tensor
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Program
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each

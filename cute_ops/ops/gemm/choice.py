@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from cute_ops.declaration.config import Problem
-from cute_ops.declaration.op import Instead, Program
+from cute_ops.declaration.program import Instead, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig

@@ -13,10 +13,15 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 from cute_ops.declaration.array_api import cast
+from cute_ops.declaration.attributes import defaults_of
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config, Problem, Tuning
-from cute_ops.declaration.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Instead, Program
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.errors import suggesting
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, copied
 from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes

@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from cute_ops.declaration.op import Op, Tensor, defaults_of
+from cute_ops.declaration.attributes import defaults_of
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied, rebuilt
 from cute_ops.ops.expression.formula import COLUMN, Attrs, ByAttrs, Formula, period, shape_of

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
-from cute_ops.declaration.op import Op, Program, Sharding
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.split import Sharding
 
 PACKED, APART = "2n", "2 n"
 # Tensors of a gradient's steps that have a packed weight's 2n columns where the step calls these n.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cute_ops.declaration.op import Case, OneOf
+from cute_ops.declaration.attributes import OneOf
+from cute_ops.declaration.case import Case
 from cute_ops.ops.activation.maths import halves
 from cute_ops.ops.gemm.fused import fused_linear
 

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
 
 ROWS = Tensor("*m n", "T")

@@ -6,9 +6,12 @@ import math
 from typing import Any
 
 from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Op, Sharding, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.optim import config
 

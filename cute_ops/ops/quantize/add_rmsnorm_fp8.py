@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.declaration.array_api import widen
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.ops import docs
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.norm.rmsnorm import reference as normalise

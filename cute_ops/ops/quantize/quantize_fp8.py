@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_ops.declaration.array_api import cast, divide, widen
+from cute_ops.declaration.attributes import OneOf
 from cute_ops.declaration.binding import as_outputs
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Kernel, OneOf, Op, Tensor
+from cute_ops.declaration.kernel import Kernel
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops import docs
 from cute_ops.ops.quantize.config import SPACE, config
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_ops.declaration.op import Case
+from cute_ops.declaration.case import Case
 from cute_ops.ops import docs
 from cute_ops.ops.activation.silu_mul import silu_mul
 from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare

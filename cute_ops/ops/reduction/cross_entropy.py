@@ -7,9 +7,13 @@ from typing import Any
 
 from cute_ops.declaration.array_api import columns, widen
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Finish, Op, Sharding, Split, Tensor
+from cute_ops.declaration.finish import Finish
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding, Split
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.checks import FINITE, no_columns, within
 from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, normalised_in_place, reduced
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Op, Tensor
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops import docs
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.config import MAP, REDUCE, filled, reduced

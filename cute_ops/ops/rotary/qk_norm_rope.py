@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
-from cute_ops.declaration.op import Case, Op, Tensor, WhileFew
+from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.static import WhileFew
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.norm.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rotary import config
