@@ -1,8 +1,8 @@
 """How often a first call moves between our source files, which is what a reader who follows it has to do.
 
 Three first calls of rmsnorm are counted, each in a process of its own: in PyTorch with an empty cache (the kernel is
-compiled), in PyTorch with the kernel on disk, and the lowering of a JAX program with an empty cache. The packages are
-imported before the count begins.
+compiled), in PyTorch with the kernel on disk, and the lowering of a JAX program with an empty cache; and the first call
+of JAX's ``linear``. The packages are imported before the count begins.
 
 A file counts as *entered* when Python calls a function in it and the call before was in another file of ours. It is a
 *return* when that file had been entered earlier. Calls in other packages, and in code that we generate, do not count;
@@ -28,10 +28,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cute_ops", "cute_ops_torch", "cute_ops_jax")
-CALLS = ("torch cold", "torch warm", "jax lowering")
 COLUMNS = ("call", "files", "entries", "returns")
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-MOST_RETURNS = 40
 SHAPE, ARCH = (4096, 4096), "sm_90a"
 
 
@@ -109,6 +107,22 @@ def jax_lowering() -> Walk:
     return walk(lambda: program.trace(x, weight).lower(lowering_platforms=("cuda",)))
 
 
+def jax_linear() -> Walk:
+    """A first call of ``linear`` outside of ``jit``, which runs the reference on the CPU."""
+    import jax.numpy as jnp
+
+    from cute_ops_jax import linear
+
+    x, weight = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((32, 16), jnp.bfloat16)
+    return walk(lambda: linear(x, weight))
+
+
+WALKS = {"torch cold": torch_call, "torch warm": torch_call, "jax lowering": jax_lowering, "jax linear": jax_linear}
+CALLS = tuple(WALKS)
+# Registering an op is no part of a call of ``linear``.
+MOST_RETURNS = dict.fromkeys(CALLS, 40) | {"jax linear": 12}
+
+
 def count(*calls: str) -> list[Walk]:
     """The walks of some of :data:`CALLS`, each in a process of its own.
 
@@ -139,8 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--here", choices=CALLS, help=argparse.SUPPRESS)  # the process that is counted
     options = parser.parse_args(arguments)
     if options.here:
-        found = jax_lowering() if options.here == "jax lowering" else torch_call()
-        print(json.dumps(found.files))
+        print(json.dumps(WALKS[options.here]().files))
         return
 
     from common import Table
@@ -148,10 +161,10 @@ def main(arguments: list[str] | None = None) -> None:
     from rich.table import Table as View
 
     console, table = Console(width=110), Table(options.out / "returns.csv", COLUMNS) if options.out else None
-    view = View("first call", "files", "entries", "returns", title=f"moves between our files; at most {MOST_RETURNS}")
+    view = View("first call", "files", "entries", "returns", "at most", title="moves between our files")
     for call, found in zip(options.calls, count(*options.calls), strict=True):
         row = (call, len(set(found.files)), len(found.files), len(found.returns))
-        view.add_row(*map(str, row))
+        view.add_row(*map(str, row), str(MOST_RETURNS[call]))
         if table:
             table.add(dict(zip(COLUMNS, row, strict=True)))
         if options.verbose:

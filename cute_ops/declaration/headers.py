@@ -4,12 +4,17 @@ of a framework, and the line of a stub file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
+from textwrap import indent
+from types import ModuleType
 from typing import Any
 
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
+
+Q = '"""'
 
 
 def check_declaration(op: object, caller: str) -> None:
@@ -36,17 +41,32 @@ def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor] | No
     return Signature(parameters, return_annotation=returns)
 
 
-def stub(name: str, function: Signature) -> str:
-    """``def name(x: Tensor, eps: float = 1e-06) -> Tensor: ...``, a line for each argument where one is too short."""
+def stub(name: str, function: Signature, doc: str = "") -> str:
+    """``def name(x: Tensor, eps: float = 1e-06) -> Tensor: ...``, a line for each argument where one is too short; with
+    a docstring in place of the dots.
+    """
     arguments: list[str] = []
     for p in function.parameters.values():
-        if p.kind is p.KEYWORD_ONLY and "*" not in arguments:
+        stars = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+        if p.kind is p.KEYWORD_ONLY and not any(a.startswith("*") for a in arguments):
             arguments.append("*")
-        arguments.append(f"{p.name}: {p.annotation}{'' if p.default is p.empty else f' = {_literal(p.default)}'}")
-    line = f"def {name}({', '.join(arguments)}) -> {function.return_annotation}: ..."
-    if len(line) <= 120:
-        return f"{line}\n"
-    return "\n".join([f"def {name}(", *(f"    {a}," for a in arguments), f") -> {function.return_annotation}: ...\n"])
+        annotation = "" if p.annotation is p.empty else f": {p.annotation}"
+        default = "" if p.default is p.empty else f" = {_literal(p.default)}"
+        arguments.append(f"{stars}{p.name}{annotation}{default if annotation else default.replace(' ', '')}")
+    end = "\n" if "\n" in doc else ""
+    body = f"\n{indent(Q + doc + end + Q, '    ')}\n" if doc else " ...\n"
+    line = f"def {name}({', '.join(arguments)}) -> {function.return_annotation}:"
+    if len(line) + (0 if doc else 4) <= 120:
+        return line + body
+    return "\n".join([f"def {name}(", *(f"    {a}," for a in arguments), f") -> {function.return_annotation}:"]) + body
+
+
+def module_stub(module: ModuleType, made_by: str, imports: Mapping[str, str]) -> str:
+    """The stub file of a module of public functions; ``imports`` are lines by the name that they are for."""
+    functions = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    text = "\n".join(stub(f.__name__, signature(f), f.__doc__ or "") for f in functions)
+    used = [line for name, line in imports.items() if re.search(rf"\b{name}\b", text)]
+    return f"{Q}{(module.__doc__ or '').rstrip('.')}. Made by ``{made_by}``.{Q}\n\n" + "\n\n".join([*used, text])
 
 
 def _literal(value: Any) -> str:

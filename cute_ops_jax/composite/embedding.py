@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.composite import embedding as declared
-from cute_ops.composite.docstrings import continued
+from cute_ops.composite.public import continued
 from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register

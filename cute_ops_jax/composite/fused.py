@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cute_ops.composite.docstrings import continued
+from cute_ops.composite.public import continued
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.expression.by_call import DOC, ByCall, decorate
 from cute_ops_jax.primitive.arrays import unwrapped

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.composite import linear_cross_entropy as declared
-from cute_ops.composite.docstrings import continued
+from cute_ops.composite.public import continued
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import checked

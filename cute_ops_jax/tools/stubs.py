@@ -1,16 +1,22 @@
-"""Writes the stub file of this package from the declarations: ``python -m cute_ops_jax.tools.stubs``."""
+"""Make the stub files of functions that the source does not spell out: ``python -m cute_ops_jax.tools.stubs``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from cute_ops.declaration.headers import stub
+from cute_ops.declaration.headers import module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import OPS, PRODUCTS
+from cute_ops_jax.composite import block, linear
 from cute_ops_jax.primitive.function import signature
 
-PATH = Path(__file__).parents[1] / "__init__.pyi"
+ROOT = Path(__file__).parents[1]
+COMMAND = "python -m cute_ops_jax.tools.stubs"
+_IMPORTS = {
+    "Any": "from typing import Any", "Array": "from jax import Array",
+    "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
+}  # fmt: skip
 _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
 
 from jax import Array
@@ -36,10 +42,18 @@ from cute_ops_jax.primitive.function import register as register
 
 
 def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
-    """The stub file's text."""
+    """The stub file of the package."""
     own = (op for op in ops if f" as {op.name}\n" not in _HEADER)
     return _HEADER + "\n" + "".join(stub(op.name, signature(op)) for op in own)
 
 
+def files() -> dict[Path, str]:
+    """The text of each stub file."""
+    published = {f"composite/{name}.pyi": module for name, module in {"block": block, "linear": linear}.items()}
+    made = {path: module_stub(module, COMMAND, _IMPORTS) for path, module in published.items()}
+    return {ROOT / path: content for path, content in {"__init__.pyi": text(), **made}.items()}
+
+
 if __name__ == "__main__":
-    PATH.write_text(text(), encoding="utf-8")
+    for path, content in files().items():
+        path.write_text(content, encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_ops.composite import embedding as declared
-from cute_ops.composite.docstrings import continued
+from cute_ops.composite.public import continued
 from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 

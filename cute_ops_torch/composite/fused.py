@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from cute_ops.composite.docstrings import continued
+from cute_ops.composite.public import continued
 from cute_ops.constants import make_room
 from cute_ops.errors import shown
 from cute_ops.ops.expression.broadcast import Fit

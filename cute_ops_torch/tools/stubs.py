@@ -1,4 +1,4 @@
-"""Make the stub file of the functions from the declarations: ``python -m cute_ops_torch.tools.stubs``."""
+"""Make the stub files of functions that the source does not spell out: ``python -m cute_ops_torch.tools.stubs``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Iterable
 from inspect import Parameter, Signature
 from pathlib import Path
 
-from cute_ops.declaration.headers import header, stub
+from cute_ops.declaration.headers import header, module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import OPS, PRODUCTS
+from cute_ops_torch.composite import block, linear
 from cute_ops_torch.library.schema import takes_out
 
-PATH = Path(__file__).parents[1] / "functions.pyi"
+ROOT = Path(__file__).parents[1]
+COMMAND = "python -m cute_ops_torch.tools.stubs"
+_IMPORTS = {
+    "Any": "from typing import Any", "Tensor": "from torch import Tensor",
+    "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
+}  # fmt: skip
 _HEADER = '''"""Made by ``python -m cute_ops_torch.tools.stubs``; edit the declarations instead."""
 
 from collections.abc import Sequence
@@ -25,7 +31,7 @@ __all__ = [
 
 
 def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
-    """The text of the stub file."""
+    """The stub file of the functions of ops."""
     ops = tuple(ops)
     names = "".join(f'    "{name}",\n' for name in sorted(op.name for op in ops))
     return _HEADER.format(names=names) + "".join(stub(op.name, _signature(op)) for op in ops)
@@ -40,5 +46,13 @@ def _signature(op: Op) -> Signature:
     return found.replace(parameters=[*found.parameters.values(), out])
 
 
+def files() -> dict[Path, str]:
+    """The text of each stub file."""
+    published = {f"composite/{name}.pyi": module for name, module in {"block": block, "linear": linear}.items()}
+    made = {path: module_stub(module, COMMAND, _IMPORTS) for path, module in published.items()}
+    return {ROOT / path: content for path, content in {"functions.pyi": text(), **made}.items()}
+
+
 if __name__ == "__main__":
-    PATH.write_text(text(), encoding="utf-8")
+    for path, content in files().items():
+        path.write_text(content, encoding="utf-8")

@@ -433,3 +433,21 @@ def test_programs_leave_float32_to_xla(fake_kernels: Any, caplog: pytest.LogCapt
     assert text.count("stablehlo.dot_general") == 2
     said = [m for m in caplog.messages if m.endswith("runs by the framework's product: no kernel takes float32")]
     assert {m.partition("{")[0] for m in said} == {"gated_linear", "linear"}
+
+
+def test_a_known_call_neither_chooses_nor_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op of an epilogue is found by the shapes of a call; that of a product is registered at import."""
+    from cute_ops_jax.composite.products import products
+
+    x, weight, bias = jnp.ones((3, 16)), jnp.ones((8, 16)), jnp.ones(8)
+
+    def calls() -> list[jax.Array]:
+        linear, normed = cute_ops_jax.linear, partial(cute_ops_jax.rmsnorm_linear, x, x[0])
+        return [linear(x, weight), linear(x, weight, bias, epilogue="gelu"), normed(weight, bias, epilogue="silu")]
+
+    expected = calls()
+    monkeypatch.setattr(products, "choose", None)
+    monkeypatch.setattr(products, "function", None)
+    np.testing.assert_array_equal(np.stack(calls()), np.stack(expected))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        cute_ops_jax.linear(x, weight[:7], bias[:7], epilogue="gelu")

@@ -187,8 +187,9 @@ def test_attributes_by_position_and_by_name() -> None:
     assert not np.array_equal(cute_ops_jax.rmsnorm(x, x[0]), by_name)
 
 
-def test_stub_file_is_up_to_date() -> None:
-    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_jax.tools.stubs"
+def test_stub_files_are_up_to_date() -> None:
+    for path, content in stubs.files().items():
+        assert path.read_text() == content, "run python -m cute_ops_jax.tools.stubs"
 
 
 def test_stubs_name_every_argument() -> None:

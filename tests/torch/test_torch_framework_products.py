@@ -20,7 +20,7 @@ from cute_ops.ops.gemm import by_call, linear
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gated_dgrad import gated_dgrad_again
 from cute_ops.ops.gemm.named import linear_add, linear_gelu
-from cute_ops_torch.composite import linear as composite
+from cute_ops_torch.composite.products import products as composites
 from cute_ops_torch.host import compiled_call, framework_gradient, function, guards, launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.library import products, program
@@ -142,9 +142,9 @@ def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatc
     three more functions and a list find the op.
     """
     plain, biased = fast(linear.linear), fast(BIASED)
-    monkeypatch.setattr(composite, "_product", plain)
-    monkeypatch.setattr(composite, "_choose", lambda *call: (biased, by_call.fits(*call[1:4], (), _spec)))
-    composite._known.clear()
+    monkeypatch.setattr(composites, "plain", plain)
+    monkeypatch.setattr(composites, "function", lambda op: biased)
+    monkeypatch.setattr(composites, "known", {})
     x, weight, bias = made(BIASED, (2, 3))
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         "linear": (lambda: cute_ops_torch.linear(x, weight), lambda: F.linear(x, weight)),
@@ -162,11 +162,6 @@ def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatc
             assert len(seen) == (5 if name == "linear" else 9), seen
             with torch.no_grad():
                 assert len(frames(call)) == len(seen)
-    composite._known.clear()
-
-
-def _spec(tensor: Tensor) -> Any:
-    return tensor
 
 
 NODES = {"linear": "cute_linearBackward", BIASED.name: f"cute_{BIASED.name}Backward"}

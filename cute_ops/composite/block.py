@@ -1,0 +1,76 @@
+"""Parts of a transformer's block as functions, written once for the arrays of any framework.
+
+They are linear layers with the norm of the residual stream before or after them, or with the rotation of heads after
+them; and the gated MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic
+
+from cute_ops.composite import gated_mlp as mlp
+from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
+from cute_ops.composite import qkv_rope as rotation
+from cute_ops.composite import rmsnorm_linear as norm_before
+from cute_ops.composite.products import Array, Products
+from cute_ops.composite.public import continued
+from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
+
+
+class Block(Generic[Array]):
+    """The functions of a framework whose linear layers are given."""
+
+    def __init__(self, products: Products[Array]) -> None:
+        self._products = products
+        self._linear_add_rmsnorm = products.functions(add_rmsnorm.linear_add_rmsnorm)
+        self._qkv_rope = products.functions(rotation.qkv_rope)
+        self._gated_mlp = products.functions(mlp.gated_mlp)
+
+    @continued(add_rmsnorm.DOC)
+    def linear_add_rmsnorm(
+        self, x: Array, weight: Array, residual: Array, norm_weight: Array, eps: float = 1e-6, *, fused: str = "auto",
+        transposed: bool = False,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The last layer of a transformer's block, and the norm that comes next."""
+        if self._products.converts():
+            x, weight, residual = self._products.operands(x, weight, residual)
+        function = self._linear_add_rmsnorm(transposed)
+        return function(x, weight, residual, norm_weight, eps, fused)  # type: ignore[no-any-return]
+
+    @continued(norm_before.DOC)
+    def rmsnorm_linear(
+        self, x: Array, norm_weight: Array | None, weight: Array, *operands: Array | None, eps: float = 1e-6,
+        epilogue: Epilogue = "bias", fused: str = "auto", packed: bool = False, transposed: bool = False,
+        halves: bool = False, save: str = "pre", **attrs: Any,
+    ) -> Any:  # fmt: skip
+        """The norm before a linear layer, the layer, and what happens to its product before that is stored."""
+        if self._products.converts():
+            x, weight = self._products.operands(x, weight)
+        layout, given = weight_shape(packed, transposed, halves, "rmsnorm_linear"), (x, weight, *operands)
+        function, fitted = self._products.with_epilogue(
+            norm_before.op_of_call, "rmsnorm_linear", epilogue, given, layout, save, attrs
+        )
+        return function(x, weight, *fitted, norm_weight, eps, fused)
+
+    @continued(rotation.DOC)
+    def qkv_rope(
+        self, x: Array, weight: Array, cos: Array, sin: Array, heads: int, *, fused: str = "auto",
+        transposed: bool = False,
+    ) -> Array:  # fmt: skip
+        """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
+        size = rotation.head_size(self._products.shape(cos))
+        if self._products.converts():
+            x, weight = self._products.operands(x, weight)
+        return self._qkv_rope(size, transposed)(x, weight, cos, sin, heads, fused)  # type: ignore[no-any-return]
+
+    @continued(mlp.DOC)
+    def gated_mlp(
+        self, x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, fused: str = "auto",
+        save: str = "pre", transposed: bool = False, halves: bool = False,
+    ) -> Array:  # fmt: skip
+        """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T``, where gate and up are the halves of w_gate_up."""
+        if self._products.converts():
+            x, w_gate_up, w_down = self._products.operands(x, w_gate_up, w_down)
+        packed: Any = w_gate_up
+        function = self._gated_mlp(save, transposed, packed.ndim > 2 and not halves, halves)
+        return function(x, w_gate_up, w_down, activation, fused)  # type: ignore[no-any-return]

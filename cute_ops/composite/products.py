@@ -1,0 +1,167 @@
+"""Linear layers as functions, written once for the arrays of any framework.
+
+An adapter derives a class from :class:`Products`, which says what its framework does with arrays, and publishes the
+methods of an object: ``cute_ops_torch.linear`` and ``cute_ops_jax.linear`` are :meth:`Products.linear`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from cute_ops.composite.public import continued
+from cute_ops.constants import make_room
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import Array as Spec
+from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.gemm import by_call
+from cute_ops.ops.gemm.by_call import Attrs, Epilogue
+from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
+from cute_ops.ops.gemm.halves import APART, PACKED
+from cute_ops.ops.gemm.linear import linear as product
+
+Array = TypeVar("Array")
+Function = Callable[..., Any]
+# Makes the op of a call: of its epilogue, its operands' shapes, whether weights are a batch, the weight's layout, what
+# is saved, and the epilogue's attributes.
+Maker = Callable[[Epilogue, by_call.Shapes, bool, str, str, Attrs], Op]
+Fits = tuple[Fit | None, ...]
+_PLAIN = by_call.weight_shape(False, False)
+
+
+class Products(ABC, Generic[Array]):
+    """The linear layers of a framework. Its own part are the attributes and the abstract methods.
+
+    Attributes:
+        converts: whether :meth:`operands` returns other arrays than it gets.
+        tracing: whether a compiler traces the call, so that its op follows from :meth:`traced`.
+        spec: an array's shape and dtype.
+        shape: of what may not be an array yet.
+    """
+
+    converts: Callable[[], bool]
+    tracing: Callable[[], bool]
+    spec: Callable[[Any], Spec]
+    shape: Callable[[Any], tuple[int, ...]]
+
+    def __init__(self) -> None:
+        # By calls; at last, whether all operands are there and passed as they are.
+        self.known: dict[Hashable, tuple[Function, Fits, bool]] = {}
+        self.plain, self._batches = self.function(product), self.functions(_batch)
+        self._gated = self.functions(gated_linear_of)
+
+    @abstractmethod
+    def operands(self, *arrays: Array) -> tuple[Array, ...]:
+        """X and weights as the ops take them."""
+
+    @abstractmethod
+    def function(self, op: Op) -> Function:
+        """The function of an op."""
+
+    @abstractmethod
+    def functions(self, make: Callable[..., Op]) -> Callable[..., Function]:
+        """``function(*options)``: that of the op ``make(*options)``."""
+
+    @abstractmethod
+    def expanded(self, array: Any, fit: Fit) -> Any:
+        """An operand, broadcast as it meets the product."""
+
+    def traced(self, make: Maker, epilogue: Epilogue, attrs: Mapping[str, Any], *call: Any) -> tuple[Function, Fits]:
+        """While a compiler traces: :meth:`choose` of a call, whose op is a constant to the compiler."""
+        raise NotImplementedError
+
+    @continued(by_call.DOC)
+    def linear(
+        self, x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, fused: str = "auto",
+        packed: bool = False, transposed: bool = False, halves: bool = False, save: str = "pre", **attrs: Any,
+    ) -> Any:  # fmt: skip
+        """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``.
+
+        Its op's name, ``linear_<function>_<digest>``, is the same in every process that has made this call.
+        """
+        if self.converts():
+            x, weight = self.operands(x, weight)
+        if epilogue is None:
+            if operands or attrs or halves or packed or save != "pre":
+                by_call.without_epilogue(operands, attrs, halves, packed, save)
+            matrix: Any = weight
+            dims = matrix.ndim
+            run = self.plain if dims <= 2 else self._batches()
+            return run(x, matrix.mT if transposed and dims > 1 else matrix, fused)
+        layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN
+        given = x, weight, *operands
+        function, fitted = self.with_epilogue(by_call.op_of_call, "linear", epilogue, given, layout, save, attrs)
+        return function(x, weight, *fitted, fused)
+
+    @continued(by_call.GATED_DOC)
+    def gated_linear(
+        self, x: Array, weight: Array, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
+        halves: bool = False,
+    ) -> Array:  # fmt: skip
+        """``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``."""
+        if self.converts():
+            x, weight = self.operands(x, weight)
+        return self.gated(weight, transposed, halves)(x, weight, activation, fused)  # type: ignore[no-any-return]
+
+    def gated(self, weight: Any, transposed: bool, halves: bool) -> Function:
+        """The function of the op of a gated layer with this weight."""
+        return self._gated(transposed, weight.ndim > 2 + halves, halves)
+
+    def with_epilogue(
+        self, make: Maker, caller: str, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
+        attrs: Mapping[str, Any],
+    ) -> tuple[Function, Sequence[Any]]:  # fmt: skip
+        """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them.
+        A call like an earlier one is found by its shapes.
+        """
+        fits: Fits
+        if self.tracing():
+            function, fits = self.traced(make, epilogue, attrs, caller, arrays, layout, save)
+        else:
+            constants = tuple(attrs.items()) if attrs else ()
+            what = caller, layout, save, *[a if a is None else a.shape for a in arrays]
+            try:
+                function, fits, as_given = self.known[by_call.key_of(epilogue, constants, *what)]
+            except (KeyError, TypeError):  # a symbolic shape has no hash
+                function, fits, as_given = self._remembered(make, what, epilogue, arrays, constants)
+            if as_given:
+                return function, arrays[2:]
+        fitted = zip(arrays[2:], fits, strict=True)
+        halves = APART in layout
+        return function, [self._fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
+
+    def _remembered(
+        self, make: Maker, what: tuple[Any, ...], epilogue: Epilogue, arrays: Sequence[Any], attrs: Attrs
+    ) -> tuple[Function, Fits, bool]:
+        """What ``known`` has of a call, which is put there if that is possible."""
+        key, (caller, layout, save, *shapes) = by_call.key_of(epilogue, attrs, *what), what
+        options, fits = self.choose(epilogue, arrays, layout, attrs, caller)
+        function = self.function(make(epilogue, *options, layout, save, attrs))
+        as_given = all(fit and fit.sizes == shape for shape, fit in zip(shapes[2:], fits, strict=True))
+        found = function, fits, as_given and APART not in layout
+        if key and key == by_call.key_of(epilogue, attrs, *what):  # nothing has changed meanwhile
+            try:
+                make_room(self.known)
+                self.known[key] = found
+            except TypeError:  # a symbolic shape has no hash
+                pass
+        return found
+
+    def choose(
+        self, epilogue: Epilogue, arrays: Sequence[Any], layout: str, attrs: Attrs, caller: str
+    ) -> tuple[tuple[by_call.Shapes, bool], Fits]:
+        """The shapes of a call's operands and whether its weights are a batch; and how operands meet the product."""
+        fits = by_call.fits(epilogue, arrays, layout, attrs, self.spec, caller)
+        batched = arrays[1] is not None and by_call.is_batch(layout, arrays[1].ndim)
+        return (tuple(fit and fit.shape for fit in fits), batched), fits
+
+    def _fitted(self, array: Any, fit: Fit, halves: bool) -> Any:
+        if array.shape != fit.sizes:
+            array = self.expanded(array, fit)
+        return array.reshape((*fit.sizes[:-1], 2, fit.sizes[-1] // 2)) if halves and PACKED in fit.shape else array
+
+
+def _batch() -> Op:
+    assert product.batched is not None
+    return product.batched

@@ -1,0 +1,44 @@
+"""Public functions that both adapters have: what they share stands in the core, once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from inspect import Signature, cleandoc, signature
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def continued(text: str) -> Callable[[Function], Function]:
+    """A decorator that appends ``text`` to a function's docstring."""
+
+    def decorate(function: Function) -> Function:
+        function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{cleandoc(text)}"
+        return function
+
+    return decorate
+
+
+def published(method: Function, module: str, array: str, checked: Callable[[Function], Function]) -> Function:
+    """A method, written for the arrays of any framework, as a function of an adapter.
+
+    Args:
+        method: it annotates arrays as ``Array``.
+        module: the adapter's, where the function is found under the method's name.
+        array: what the framework calls an array.
+        checked: the adapter's decorator, which names misspelt and wrong arguments.
+    """
+    function: Any = checked(method)
+    header = signature(method)
+    parameters = [p.replace(annotation=_renamed(p.annotation, array)) for p in header.parameters.values()]
+    function.__signature__ = Signature(parameters, return_annotation=_renamed(header.return_annotation, array))
+    function.__annotations__ = {p.name: p.annotation for p in parameters} | {
+        "return": function.__signature__.return_annotation
+    }
+    function.__module__, function.__qualname__ = module, method.__name__
+    return function  # type: ignore[no-any-return]
+
+
+def _renamed(annotation: str, array: str) -> str:
+    return re.sub(r"\bArray\b", array, annotation)

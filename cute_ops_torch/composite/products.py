@@ -1,0 +1,69 @@
+"""What torch does with the arrays of :class:`cute_ops.composite.products.Products`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cute_ops.composite.products import Fits, Function, Maker, Products
+from cute_ops.declaration.op import Op
+from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.gemm import by_call
+from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops_torch.composite.autocast import autocast, enabled
+from cute_ops_torch.composite.constant import PARTS, constant, functions, guard, number, parts, traced, whole
+from cute_ops_torch.library.tensors import array
+from cute_ops_torch.registry import define
+
+Tensor = torch.Tensor
+constant(by_call.read_by_halves)  # torch.compile calls it, and does not trace it
+
+
+class TorchProducts(Products[Tensor]):
+    """Linear layers of tensors. Autocast has x and weights in its dtype, as torch's own products have them."""
+
+    converts, tracing = staticmethod(enabled), staticmethod(torch.compiler.is_dynamo_compiling)
+    spec, shape = staticmethod(array), staticmethod(lambda tensor: tuple(tensor.shape))
+    functions = staticmethod(functions)
+
+    def operands(self, *arrays: Tensor) -> tuple[Tensor, ...]:
+        return autocast(*arrays)
+
+    def function(self, op: Op) -> Function:
+        return define(op).function
+
+    def expanded(self, array: Tensor, fit: Fit) -> Tensor:
+        # Tiles that some rows share are copied: kernels step from row to row by one stride.
+        return array.reshape(fit.own).expand(fit.sizes).contiguous()
+
+    def traced(
+        self, make: Maker, epilogue: Epilogue, attrs: Mapping[str, Any], caller: str, arrays: Sequence[Any],
+        layout: str, save: str,
+    ) -> tuple[Function, Fits]:  # fmt: skip
+        constants = tuple((name, number(value)) for name, value in attrs.items())
+        guard(epilogue)
+        options, fits = self.choose(epilogue, arrays, layout, constants, caller)
+        return _traced(make, *parts(epilogue), *options, layout, save, constants), fits
+
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
+        halves: bool = False, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if out is None:
+            return super().gated_linear(x, weight, activation, fused, transposed=transposed, halves=halves)
+        if enabled():
+            x, weight = autocast(x, weight)
+        function = self.gated(weight, transposed, halves)
+        return function(x, weight, activation, fused, out=out)  # type: ignore[no-any-return]
+
+    gated_linear.__doc__ = Products.gated_linear.__doc__
+
+
+def _op(make: Maker, *options: Any) -> Op:
+    return make(whole(*options[:PARTS]), *options[PARTS:])
+
+
+_traced: Callable[..., Function] = traced(_op)
+products = TorchProducts()
