@@ -1,6 +1,7 @@
 """Stores keys and values of new tokens in a cache: see :mod:`cute_ops.ops.attention.append_kv`."""
 
 import math
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -11,6 +12,26 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_copy import load_number
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_count, strided_offset
 from cute_ops.kernels.rotary.layout import Rotary, wide
+
+
+class Tensors(NamedTuple):
+    """The op's arguments; without a rotation the tables are None."""
+
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    slots: Any
+    cos: Any
+    sin: Any
+
+
+class Work(NamedTuple):
+    """What a thread copies: a segment of one token's heads, to the slot of the caches that the token has."""
+
+    token: Any
+    slot: Any
+    segment: Any
 
 
 class Heads:
@@ -59,10 +80,12 @@ class AppendKV:
         return math.gcd(self.size[name], *(min(VECTOR_BYTES, k.align, k.row_align) // ITEMSIZE[k.dtype] for k in keys))
 
     @cute.jit
-    def __call__(self, mKCache, mVCache, mK, mV, mSlots, mCos, mSin, stream):
-        groups = (row_count(mSlots, inner=0) + (self.depth - 1)) // self.depth
-        segments = self._of_keys(mK) + self._segments(mV, "v")
-        self.kernel(mKCache, mVCache, mK, mV, mSlots, mCos, mSin).launch(
+    def __call__(self, *arguments):
+        *given, stream = arguments
+        tensors = Tensors(*given)
+        groups = (row_count(tensors.slots, inner=0) + (self.depth - 1)) // self.depth
+        segments = self._of_keys(tensors.k) + self._segments(tensors.v, "v")
+        self.kernel(tensors).launch(
             grid=[Int32(groups * segments), 1, 1],
             block=[self.lanes, self.depth, 1],
             stream=stream,
@@ -89,28 +112,30 @@ class AppendKV:
         return (self._chunks(mK) + (span - 1)) // span
 
     @cute.kernel
-    def kernel(self, mKCache, mVCache, mK, mV, mSlots, mCos, mSin):
+    def kernel(self, tensors):
         _, level, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        of_keys, of_values = self._of_keys(mK), self._segments(mV, "v")
+        of_keys, of_values = self._of_keys(tensors.k), self._segments(tensors.v, "v")
         group = bidx // (of_keys + of_values)
         segment = bidx - group * (of_keys + of_values)
         token = Int64(group) * self.depth + level
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        if token < row_count(mSlots, inner=0):
-            slot = Int64(load_number(mSlots, self.keys["slots"], token))
+        if token < row_count(tensors.slots, inner=0):
+            slot = Int64(load_number(tensors.slots, self.keys["slots"], token))
             if segment < of_keys:
+                work = Work(token, slot, segment)
                 if const_expr(self.rotary is None):
-                    self._append(mK, mKCache, "k", token, slot, segment)
+                    self._append("k", tensors.k, tensors.k_cache, work)
                 else:
-                    self._append_rotated(mK, mKCache, mCos, mSin, token, slot, segment)
+                    self._append_rotated(tensors, work)
             else:
-                self._append(mV, mVCache, "v", token, slot, segment - of_keys)
+                self._append("v", tensors.v, tensors.v_cache, Work(token, slot, segment - of_keys))
 
-    def _append(self, mX, mCache, name, token, slot, segment):
+    def _append(self, name, mX, mCache, work):
         """Copy a segment of a token's heads to its slot, if the cache has that slot."""
         lane, _, _ = cute.arch.thread_idx()
+        token, slot, segment = work
         size, vec, count = self.size[name], self.vec[name], self._vectors(mX, name)
         source, held = Heads(mX, self.keys[name], token, size), []
         for u in range(self.unroll):
@@ -124,11 +149,12 @@ class AppendKV:
         for rX, there, head, column in held:
             store_if(there & wanted, rX, target.address(head, column))
 
-    def _append_rotated(self, mK, mCache, mCos, mSin, token, slot, segment):
-        """Rotate a segment of a token's keys by the token's angles, and store it as :meth:`_append` does."""
+    def _append_rotated(self, tensors, work):
+        """Rotate a segment of a token's keys by the token's angles and copy it to the token's slot."""
         lane, _, _ = cute.arch.thread_idx()
+        mK, mCache, (token, slot, segment) = tensors.k, tensors.k_cache, work
         rotary, dtype, count = self.rotary, mK.element_type, self._chunks(mK)
-        d, r = rotary.sizes(mK, mCos)
+        d, r = rotary.sizes(mK, tensors.cos)
         source, held = Heads(mK, self.keys["k"], token, d), []
         for u in range(self.pairs):
             index = (segment * self.pairs + u) * self.lanes + lane
@@ -138,9 +164,10 @@ class AppendKV:
             rX = rotary.load(dtype, source.address(head, 0), index < count, *place, d)
             held.append((rX, rotated, index < count, head, chunk, place))
         # As they are: to widen one would wait for it before the next one is asked for.
-        row, tables = rotary.row(mCos, token), []
+        row, tables = rotary.row(tensors.cos, token), []
         for _, rotated, there, _, chunk, _ in held:
-            tables.append([rotary.table(m, i, row, chunk, there & rotated) for i, m in enumerate((mCos, mSin))])
+            each = enumerate((tensors.cos, tensors.sin))
+            tables.append([rotary.table(m, i, row, chunk, there & rotated) for i, m in each])
         target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._is_place(slot, mCache)
         for (rX, rotated, there, head, _, place), rTables in zip(held, tables):
             rX = wide(rX)
