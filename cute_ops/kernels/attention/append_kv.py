@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.config import AppendConfig
+from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
@@ -63,7 +64,7 @@ class AppendKV:
     """
 
     def __init__(self, variant):
-        self.keys = variant.tensors
+        self.variant, self.keys = variant, variant.tensors
         config = AppendConfig.of(variant.config)
         self.lanes, self.unroll = config.threads_per_token, config.unroll
         self.depth = max(config.threads // self.lanes, 1)
@@ -81,14 +82,13 @@ class AppendKV:
 
     @cute.jit
     def __call__(self, *arguments):
-        *given, stream = arguments
-        tensors = Tensors(*given)
+        tensors = named(Tensors, self.variant, arguments)
         groups = (row_count(tensors.slots, inner=0) + (self.depth - 1)) // self.depth
         segments = self._of_keys(tensors.k) + self._segments(tensors.v, "v")
         self.kernel(tensors).launch(
             grid=[Int32(groups * segments), 1, 1],
             block=[self.lanes, self.depth, 1],
-            stream=stream,
+            stream=arguments[-1],
             use_pdl=self.pdl,
         )
 
@@ -160,19 +160,19 @@ class AppendKV:
             index = (segment * self.pairs + u) * self.lanes + lane
             head = index // rotary.chunks(d, r)
             chunk = index - head * rotary.chunks(d, r)
-            rotated, *place = rotary.place(chunk, d, r)
-            rX = rotary.load(dtype, source.address(head, 0), index < count, *place, d)
-            held.append((rX, rotated, index < count, head, chunk, place))
+            place = rotary.place(chunk, d, r)
+            rX = rotary.load(dtype, source.address(head, 0), index < count, place)
+            held.append((rX, index < count, head, place))
         # As they are: to widen one would wait for it before the next one is asked for.
         row, tables = rotary.row(tensors.cos, token), []
-        for _, rotated, there, _, chunk, _ in held:
+        for _, there, _, place in held:
             each = enumerate((tensors.cos, tensors.sin))
-            tables.append([rotary.table(m, i, row, chunk, there & rotated) for i, m in each])
+            tables.append([rotary.table(m, i, row, place, there & place.rotated) for i, m in each])
         target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._is_place(slot, mCache)
-        for (rX, rotated, there, head, _, place), rTables in zip(held, tables):
+        for (rX, there, head, place), rTables in zip(held, tables):
             rX = wide(rX)
-            rotary.rotate(rX, *map(wide, rTables), rotated)
-            rotary.store(rX, dtype, target.address(head, 0), there & wanted, *place, d, streaming=False)
+            rotary.rotate(rX, *map(wide, rTables), place.rotated)
+            rotary.store(rX, dtype, target.address(head, 0), there & wanted, place, streaming=False)
 
     def _is_place(self, slot, mCache):
         """Whether the cache has a slot."""

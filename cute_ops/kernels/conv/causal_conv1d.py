@@ -1,7 +1,7 @@
 """Causal depthwise convolution along a sequence, forward and backward."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.conv.walk import VECTOR_BYTES, Walk, before
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
+from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold
 from cute_ops.kernels.lib.copy import (
     compiler_barrier_value,
@@ -63,6 +64,26 @@ class Shares(NamedTuple):
     pieces: Int32
 
 
+class Span(NamedTuple):
+    """Rows ``start`` to ``end`` of one sequence at a thread's channels, the first of which is ``channel``."""
+
+    channel: Int32
+    sequence: Int64
+    start: Int32
+    end: Int32
+
+
+class Tensors(NamedTuple):
+    """The forward's tensors."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    initial_state: Any
+    out: Any
+    final_state: Any
+
+
 class CausalConv1d(Walk):
     """``out_t = activation(bias + sum_j weight_j * x_(t - taps + j))`` in fp32, and the last ``taps`` inputs.
 
@@ -75,15 +96,16 @@ class CausalConv1d(Walk):
         super().__init__(variant, ("x", "initial_state", "out", "final_state"), 1)
 
     @cute.jit
-    def __call__(self, mX, mWeight, mBias, mInitial, mOut, mFinal, stream):
-        cuts = self.cuts(mX)
+    def __call__(self, *arguments):
+        tensors = named(Tensors, self.variant, arguments)
+        cuts = self.cuts(tensors.x)
         groups = (Int64(cuts.spans) + (self.depth - 1)) // self.depth
-        self.kernel(mX, mWeight, mBias, mInitial, mOut, mFinal, cuts).launch(
-            grid=[Int32(groups * self.blocks(mX)), 1, cuts.batches],
+        self.kernel(tensors, cuts).launch(
+            grid=[Int32(groups * self.blocks(tensors.x)), 1, cuts.batches],
             block=[self.lanes, self.depth, 1],
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=self.carveout,
-            stream=stream,
+            stream=arguments[-1],
             use_pdl=self.pdl,
         )
 
@@ -101,7 +123,8 @@ class CausalConv1d(Walk):
         return Cuts(Int32(span), Int32(each), Int32(batch), Int32(batch * each), sequences, Int32(batches))
 
     @cute.kernel
-    def kernel(self, mX, mWeight, mBias, mInitial, mOut, mFinal, cuts):
+    def kernel(self, tensors, cuts):
+        mX = tensors.x
         ring = self.ring(cutlass.utils.SmemAllocator(), mX)
         group, channel, level, inside = self.place(mX)
         let_next_start(self.pdl)
@@ -109,22 +132,19 @@ class CausalConv1d(Walk):
         index = group * self.depth + level
         sequence, start, end = self.bounds(mX, cuts, cute.arch.block_idx()[2], index)
         if inside & (index < cuts.spans) & (sequence < cuts.sequences):
-            self._walk(ring, mX, mWeight, mBias, mInitial, mOut, mFinal, channel, sequence, start, end)
+            self._walk(ring, tensors, Span(channel, sequence, start, end))
 
     @cute.jit
-    def _walk(
-        self, ring: cutlass.Constexpr, mX, mWeight, mBias, mInitial, mOut, mFinal, channel: Int32, sequence: Int64,
-        start: Int32, end: Int32,
-    ):  # fmt: skip
-        tensors = {"x": mX, "initial_state": mInitial, "out": mOut, "final_state": mFinal}
-        rows = self.rows(tensors, sequence, channel)
+    def _walk(self, ring: cutlass.Constexpr, tensors: cutlass.Constexpr, span: cutlass.Constexpr):
+        mX, (channel, _, start, end) = tensors.x, span
+        rows = self.rows(tensors, ("x", "initial_state", "out", "final_state"), span)
         self.start(ring, rows, start, end)
         # First, though these are its last rows: afterwards, what it takes would be in registers all the time.
         if end == self.seqlen(mX):
             self._store_final(fragment(mX.element_type, self.vec), rows, end)
         window = self.window(mX.element_type, start, rows)
-        rWeight = self.weights(mWeight, channel)
-        rBias = None if mBias is None else self.column(mBias, channel)
+        rWeight = self.weights(tensors.weight, channel)
+        rBias = None if tensors.bias is None else self.column(tensors.bias, channel)
         given = ring, rows, window, rWeight, rBias
         stage, inner = Int32(0), self.inner(start, end)
         for t in cutlass.range(start, inner, self.unit, unroll=1):
@@ -163,6 +183,30 @@ class CausalConv1d(Walk):
             store(rX, rows["final_state"].address(i))
 
 
+class BackwardTensors(NamedTuple):
+    """Tensors of the gradients, but for the gradients of the parameters, which are sums of the workspaces' rows."""
+
+    x: Any
+    weight: Any
+    dout: Any
+    bias: Any
+    initial_state: Any
+    dfinal_state: Any
+    dx: Any
+    dinitial_state: Any
+    dweight_partials: Any
+    dbias_partials: Any
+
+
+class Totals(NamedTuple):
+    """A workspace, and which of the threads' totals go to it: ``count`` for each channel, from ``first`` on."""
+
+    partials: Any
+    totals: Any
+    first: int
+    count: int
+
+
 class CausalConv1dBackward(Walk):
     """With ``g_t = dout_t * activation'(...)`` and x preceded by the initial state:
     ``dx_t = sum_j weight_j * g_(t + taps - j)``, ``dweight_j = sum_t g_t * x_(t - taps + j)``, ``dbias = sum_t g_t``.
@@ -183,33 +227,29 @@ class CausalConv1dBackward(Walk):
         self.every = TERMS // self.unit * self.unit
 
     @cute.jit
-    def __call__(
-        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDweight, mDbias, mDinitial, mWeightPartials,
-        mBiasPartials, stream,
-    ):  # fmt: skip
-        groups = Int32(mWeightPartials.shape[0])
+    def __call__(self, *arguments):
+        tensors, given = named(BackwardTensors, self.variant, arguments), by_name(self.variant, arguments)
+        mX, mPartials = tensors.x, tensors.dweight_partials
+        groups = Int32(mPartials.shape[0])
         walkers = Int64(groups) * self.depth
         rows = Int64(self.seqlen(mX)) + self.ahead
         total = row_count(mX) // self.seqlen(mX) * rows
         share = (total + (walkers - 1)) // walkers
         shares = Shares(total, Int32(share), Int32((share - 1) // rows) + 2)
-        self.kernel(
-            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightPartials, mBiasPartials, shares
-        ).launch(
+        self.kernel(tensors, shares).launch(
             grid=[groups * Int32(self.blocks(mX)), 1, 1],
             block=[self.lanes, self.depth, 1],
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=self.carveout,
-            stream=stream,
+            stream=arguments[-1],
             use_pdl=self.pdl,
         )
-        columns = cute.make_tensor(mDweight.iterator, cute.make_layout(mWeightPartials.shape[1]))
-        self.column_sum((mWeightPartials, mBiasPartials), (columns, mDbias), stream)
+        columns = cute.make_tensor(given["dweight"].iterator, cute.make_layout(mPartials.shape[1]))
+        self.column_sum((mPartials, tensors.dbias_partials), (columns, given["dbias"]), arguments[-1])
 
     @cute.kernel
-    def kernel(
-        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightPartials, mBiasPartials, shares
-    ):
+    def kernel(self, tensors, shares):
+        mX = tensors.x
         smem = cutlass.utils.SmemAllocator()
         ring = self.ring(smem, mX)
         group, channel, level, inside = self.place(mX)
@@ -220,18 +260,15 @@ class CausalConv1dBackward(Walk):
         start = Int32(first - sequence * rows) - self.ahead
         left = cutlass.min(Int64(shares.share), shares.total - first)
         if const_expr(self.pdl):
-            self._fetch_ahead(mX, mWeight, mDout, mBias, inside & (left > 0), channel, sequence, start)
+            self._fetch_ahead(tensors, inside & (left > 0), Span(channel, sequence, start, None))
         wait_for_previous(self.pdl)
-        sums = self.sums(smem, mBiasPartials)
+        sums = self.sums(smem, tensors.dbias_partials)
         if inside:
             # Where a share meets fewer sequences, what is left of it is nothing.
             for _ in cutlass.range(shares.pieces, unroll=1):
                 end = Int32(cutlass.min(start + left, seqlen))
                 if cutlass.max(start, 0) < end:
-                    self._walk(
-                        ring, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, sums, channel, sequence,
-                        cutlass.max(start, 0), end,
-                    )  # fmt: skip
+                    self._walk(ring, tensors, sums, Span(channel, sequence, cutlass.max(start, 0), end))
                 rest = left - (end - start)
                 if left // TERMS != rest // TERMS:
                     self._fold(sums)
@@ -242,12 +279,13 @@ class CausalConv1dBackward(Walk):
         self._fold(sums)
         if const_expr(self.depth > 1):
             cute.arch.barrier()
-        for mPartials, first, count in ((mWeightPartials, 0, self.width), (mBiasPartials, self.width, 1)):
-            if const_expr(mPartials is not None):
+        weight = Totals(tensors.dweight_partials, sums[1], 0, self.width)
+        for totals in (weight, Totals(tensors.dbias_partials, sums[1], self.width, 1)):
+            if const_expr(totals.partials is not None):
                 if const_expr(self.depth == 1):
-                    self._store_sums(mPartials, sums[1], first, count, group, channel)
+                    self._store_sums(totals, group, channel)
                 else:
-                    self._add_levels(mPartials, sums[1], first, count, group, start, channel - start, level)
+                    self._add_levels(totals, group, start, channel - start, level)
 
     def sums(self, smem, mBiasPartials):
         """A thread's sums, one vector for each tap and one of the bias, and their totals: (element, thread, sum)."""
@@ -267,24 +305,22 @@ class CausalConv1dBackward(Walk):
             fold(rSum, rTotal)
             cute.autovec_copy(rTotal, sTotal)
 
-    def _fetch_ahead(self, mX, mWeight, mDout, mBias, there, channel, sequence, start):
-        """Have L2 fetch what a thread needs at first, before the kernel before this one ends."""
-        rows = self.rows({"x": mX, "dout": mDout}, sequence, channel)
+    def _fetch_ahead(self, tensors, there, span):
+        """Prefetch to L2 what a thread needs first, before the previous kernel ends."""
+        mX, channel, start = tensors.x, span.channel, span.start
+        rows = self.rows(tensors, ("x", "dout"), span)
         for name, older in (("x", self.taps), ("dout", 0)):
             for u in range(-older, self.ahead):
                 t = cutlass.max(start, 0) + u
                 fetch_ahead(rows[name].address(t), there & (t >= 0) & (t < self.seqlen(mX)))
-        for name, mParameter, width in (("weight", mWeight, self.width), ("bias", mBias, 1)):
+        for name, mParameter, width in (("weight", tensors.weight, self.width), ("bias", tensors.bias, 1)):
             if mParameter is not None:
                 fetch_ahead(row_address(mParameter, self.keys[name], Int64(channel), width), there)
 
     @cute.jit
-    def _store_sums(
-        self, mPartials, sTotals, first: cutlass.Constexpr, each: cutlass.Constexpr, group: Int32, channel: Int32
-    ):
-        """Write a thread's totals, ``each`` from the first on for each of its channels, to its CTA's row of the
-        workspace.
-        """
+    def _store_sums(self, totals: cutlass.Constexpr, group: Int32, channel: Int32):
+        """Write a thread's totals to its CTA's row of the workspace."""
+        mPartials, sTotals, first, each = totals
         count = self.vec * each
         rRow, vec = fragment(Float32, count), math.gcd(count, 4)
         for i in cutlass.range_constexpr(count):
@@ -295,11 +331,12 @@ class CausalConv1dBackward(Walk):
                 store(cute.make_tensor(rRow.iterator + i, cute.make_layout(vec)), start + 4 * i)
 
     @cute.jit
-    def _add_levels(
-        self, mPartials, sTotals, first: cutlass.Constexpr, each: cutlass.Constexpr, group: Int32, start: Int32,
-        place: Int32, level: Int32,
-    ):  # fmt: skip
-        """As :meth:`_store_sums`, for CTAs in which several threads have the same channels."""
+    def _add_levels(self, totals: cutlass.Constexpr, group: Int32, start: Int32, place: Int32, level: Int32):
+        """Write the sums of a CTA's totals, where several threads have the same channels, to its row of the workspace.
+
+        ``start``: the CTA's first channel; ``place``: the thread's first channel among the CTA's.
+        """
+        mPartials, sTotals, first, each = totals
         count = cutlass.min(self.lanes * self.vec * each, Int32(mPartials.shape[1]) - start * each)
         for column in cutlass.range(level * self.lanes + place // self.vec, count, self.threads, unroll=1):
             channel = column // each
@@ -314,38 +351,40 @@ class CausalConv1dBackward(Walk):
 
     @cute.jit
     def _walk(
-        self, ring: cutlass.Constexpr, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial,
-        sums: cutlass.Constexpr, channel: Int32, sequence: Int64, start: Int32, end: Int32,
+        self, ring: cutlass.Constexpr, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, span: cutlass.Constexpr
     ):  # fmt: skip
-        dtype, seqlen = mX.element_type, self.seqlen(mX)
-        tensors = {"x": mX, "dout": mDout, "dx": mDx, "initial_state": mInitial, "dfinal_state": mDfinal,
-                   "dinitial_state": mDinitial}  # fmt: skip
-        rows = self.rows(tensors, sequence, channel)
+        (channel, _, start, end), seqlen = span, self.seqlen(tensors.x)
+        names = "x", "dout", "dx", "initial_state", "dfinal_state", "dinitial_state"
+        rows = self.rows(tensors, names, span)
         last = cutlass.min(end + self.taps, seqlen)
         self.start(ring, rows, start, last)
-        xs = self.window(dtype, start, rows)
+        xs = self.window(tensors.x.element_type, start, rows)
         # For every sequence again: before them all, the first rows would be fetched once the weights are there.
-        rWeight = self.weights(mWeight, channel)
-        rBias = None if const_expr(mBias is None) else self.column(mBias, channel)
+        rWeight = self.weights(tensors.weight, channel)
+        rBias = None if const_expr(tensors.bias is None) else self.column(tensors.bias, channel)
         gs = [fragment(Float32, self.vec) for _ in xs]
         for rG in gs:
             rG.fill(0.0)
-        given = ring, rows, xs, gs, rWeight, rBias, sums[0]
+        given, bounds = (ring, rows, xs, gs, rWeight, rBias, sums[0]), (start, end, last, seqlen)
         stage, free, inner = Int32(0), Int32(self.stages), self.inner(start, last)
         for block in cutlass.range(start, inner, self.every, unroll=1):
             for t in cutlass.range(block, cutlass.min(block + self.every, inner), self.unit, unroll=1):
-                stage, free = self._step(given, t, stage, free, start, end, last, seqlen, False)
+                stage, free = self._step(given, bounds, t, stage, free, False)
             if block + self.every <= inner:
                 self._fold(sums)
         for t in cutlass.range(inner, end + self.taps, self.unit, unroll=1):
-            stage, free = self._step(given, t, stage, free, start, end, last, seqlen, True)
+            stage, free = self._step(given, bounds, t, stage, free, True)
 
     @cute.jit
     def _step(
-        self, given: cutlass.Constexpr, first: Int32, stage: Int32, free: Int32, start: Int32, end: Int32, last: Int32,
-        seqlen: Int32, edge: cutlass.Constexpr,
+        self, given: cutlass.Constexpr, bounds: cutlass.Constexpr, first: Int32, stage: Int32, free: Int32,
+        edge: cutlass.Constexpr,
     ):  # fmt: skip
-        """Take a step's rows: all of the span, or with ``edge`` those that may be past its end or the sequence's."""
+        """Take a step's rows: all of the span, or with ``edge`` those that may be past its end or the sequence's.
+
+        ``bounds``: where the span starts and ends, where its walk ends, and the sequence.
+        """
+        start, end, last, seqlen = bounds
         ring, rows, xs, gs, rWeight, rBias, rSums = given
         for u in cutlass.range_constexpr(self.unit):
             if const_expr(u % self.batch == 0):

@@ -54,7 +54,7 @@ class Walk:
     """
 
     def __init__(self, variant, names, streams, spare=0):
-        self.config = ConvConfig.of(variant.config)
+        self.variant, self.config = variant, ConvConfig.of(variant.config)
         self.keys, self.n, self.width = variant.tensors, variant.dims["n"], variant.dims["w"]
         self.taps = self.width - 1
         # Of a step. A multiple of the places: then each row of the window is in the same registers at every step.
@@ -148,9 +148,13 @@ class Walk:
     def next(self, stage):
         return cutlass.select_(stage + 1 == self.slots, Int32(0), stage + 1)
 
-    def rows(self, tensors, sequence, channel):
-        """A thread's :class:`SequenceRows` of a sequence by name, None of an absent tensor."""
-        return {k: m if m is None else SequenceRows(m, self.keys[k], sequence, channel) for k, m in tensors.items()}
+    def rows(self, tensors, names, span):
+        """A thread's :class:`SequenceRows` of the span's sequence by name, None of an absent tensor."""
+        given = {name: getattr(tensors, name) for name in names}
+        return {
+            name: None if m is None else SequenceRows(m, self.keys[name], span.sequence, span.channel)
+            for name, m in given.items()
+        }
 
     def column(self, mBias, channel):
         """A thread's numbers of a parameter of one per channel, in fp32."""

@@ -7,6 +7,7 @@ pass through, the vectors are neighbours.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,6 +18,25 @@ from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, row_address,
 
 # CTAs in the second dimension of a grid.
 MAX_LINES = 65535
+
+
+class Chunk(NamedTuple):
+    """The two vectors of a head that one thread holds.
+
+    Attributes:
+        index: of the chunk in its head.
+        rotated: whether it is rotated.
+        first, second: elements where its vectors begin; the second one may be past the head.
+        d: elements of the head.
+        inside: whether the head has the chunk.
+    """
+
+    index: Any
+    rotated: Any
+    first: Any
+    second: Any
+    d: Any
+    inside: Any = True
 
 
 class Rotary:
@@ -44,70 +64,68 @@ class Rotary:
         """Chunks of a head: rotated ones, then those that pass through."""
         return r // self.vec + (d - 2 * r + 2 * self.vec - 1) // (2 * self.vec)
 
-    def place(self, chunk, d, r):
-        """(whether a chunk is rotated, element where its first vector begins, and its second, which may be past d)."""
-        rotated = chunk < r // self.vec
-        beside = chunk * (2 * self.vec)
+    def place(self, index, d, r):
+        """The chunk of that index in a head of d elements with r pairs."""
+        rotated = index < r // self.vec
+        neighbour = index * (2 * self.vec)
         if self.interleaved:
-            return rotated, beside, beside + self.vec
-        first = chunk * self.vec
-        passing = beside + 2 * r - (r // self.vec) * (2 * self.vec)
+            return Chunk(index, rotated, neighbour, neighbour + self.vec, d)
+        first = index * self.vec
+        passing = neighbour + 2 * r - (r // self.vec) * (2 * self.vec)
         if isinstance(r, int) and d == 2 * r:
-            return rotated, first, first + r
-        return (
-            rotated, cutlass.select_(rotated, first, passing),
-            cutlass.select_(rotated, first + r, passing + self.vec),
-        )  # fmt: skip
+            return Chunk(index, rotated, first, first + r, d)
+        start = cutlass.select_(rotated, first, passing)
+        return Chunk(index, rotated, start, cutlass.select_(rotated, first + r, passing + self.vec), d)
 
     def row(self, mCos, token):
         """The row of both tables for a token: sequences that share the tables start again with the first."""
         return token % row_count(mCos)
 
-    def table(self, mTable, which, row, chunk, rotated):
-        """The cosines or sines of a chunk's pairs; zeros if it is not rotated.
+    def table(self, mTable, which, row, chunk, wanted):
+        """The cosines or sines of a chunk's pairs if they are ``wanted``, else zeros.
 
         They must be zeros, because the terms that a missing token adds to a sum are multiplied by them.
         """
         key = self.tables[which]
         n = mTable.shape[-1]
         address = row_address(mTable, key, row, n)
-        address = address + Int64(chunk * self.vec) * ITEMSIZE[key.dtype]
+        address = address + Int64(chunk.index * self.vec) * ITEMSIZE[key.dtype]
         rTable = fragment(mTable.element_type, self.vec, 0)
         if min(key.align, key.row_align) >= access_bits(mTable.element_type, self.vec) // 8:
-            load_if(rotated, rTable, address)
+            load_if(wanted, rTable, address)
         else:
-            _elements_if(rotated, rTable, address)
+            _elements_if(wanted, rTable, address)
         return rTable
 
-    def load(self, dtype, address, valid, first, second, d):
+    def load(self, dtype, address, valid, chunk):
         """A chunk's two vectors as one fragment in memory order; zeros where not valid or past the head."""
         rX = fragment(dtype, 2 * self.vec, 0)
         halves = self._halves(rX)
         itemsize = dtype.width // 8
-        load_if(valid, halves[0], address + Int64(first) * itemsize)
-        load_if(valid & (second < d), halves[1], address + Int64(second) * itemsize)
+        load_if(valid, halves[0], address + Int64(chunk.first) * itemsize)
+        load_if(valid & (chunk.second < chunk.d), halves[1], address + Int64(chunk.second) * itemsize)
         return rX
 
-    def column(self, mWeight, key, valid, first, second, d):
+    def column(self, mWeight, key, valid, chunk):
         """Weights of a chunk's elements, in fp32; zeros past the head."""
         rWeight = fragment(mWeight.element_type, 2 * self.vec, 0)
         itemsize = ITEMSIZE[key.dtype]
         aligned = key.align >= access_bits(mWeight.element_type, self.vec) // 8
-        for rHalf, start in zip(self._halves(rWeight), (first, second)):
+        for rHalf, start in zip(self._halves(rWeight), (chunk.first, chunk.second)):
             address = mWeight.iterator.toint() + Int64(start) * itemsize
             if aligned:
-                load_if(valid & (start < d), rHalf, address)
+                load_if(valid & (start < chunk.d), rHalf, address)
             else:
-                _elements_if(valid & (start < d), rHalf, address)
+                _elements_if(valid & (start < chunk.d), rHalf, address)
         return wide(rWeight)
 
-    def store(self, rWide, dtype, address, valid, first, second, d, streaming=True):
+    def store(self, rWide, dtype, address, valid, chunk, streaming=True):
         rX = fragment(dtype, 2 * self.vec)
         rX.store(rWide.load().to(dtype))
         halves = self._halves(rX)
         itemsize = dtype.width // 8
-        store_if(valid, halves[0], address + Int64(first) * itemsize, streaming)
-        store_if(valid & (second < d), halves[1], address + Int64(second) * itemsize, streaming)
+        store_if(valid, halves[0], address + Int64(chunk.first) * itemsize, streaming)
+        store_if(valid & (chunk.second < chunk.d), halves[1], address + Int64(chunk.second) * itemsize, streaming)
 
     def _halves(self, rX):
         return [cute.make_tensor(rX.iterator + i * self.vec, cute.make_layout(self.vec)) for i in range(2)]

@@ -79,41 +79,41 @@ class Rope:
     def kernel(self, sources, mCos, mSin, mOut):
         rotary = self.rotary
         d, r = rotary.sizes(sources[0], mCos)
-        row, token, valid, chunk, heads = self._place(mOut, mCos, d, r)
-        rotated, first, second = rotary.place(chunk, d, r)
+        row, token, valid, index, heads = self._place(mOut, mCos, d, r)
+        chunk = rotary.place(index, d, r)
         inside = [valid & (head < self._heads(mOut)) for head in heads]
         wait_for_previous(self.pdl)
         loaded = []
         for head, here in zip(heads, inside):
             address = self._source(sources, token, head, d)
-            loaded.append(wide(rotary.load(sources[0].element_type, address, here, first, second, d)))
-        some = self._turns(sources, valid & rotated, heads[0])  # the first head is the lowest
+            loaded.append(wide(rotary.load(sources[0].element_type, address, here, chunk)))
+        some = self._rotates(sources, valid & chunk.rotated, heads[0])  # the first head is the lowest
         rCos, rSin = (wide(rotary.table(m, i, row, chunk, some)) for i, m in enumerate((mCos, mSin)))
         let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
-            rotary.rotate(rX, rCos, rSin, self._turns(sources, rotated, head), self.sign)
-            rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, first, second, d)
+            rotary.rotate(rX, rCos, rSin, self._rotates(sources, chunk.rotated, head), self.sign)
+            rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, chunk)
 
     def _source(self, sources, token, head, d):
         """Byte address of a head of the output in the source that has it."""
         return head_address(sources[0], self.sources[0], token, head, d)
 
-    def _turns(self, sources, rotated, head):
-        """Whether a chunk of a head turns, if it is ``rotated`` in heads that do."""
+    def _rotates(self, sources, rotated, head):
+        """Whether a chunk of a head is rotated, if it is ``rotated`` in heads that are."""
         return rotated
 
 
 class RopeBackward(Rope):
-    """The rotation back: ``dx`` is ``dout`` turned by the negative angles."""
+    """The rotation back: ``dx`` is ``dout`` rotated by the negative angles."""
 
     def __init__(self, variant):
         super().__init__(variant, ("dout",), "dx", -1.0)
 
 
 class RopeBackwardJoined(Rope):
-    """``dq`` and ``dk`` turned by the negative angles, then ``dv`` as it is: heads of one tensor.
+    """``dq`` and ``dk`` rotated by the negative angles, then ``dv`` as it is: heads of one tensor.
 
-    Tile as :class:`Rope`, over the heads of the output. Bytes moved per element: as Rope.
+    Tile as :class:`Rope`, over the heads of the output. Bytes moved per element: as :class:`Rope`.
     """
 
     def __init__(self, variant):
@@ -124,12 +124,12 @@ class RopeBackwardJoined(Rope):
     def _source(self, sources, token, head, d):
         # For a head that a source does not have, its address is not used.
         of_q = head_count(sources[0])
-        turned = of_q + head_count(sources[1])
+        rotated = of_q + head_count(sources[1])
         q, k, v = (
             head_address(m, key, token, head - begin, d)
-            for m, key, begin in zip(sources, self.sources, (0, of_q, turned))
+            for m, key, begin in zip(sources, self.sources, (0, of_q, rotated))
         )
-        return cutlass.select_(head < of_q, q, cutlass.select_(head < turned, k, v))
+        return cutlass.select_(head < of_q, q, cutlass.select_(head < rotated, k, v))
 
-    def _turns(self, sources, rotated, head):
+    def _rotates(self, sources, rotated, head):
         return rotated & (head < head_count(sources[0]) + head_count(sources[1]))
