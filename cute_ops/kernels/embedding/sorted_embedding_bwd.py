@@ -1,10 +1,13 @@
 """Gradient of an embedding's table: see :mod:`cute_ops.ops.embedding.sorted_embedding_bwd` for the maths."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.embedding.config import EmbeddingConfig
+from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.column_reduce import fold
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -14,6 +17,37 @@ from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
 SMEM_PERCENT = 30
 # Rows of tokens that a thread has in flight.
 UNROLL = 4
+
+
+class Tensors(NamedTuple):
+    """The op's tensors, and its workspace."""
+
+    ends: Any
+    classes: Any
+    order: Any
+    dout: Any
+    dweight: Any
+    partials: Any
+
+
+class Place(NamedTuple):
+    """Where a thread works: a block of classes, a group of threads in it, the group's columns from ``column`` on, and
+    whether these are ``inside`` the row.
+    """
+
+    block: Any
+    group: Any
+    column: Any
+    inside: Any
+
+
+class Tokens(NamedTuple):
+    """``count`` sorted tokens from ``begin`` on, of which ``head`` come before a gap of ``gap`` others."""
+
+    begin: Any
+    head: Any
+    gap: Any
+    count: Any
 
 
 class EmbeddingBackward:
@@ -31,7 +65,7 @@ class EmbeddingBackward:
     """
 
     def __init__(self, variant):
-        self.keys, self.n = variant.tensors, variant.dims["n"]
+        self.variant, self.keys, self.n = variant, variant.tensors, variant.dims["n"]
         config = EmbeddingConfig.of(variant.config)
         self.lanes, self.classes, self.chunk = config.threads_per_group, config.classes, config.chunk
         self.threads, self.resident = config.threads, config.resident
@@ -41,7 +75,9 @@ class EmbeddingBackward:
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mEnds, mClasses, mOrder, mDout, mDweight, mPartials, stream):
+    def __call__(self, *arguments):
+        tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
+        mEnds, mClasses, mOrder, mDout, mDweight, mPartials = tensors
         segments = self._segments(mDweight)
         chunks = Int32(extent(mClasses, 0)) // self.chunk
         self.sum_chunks(mClasses, mOrder, mDout, mPartials).launch(
@@ -50,7 +86,7 @@ class EmbeddingBackward:
             stream=stream,
             use_pdl=self.pdl,
         )
-        self.write_rows(mEnds, mClasses, mOrder, mDout, mDweight, mPartials).launch(
+        self.write_rows(tensors).launch(
             grid=[self._blocks(mEnds) * segments, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -68,13 +104,13 @@ class EmbeddingBackward:
         return Int32(extent(mDweight, 1)) if self.n is None else self.n
 
     def _place(self, mDweight):
-        """(block, group, first column, whether this thread has columns)."""
+        """The :class:`Place` of this thread."""
         tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         segments = self._segments(mDweight)
         block = bidx // segments
         column = ((bidx - block * segments) * self.lanes + tidx % self.lanes) * self.vec
         group = tidx // self.lanes
-        return block, group, column, (group < self.groups) & (column < self._columns(mDweight))
+        return Place(block, group, column, (group < self.groups) & (column < self._columns(mDweight)))
 
     def _allocate(self):
         smem = cutlass.utils.SmemAllocator()
@@ -88,23 +124,24 @@ class EmbeddingBackward:
     @cute.kernel
     def sum_chunks(self, mClasses, mOrder, mDout, mPartials):
         sSum, _ = self._allocate()
-        chunk, group, column, inside = self._place(mPartials)
+        place = self._place(mPartials)
+        chunk, group, column, inside = place
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         first = chunk * self.chunk
         if first + self.chunk <= Int32(extent(mClasses, 0)):
             if mClasses[first] == mClasses[first + self.chunk - 1]:
                 rSum = fragment(Float32, self.vec, 0.0)
-                self._add_tokens(
-                    rSum, mOrder, mDout, first, Int32(self.chunk), Int32(0), self.chunk, group, column, inside
-                )
+                self._add_tokens(mOrder, mDout, place, rSum, Tokens(first, Int32(self.chunk), Int32(0), self.chunk))
                 self._combine(rSum, sSum, group)
                 store_if(inside & (group == 0), rSum, self._address(mPartials, "partials", chunk, column))
 
     @cute.kernel
-    def write_rows(self, mEnds, mClasses, mOrder, mDout, mDweight, mPartials):
+    def write_rows(self, tensors):
+        mEnds, mDweight = tensors.ends, tensors.dweight
         sSum, sLong = self._allocate()
-        block, group, column, inside = self._place(mDweight)
+        place = self._place(mDweight)
+        block, group, column, inside = place
         if cute.arch.thread_idx()[0] == 0:
             sLong[0] = 0
         wait_for_previous(self.pdl)
@@ -120,10 +157,10 @@ class EmbeddingBackward:
             address = self._address(mDweight, "dweight", first + i, column)
             store_if(inside & (first + i < count) & empty, rZero, address)
         end = ends[self.classes - 1]
-        self._walk(mClasses, mOrder, mDout, mDweight, sLong, begin, end, column, inside)
+        self._walk(tensors, place, sLong, begin, end)
         cute.arch.barrier()
         if sLong[0] != 0:
-            self._together(mEnds, mOrder, mDout, mDweight, mPartials, sSum, block, group, column, inside)
+            self._together(tensors, place, sSum)
 
     def _blocks(self, mEnds):
         of_block = self.groups * self.classes
@@ -150,11 +187,10 @@ class EmbeddingBackward:
         return rX
 
     @cute.jit
-    def _walk(
-        self, mClasses, mOrder, mDout, mDweight, sLong: cute.Tensor, begin: Int32, end: Int32, column: Int32,
-        inside: Boolean,
-    ):  # fmt: skip
+    def _walk(self, tensors, place: cutlass.Constexpr, sLong: cute.Tensor, begin: Int32, end: Int32):
         """Add one token after another if there is no whole chunk of them; else mark the group in ``sLong``."""
+        _, mClasses, mOrder, mDout, mDweight, _ = tensors
+        column, inside = place.column, place.inside
         if inside & (end - begin >= self.chunk):
             sLong[0] = 1
         if inside & (end > begin) & (end - begin < self.chunk):
@@ -163,8 +199,8 @@ class EmbeddingBackward:
             for j in cutlass.range(begin, end, UNROLL, unroll=1):
                 # Past the end the last token's place is read again, and zeros are added.
                 places = [cutlass.min(j + u, end - 1) for u in range(UNROLL)]
-                classes = [mClasses[place] for place in places]
-                rows = [mOrder[place] for place in places]
+                classes = [mClasses[p] for p in places]
+                rows = [mOrder[p] for p in places]
                 held = [self._token(mDout, row, column, j + u < end) for u, row in enumerate(rows)]
                 for u in cutlass.range_constexpr(UNROLL):
                     self._next_class(mDweight, rSum, rClass, classes[u], column)
@@ -183,11 +219,9 @@ class EmbeddingBackward:
         store_if(predicate, rOut, self._address(mDweight, "dweight", c, column))
 
     @cute.jit
-    def _together(
-        self, mEnds, mOrder, mDout, mDweight, mPartials, sSum: cute.Tensor, block: Int32, group: Int32, column: Int32,
-        inside: Boolean,
-    ):  # fmt: skip
+    def _together(self, tensors, place: cutlass.Constexpr, sSum: cute.Tensor):
         """The classes of all marked groups, one after another, by the whole CTA."""
+        mEnds, (block, group, column, inside) = tensors.ends, place
         count = Int32(extent(mEnds, 0))
         for g in cutlass.range(self.groups, unroll=1):
             first = self._first(mEnds, block, g)
@@ -197,29 +231,27 @@ class EmbeddingBackward:
                     begin, end = self._begin(mEnds, c, count), mEnds[c]
                     if end > begin:
                         rSum = fragment(Float32, self.vec, 0.0)
-                        self._add_class(rSum, mOrder, mDout, mPartials, begin, end, group, column, inside)
+                        self._add_class(tensors, place, rSum, begin, end)
                         self._combine(rSum, sSum, group)
-                        self._store(mDweight, rSum, c, column, inside & (group == 0))
+                        self._store(tensors.dweight, rSum, c, column, inside & (group == 0))
 
     @cute.jit
-    def _add_class(
-        self, rSum: cute.Tensor, mOrder, mDout, mPartials, begin: Int32, end: Int32, group: Int32, column: Int32,
-        inside: Boolean,
-    ):  # fmt: skip
+    def _add_class(self, tensors, place: cutlass.Constexpr, rSum: cute.Tensor, begin: Int32, end: Int32):
         """Add this group's share of a class: of the tokens before and after the whole chunks, and of these chunks."""
+        mPartials, (_, group, column, inside) = tensors.partials, place
         low = (begin + (self.chunk - 1)) // self.chunk
         whole = cutlass.max(end // self.chunk - low, 0)
         head = cutlass.min(low * self.chunk, end) - begin
-        tokens = end - begin - whole * self.chunk
-        self._add_tokens(rSum, mOrder, mDout, begin, head, whole * self.chunk, tokens, group, column, inside)
+        tokens = Tokens(begin, head, whole * self.chunk, end - begin - whole * self.chunk)
+        self._add_tokens(tensors.order, tensors.dout, place, rSum, tokens)
         # Of a class as common as padding there may be a hundred thousand chunks.
         rTotal = fragment(Float32, self.vec, 0.0)
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
             held = []
             for u in cutlass.range_constexpr(UNROLL):
                 rPartial = fragment(Float32, self.vec, 0.0)
-                place = k + u * self.groups
-                load_if(inside & (place < whole), rPartial, self._address(mPartials, "partials", low + place, column))
+                chunk = k + u * self.groups
+                load_if(inside & (chunk < whole), rPartial, self._address(mPartials, "partials", low + chunk, column))
                 held.append(rPartial)
             for u in cutlass.range_constexpr(UNROLL):
                 rSum.store(rSum.load() + held[u].load())
@@ -228,10 +260,10 @@ class EmbeddingBackward:
 
     @cute.jit
     def _add_tokens(
-        self, rSum: cute.Tensor, mOrder, mDout, begin: Int32, head: Int32, gap: Int32, count: Int32, group: Int32,
-        column: Int32, inside: Boolean,
+        self, mOrder, mDout, place: cutlass.Constexpr, rSum: cute.Tensor, tokens: cutlass.Constexpr
     ):  # fmt: skip
-        """Add this group's share of ``count`` sorted tokens, of which ``head`` come before a gap."""
+        """Add this group's share of some tokens."""
+        (_, group, column, inside), (begin, head, gap, count) = place, tokens
         for k in cutlass.range(group, count, self.groups * UNROLL, unroll=1):
             places = [cutlass.min(k + u * self.groups, count - 1) for u in range(UNROLL)]
             rows = [mOrder[begin + p + cutlass.select_(p >= head, gap, Int32(0))] for p in places]

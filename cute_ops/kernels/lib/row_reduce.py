@@ -4,12 +4,20 @@ Every thread of the row gets the same bits, in an order that depends on the tile
 """
 
 import operator
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 WARP = 32
+
+
+class Shared(NamedTuple):
+    """Shared memory of an exchange: sums of warps and, in a cluster, an mbarrier per stage; None where not needed."""
+
+    sums: Any
+    barriers: Any
 
 
 class RowSum:
@@ -35,26 +43,25 @@ class RowSum:
         self.halved = values % 2 == 0 and tile.threads_per_row >= WARP
 
     def allocate(self, smem):
-        """Shared memory of the sums, and the mbarriers, or None."""
+        """The :class:`Shared` memory of the sums."""
         if self.alone:
-            return None, None
+            return Shared(None, None)
         layout = cute.make_layout(
             (self.values, self.partials, self.tile.rows, self.stages),
             stride=(1, self.values, self.values * self.partials, self.values * self.partials * self.tile.rows),
         )
         sSum = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        mbar = smem.allocate_array(Int64, self.stages) if self.tile.cluster > 1 else None
-        return sSum, mbar
+        return Shared(sSum, smem.allocate_array(Int64, self.stages) if self.tile.cluster > 1 else None)
 
     @cute.jit
-    def prepare(self, mbar, last: cutlass.Constexpr = True):
+    def prepare(self, shared, last: cutlass.Constexpr = True):
         """Initialise the mbarriers; :meth:`ready` waits until the whole cluster has done so. Of several exchanges the
         ``last`` one tells the cluster.
         """
         if const_expr(self.tile.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(mbar + stage, 1)
+                    cute.arch.mbarrier_init(shared.barriers + stage, 1)
             if const_expr(last):
                 cute.arch.mbarrier_init_fence()
                 cute.arch.cluster_arrive_relaxed()
@@ -63,14 +70,14 @@ class RowSum:
         if self.tile.cluster > 1:
             cute.arch.cluster_wait()
 
-    def __call__(self, values, sSum, mbar, step):
+    def __call__(self, values, shared, step):
         """Row sums of a tuple of fp32 values; every thread of the CTA must call it."""
-        return self.wait(self.arrive(values, sSum, mbar, step), sSum, mbar, step)
+        return self.wait(self.arrive(values, shared, step), shared, step)
 
     @cute.jit
-    def arrive(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
+    def arrive(self, values: cutlass.Constexpr, shared, step: Int32, local=0):
         """Add this thread's values to the sums of a step. Returns what :meth:`wait` needs."""
-        return self.send(self.warp_sums(values), sSum, mbar, step, local)
+        return self.send(self.warp_sums(values), shared, step, local)
 
     def warp_sums(self, values):
         """Sums over the threads of a row in a warp; with :attr:`halved` each of a pair in one half of the warp."""
@@ -83,13 +90,13 @@ class RowSum:
         return cute.arch.warp_reduction(value, operator.add, threads_in_group=min(self.tile.threads_per_row, WARP))
 
     @cute.jit
-    def send(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
+    def send(self, values: cutlass.Constexpr, shared, step: Int32, local=0):
         """Contribute a warp's sums to the sums of a step."""
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
             partial = local * self.warps + warp % self.warps
-            self._share(values, sSum, mbar, self._stage(step), tidx % WARP, warp // self.warps, partial)
+            self._share(values, shared, self._stage(step), tidx % WARP, warp // self.warps, partial)
         return values
 
     def _stage(self, step):
@@ -106,7 +113,8 @@ class RowSum:
         return cute.arch.warp_reduction(mine, operator.add, threads_in_group=WARP // 2)
 
     @cute.jit
-    def _share(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, partial):
+    def _share(self, values: cutlass.Constexpr, shared, stage, lane, row, partial):
+        sSum, mbar = shared
         half = WARP // 2 if const_expr(self.halved) else WARP
         # Which of the sums a lane holds; the lanes of a half hold the same one.
         which, stride = lane // half, WARP // half
@@ -131,7 +139,7 @@ class RowSum:
                     )
 
     @cute.jit
-    def wait(self, given: cutlass.Constexpr, sSum, mbar, step: Int32):
+    def wait(self, given: cutlass.Constexpr, shared, step: Int32):
         """The sums of a step, once every thread of the row has contributed."""
         if const_expr(self.alone):
             if const_expr(self.halved):
@@ -141,9 +149,9 @@ class RowSum:
         if const_expr(self.tile.cluster == 1):
             cute.arch.barrier()
         else:
-            cute.arch.mbarrier_wait(mbar + stage, step >> self.stages.bit_length() - 1 & 1)
+            cute.arch.mbarrier_wait(shared.barriers + stage, step >> self.stages.bit_length() - 1 & 1)
         tidx = cute.arch.thread_idx()[0]
-        return self._combine(sSum, stage, tidx % WARP, tidx // WARP // self.warps)
+        return self._combine(shared.sums, stage, tidx % WARP, tidx // WARP // self.warps)
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):

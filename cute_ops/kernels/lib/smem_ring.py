@@ -3,6 +3,8 @@
 Each thread copies the vectors that it reads itself, so its own wait suffices and no barrier is needed.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
@@ -18,6 +20,22 @@ from cute_ops.kernels.lib.copy import (
     load_first,
 )
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, vector_address
+
+
+class Source(NamedTuple):
+    """A row that a thread copies to the ring.
+
+    Attributes:
+        slots: the tensor's slots.
+        address: of the row's first element, in bytes.
+        first: the columns that the thread's vectors begin with.
+        valid: whether the row exists.
+    """
+
+    slots: Any
+    address: Any
+    first: Any
+    valid: Any
 
 
 class RowRing:
@@ -67,41 +85,37 @@ class RowRing:
                 for stage in cutlass.range_constexpr(self.stages):
                     sX[None, None, tidx, k, stage].fill(value)
 
-    def fetch_row(self, tensors, slots, row, count, first, stage, valid=None):
-        """Start copying this thread's vectors of a row of each tensor, if it exists or, where this is given, if it is
-        ``valid``; the caller commits the group.
-        """
+    def sources(self, tensors, slots, row, first, valid):
+        """A row of each tensor that is present, one after another: an address is computed where its copies are."""
         present = [(mX, sX) for mX, sX in zip(tensors, slots) if mX is not None]
-        rows = (
-            (sX, row_address(mX, key, row, self.tile.n), first, row < count if valid is None else valid)
+        return (
+            Source(sX, row_address(mX, key, row, self.tile.n), first, valid)
             for (mX, sX), key in zip(present, self.keys)
         )
-        self.fetch_rows(rows, self.tile.edge(row, count), stage)
 
-    def fetch_rows(self, rows, edge, stage):
-        """As :meth:`fetch_row`; ``rows``: (slots, byte address, first columns, whether it exists) of each input."""
+    def fetch_rows(self, sources, edge, stage):
+        """Start copying this thread's vectors of some rows; ``edge``: :meth:`RowTile.edge`. The caller commits the
+        group.
+        """
         held = []
-        for sX, address, first, valid in rows:
-            self.fetch(sX, address, first, valid, edge[0], stage)
-            held.append((sX, address, first, valid))
+        for source in sources:
+            self.fetch(source, edge[0], stage)
+            held.append(source)
         self.fetch_tails(held, edge, stage)
 
     @cute.jit
-    def fetch(
-        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, bound, stage: Int32,
-        ks: cutlass.Constexpr = None,
-    ):  # fmt: skip
+    def fetch(self, source: cutlass.Constexpr, bound, stage: Int32, ks: cutlass.Constexpr = None):
         """Start copying this thread's vectors of a row, or some of them, that begin before ``bound``, from
         :meth:`RowTile.edge`. :meth:`fetch_tails` copies the others.
         """
+        sX, address, first, valid = source
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Computed once, not again under each vector's condition.
             address, tidx = compiler_barrier_value(address), compiler_barrier_value(tidx)
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
             if valid and self.tile.predicate(k, first[k], bound):
-                source = vector_address(sX, address, self.tile, first[k], k)
-                self.copy(source, sX[None, None, tidx, k, stage])
+                self.copy(vector_address(sX, address, self.tile, first[k], k), sX[None, None, tidx, k, stage])
 
     @cute.jit
     def fetch_tails(self, held: cutlass.Constexpr, edge: cutlass.Constexpr, stage: Int32, ks: cutlass.Constexpr = None):

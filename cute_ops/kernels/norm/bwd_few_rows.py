@@ -1,5 +1,7 @@
 """Backward of the norms for few rows; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
@@ -9,8 +11,28 @@ from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import clusters, row_address, row_count
+from cute_ops.kernels.lib.smem_ring import Source
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
+from cute_ops.kernels.norm.persistent import Walk
 from cute_ops.kernels.norm.statistics import centre, row_statistics
+
+
+class Share(NamedTuple):
+    """A cluster's share of the columns.
+
+    Attributes:
+        dout: this thread's vectors of dout.
+        terms: mean and rstd of each of the ``count`` rows, in shared memory.
+        sums: shared memory for the threads' sums.
+        replica, rank: the cluster, and the CTA in it.
+    """
+
+    dout: Any
+    terms: Any
+    sums: Any
+    count: Any
+    replica: Any
+    rank: Any
 
 
 class NormBackwardFewRows(NormBackward):
@@ -38,8 +60,8 @@ class NormBackwardFewRows(NormBackward):
         self.threads_sum = CTAColumnSum(tile.threads, self.share, tile.vec, self.depth)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
-        self.kernel(inputs, columns[0], outputs, dcolumns).launch(
+    def __call__(self, tensors, stream):
+        self.kernel(tensors.inputs, tensors.columns[0], tensors.outputs, tensors.dcolumns).launch(
             **clusters(self.tile, self.replicas), stream=stream, use_pdl=self.pdl
         )
 
@@ -52,8 +74,8 @@ class NormBackwardFewRows(NormBackward):
         stages, rows = self.ring.stages, self.tile.rows
         smem = cutlass.utils.SmemAllocator()
         _, slots = self.ring.allocate(smem, inputs)
-        sSum, mbar = self.sum.allocate(smem)
-        self.sum.prepare(mbar)
+        shared = self.sum.allocate(smem)
+        self.sum.prepare(shared)
         sTerms = smem.allocate_tensor(Float32, cute.make_layout((2, stages * rows)), byte_alignment=16)
         sColumns = self.threads_sum.allocate(smem)
 
@@ -64,21 +86,24 @@ class NormBackwardFewRows(NormBackward):
         let_next_start(self.pdl)
         mine = [(local + stage) % self.replicas == replica for stage in range(stages)]
         for stage in cutlass.range_constexpr(stages):
-            self._fetch_row(inputs, slots, first, Int64(stage * rows + local), count, mine[stage], Int32(stage))
+            row = Int64(stage * rows + local)
+            edge = self.tile.edge(row, count)
+            self.ring.fetch_rows(self._sources(inputs, slots, first, row, row < count, mine[stage]), edge, Int32(stage))
             cute.arch.cp_async_commit_group()
         held = []
         if const_expr(any(m is not None for m in dcolumns)):
             held = self._load_share(inputs[1], count, replica, rank)
         rWeight = self._keep(mWeight, first)
         counts = self.sum.counts(first)
+        walk = Walk(slots, shared, outputs, first, rWeight, (None, None), counts, 0)
         self.sum.ready()
         given = []
         for stage in cutlass.range_constexpr(stages):
             cute.arch.cp_async_wait_group(stages - 1 - stage)
-            values = self._thread(slots, rWeight, first, counts, Int32(stage), mine[stage])
-            given.append(self.sum.arrive(self.sum.with_counts(values, counts), sSum, mbar, Int32(stage)))
+            values = self._thread(walk, Int32(stage), mine[stage])
+            given.append(self.sum.arrive(self.sum.with_counts(values, counts), shared, Int32(stage)))
         for stage in cutlass.range_constexpr(stages):
-            sums = self.sum.wait(given[stage], sSum, mbar, Int32(stage))
+            sums = self.sum.wait(given[stage], shared, Int32(stage))
             mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
             row = Int64(stage * rows + local)
             if t == 0:
@@ -86,29 +111,31 @@ class NormBackwardFewRows(NormBackward):
                 if const_expr(mean is not None):
                     sTerms[0, stage * rows + local] = mean
             if (row < count) & mine[stage]:
-                self._postprocess(slots, outputs, rWeight, (None, None), first, row, Int32(stage), sums)
+                self._postprocess(walk, row, Int32(stage), sums)
         if const_expr(any(m is not None for m in dcolumns)):
             cute.arch.barrier()
-            self._sum_columns(slots[0], held, dcolumns, sTerms, sColumns, count, replica, rank)
+            share = Share(held, sTerms, sColumns, count, replica, rank)
+            self._sum_columns(slots[0], dcolumns, share)
 
-    def _fetch_row(self, inputs, slots, first, row, count, mine, stage):
-        """Start loading a row; inputs that only its gradient needs are loaded only if that is written here."""
-        held = (
-            (
+    def _sources(self, inputs, slots, first, row, valid, mine):
+        """A row of each input for :meth:`RowRing.fetch_rows`: inputs that only the row's gradient needs are loaded only
+        if that is written here.
+        """
+        return (
+            Source(
                 sX, row_address(mX, self.variant.tensors[name], row, self.n), first,
-                row < count if name == self.names[0] else (row < count) & mine,
+                valid if name == self.names[0] else valid & mine,
             )
             for mX, sX, name in zip(inputs, slots, self.names) if mX is not None
         )  # fmt: skip
-        self.ring.fetch_rows(held, self.tile.edge(row, count), stage)
 
     @cute.jit
-    def _thread(self, slots: cutlass.Constexpr, rWeight: cutlass.Constexpr, first: cutlass.Constexpr,
-                counts: cutlass.Constexpr, stage: Int32, mine: Boolean):  # fmt: skip
+    def _thread(self, walk: cutlass.Constexpr, stage: Int32, mine: Boolean):
         """A thread's sums of a row; those with dout only if the row's gradient is written here."""
+        slots, first, counts = walk.slots, walk.first, walk.counts
         values = self.sum.without_counts(self.sum.begin())
         if mine:
-            values = self.sum.without_counts(self.sum.thread(self._reader(slots, rWeight, first, stage), first, counts))
+            values = self.sum.without_counts(self.sum.thread(self._reader(walk, stage), first, counts))
         else:
             values = self.sum.without_counts(
                 self.sum.thread(lambda k: (widen(self.ring.read(slots[0], k, stage)),), first, counts)
@@ -132,8 +159,9 @@ class NormBackwardFewRows(NormBackward):
         return held
 
     @cute.jit
-    def _sum_columns(self, sX, held: cutlass.Constexpr, dcolumns, sTerms, sColumns, count, replica, rank):
+    def _sum_columns(self, sX, dcolumns, share: cutlass.Constexpr):
         """Gradients of the weight and the bias, for the cluster's share of the CTA's columns."""
+        held, sTerms, sColumns, count, replica, rank = share
         tile, rows = self.tile, self.tile.rows
         vector, top = self._place(replica)
         sums = [fragment(Float32, tile.vec, 0.0) for _ in dcolumns]

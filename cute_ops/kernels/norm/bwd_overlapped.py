@@ -10,6 +10,7 @@ from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
+from cute_ops.kernels.norm.persistent import Groups
 from cute_ops.kernels.norm.statistics import centre
 
 
@@ -34,12 +35,12 @@ class NormBackwardOverlapped(NormBackward):
         self.threads_sum = CTAColumnSum(self.threads, self.width, self.tile.vec, self.column_threads)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
-        """Launch both kernels; see :class:`NormBackward`. The last workspace is (rows, 2), None without a weight."""
-        mTerms = partials[2]
+    def __call__(self, tensors, stream):
+        """Launch both kernels. The last workspace is (rows, 2), None without a weight."""
+        mTerms, inputs, dcolumns = tensors.partials[2], tensors.inputs, tensors.dcolumns
         rows = row_count(inputs[0])
         groups = Int32((rows + (self.tile.rows - 1)) // self.tile.rows)
-        self.launch(inputs, columns[0], outputs, (mTerms,), groups, stream)
+        self.launch(Groups(inputs, tensors.columns[0], tensors.outputs, (mTerms,)), groups, stream)
         if const_expr(any(m is not None for m in dcolumns)):
             self.by_columns(inputs, dcolumns, mTerms).launch(
                 grid=[-(-self.n // (self.width * self.tile.vec)), 1, 1],
@@ -51,14 +52,15 @@ class NormBackwardOverlapped(NormBackward):
     def _accumulate(self, partials):
         return partials[0]
 
-    def _accumulate_nothing(self, partials, place, base, rank):
+    def _accumulate_nothing(self, partials, memory, rank, line):
         pass
 
-    def _store_accumulated(self, partials, accumulated, base, place, rank, first):
+    def _store_accumulated(self, partials, memory, walk, rank, line):
         pass
 
-    def _postprocess(self, slots, outputs, rWeight, mTerms, first, row, step, sums):
-        super()._postprocess(slots, outputs, rWeight, (None, None), first, row, step, sums)
+    def _postprocess(self, walk, row, step, sums):
+        mTerms = walk.accumulated
+        super()._postprocess(walk._replace(accumulated=(None, None)), row, step, sums)
         if mTerms is not None:
             mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
             self._store_terms(mTerms, row, mean, rstd)

@@ -15,7 +15,7 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum, TileColumnSum
 from cute_ops.kernels.lib.copy import fragment, narrow, store_if, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.lib.row_reduce import WARP
-from cute_ops.kernels.norm.persistent import RowWalk
+from cute_ops.kernels.norm.persistent import Groups, RowWalk
 from cute_ops.kernels.norm.statistics import centre
 
 
@@ -36,44 +36,43 @@ class NormBackward(RowWalk):
         self.tile_sum, self.column_sum = TileColumnSum(self.tile), ColumnSum(self.n, variant.arch)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
-        """Launch both kernels. Tensors, None where absent, are (mX, mDout, mDresidualOut), (mWeight, mBias), those of
-        ``dx``, (mDweight, mDbias), and the workspaces of these, (partials, n) each.
-        """
-        partials = partials[:2]
+    def __call__(self, tensors, stream):
+        """Launch both kernels. The workspaces are (partials, n) each."""
+        partials = tensors.partials[:2]
         mPartials = partials[0] if const_expr(partials[0] is not None) else partials[1]
-        rows = row_count(inputs[0])
+        rows = row_count(tensors.inputs[0])
         if const_expr(mPartials is not None):
             groups = Int32(mPartials.shape[0]) - max(self.sort_period - 1, 0)
         else:
             groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.config.clusters))
-        self.launch(inputs, columns[0], outputs, partials, groups, stream)
+        self.launch(Groups(tensors.inputs, tensors.columns[0], tensors.outputs, partials), groups, stream)
         if const_expr(mPartials is not None):
-            self.column_sum(partials, dcolumns, stream)
+            self.column_sum(partials, tensors.dcolumns, stream)
 
-    def _await(self, slots, first, stage, pending):
-        """As in any walk; then overwrite the vectors' elements of neighbouring rows, once for both reads."""
-        super()._await(slots, first, stage, pending)
+    def _await(self, walk, stage):
+        """Wait for a row; then overwrite the vectors' elements of neighbouring rows, once for both reads."""
+        super()._await(walk, stage)
         for k in range(self.tile.per_thread):
             if self.tile.predicated(k):
-                self.ring.trim(slots[:2], k, stage, first[k])
+                self.ring.trim(walk.slots[:2], k, stage, walk.first[k])
 
-    def _reader(self, slots, rWeight, first, stage):
+    def _reader(self, walk, stage):
         """From k to (x, g) of this thread's k-th vector."""
+        rWeight = walk.kept
 
         def read(k):
-            x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
+            x, dout = (widen(self.ring.read(sX, k, stage)) for sX in walk.slots[:2])
             return x, dout if rWeight is None else dout * scale(rWeight[k], self.weight_offset)
 
         return read
 
-    def _postprocess(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
+    def _postprocess(self, walk, row, step, sums):
         """Write a row's gradient and add to the column sums."""
-        terms = self.sum.backward_terms(sums, 1.0 / self.n)
-        places = [
-            None if m is None else self._start_of(m, name, row, first) for m, name in zip(outputs, self.dx_names)
-        ]  # fmt: skip
-        given = slots, outputs, places, rWeight, accumulated, first, step % self.ring.stages, terms
+        terms, first = self.sum.backward_terms(sums, 1.0 / self.n), walk.first
+        targets = [
+            None if m is None else self._start_of(m, name, row, first) for m, name in zip(walk.outputs, self.dx_names)
+        ]
+        given = walk, targets, step % self.ring.stages, terms
         for k in range(self.tile.per_thread):
             if self.tile.sparse(k):
                 self._postprocess_if(first[k] < self.n, given, k)
@@ -85,9 +84,9 @@ class NormBackward(RowWalk):
         if valid:
             self._postprocess_vector(*given, k)
 
-    def _postprocess_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
+    def _postprocess_vector(self, walk, targets, stage, terms, k):
         mean, rstd, pull, push = terms
-        rDweight, rDbias = accumulated
+        rWeight, slots, (rDweight, rDbias) = walk.kept, walk.slots, walk.accumulated
         x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
         x = centre(x, mean)
         scaled = dout * rstd
@@ -95,9 +94,9 @@ class NormBackward(RowWalk):
         dx = (scaled if rWeight is None else scaled * scale(rWeight[k], self.weight_offset)) - rest
         if slots[2] is not None:
             dx = dx + widen(self.ring.read(slots[2], k, stage))
-        for mDx, place in zip(outputs, places):
+        for mDx, target in zip(walk.outputs, targets):
             if mDx is not None:
-                self._store_row(place, narrow(dx, mDx.element_type, self.tile.vec), first[k], k)
+                self._store_row(target, narrow(dx, mDx.element_type, self.tile.vec), walk.first[k], k)
         if rDweight is not None:
             rDweight[k].store(rDweight[k].load() + x * scaled)
         if rDbias is not None:
@@ -122,27 +121,30 @@ class NormBackward(RowWalk):
             return None
         return [fragment(Float32, self.tile.vec, 0.0) for _ in range(self.tile.per_thread)]
 
-    def _store_accumulated(self, partials, accumulated, base, place, rank, first):
+    def _store_accumulated(self, partials, memory, walk, rank, line):
+        self._store_lines(partials, walk.accumulated, walk.first, memory.base, rank, line)
+
+    def _accumulate_nothing(self, partials, memory, rank, line):
+        first = self.tile.columns(cute.arch.thread_idx()[0], rank, Int64(0))
+        self._store_lines(partials, self._accumulate(partials), first, memory.base, rank, line)
+
+    def _store_lines(self, partials, accumulated, first, base, rank, line):
         for mPartials, rSum in zip(partials, accumulated):
             if mPartials is not None:
-                self._store_partials(mPartials, rSum, base, place, rank, first)
-
-    def _accumulate_nothing(self, partials, place, base, rank):
-        first = self.tile.columns(cute.arch.thread_idx()[0], rank, Int64(0))
-        self._store_accumulated(partials, self._accumulate(partials), base, place, rank, first)
+                self._store_partials(mPartials, rSum, base, line, rank, first)
 
     @cute.jit
-    def _store_partials(self, mPartials, rSum: cutlass.Constexpr, base, place, rank, first: cutlass.Constexpr):
+    def _store_partials(self, mPartials, rSum: cutlass.Constexpr, base, line, rank, first: cutlass.Constexpr):
         """Write the CTA's column sums to a row of the workspace, after adding those of its rows."""
         n = self.n
-        address = mPartials.iterator.toint() + Int64(place) * (n * 4)
+        address = mPartials.iterator.toint() + Int64(line) * (n * 4)
         if const_expr(self.tile.rows == 1 and (self.tile.v.masked or (n * 4) % 16 != 0)):
             self._store_across(rSum, address, base, first)
         elif const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 store_if(first[k] < n, rSum[k], address + Int64(first[k]) * 4)
         else:
-            self.tile_sum(rSum, base, address, place, rank)
+            self.tile_sum(rSum, base, address, line, rank)
 
     @cute.jit
     def _store_across(self, rSum: cutlass.Constexpr, address: Int64, base, first: cutlass.Constexpr):

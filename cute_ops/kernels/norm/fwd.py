@@ -49,20 +49,21 @@ class NormForward:
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
-    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
+    def __call__(self, tensors, stream):
         rows = self.tile.rows * self.unroll * self.period
-        count = Int32((row_count(mX) + (rows - 1)) // rows * self.period)
-        self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
+        count = Int32((row_count(tensors.x) + (rows - 1)) // rows * self.period)
+        self.kernel(tensors).launch(
             **clusters(self.tile, count, self.resident, self.carveout if self.resident > 1 else None),
             stream=stream, use_pdl=self.pdl,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
+    def kernel(self, tensors):
+        mX, mResidual, mWeight, mBias, mOut, mResidualOut = tensors
         bidx, local, t, rank = self.tile.here()
         smem = cutlass.utils.SmemAllocator()
-        sSum, mbar = self.sum.allocate(smem)
-        self.sum.prepare(mbar)
+        shared = self.sum.allocate(smem)
+        self.sum.prepare(shared)
 
         count = row_count(mX)
         group = Int64(bidx // self.period * (self.period * self.unroll) + bidx % self.period)
@@ -87,12 +88,12 @@ class NormForward:
         let_next_start(self.pdl)
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
-            rH, mean, rstd = self._statistics(held[u], mResidualOut, places[u], sSum, mbar, u)
+            rH, mean, rstd = self._statistics(held[u], mResidualOut, places[u], shared, u)
             if const_expr(self.delay_weight_load):
                 columns = self.access.columns(mWeight, mBias, first)
             self._postprocess(rH, mean, rstd, columns, mOut, places[u])
 
-    def _statistics(self, held, mResidualOut, place, sSum, mbar, step):
+    def _statistics(self, held, mResidualOut, place, shared, step):
         """The row's h, which is stored if there is a residual, its mean and its rstd."""
         for k in range(self.tile.per_thread):
             for vectors in held:
@@ -103,7 +104,7 @@ class NormForward:
             gRow = self.access.row(mResidualOut, "residual_out", place.row)
             for k, rX in enumerate(rH):
                 self.access.store(gRow, rX, place, k)
-        return rH, *self.sum.row(lambda k: (widen(rH[k]),), place.first, sSum, mbar, step)
+        return rH, *self.sum.row(lambda k: (widen(rH[k]),), place.first, shared, step)
 
     def _postprocess(self, rH, mean, rstd, columns, mOut, place):
         for k, (rWeight, rBias) in enumerate(columns):

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_ops.kernels.lib.column_params import affine, column_vectors
 from cute_ops.kernels.lib.copy import compiler_barrier, narrow, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
-from cute_ops.kernels.norm.persistent import RowWalk
+from cute_ops.kernels.norm.persistent import Groups, RowWalk
 from cute_ops.kernels.norm.statistics import normalised
 
 
@@ -25,10 +25,11 @@ class NormForwardPersistent(RowWalk):
         super().__init__(variant, config, ("x", "residual"), ("out", "residual_out"), centred, backward=False)
 
     @cute.jit
-    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
-        tiles = (row_count(mX) + (self.tile.rows - 1)) // self.tile.rows
+    def __call__(self, tensors, stream):
+        tiles = (row_count(tensors.x) + (self.tile.rows - 1)) // self.tile.rows
         groups = Int32(cutlass.min(tiles, self.config.clusters))
-        self.launch((mX, mResidual), (mWeight, mBias), (mOut, mResidualOut), (None, None), groups, stream)
+        inputs, outputs = (tensors.x, tensors.residual), (tensors.out, tensors.residual_out)
+        self.launch(Groups(inputs, (tensors.weight, tensors.bias), outputs, (None, None)), groups, stream)
 
     def _remainders(self, count):
         return cutlass.min(count, Int64(self.sort_period))
@@ -39,14 +40,15 @@ class NormForwardPersistent(RowWalk):
             None if m is None else column_vectors(m, self.variant.tensors[name], self.tile, first) for m, name in names
         )
 
-    def _reader(self, slots, kept, first, stage):
-        return lambda k: (widen(self._hidden(slots, first, k, stage)),)
+    def _reader(self, walk, stage):
+        return lambda k: (widen(self._hidden(walk, k, stage)),)
 
-    def _sums(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
+    def _sums(self, walk, step):
         """A row's vectors, its mean and rstd."""
-        self._await(slots, first, step % self.ring.stages, pending)
-        held = [self._hidden(slots, first, k, step % self.ring.stages) for k in range(self.tile.per_thread)]
-        return held, *self.sum.row(lambda k: (widen(held[k]),), first, sSum, mbar, before + step)
+        stage = step % self.ring.stages
+        self._await(walk, stage)
+        held = [self._hidden(walk, k, stage) for k in range(self.tile.per_thread)]
+        return held, *self.sum.row(lambda k: (widen(held[k]),), walk.first, walk.shared, walk.before + step)
 
     def _inside(self, sX, first, k, stage):
         """This thread's k-th vector of a slot, without elements of neighbouring rows."""
@@ -55,30 +57,31 @@ class NormForwardPersistent(RowWalk):
             trim(rX, first[k], Int32(self.n))
         return rX
 
-    def _hidden(self, slots, first, k, stage):
+    def _hidden(self, walk, k, stage):
         """This thread's k-th vector of h."""
-        rX = self._inside(slots[0], first, k, stage)
-        if slots[1] is None:
+        x, residual = walk.slots
+        rX = self._inside(x, walk.first, k, stage)
+        if residual is None:
             return rX
-        h = widen(rX) + widen(self._inside(slots[1], first, k, stage))
-        return narrow(h, slots[1].element_type, self.tile.vec)
+        h = widen(rX) + widen(self._inside(residual, walk.first, k, stage))
+        return narrow(h, residual.element_type, self.tile.vec)
 
-    def _postprocess(self, slots, outputs, kept, accumulated, first, row, step, sums):
+    def _postprocess(self, walk, row, step, sums):
         if self.skewed:
             held, (mean, rstd) = None, self.sum.forward_terms(sums, 1.0 / self.n)
         else:
             held, mean, rstd = sums
-        mOut, mResidualOut = outputs
-        place = self._start_of(mOut, "out", row, first)
-        beside = None if mResidualOut is None else self._start_of(mResidualOut, "residual_out", row, first)
+        (mOut, mResidualOut), first = walk.outputs, walk.first
+        target = self._start_of(mOut, "out", row, first)
+        residual = None if mResidualOut is None else self._start_of(mResidualOut, "residual_out", row, first)
         for k in range(self.tile.per_thread):
-            rH = self._hidden(slots, first, k, step % self.ring.stages) if held is None else held[k]
+            rH = self._hidden(walk, k, step % self.ring.stages) if held is None else held[k]
             if const_expr(mResidualOut is not None):
-                self._store_row(beside, rH, first[k], k)
+                self._store_row(residual, rH, first[k], k)
             y = normalised(widen(rH), mean, rstd)
-            columns = [None if rColumns is None else rColumns[k] for rColumns in kept]
+            columns = [None if rColumns is None else rColumns[k] for rColumns in walk.kept]
             for rColumn in columns:
                 if rColumn is not None:
                     compiler_barrier(rColumn)  # It stays in registers in its own dtype, not widened.
             y = affine(y, *columns, self.weight_offset)
-            self._store_row(place, narrow(y, mOut.element_type, self.tile.vec), first[k], k)
+            self._store_row(target, narrow(y, mOut.element_type, self.tile.vec), first[k], k)

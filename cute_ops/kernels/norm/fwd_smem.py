@@ -29,13 +29,14 @@ class NormForwardSmem(NormForward):
         self.carveout = 100
 
     @cute.kernel
-    def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
+    def kernel(self, tensors):
+        mX, mResidual, mWeight, mBias, mOut, mResidualOut = tensors
         bidx, local, t, rank = self.tile.here()
         smem = cutlass.utils.SmemAllocator()
         inputs = (mX, mResidual)
         _, slots = self.ring.allocate(smem, inputs)
-        sSum, mbar = self.sum.allocate(smem)
-        self.sum.prepare(mbar)
+        shared = self.sum.allocate(smem)
+        self.sum.prepare(shared)
 
         count = row_count(mX)
         row = Int64(bidx) * self.tile.rows + local
@@ -45,11 +46,12 @@ class NormForwardSmem(NormForward):
         columns = None
         if const_expr(not self.delay_weight_load):
             columns = self.access.columns(mWeight, mBias, place)
-        self.ring.fetch_row(inputs, slots, row, count, place.first, Int32(0))
+        sources = self.ring.sources(inputs, slots, row, place.first, place.valid)
+        self.ring.fetch_rows(sources, self.tile.edge(row, count), Int32(0))
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
-        mean, rstd = self._statistics_from_smem(slots, mResidualOut, place, sSum, mbar)
+        mean, rstd = self._statistics_from_smem(slots, mResidualOut, place, shared)
         gOut = self.access.row(mOut, "out", row)
         gSum = None if const_expr(mResidual is None) else self.access.row(mResidualOut, "residual_out", row)
         for k in cutlass.range_constexpr(self.tile.per_thread):
@@ -65,11 +67,11 @@ class NormForwardSmem(NormForward):
             self.access.store(gOut, narrow(y, mOut.element_type, self.tile.vec), place, k)
         let_next_start(self.pdl)
 
-    def _statistics_from_smem(self, slots, mResidualOut, place, sSum, mbar):
+    def _statistics_from_smem(self, slots, mResidualOut, place, shared):
         for k in range(self.tile.per_thread):
             if self.tile.predicated(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), place.first[k])
-        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), place.first, sSum, mbar, 0)
+        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), place.first, shared, 0)
 
     def _hidden(self, slots, mResidualOut, k):
         """This thread's k-th vector of h."""

@@ -1,5 +1,7 @@
 """Rows streamed through persistent CTAs, in the norms' forward of long rows and their backward of many rows."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -9,6 +11,56 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, clusters, present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.norm.statistics import row_statistics
+
+
+class Groups(NamedTuple):
+    """The tensors of a kernel that walks: row tensors, parameters, and workspaces of the walks' sums."""
+
+    inputs: Any
+    columns: Any
+    outputs: Any
+    partials: Any
+
+
+class Memory(NamedTuple):
+    """A CTA's shared memory: the ring at ``base``, its slots of each input, and what sums are exchanged through."""
+
+    base: Any
+    slots: Any
+    shared: Any
+
+
+class Rows(NamedTuple):
+    """The rows of a walk: ``steps`` rows from ``start`` on, ``stride`` apart, after ``before`` steps of other walks."""
+
+    start: Any
+    stride: Any
+    steps: Any
+    before: Any
+
+
+class Walk(NamedTuple):
+    """What stays the same for a thread from row to row.
+
+    Attributes:
+        slots: the ring's slots of each input.
+        shared: what sums are exchanged through.
+        outputs: the tensors to write.
+        first: first columns of the thread's vectors.
+        kept: parameters at the thread's columns, in registers.
+        accumulated: sums over the rows, in registers.
+        counts: of the thread's elements, see :meth:`MeanSquare.counts`.
+        before: steps of the walks before.
+    """
+
+    slots: Any
+    shared: Any
+    outputs: Any
+    first: Any
+    kept: Any
+    accumulated: Any
+    counts: Any
+    before: Any
 
 
 class RowWalk:
@@ -43,30 +95,31 @@ class RowWalk:
         # Whether the next kernel may start right after this one's wait, because it reads this one's inputs first.
         self.early = False
 
-    def launch(self, inputs, columns, outputs, partials, groups, stream):
-        """Launch ``groups`` clusters; ``partials`` are the workspaces of the walks' sums."""
-        self.kernel(inputs, columns, outputs, partials).launch(
+    def launch(self, tensors, groups, stream):
+        """Launch ``groups`` clusters."""
+        self.kernel(tensors).launch(
             **clusters(self.tile, groups, self.config.resident, 100), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, inputs, columns, outputs, partials):
+    def kernel(self, tensors):
         tidx, _, _ = cute.arch.thread_idx()
         group, rank, _ = cute.arch.block_idx()
         groups, _, _ = cute.arch.grid_dim()
         if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
-        base, slots = self.ring.allocate(smem, inputs)
-        sSum, mbar = self.sum.allocate(smem)
-        self.sum.prepare(mbar)
+        base, slots = self.ring.allocate(smem, tensors.inputs)
+        shared = self.sum.allocate(smem)
+        self.sum.prepare(shared)
+        memory = Memory(base, slots, shared)
 
         wait_for_previous(self.pdl)
         if const_expr(self.early):
             let_next_start(self.pdl)
         self.sum.ready()
-        count = row_count(inputs[0])
-        place = Int32(group)
+        count = row_count(tensors.inputs[0])
+        line = Int32(group)
         if const_expr(self.sort_period):
             height = (count + (self.sort_period - 1)) // self.sort_period
             sorted_rows = height * self._remainders(count)
@@ -75,83 +128,76 @@ class RowWalk:
             for remainder in cutlass.range(least, most + 1, unroll=1):
                 low, high = height * remainder, height * (remainder + 1)
                 start, stop = cutlass.max(begin, low), cutlass.min(end, high)
-                self._walk(
-                    inputs, slots, columns, outputs, partials, (start - low) * self.sort_period + remainder,
-                    Int64(self.sort_period), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
-                    sSum, mbar,
-                )  # fmt: skip
+                first_row = (start - low) * self.sort_period + remainder
+                rows = Rows(first_row, Int64(self.sort_period), Int32(stop - start), Int32(start - begin))
+                self._walk(tensors, memory, rows, rank, line + remainder)
                 if (group > 0) & (begin == low):
-                    # The previous cluster's last walk ended with its remainder, so no walk fills the row in between.
-                    self._accumulate_nothing(partials, place + remainder - 1, base, rank)
+                    # The previous cluster's last walk ended with its remainder, so no walk fills the line in between.
+                    self._accumulate_nothing(tensors.partials, memory, rank, line + remainder - 1)
         else:
             tiles = (count + (self.tile.rows - 1)) // self.tile.rows
             steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
             local = tidx // self.tile.threads_per_row
-            self._walk(
-                inputs, slots, columns, outputs, partials, Int64(group) * self.tile.rows + local,
-                Int64(groups) * self.tile.rows, steps, 0, base, rank, place, sSum, mbar,
-            )  # fmt: skip
+            rows = Rows(Int64(group) * self.tile.rows + local, Int64(groups) * self.tile.rows, steps, 0)
+            self._walk(tensors, memory, rows, rank, line)
         if const_expr(not self.early):
             let_next_start(self.pdl)
 
     @cute.jit
-    def _walk(
-        self, inputs, slots: cutlass.Constexpr, columns, outputs, partials, start: Int64, stride: Int64, steps: Int32,
-        before: cutlass.Constexpr, base, rank, place: Int32, sSum, mbar,
-    ):  # fmt: skip
-        """Go through rows that start at the same place of a vector: this thread's are the row ``start`` and those
-        ``stride`` apart. ``before``: steps of the walks before; ``place``: the walk's row of the workspace.
-        """
-        tidx = cute.arch.thread_idx()[0]
+    def _walk(self, tensors, memory: cutlass.Constexpr, rows: cutlass.Constexpr, rank, line: Int32):
+        """Go through rows that start at the same place of a vector; ``line``: the walk's row of the workspace."""
+        tidx, inputs = cute.arch.thread_idx()[0], tensors.inputs
         count = row_count(inputs[0])
-        start, steps = compiler_barrier_value(start), compiler_barrier_value(steps)
-        row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
+        start, steps = compiler_barrier_value(rows.start), compiler_barrier_value(rows.steps)
+        row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * rows.stride, count)  # noqa: E731
         first = self.tile.columns(tidx % self.tile.threads_per_row, rank, start)
         for stage in cutlass.range_constexpr(self.ring.stages - 1):
-            self._fetch(inputs, slots, first, row_of(Int32(stage)), count, Int32(stage))
-        kept = self._keep(columns, first)
-        accumulated = self._accumulate(partials)
-        counts = self.sum.counts(first)
-        pending = self.ring.stages - (2 if self.skewed else 1)
+            self._fetch(inputs, memory.slots, first, row_of(Int32(stage)), count, Int32(stage))
+        kept = self._keep(tensors.columns, first)
+        walk = Walk(
+            memory.slots, memory.shared, tensors.outputs, first, kept, self._accumulate(tensors.partials),
+            self.sum.counts(first), rows.before,
+        )  # fmt: skip
         if const_expr(self.skewed):
             if steps > 0:
-                self._arrive(slots, kept, first, counts, Int32(0), before, pending, sSum, mbar)
+                self._arrive(walk, Int32(0))
 
         for step in cutlass.range(steps, unroll=1):
             ahead = step + (self.ring.stages - 1)
-            self._fetch(inputs, slots, first, row_of(ahead), count, ahead % self.ring.stages)
+            self._fetch(inputs, memory.slots, first, row_of(ahead), count, ahead % self.ring.stages)
             if const_expr(self.skewed):
                 if step + 1 < steps:
-                    self._arrive(slots, kept, first, counts, step + 1, before, pending, sSum, mbar)
-                sums = self.sum.wait(None, sSum, mbar, before + step)
+                    self._arrive(walk, step + 1)
+                sums = self.sum.wait(None, memory.shared, rows.before + step)
             else:
-                sums = self._sums(slots, kept, first, counts, step, before, pending, sSum, mbar)
+                sums = self._sums(walk, step)
             row = row_of(step)
             if row < count:
-                self._postprocess(slots, outputs, kept, accumulated, first, row, step, sums)
+                self._postprocess(walk, row, step, sums)
 
         cute.arch.cp_async_wait_group(0)
-        self._store_accumulated(partials, accumulated, base, place, rank, first)
+        self._store_accumulated(tensors.partials, memory, walk, rank, line)
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
-        self.ring.fetch_row(inputs, slots, row, count, first, stage)
+        sources = self.ring.sources(inputs, slots, row, first, row < count)
+        self.ring.fetch_rows(sources, self.tile.edge(row, count), stage)
         cute.arch.cp_async_commit_group()
 
-    def _arrive(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
+    def _arrive(self, walk, step):
         """Wait for a row and send its sums."""
-        self._await(slots, first, step % self.ring.stages, pending)
-        values = self.sum.thread(self._reader(slots, kept, first, step % self.ring.stages), first, counts)
-        return self.sum.arrive(values, sSum, mbar, before + step)
+        stage = step % self.ring.stages
+        self._await(walk, stage)
+        values = self.sum.thread(self._reader(walk, stage), walk.first, walk.counts)
+        return self.sum.arrive(values, walk.shared, walk.before + step)
 
-    def _await(self, slots, first, stage, pending):
-        """Wait until no more than ``pending`` loads are in flight."""
-        cute.arch.cp_async_wait_group(pending)
+    def _await(self, walk, stage):
+        """Wait until a stage's row is there: until no more loads than those of the later ones are in flight."""
+        cute.arch.cp_async_wait_group(self.ring.stages - (2 if self.skewed else 1))
 
-    def _sums(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
+    def _sums(self, walk, step):
         """Wait for a row and for its sums."""
-        given = self._arrive(slots, kept, first, counts, step, before, pending, sSum, mbar)
-        return self.sum.wait(given, sSum, mbar, before + step)
+        return self.sum.wait(self._arrive(walk, step), walk.shared, walk.before + step)
 
     def _start_of(self, mX, name, row, first):
         """Byte address of this thread's first vector of a row, computed once."""
@@ -175,8 +221,8 @@ class RowWalk:
     def _accumulate(self, partials):
         return None
 
-    def _accumulate_nothing(self, partials, place, base, rank):
+    def _accumulate_nothing(self, partials, memory, rank, line):
         """Called for a row of the workspace that no walk fills."""
 
-    def _store_accumulated(self, partials, accumulated, base, place, rank, first):
+    def _store_accumulated(self, partials, memory, walk, rank, line):
         """Called at the end of a walk."""

@@ -76,10 +76,10 @@ class Total:
 class Statistics(RowSum):
     """What the norms' sums have in common."""
 
-    def row(self, read, first, sSum, mbar, step):
+    def row(self, read, first, shared, step):
         """(mean, rstd) of a row in the forward, after ``step`` others; ``read``, ``first``: as in :meth:`thread`."""
         values = self.thread(read, first, self.counts(first))
-        return self.forward_terms(self(values, sSum, mbar, Int32(step)), 1.0 / self.tile.n)
+        return self.forward_terms(self(values, shared, Int32(step)), 1.0 / self.tile.n)
 
 
 class MeanSquare(Statistics):
@@ -277,7 +277,7 @@ class Moments(Statistics):
         together = self.warp_sum(sums[0])
         return ((sums[0], None), (together, _reciprocal(together)), Int32(0)), *sums[1:]
 
-    def arrive(self, values, sSum, mbar, step):
+    def arrive(self, values, shared, step):
         ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
         origin = self._of_lane(mean, lane)
         if not self.dense:
@@ -300,7 +300,7 @@ class Moments(Statistics):
             found = [origin + shift, gradients, squares - shift * moved, products - shift * gradients]
         if not self.tile.even:
             found += [Float32(together)] * (2 if self.backward and not self.halved else 1)
-        return self.send(tuple(found), sSum, mbar, step)
+        return self.send(tuple(found), shared, step)
 
     def _of_lane(self, value, lane):
         """The value of a lane among those that share a row and a warp."""
@@ -353,9 +353,9 @@ class Moments(Statistics):
         gradients, products = across(gradients), across(products)
         return mean, gradients, squares, products - shift * gradients
 
-    def wait(self, given, sSum, mbar, step):
+    def wait(self, given, shared, step):
         """The row's (mean, squares), in the backward (mean, gradients, squares, products)."""
-        sums = super().wait(given, sSum, mbar, step)
+        sums = super().wait(given, shared, step)
         return sums[: 4 if self.backward else 2]
 
     def forward_terms(self, sums, inverse):
@@ -384,12 +384,12 @@ class TwoPass(Statistics):
     def counts(self, first):
         return None
 
-    def row(self, read, first, sSum, mbar, step):
+    def row(self, read, first, shared, step):
         tile = self.tile
         sums, squares = Total(tile.per_thread), Total(tile.per_thread)
         for k in range(tile.per_thread):
             sums.add(read(k)[0])
-        (found,) = self((sums.value(),), sSum, mbar, Int32(2 * step))
+        (found,) = self((sums.value(),), shared, Int32(2 * step))
         # Divided, not multiplied by the reciprocal, so that equal numbers are their own mean, whatever their number.
         mean = _quotient(found, float(tile.n), 1.0 / tile.n)
         for k in range(tile.per_thread):
@@ -397,7 +397,7 @@ class TwoPass(Statistics):
             if tile.starts_outside(k) or tile.ends_outside(k):
                 apart = trimmed(apart, first[k], tile.n)
             squares.add(apart, apart)
-        (found,) = self((squares.value(),), sSum, mbar, Int32(2 * step + 1))
+        (found,) = self((squares.value(),), shared, Int32(2 * step + 1))
         return mean, cute.math.rsqrt(found * (1.0 / tile.n) + self.eps, fastmath=True)
 
 

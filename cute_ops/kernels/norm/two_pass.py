@@ -54,19 +54,20 @@ class NormForwardTwoPass(TwoPassRows):
         super().__init__(variant, config, ("x", "residual", "out", "residual_out"), centred, backward=False)
 
     @cute.jit
-    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
-        rows = row_count(mX)
-        self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
+    def __call__(self, tensors, stream):
+        rows = row_count(tensors.x)
+        self.kernel(tensors).launch(
             **clusters(self.tile, Int32(cutlass.min(rows, Int64(MAX_GRID)))), stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
+    def kernel(self, tensors):
+        mX, mResidual, mWeight, mBias, mOut, mResidualOut = tensors
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         smem = cutlass.utils.SmemAllocator()
-        sSum, mbar = self.sum.allocate(smem)
+        shared = self.sum.allocate(smem)
         n, vec = Int32(mX.shape[-1]), self.tile.vec
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
@@ -91,7 +92,7 @@ class NormForwardTwoPass(TwoPassRows):
                     self.access.write(gSum, h, first, n)
                     h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
                     sums = self.sum.add(sums, (h,), first, n)
-            sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
+            sums = self.sum(self.sum.whole(sums), shared, step)
             mean, rstd = self.sum.forward_terms(sums, 1.0 / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
                 first = v * vec - shift
@@ -124,19 +125,19 @@ class NormBackwardTwoPass(TwoPassRows):
         self.column_sum = ColumnSum(self.static_n, variant.arch)
 
     @cute.jit
-    def __call__(self, inputs, columns, outputs, dcolumns, partials, stream):
-        partials = partials[:2]
+    def __call__(self, tensors, stream):
+        inputs, partials = tensors.inputs, tensors.partials[:2]
         mPartials = partials[0] if const_expr(partials[0] is not None) else partials[1]
         rows = row_count(inputs[0])
         if const_expr(mPartials is not None):
             groups = Int32(mPartials.shape[0])
         else:
             groups = Int32(cutlass.min(rows, Int64(self.config.clusters)))
-        self.kernel(inputs, columns[0], outputs, partials).launch(
+        self.kernel(inputs, tensors.columns[0], tensors.outputs, partials).launch(
             **clusters(self.tile, groups), stream=stream, use_pdl=self.pdl
         )
         if const_expr(mPartials is not None):
-            self.column_sum(partials, dcolumns, stream)
+            self.column_sum(partials, tensors.dcolumns, stream)
 
     @cute.kernel
     def kernel(self, inputs, mWeight, outputs, partials):
@@ -144,7 +145,7 @@ class NormBackwardTwoPass(TwoPassRows):
         group, _, _ = cute.arch.block_idx()
         groups, _, _ = cute.arch.grid_dim()
         smem = cutlass.utils.SmemAllocator()
-        sSum, mbar = self.sum.allocate(smem)
+        shared = self.sum.allocate(smem)
         mX, _, mDres = inputs
         long_n, vec = mX.shape[-1], self.tile.vec
         n = Int32(long_n)
@@ -167,7 +168,7 @@ class NormBackwardTwoPass(TwoPassRows):
                 first = v * vec - shift
                 x, _, g = self._terms(*rows[:2], mWeight, first, n, within)
                 sums = self.sum.add(sums, (x, g), first, n)
-            sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
+            sums = self.sum(self.sum.whole(sums), shared, step)
             mean, rstd, pull, push = self.sum.backward_terms(sums, 1.0 / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
                 first = v * vec - shift

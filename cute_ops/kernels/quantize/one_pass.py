@@ -94,7 +94,7 @@ class QuantizeRows:
         for u in cutlass.range_constexpr(self.unroll):
             vectors, rstd = [self._in_place(rX) for rX in held[u]], None
             if const_expr(self.source.normed):
-                rH, rstd = self._normed(vectors, mResidualOut, *sums, u, places[u], sRow)
+                rH, rstd = self._normed(vectors, mResidualOut, sums, u, places[u], sRow)
                 vectors = [rH]
             if const_expr(self.delay_weight_load):
                 loaded = self.access.columns(*columns, places[0])
@@ -133,7 +133,7 @@ class QuantizeRows:
         pairs, past = loaded
         return settle_all(pairs, past)
 
-    def _normed(self, held, mResidualOut, sSum, mbar, step, place, sRow):
+    def _normed(self, held, mResidualOut, shared, step, place, sRow):
         """The row's h, which is stored if there is a residual, and its rstd."""
         for vectors in held:
             for k, rX in enumerate(vectors):
@@ -144,7 +144,7 @@ class QuantizeRows:
             rH = [narrow(h, mResidualOut.element_type, self.tile.vec) for h in sums]
             self._put(rH, mResidualOut, "residual_out", place, sRow)
         given = self.sum.thread(lambda k: (widen(rH[k]),), place.first, None)
-        _, rstd = self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(step)), 1.0 / self.n)
+        _, rstd = self.sum.forward_terms(self.sum(given, shared, Int32(step)), 1.0 / self.n)
         return rH, rstd
 
     def _put(self, vectors, mX, name, place, sRow):
@@ -177,11 +177,11 @@ class QuantizeRows:
     def _exchange(self, smem):
         """Shared memory for exchanging a row's sum and its largest element, initialised."""
         sums = self.sum.allocate(smem) if self.source.normed else None
-        maxima = self.max.allocate(smem) if self.by_row else (None, None)
+        maxima = self.max.allocate(smem) if self.by_row else None
         if self.by_row:
-            self.max.prepare(maxima[1], last=not self.source.normed)
+            self.max.prepare(maxima, last=not self.source.normed)
         if self.source.normed:
-            self.sum.prepare(sums[1])
+            self.sum.prepare(sums)
         return sums, maxima
 
     def _quantise(self, values, mOut, mScale, maxima, step, place, sRow):
@@ -202,7 +202,7 @@ class QuantizeRows:
 
     def _row_scale(self, largest, maxima, base, step, speaks):
         """The reciprocal of a row's scale; the thread for which ``speaks`` is true stores the scale."""
-        (largest,) = self.max((largest,), *maxima, Int32(step))
+        (largest,) = self.max((largest,), maxima, Int32(step))
         factor, inverse = scale_of(largest)
         store_number_if(speaks, factor, base)
         return inverse

@@ -10,7 +10,7 @@ from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import store_number_if
 from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
 from cute_ops.kernels.lib.row_reduce_max import RowMax
-from cute_ops.kernels.lib.smem_ring import RowRing
+from cute_ops.kernels.lib.smem_ring import RowRing, Source
 from cute_ops.kernels.lib.smem_ring_unaligned import WindowRing
 from cute_ops.kernels.norm.statistics import Total
 from cute_ops.kernels.quantize.one_pass import QuantizeRows
@@ -56,9 +56,9 @@ class QuantizeRowsInSmem(QuantizeRows):
     def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
         smem = cutlass.utils.SmemAllocator()
         memory, slots = self.ring.allocate(smem, inputs)
-        both = self.sum_and_max.allocate(smem) if const_expr(self.together) else (None, None)
+        both = self.sum_and_max.allocate(smem) if const_expr(self.together) else None
         if const_expr(self.together):
-            self.sum_and_max.prepare(both[1], last=False)
+            self.sum_and_max.prepare(both, last=False)
         sums, maxima = self._exchange(smem)
         bidx, local, t, rank = self.tile.here()
         count, row = row_count(mOut), Int64(bidx) * self.tile.rows + local
@@ -104,8 +104,8 @@ class QuantizeRowsInSmem(QuantizeRows):
         tails = []
         for sX, address in held:
             begins = self.ring.begins(sX, address, place.first) if self.windowed else place.first
-            self.ring.fetch(sX, address, begins, valid, edge[0], Int32(0), [k])
-            tails.append((sX, address, begins, valid))
+            tails.append(Source(sX, address, begins, valid))
+            self.ring.fetch(tails[-1], edge[0], Int32(0), [k])
             if self.windowed and k == self.tile.per_thread - 1:
                 self.ring.fetch_last(sX, address, place.rank, valid, edge[0])
         self.ring.fetch_tails(tails, edge, Int32(0), [k])
@@ -119,7 +119,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             h = widen(self._hidden(given, k))
             squares.add(h, h)
             largest = magnitude(self._again(given, Float32(1.0), k), largest)
-        squares, largest = self.sum_and_max((squares.value(), largest), *both, Int32(0))
+        squares, largest = self.sum_and_max((squares.value(), largest), both, Int32(0))
         _, rstd = self.sum.forward_terms((squares,), 1.0 / self.n)
         factor, inverse = scale_of(largest * rstd)
         if (largest * rstd < INFINITY) & (rstd * inverse < MOST) & (rstd * inverse > 1 / MOST):
@@ -150,7 +150,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             return (widen(self._own(given, k)),)
 
         terms = self.sum.thread(look, given[-1].first, None)
-        _, rstd = self.sum.forward_terms(self.sum(terms, *sums, Int32(0)), 1.0 / self.n)
+        _, rstd = self.sum.forward_terms(self.sum(terms, sums, Int32(0)), 1.0 / self.n)
         return rstd
 
     def _write(self, given, rstd, inverse, targets):

@@ -51,8 +51,7 @@ class QuantizeTwoPass:
         bidx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         smem = cutlass.utils.SmemAllocator()
-        sSum, _ = self.sum.allocate(smem)
-        sMax, _ = self.max.allocate(smem)
+        sums, maxima = self.sum.allocate(smem), self.max.allocate(smem)
         n = Int32(mOut.shape[-1])
         stride = self.tile.threads * self.vec
         walk = (n + (stride - 1)) // stride
@@ -82,7 +81,7 @@ class QuantizeTwoPass:
                     for i in cutlass.range(walk, unroll=4):
                         h = self._read(read[0], i * stride + start, n)
                         squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                (total,) = self.sum((squares,), sSum, None, step)
+                (total,) = self.sum((squares,), sums, step)
                 rstd = cute.math.rsqrt(total / Float32(n) + self.source.eps, fastmath=True)
             inverse = Float32(0.0)
             if const_expr(self.by_row):
@@ -90,7 +89,7 @@ class QuantizeTwoPass:
                 for i in cutlass.range(walk, unroll=2):
                     rY = self._value(read, rstd, columns, i * stride + start, n)
                     largest = largest_finite(rY, largest)
-                (largest,) = self.max((largest,), sMax, None, step)
+                (largest,) = self.max((largest,), maxima, step)
                 factor, inverse = scale_of(largest)
                 store_number_if(tidx == 0, factor, gScale.address)
             for i in cutlass.range(walk, unroll=2):

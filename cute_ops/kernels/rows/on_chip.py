@@ -56,9 +56,9 @@ class HeldRows(RowPieces):
         """Shared memory of the reductions, which may be used after :meth:`_ready`."""
         if not self.exchanges:
             return None, None
-        sSum, mbar = self.exchanges[0].allocate(smem)
-        self.exchanges[0].prepare(mbar)
-        return sSum, mbar
+        shared = self.exchanges[0].allocate(smem)
+        self.exchanges[0].prepare(shared)
+        return shared
 
     def _ready(self):
         if self.exchanges:
@@ -71,12 +71,12 @@ class HeldRows(RowPieces):
             for each in vectors
         ]
 
-    def _reduced(self, values, totals, step, sSum, mbar, *, last=False):
+    def _reduced(self, values, totals, step, shared, *, last=False):
         """Compute the stages of a row that its columns wait for or, ``last``, the others; ``totals(s)`` is this
         thread's share of stage ``s``.
         """
         for s in range(self.awaited, len(self.emit.words)) if last else range(self.awaited):
-            values.reduced(s, self.exchanges[s](totals(s), sSum, mbar, step * len(self.emit.words) + s))
+            values.reduced(s, self.exchanges[s](totals(s), shared, step * len(self.emit.words) + s))
 
     def _totals(self, values, stage, read, columns, first):
         """A thread's share of a stage's reductions; ``read(k)`` gives the k-th vectors."""
@@ -150,7 +150,7 @@ class RowsInRegisters(HeldRows):
         bidx, local, t, rank = self.tile.here()
         tensors = self.named(arguments)
         smem = cutlass.utils.SmemAllocator()
-        sSum, mbar = self._allocate(smem)
+        shared = self._allocate(smem)
         row = Int64(bidx) * self.tile.rows + local
         count = self.shape(tensors)[0]
         valid = row < count
@@ -167,11 +167,11 @@ class RowsInRegisters(HeldRows):
         self._ready()
         read = lambda k: self._read(held, k)  # noqa: E731
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
-        self._reduced(values, totals, Int32(0), sSum, mbar)
+        self._reduced(values, totals, Int32(0), shared)
         columns += self._columns(tensors, first, self.late)
         found = self._store(tensors, values, read, columns, place)
         totals = lambda s: found if s == self.awaited else self._totals(values, s, read, columns, first)  # noqa: E731
-        self._reduced(values, totals, Int32(0), sSum, mbar, last=True)
+        self._reduced(values, totals, Int32(0), shared, last=True)
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
 
     def _store(self, tensors, values, read, columns, place):
@@ -262,16 +262,16 @@ class RowsInRing(HeldRows):
             slots = [self.ring.view(base, tensors[piece.name], self.keys[piece].name) for _, piece in self.tiles]
         for sX in slots:
             self.ring.clear(sX)
-        sSum, mbar = self._allocate(smem)
+        shared = self._allocate(smem)
         wait_for_previous(self.pdl)
         self._ready()
-        self._walk(tensors, slots, base, sSum, mbar, Int32(group), rank)
+        self._walk(tensors, slots, base, shared, Int32(group), rank)
         if const_expr(self.config.clusters > 0):
             let_next_start(self.pdl)
 
     @cute.jit
     def _walk(
-        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, base: cutlass.Constexpr, sSum, mbar, group: Int32,
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, base: cutlass.Constexpr, shared, group: Int32,
         rank,
     ):  # fmt: skip
         tidx, groups = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
@@ -299,10 +299,10 @@ class RowsInRing(HeldRows):
                 let_next_start(self.pdl)
             held = Slot(self, tensors, slots, step % self.config.stages, t, rank, self.tile.v.shift(row, self.n))
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
-            self._reduced(values, totals, step, sSum, mbar)
+            self._reduced(values, totals, step, shared)
             if row < count:
                 self._postprocess(held, values, columns, sums, place._replace(row=row))
-            self._reduced(values, totals, step, sSum, mbar, last=True)
+            self._reduced(values, totals, step, shared, last=True)
             if row < count:
                 self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
         cute.arch.cp_async_wait_group(0)

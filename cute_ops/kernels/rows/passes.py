@@ -47,9 +47,9 @@ class RowsInPasses(RowPieces):
         groups, _, _ = cute.arch.grid_dim()
         tensors = self.named(arguments)
         smem = cutlass.utils.SmemAllocator()
-        sSum, mbar = None, None
+        shared = None
         if const_expr(len(self.exchanges) > 0):
-            sSum, mbar = self.exchanges[0].allocate(smem)
+            shared = self.exchanges[0].allocate(smem)
         count, long_n = self.shape(tensors)
         n = Int32(long_n)
         steps = Int32((count - group + (groups - 1)) // Int64(groups))
@@ -62,7 +62,7 @@ class RowsInPasses(RowPieces):
         )
         for step in cutlass.range(steps, unroll=1):
             walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
-            values = self._reduced(walk, step, sSum, mbar, scalars)
+            values = self._reduced(walk, step, shared, scalars)
             self._outputs(walk, values, sums, Int32(group), tidx)
         self._end(tensors, sums, Int32(group), tidx, n)
         if tidx == 0:
@@ -71,13 +71,13 @@ class RowsInPasses(RowPieces):
         if const_expr(len(self.sums) > 0):
             let_next_start(self.pdl)
 
-    def _reduced(self, walk, step, sSum, mbar, scalars):
+    def _reduced(self, walk, step, shared, scalars):
         """The values of a row after its last stage; its numbers are stored and added to their sums over rows."""
         tidx, stages = cute.arch.thread_idx()[0], len(self.emit.words)
         values = self.emit.begin(self.row_numbers(walk.tensors, walk.row, walk.row < walk.count), walk.n)
         for s in range(stages):
             totals = self._stage(walk, values, s, tidx)
-            values.reduced(s, self.exchanges[s](totals, sSum, mbar, step * stages + s))
+            values.reduced(s, self.exchanges[s](totals, shared, step * stages + s))
         self.store_numbers(walk.tensors, values, walk.row, tidx == 0)
         for rSum, (place, _) in zip(scalars, self.outputs["s"]):
             rSum[0] = rSum[0] + values.number(place)

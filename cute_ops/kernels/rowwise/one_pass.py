@@ -54,8 +54,8 @@ class OnePassRows:
         slots = None
         if const_expr(self.ring is not None):
             _, slots = self.ring.allocate(smem, inputs, self.function.reduction.empty)
-        sSum, mbar = self.sum.allocate(smem)
-        self.sum.prepare(mbar)
+        shared = self.sum.allocate(smem)
+        self.sum.prepare(shared)
 
         t = tidx % self.tile.threads_per_row
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
@@ -77,7 +77,8 @@ class OnePassRows:
                 for rX in held:
                     self.access.trim(rX[k], k, place)
         else:
-            self.ring.fetch_row(inputs, slots, row, count, first, Int32(0), predicate)
+            sources = self.ring.sources(inputs, slots, row, first, predicate)
+            self.ring.fetch_rows(sources, self.tile.edge(row, count), Int32(0))
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             let_next_start(self.pdl)
@@ -88,7 +89,7 @@ class OnePassRows:
         insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
         values = self.function.tied(self._gather(gets, insides), context)
         self.sum.ready()
-        results = self.sum(values, sSum, mbar, Int32(0))
+        results = self.sum(values, shared, Int32(0))
         if t == 0 and rank == 0 and valid:
             self.function.postprocess(self.variant, numbers, inputs, results, context, row)
         if const_expr(len(outputs) > 0):

@@ -58,8 +58,8 @@ class WalkedRows:
         if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
-        sSum, mbar = self.sum.allocate(smem)
-        self.sum.prepare(mbar)
+        shared = self.sum.allocate(smem)
+        self.sum.prepare(shared)
         long_n = inputs[0].shape[-1]
         n, vec, local = Int32(long_n), self.tile.vec, self.tile.local
         wait_for_previous(self.pdl)
@@ -82,8 +82,8 @@ class WalkedRows:
                 state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
                     state = self._batch(state, rows, base + tidx, end, shift, n, readable_n)
-                self.sum.arrive(self.function.tied(state, context), sSum, mbar, step, j)
-            results = self.sum.wait(None, sSum, mbar, step)
+                self.sum.arrive(self.function.tied(state, context), shared, step, j)
+            results = self.sum.wait(None, shared, step)
             if (tidx == 0) & (rank == 0):
                 self.function.postprocess(self.variant, numbers, inputs, results, context, row)
             if const_expr(len(outputs) > 0):
