@@ -142,12 +142,12 @@ class TileColumnSum:
 class CTAColumnSum:
     """``out[start + c]`` is the sum of column ``c`` over the threads of a CTA, in fp32, rounded once to out's dtype.
 
-    ``depth`` threads share each of ``vectors`` vectors of ``vec`` columns; others have no sum. Threads that lie side by
-    side add a column together. Shared memory: 4 bytes for each of these threads and columns.
+    ``depth`` threads share each of ``vectors`` vectors of ``vec`` columns, of n altogether; others have no sum. Threads
+    that lie side by side add a column together. Shared memory: 4 bytes for each of these threads and columns.
     """
 
-    def __init__(self, threads, vectors, vec, depth):
-        self.threads, self.vec, self.depth = threads, vec, depth
+    def __init__(self, threads, vectors, vec, depth, n):
+        self.threads, self.vec, self.depth, self.n = threads, vec, depth, n
         self.width = vectors * vec
         self.every = vectors * depth == threads
         self.group = min(1 << ((threads // self.width) | 1).bit_length() - 1, WARP)
@@ -157,10 +157,8 @@ class CTAColumnSum:
         return smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
     @cute.jit
-    def __call__(self, mD, n: cutlass.Constexpr, rSum, sColumns, vector, top, start):
-        """Store the sums of the columns up to ``n``; ``rSum`` are those of this thread, the ``top``-th of the threads
-        that share the vector.
-        """
+    def __call__(self, mD, rSum, sColumns, vector, top, start):
+        """Store the sums; ``rSum`` are those of this thread, the ``top``-th of the threads that share the vector."""
         tidx, group = cute.arch.thread_idx()[0], self.group
         cute.arch.barrier()
         if const_expr(self.every):
@@ -179,7 +177,7 @@ class CTAColumnSum:
                 elif row + tidx % group < self.depth:
                     total = total + sColumns[place, row + tidx % group]
             total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
-            if (tidx % group == 0) & (column < self.width) & (start + column < n):
+            if (tidx % group == 0) & (column < self.width) & (start + column < self.n):
                 mD[start + column] = total.to(mD.element_type)
 
     def _put(self, rSum, sColumns, vector, top):

@@ -57,7 +57,7 @@ class NormBackwardFewRows(NormBackward):
         self.share = self.held // self.replicas
         self.height = tile.threads // self.share
         self.depth = min(self.height, stages * tile.rows)
-        self.threads_sum = CTAColumnSum(tile.threads, self.share, tile.vec, self.depth)
+        self.threads_sum = CTAColumnSum(tile.threads, self.share, tile.vec, self.depth, self.n)
 
     @cute.jit
     def __call__(self, tensors, stream):
@@ -180,4 +180,4 @@ class NormBackwardFewRows(NormBackward):
         start = rank * (self.held * tile.vec) + replica * self.threads_sum.width
         for mD, rSum in zip(dcolumns, sums):
             if const_expr(mD is not None):
-                self.threads_sum(mD, self.n, rSum, sColumns, vector - replica * self.share, top, start)
+                self.threads_sum(mD, rSum, sColumns, vector - replica * self.share, top, start)

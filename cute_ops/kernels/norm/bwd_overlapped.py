@@ -32,7 +32,7 @@ class NormBackwardOverlapped(NormBackward):
         self.early = True
         self.column_threads, self.rows_per_thread = config.column_threads, config.rows_per_thread
         self.width = self.threads // self.column_threads
-        self.threads_sum = CTAColumnSum(self.threads, self.width, self.tile.vec, self.column_threads)
+        self.threads_sum = CTAColumnSum(self.threads, self.width, self.tile.vec, self.column_threads, self.n)
 
     @cute.jit
     def __call__(self, tensors, stream):
@@ -106,7 +106,7 @@ class NormBackwardOverlapped(NormBackward):
             sums[1].store(sums[1].load() + dout)
         for mD, rSum in zip(dcolumns, sums):
             if const_expr(mD is not None):
-                self.threads_sum(mD, self.n, rSum, sColumns, vector, top, bidx * width)
+                self.threads_sum(mD, rSum, sColumns, vector, top, bidx * width)
 
     def _load(self, mX, name, row, column, count):
         """A vector of a row, zero past the last row; loaded from L2, which has what earlier kernels wrote."""

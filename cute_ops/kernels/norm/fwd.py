@@ -44,7 +44,7 @@ class NormForward:
         # Row groups of a CTA lie so far apart that their rows start at the same place of a vector.
         self.period = self.tile.v.unit if self.tile.v.shifted and self.unroll > 1 else 1
         narrow = ITEMSIZE[variant.tensors["x"].dtype] == 2
-        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], False, min(self.unroll, 2), narrow)
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], False, min(self.unroll, 2), narrow=narrow)
         self.carveout = SMEM_PERCENT
         self.pdl = can_use_pdl(variant.arch)
 

@@ -90,7 +90,7 @@ class RowWalk:
         self.skewed = self.tile.cluster > 1 and self.ring.stages > 2
         stages = 4 if self.skewed else 2
         narrow = ITEMSIZE[variant.tensors[inputs[0]].dtype] == 2
-        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages, narrow)
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages, narrow=narrow)
         self.pdl = can_use_pdl(variant.arch)
         # Whether the next kernel may start right after this one's wait, because it reads this one's inputs first.
         self.early = False

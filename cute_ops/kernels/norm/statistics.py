@@ -19,7 +19,7 @@ from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 DENSE = 8
 
 
-def row_statistics(centred, tile, eps, backward, stages, narrow=False, held=True):
+def row_statistics(centred, tile, eps, backward, stages, *, narrow=False, held=True):
     """The sums of a norm's rows; ``narrow``: elements have 16 bits; ``held``: threads hold the rows in registers."""
     if not centred:
         return MeanSquare(tile, eps, backward, stages)

@@ -99,7 +99,7 @@ class QuantizeRows:
             if const_expr(self.delay_weight_load):
                 loaded = self.access.columns(*columns, places[0])
             values = self._values(vectors, rstd, loaded, places[u])
-            self._quantise(values, mOut, mScale, maxima, u, places[u], sRow)
+            self._quantise(values, (mOut, mScale), maxima, u, places[u], sRow)
 
     def _load(self, inputs, place):
         """This thread's vectors of a row of each input; for an input whose rows start anywhere (pairs of aligned
@@ -184,7 +184,8 @@ class QuantizeRows:
             self.sum.prepare(sums)
         return sums, maxima
 
-    def _quantise(self, values, mOut, mScale, maxima, step, place, sRow):
+    def _quantise(self, values, outputs, maxima, step, place, sRow):
+        mOut, mScale = outputs
         base = row_address(mScale, self.variant.tensors["scale"], place.row, self.blocks)
         if self.by_row:
             largest = Float32(0.0)

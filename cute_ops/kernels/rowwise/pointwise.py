@@ -247,7 +247,7 @@ class Pointwise:
         for place, vectors in zip(places, loaded):
             results = self._computed([widen(rX) for rX in vectors])
             for mX, piece, rX in zip(outputs, self.outputs, results):
-                self._store(rX, mX, piece, n, *place)
+                self._store(rX, mX, piece, n, place)
 
     def _computed(self, given):
         """fp32 fragments of the outputs."""
@@ -288,7 +288,8 @@ class Pointwise:
             return mX.iterator.toint() + first * itemsize
         return row_address(mX, self.keys[piece.name], row, mX.shape[-1]) + first * itemsize
 
-    def _store(self, rX, mX, piece, n, row, first, left):
+    def _store(self, rX, mX, piece, n, place):
+        row, first, left = place
         rOut = narrow(rX.load(), mX.element_type, self.vec)
         address = self._address(mX, piece, n, row, first)
         if self.whole:

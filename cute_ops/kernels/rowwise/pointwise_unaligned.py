@@ -79,7 +79,7 @@ class PointwiseShifted:
             # A row past the last one gets an end below all columns.
             places.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
         wait_for_previous(self.pdl)
-        loaded = [[self._load(inputs, outputs, group, n, rows, *place) for group in self.groups] for place in places]
+        loaded = [[self._load(inputs, outputs, group, n, rows, place) for group in self.groups] for place in places]
         let_next_start(self.pdl)
         for place, groups in zip(places, loaded):
             for group, (shift, pairs) in zip(self.groups, groups):
@@ -100,11 +100,11 @@ class PointwiseShifted:
             tail = tail | (row + 1 >= rows)
         return cutlass.select_(tail, Int32(n - self.vec + 1), Int32(n)), tail
 
-    def _load(self, inputs, outputs, group, n, rows, row, column, end):
+    def _load(self, inputs, outputs, group, n, rows, place):
         """The inputs' data for the vector at a column of a group's outputs: (how far rows start in a vector, the pairs
         of vectors that contain it and where in them it begins).
         """
-        target, mOut = self.outputs[group[0]], outputs[group[0]]
+        (row, column, end), target, mOut = place, self.outputs[group[0]], outputs[group[0]]
         out = self._row(mOut, target, n, row)
         shift = bytes_past(out, mOut.element_type, self.vec) // ITEMSIZE[self.keys[target.name].dtype]
         first = column - shift

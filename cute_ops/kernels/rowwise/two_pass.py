@@ -1,5 +1,7 @@
 """A reduction over each row and the outputs that need its result, for rows too long for an SM or of unknown length."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
@@ -19,6 +21,22 @@ from cute_ops.kernels.lib.row_layout import (
 from cute_ops.kernels.rowwise.function import Columns
 
 BATCH = 4  # vectors of a thread that are in flight together
+
+
+class Walked(NamedTuple):
+    """A row as its threads walk it.
+
+    Attributes:
+        rows: the row of each input.
+        n: its length.
+        shift: elements of the previous row in its first vector.
+        readable: columns that may be read, see :func:`readable`.
+    """
+
+    rows: Any
+    n: Any
+    shift: Any
+    readable: Any
 
 
 class WalkedRows:
@@ -73,7 +91,7 @@ class WalkedRows:
             count = (n + shift + (vec - 1)) // vec
             size = (count + (self.tile.cluster * local - 1)) // (self.tile.cluster * local)
             readable_n = readable(self.tile.v, n, row, row_count(inputs[0]))
-            rows = self._rows(inputs, self.function.inputs, row, long_n)
+            walked = Walked(self._rows(inputs, self.function.inputs, row, long_n), n, shift, readable_n)
             targets = self._rows(outputs, self.function.outputs, row, long_n)
             last = cutlass.select_(predicate, count, Int32(0))
             for j in cutlass.range(local, unroll=1):
@@ -81,7 +99,7 @@ class WalkedRows:
                 end = cutlass.min(begin + size, last)
                 state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
-                    state = self._batch(state, rows, base + tidx, end, shift, n, readable_n)
+                    state = self._batch(state, walked, base + tidx, end)
                 self.sum.arrive(self.function.tied(state, context), shared, step, j)
             results = self.sum.wait(None, shared, step)
             if (tidx == 0) & (rank == 0):
@@ -90,19 +108,20 @@ class WalkedRows:
                 begin = rank * local * size
                 end = cutlass.min(begin + local * size, count)
                 for v in cutlass.range(begin + tidx, end, self.tile.threads, unroll=2):
-                    self._emit(rows, targets, results, context, v * vec - shift, n, readable_n)
+                    self._emit(walked, targets, results, context, v * vec - shift)
 
     def _rows(self, tensors, names, row, n):
         return [Row.of(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
 
-    def _emit(self, rows, targets, results, context, first, n, readable):
-        values = tuple(self.access.read(gRow, first, n, readable) for gRow in rows)
+    def _emit(self, walked, targets, results, context, first):
+        values = tuple(self.access.read(gRow, first, walked.n, walked.readable) for gRow in walked.rows)
         emitted = self.function.emit(values, results, context, Columns(first, self.tile.vec))
         for x, gOut in zip(emitted, targets):
-            self.access.write(gOut, x, first, n)
+            self.access.write(gOut, x, first, walked.n)
 
-    def _batch(self, state, rows, start, end, shift, n, readable):
+    def _batch(self, state, walked, start, end):
         """The state with up to four more vectors of this thread, all loaded before any is used."""
+        rows, n, shift, readable = walked
         firsts, loaded = [], []
         for i in range(BATCH):
             v = start + i * self.tile.threads
