@@ -76,6 +76,7 @@ def compile_command(
         str,
         typer.Argument(metavar="OP", help="rmsnorm, rmsnorm_bwd, ..., or yours: file.py, file.py:name, module:name."),
     ],
+    *,
     dtype: Annotated[list[str] | None, typer.Option(help=f"{calls.DTYPE}; repeat. Default: bfloat16.")] = None,
     n: calls.Sizes = None,
     dim: calls.Dims = None,
@@ -93,7 +94,7 @@ def compile_command(
     """
     ops = calls.ops_of(op, gradients=False)
     table = table_of("kernel", "seconds", "file")
-    for variant in calls.variants_of(ops, dtype or [], n, dim, arch, rows, with_, without):
+    for variant in calls.variants_of(ops, dtype or [], calls.Asked(n, dim, arch, rows, with_, without)):
         try:
             if dump:
                 dump.mkdir(parents=True, exist_ok=True)

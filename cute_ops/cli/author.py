@@ -59,6 +59,7 @@ class CompiledKernel(NamedTuple):
 
 def inspect(
     op: Which,
+    *,
     dtype: Annotated[str | None, typer.Option(help=f"{calls.DTYPE}. Default: bfloat16.")] = None,
     n: calls.Sizes = None,
     dim: calls.Dims = None,
@@ -78,7 +79,8 @@ def inspect(
     """
     ops = calls.ops_of(op)
     wide = console if console.width >= 80 else Console(width=80)  # in fewer columns the table cannot be read
-    for variant in calls.variants_of(ops, [dtype] if dtype else [], n, dim, arch, rows, with_, without):
+    asked = calls.Asked(n, dim, arch, rows, with_, without)
+    for variant in calls.variants_of(ops, [dtype] if dtype else [], asked):
         table = _table_of(variant)
         for kernel in _kernels(variant, out):
             used, dynamic = kernel.resources, kernel.dynamic
@@ -99,6 +101,7 @@ def verify(
     op: Annotated[
         str, typer.Argument(metavar="OP", help="As for inspect. Default with --sweep: all ops of this package.")
     ] = "",
+    *,
     dtype: Dtypes = None,
     dim: calls.Dims = None,
     framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
@@ -143,36 +146,60 @@ def verify(
 
     Example: python -m cute_ops verify rmsnorm --sweep --round 3
     """
-    if sweep and (dtype or framework or dim):
-        hint = "--dtype" if dtype else "--framework" if framework else "--dim"
-        raise typer.BadParameter("a sweep takes every dtype and its own sizes, in PyTorch", param_hint=hint)
-    if interpret and (sweep or framework or not op):
-        wrong = "names no op" if not op else "is neither a sweep nor a framework's run"
-        raise typer.BadParameter(f"the interpreter {wrong}", param_hint="--interpret")
-    if not sweep and (number, processes, fraction) != (0, 0, 1.0):
-        raise typer.BadParameter("--round, --processes and --fraction are a sweep's: add --sweep")
-    if not sweep and not interpret and (seed, seconds) != (0, float("inf")):
-        raise typer.BadParameter("--seed and --seconds are for --sweep and --interpret: add one of them")
+    asked = Asked(number, seed, processes, fraction, seconds)
+    _check_options(op, {"--dtype": dtype, "--framework": framework, "--dim": dim}, asked, sweep, interpret)
     if sweep:
-        _sweep(calls.ops_of(op) if op else list(lookup.ours().values()), number, seed, processes, fraction, seconds)
-    if not op:
-        raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
-    # Start-up time: other commands need neither.
-    from cute_ops.tools.interpret import interpret as interpreted
-    from cute_ops.tools.verify import installed
-    from cute_ops.tools.verify import verify as verdicts
-
+        _sweep(calls.ops_of(op) if op else list(lookup.ours().values()), asked)
     if (given := calls.contract_of(op)) is not None:
         if dtype or dim or framework or interpret:
             raise typer.BadParameter(f"{op} declares no op: its get_inputs() says what is checked", param_hint="OP")
-        from cute_ops.tools import contract  # as above
+        from cute_ops.tools import contract  # start-up time: other commands need it not
 
         _report(given.name, contract.verify(given, repeats), dtype, "kernel_fn against reference_fn")
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, dtype or [])
+    sizes = calls.parsed(ops, dim)
     if interpret:
-        found = interpreted(ops, dtype or (), calls.parsed(ops, dim), seed, seconds)
+        from cute_ops.tools.interpret import interpret as interpreted  # as above
+
+        found = interpreted(ops, dtype or (), sizes, seed, seconds)
         _report(ops, found, dtype, "kernels, interpreted on the CPU")
+    _verify(ops, dtype, framework, repeats, sizes)
+
+
+class Asked(NamedTuple):
+    """What options say of a sweep and of the interpreter's calls."""
+
+    number: int
+    seed: int
+    processes: int
+    fraction: float
+    seconds: float
+
+
+def _check_options(op: str, chosen: Mapping[str, Any], asked: Asked, sweep: bool, interpret: bool) -> None:
+    """Refuse options that do not go together; ``chosen``: those that choose among cases."""
+    if sweep and any(chosen.values()):
+        hint = next(name for name, value in chosen.items() if value)
+        raise typer.BadParameter("a sweep takes every dtype and its own sizes, in PyTorch", param_hint=hint)
+    if interpret and (sweep or chosen["--framework"] or not op):
+        wrong = "names no op" if not op else "is neither a sweep nor a framework's run"
+        raise typer.BadParameter(f"the interpreter {wrong}", param_hint="--interpret")
+    if not sweep and (asked.number, asked.processes, asked.fraction) != (0, 0, 1.0):
+        raise typer.BadParameter("--round, --processes and --fraction are a sweep's: add --sweep")
+    if not sweep and not interpret and (asked.seed, asked.seconds) != (0, float("inf")):
+        raise typer.BadParameter("--seed and --seconds are for --sweep and --interpret: add one of them")
+    if not sweep and not op:
+        raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
+
+
+def _verify(
+    ops: list[Op], dtype: list[str] | None, framework: list[str] | None, repeats: int, sizes: Mapping[str, list[int]]
+) -> NoReturn:
+    """Check the cases of ops in installed frameworks, say what is wrong and leave."""
+    # Start-up time: other commands do not need it.
+    from cute_ops.tools.verify import installed, verify
+
     try:
         runners = installed(framework or ())
     except ValueError as error:
@@ -183,7 +210,7 @@ def verify(
     console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
     _say_what_is_not_checked(runners)
     what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
-    _report(ops, verdicts(ops, runners, dtype or (), repeats, calls.parsed(ops, dim)), dtype, what)
+    _report(ops, verify(ops, runners, dtype or (), repeats, sizes), dtype, what)
 
 
 def _say_what_is_not_checked(runners: Mapping[str, Runner]) -> None:
@@ -212,7 +239,7 @@ def _report(ops: list[Op] | str, verdicts: Iterable[Verdict], dtype: list[str] |
     raise typer.Exit(int(failed > 0))
 
 
-def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: float, seconds: float) -> NoReturn:
+def _sweep(ops: list[Op], asked: Asked) -> NoReturn:
     """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
     # Start-up time: other commands need neither.
     from cute_ops.tools.sweep_run import sweep
@@ -226,8 +253,8 @@ def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: floa
     start, count, kernels, wrong = time.monotonic(), 0, 0, 0
     with console.status("") as status:
         for found in sweep(
-            [o for o in ops if o.name not in left_out], RUNNERS["torch"], number, seed,
-            processes or len(os.sched_getaffinity(0)), fraction=fraction, seconds=seconds,
+            [o for o in ops if o.name not in left_out], RUNNERS["torch"], asked.number, asked.seed,
+            asked.processes or len(os.sched_getaffinity(0)), fraction=asked.fraction, seconds=asked.seconds,
         ):  # fmt: skip
             count, kernels = count + 1, kernels + found.kernels
             if found.problem:
@@ -239,7 +266,7 @@ def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: floa
     for name in left_out:
         console.print(f"{name} is not swept: {NOT_SWEPT[name]}", highlight=False)
     console.print(
-        f"round {number}, seed {seed}: {count - wrong} of {count} calls right, {kernels} kernels compiled, "
+        f"round {asked.number}, seed {asked.seed}: {count - wrong} of {count} calls right, {kernels} kernels compiled, "
         f"{time.monotonic() - start:.0f} s",
         highlight=False,
     )
@@ -273,34 +300,55 @@ def bench(
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
     ceiling = measure.copy_rate()
-    columns = ["op", "rows", "sizes", "us", "spread", "GB/s", "of a copy"]
     counted = any(declaration.flops for declaration in ops)
-    table, rows_found = Table(*columns, *(["TFLOPS"] if counted else [])), []
+    found = []
     for declaration in ops:
         for sizes in calls.sizes_of(declaration, n, dim, LENGTHS, ops):
-            kind, text = dtype or "bfloat16", " ".join(f"{name}={size}" for name, size in sizes.items())
-            rows = calls.many_rows(calls.bound(declaration, calls.example(declaration, kind, 1, sizes)))
-            example = calls.example(declaration, kind, rows, sizes)
-            try:
-                found = measure.measure(declaration, example)
-            except Exception as error:  # the other lengths are measured even if one has no kernel
-                console.print(f"{declaration.name} {text}: {type(error).__name__}: {error}", style="red", markup=False)
-                continue
-            work = flops(calls.bound(declaration, example))
-            tflops = "" if work is None else f"{work / found.us / 1e6:.4g}"
-            rows_found.append((declaration.name, rows, text, *found, ceiling, *([tflops] if counted else [])))
-            table.add_row(
-                declaration.name, str(rows), text, f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
-                f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}", *([tflops] if counted else []),
-            )  # fmt: skip
-    if not rows_found:
+            found += _measured(measure, declaration, dtype or "bfloat16", sizes, ceiling)
+    if not found:
         fail("nothing was measured")
+    table = Table("op", "rows", "sizes", "us", "spread", "GB/s", "of a copy", *["TFLOPS"] * counted)
+    for row in found:
+        table.add_row(
+            row.op, str(row.rows), row.sizes, f"{row.us:.1f}", f"{row.low:.1f} to {row.high:.1f}",
+            f"{row.rate:.0f}", f"{row.rate / ceiling:.0%}", *[row.tflops] * counted,
+        )  # fmt: skip
     console.print(table)
     out.mkdir(parents=True, exist_ok=True)
-    header = f"op,rows,sizes,us,us_min,us_max,gb_s,copy_gb_s{',tflops' if counted else ''}\n"
-    lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row) for row in rows_found]
+    header = f"op,rows,sizes,us,us_min,us_max,gb_s,copy_gb_s{',tflops' * counted}\n"
+    rows = (row if counted else row[:-1] for row in found)
+    lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row) for row in rows]
     (out / "bench.csv").write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
-    console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
+    console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(found, ceiling, out)}")
+
+
+class Measured(NamedTuple):
+    """A line of bench's table; ``tflops`` is empty for an op that declares no ``flops``."""
+
+    op: str
+    rows: int
+    sizes: str
+    us: float
+    low: float
+    high: float
+    rate: float
+    ceiling: float
+    tflops: str
+
+
+def _measured(measure: Any, op: Op, dtype: str, sizes: Mapping[str, int], ceiling: float) -> list[Measured]:
+    """How long a call with these sizes takes; says so and returns nothing where it cannot be measured."""
+    text = " ".join(f"{name}={size}" for name, size in sizes.items())
+    rows = calls.many_rows(calls.bound(op, calls.example(op, dtype, 1, sizes)))
+    example = calls.example(op, dtype, rows, sizes)
+    try:
+        found = measure.measure(op, example)
+    except Exception as error:  # the other lengths are measured even if one has no kernel
+        console.print(f"{op.name} {text}: {type(error).__name__}: {error}", style="red", markup=False)
+        return []
+    work = flops(calls.bound(op, example))
+    tflops = "" if work is None else f"{work / found.us / 1e6:.4g}"
+    return [Measured(op.name, rows, text, *found, ceiling, tflops)]
 
 
 def _bench_contract(given: Contract, measure: Any) -> None:
@@ -358,7 +406,7 @@ def _table_of(variant: Variant) -> Table:
     return table
 
 
-def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
+def _picture(rows: list[Measured], ceiling: float, out: Path) -> str:
     try:
         import matplotlib  # may be missing
     except ImportError:
@@ -367,9 +415,9 @@ def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name in dict.fromkeys(row[0] for row in rows):
+    for name in dict.fromkeys(row.op for row in rows):
         # By the first size of ``n=4096 k=512``.
-        points = sorted((int(r[2].partition(" ")[0].partition("=")[2] or 1), r[6]) for r in rows if r[0] == name)
+        points = sorted((int(r.sizes.partition(" ")[0].partition("=")[2] or 1), r.rate) for r in rows if r.op == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.axhline(ceiling, color="gray", linestyle="--", label="a large copy")
     axes.set(xscale="log", xlabel="row length, or the first size that was asked for", ylabel="GB/s", ylim=(0, None))

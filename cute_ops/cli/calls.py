@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -140,15 +140,23 @@ def example(
     }
 
 
-def variants_of(
-    ops: Sequence[Op], dtypes: Sequence[str], n: Sequence[int] | None, dims: Sequence[str] | None,
-    arches: list[str] | None, rows: int, with_: Sequence[str] | None, without: Sequence[str] | None,
-) -> Iterator[Variant]:  # fmt: skip
+class Asked(NamedTuple):
+    """What options say of calls: sizes, targets, rows, and which optional inputs are passed or not."""
+
+    n: Sequence[int] | None
+    dims: Sequence[str] | None
+    arches: list[str] | None
+    rows: int
+    with_: Sequence[str] | None
+    without: Sequence[str] | None
+
+
+def variants_of(ops: Sequence[Op], dtypes: Sequence[str], asked: Asked) -> Iterator[Variant]:
     """The kernels that the options ask for, with what a program on this machine would choose."""
     check_dtypes(ops, dtypes)
-    for op, where, dtype in product(ops, targets(arches), dtypes or ["bfloat16"]):
-        for sizes in sizes_of(op, n, dims, [4096], ops):
-            binding = bound(op, example(op, dtype, rows, sizes, with_ or (), without or ()))
+    for op, where, dtype in product(ops, targets(asked.arches), dtypes or ["bfloat16"]):
+        for sizes in sizes_of(op, asked.n, asked.dims, [4096], ops):
+            binding = bound(op, example(op, dtype, asked.rows, sizes, asked.with_ or (), asked.without or ()))
             try:
                 yield dispatch.foresee(binding, {}, where).variant
             except NotImplementedError as error:

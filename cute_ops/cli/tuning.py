@@ -31,6 +31,7 @@ def tune(
         list[str],
         typer.Argument(metavar="OP|FILE.py|MANIFEST ...", help="rmsnorm, or yours: file.py, module:name; a manifest."),
     ],
+    *,
     dtype: Annotated[list[str] | None, typer.Option("--dtype", help="Dtype of OP; repeat. Default: bfloat16.")] = None,
     n: Annotated[
         list[int] | None, typer.Option("--n", min=1, help="Sizes of OP's dim n; repeat. Default: its cases'.")
@@ -81,10 +82,7 @@ def tune(
             for outcome in found:
                 bar.update(task, advance=1)
                 outcomes.append(outcome)
-                if outcome.problem:
-                    console.print(f"{outcome.winner.call}: {outcome.problem}", style="red", markup=False)
-                else:  # at once, so that an interruption loses no measurement
-                    winners.remember([outcome.winner], out)
+                _remember(outcome, out)
         except CacheError as error:
             fail(error)
     console.print(_table(outcomes))
@@ -97,6 +95,14 @@ def tune(
     if not outcomes:
         console.print("all of them are remembered; --anew measures again")
     raise typer.Exit(int(failed > 0))
+
+
+def _remember(outcome: tuner.Outcome, out: Path | None) -> None:
+    """Store a winner at once, so that an interruption loses no measurement; or say what is wrong."""
+    if outcome.problem:
+        console.print(f"{outcome.winner.call}: {outcome.problem}", style="red", markup=False)
+    else:
+        winners.remember([outcome.winner], out)
 
 
 def _table(outcomes: Sequence[tuner.Outcome]) -> Table:

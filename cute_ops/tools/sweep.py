@@ -102,7 +102,7 @@ def swept(op: Op) -> str:
 
 
 def trials(
-    op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0, share: int = 0, shares: int = 1
+    op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0, *, share: int = 0, shares: int = 1
 ) -> Iterator[SweepCall]:
     """A round of an op's sweep.
 
@@ -205,14 +205,7 @@ def _case(op: Op, n: int, rng: np.random.Generator) -> Case:
             dims[name] = int(rng.integers(low, high))
     if "hq" in dims:
         dims["hq"] = dims["hk"] * int(rng.integers(1, 4))
-    options = {name: [default] for name, default in op.attrs.items()}
-    for case in op.cases:
-        for name, value in case.attrs.items():
-            if name in options:
-                options[name].append(value)
-    options |= {name: list(values) for name, values in op.choices.items()}
-    if op.instead:  # it is our kernels that are tried, not the framework's
-        options["fused"] = ["always"]
+    options = _options(op)
     attrs = {name: values[rng.integers(len(values))] for name, values in options.items()}
     # The first dtype variable has the trial's dtype.
     first = next(t.dtype for t in op.inputs.values() if t.dtype in op.dtypes)
@@ -222,6 +215,19 @@ def _case(op: Op, n: int, rng: np.random.Generator) -> Case:
     drawn += [f"{name}={value}" for name, value in attrs.items() if value != op.attrs[name]]
     sizes = [f"{name}={size}" for name, size in dims.items() if not isinstance(size, tuple) and name not in op.derived]
     return Case(" ".join([*sizes, *drawn]), dims, dtypes, absent, attrs)
+
+
+def _options(op: Op) -> dict[str, list[Any]]:
+    """The values of attributes that are drawn from: defaults, those of the cases, and declared choices."""
+    options = {name: [default] for name, default in op.attrs.items()}
+    for case in op.cases:
+        for name, value in case.attrs.items():
+            if name in options:
+                options[name].append(value)
+    options |= {name: list(values) for name, values in op.choices.items()}
+    if op.instead:  # it is our kernels that are tried, not the framework's
+        options["fused"] = ["always"]
+    return options
 
 
 def _with_rows(op: Op, case: Case, rows: int) -> Case:

@@ -147,7 +147,7 @@ def serve(runner: str) -> None:
 def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, SweepCall, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = lookup.find(task.place)
-    every = list(trials(op, where, task.number, task.seed, task.fraction, task.share, task.shares))
+    every = list(trials(op, where, task.number, task.seed, task.fraction, share=task.share, shares=task.shares))
     for start in range(task.start, len(every), CHUNK):
         chunk, compiled = every[start : start + CHUNK], 0
         if time.time() > end:
