@@ -74,36 +74,13 @@ def _check(config: object) -> None:
 
 
 def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
-    hidden, name = config["hidden_size"], str(config.get("model_type", ""))
-    eps = config.get("rms_norm_eps")
-    if eps is not None:
-        attrs = {"eps": float(eps)} | ({"weight_offset": 1.0} if name.startswith("gemma") else {})
-        yield from _rows("rmsnorm", {"x": hidden, "weight": hidden}, dtype, attrs, train)
-        if name.startswith(("qwen3", "gemma3")):
-            heads = config.get("num_attention_heads", 1)
-            size = config.get("head_dim") or hidden // heads
-            calls = list(_rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads)))
-            yield from calls
-            if name.startswith("gemma3"):
-                yield from (_exchanged(call, batch) for call in calls for batch in (1, 2))
-        summed = list(_rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train))
-        yield from summed
-        for call in summed[1:]:  # after the last layer the sum is not read again
-            last = {name: array for name, array in call.inputs.items() if name != "dresidual_out"}
-            yield Call(call.name, last, attrs=call.attrs)
-        if train and dtype != "float32" and not name.startswith("gemma"):
-            yield from _added(config, dtype, attrs)
+    hidden = config["hidden_size"]
+    if config.get("rms_norm_eps") is not None:
+        yield from _norms(config, dtype, train)
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation in _GATED and "intermediate_size" in config:
-        gated, attrs = _GATED[activation]
         for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
-            yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train)
-            if train and gated == "silu_mul":  # in one autograd node with its products, on matrices
-                yield from _rows("swiglu", {"x": 2 * size}, dtype, {}, False, (ROWS,))
-                for name in ("swiglu_bwd", "swiglu_again"):
-                    yield from _rows(name, {"x": 2 * size, "dout": size}, dtype, {}, False, (ROWS,))
-                if dtype != "float32":
-                    yield from _mlp_products(hidden, size, dtype)
+            yield from _gates(activation, hidden, size, dtype, train)
     # If only some columns of a head are rotated, models cut off the others first.
     whole = config.get("partial_rotary_factor") in (None, 1.0)
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
@@ -111,6 +88,41 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
     if train and "vocab_size" in config:
         yield _embedding(config["vocab_size"], hidden, dtype)
         yield from _losses(config["vocab_size"], dtype)
+
+
+def _norms(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
+    """Norms of the residual stream, alone and after its adds, and norms of heads."""
+    hidden, name = config["hidden_size"], str(config.get("model_type", ""))
+    attrs = {"eps": float(config["rms_norm_eps"])} | ({"weight_offset": 1.0} if name.startswith("gemma") else {})
+    yield from _rows("rmsnorm", {"x": hidden, "weight": hidden}, dtype, attrs, train=train)
+    if name.startswith(("qwen3", "gemma3")):
+        heads = config.get("num_attention_heads", 1)
+        size = config.get("head_dim") or hidden // heads
+        sizes = {"x": size, "weight": size}
+        calls = list(_rows("rmsnorm", sizes, dtype, attrs, train=train, lead=(*LEAD, heads)))
+        yield from calls
+        if name.startswith("gemma3"):
+            yield from (_exchanged(call, batch) for call in calls for batch in (1, 2))
+    sizes = {"x": hidden, "residual": hidden, "weight": hidden}
+    summed = list(_rows("add_rmsnorm", sizes, dtype, attrs, train=train))
+    yield from summed
+    for call in summed[1:]:  # after the last layer the sum is not read again
+        last = {name: array for name, array in call.inputs.items() if name != "dresidual_out"}
+        yield Call(call.name, last, attrs=call.attrs)
+    if train and dtype != "float32" and not name.startswith("gemma"):
+        yield from _added(config, dtype, attrs)
+
+
+def _gates(activation: str, hidden: int, size: int, dtype: str, train: bool) -> Iterator[Call]:
+    """The activation of a gated MLP of ``size`` columns."""
+    gated, attrs = _GATED[activation]
+    yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train=train)
+    if train and gated == "silu_mul":  # in one autograd node with its products, on matrices
+        yield from _rows("swiglu", {"x": 2 * size}, dtype, {}, train=False, lead=(ROWS,))
+        for name in ("swiglu_bwd", "swiglu_again"):
+            yield from _rows(name, {"x": 2 * size, "dout": size}, dtype, {}, train=False, lead=(ROWS,))
+        if dtype != "float32":
+            yield from _mlp_products(hidden, size, dtype)
 
 
 def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
@@ -134,16 +146,22 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
         yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
         if size in SIZES:
             yield from _rotated(config["hidden_size"], [heads, keys, keys], size, dtype)
-    if train:  # gradients of heads that are rotated right after their projections
-        counts = {"dq": heads, "dk": keys}
-        together = Array((1, ROWS, sum(counts.values()), size), dtype)
-        table = Array((ROWS, size // 2), dtype)
-        yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
-        inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
-        joined = Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
-        yield joined
-        if exchanged == "rope_bwd":
-            yield from (_exchanged(joined, batch) for batch in (1, 2))
+    if train:
+        yield from _rotated_back(heads, keys, size, dtype, exchanged == "rope_bwd")
+
+
+def _rotated_back(heads: int, keys: int, size: int, dtype: str, exchanged: bool) -> Iterator[Call]:
+    """Gradients of heads that are rotated right after their projections."""
+    halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
+    counts = {"dq": heads, "dk": keys}
+    together = Array((1, ROWS, sum(counts.values()), size), dtype)
+    table = Array((ROWS, size // 2), dtype)
+    yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
+    inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
+    joined = Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
+    yield joined
+    if exchanged:
+        yield from (_exchanged(joined, batch) for batch in (1, 2))
 
 
 def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:
@@ -227,8 +245,10 @@ def _losses(vocab: int, dtype: str) -> Iterator[Call]:
 
 
 def _rows(
-    name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], train: bool, lead: tuple[int, ...] = LEAD
-) -> Iterator[Call]:
+    name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], *, train: bool,
+    lead: tuple[int, ...] = LEAD,
+) -> Iterator[Call]:  # fmt: skip
+    """An op on rows, and in training its gradient, as declared and without the gradients of frozen weights."""
     op = lookup.find(name)
 
     def arrays(of: Op, names: Mapping[str, int]) -> dict[str, Array]:

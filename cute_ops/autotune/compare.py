@@ -145,6 +145,10 @@ class _Announced:
         return self._contest.sample(index)
 
 
+# Of each plan, and of each call, the samples.
+Times = dict[int, list[list[float]]]
+
+
 def select(
     contests: Sequence[Contestants],
     among: Sequence[int],
@@ -158,7 +162,18 @@ def select(
         among: the plans besides the first.
         right: whether a plan gives right results; called for those that could win.
     """
-    times: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, *among)}
+    times: Times = {i: [[] for _ in contests] for i in (0, *among)}
+    close, best = _finalists(contests, times, among, least, right)
+    before = [statistics.median(t) for t in times[0]]
+    if not close or _ratio(times, close[0]) >= 1 - least / 2:
+        return Measurement(0, before, before, 1 - _ratio(times, best))
+    return _confirmed(contests, close[0], least)
+
+
+def _finalists(
+    contests: Sequence[Contestants], times: Times, among: Sequence[int], least: float, right: Callable[[int], bool]
+) -> tuple[list[int], int]:
+    """The plans that may win, fastest first, and the fastest of which no wrong result is known; fills ``times``."""
     _rounds(contests, times, (0, *among), 1)
     left = [i for i in among if _ratio(times, i) < FAR]
     _rounds(contests, times, (0, *left), SCREENED - 1)
@@ -169,12 +184,12 @@ def select(
         close = [i for i in close if _ratio(times, i) < 1.03 * _ratio(times, close[0])]
         _rounds(contests, times, (0, *close), SELECTED)
         close.sort(key=lambda i: _ratio(times, i))
-    before = [statistics.median(t) for t in times[0]]
-    if not close or _ratio(times, close[0]) >= 1 - least / 2:
-        best = next((i for i in (*close, *ranked) if i in close or i not in promising), 0)
-        return Measurement(0, before, before, 1 - _ratio(times, best))
-    best = close[0]
-    fresh: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, best)}
+    return close, next((i for i in (*close, *ranked) if i in close or i not in promising), 0)
+
+
+def _confirmed(contests: Sequence[Contestants], best: int, least: float) -> Measurement:
+    """Whether a plan beats the first one in new samples, by more than chance."""
+    fresh: Times = {i: [[] for _ in contests] for i in (0, best)}
     for half in ((0, best), (best, 0)):  # each comes first equally often
         _rounds(contests, fresh, half, CONFIRMED // 2)
         won = [sum(b < a for a, b in zip(*pairs, strict=True)) for pairs in zip(fresh[0], fresh[best], strict=True)]

@@ -17,14 +17,10 @@ def objection(space: Space, problem: Problem, config: Config, op: str = "") -> s
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if type(value) is not int or value < 0]
     if wrong:
         return f"{wrong[0]} is not a number of at least 0"
-    threads, row = config.get("threads", WARP), config.get("threads_per_row", 1)
-    if not 0 < threads <= MAX_THREADS:
-        return f"{threads} threads, a CTA has at most {MAX_THREADS}"
-    if threads % WARP:
-        return f"{threads} threads are not whole warps"
-    if row < 1 or threads % row or (row < WARP and row & (row - 1)) or (row > WARP and row % WARP):
-        return f"{threads} threads cannot be shared out in rows of {row}"
-    limits, cluster = ARCHES[problem.arch], config.get("cluster", 1)
+    threads, limits = config.get("threads", WARP), ARCHES[problem.arch]
+    if wrong_threads := _of_threads(threads, config.get("threads_per_row", 1)):
+        return wrong_threads
+    cluster = config.get("cluster", 1)
     if cluster < 1 or cluster & (cluster - 1) or cluster > limits.cluster:
         return f"clusters of {cluster} CTAs, {problem.arch} has powers of two up to {limits.cluster}"
     needs = space.needed(problem, config, op) or Needs(threads, resident=config.get("resident", 1))
@@ -35,4 +31,15 @@ def objection(space: Space, problem: Problem, config: Config, op: str = "") -> s
     fit = occupancy(problem.arch, needs.threads, needs.registers, needs.shared)
     if fit < max(needs.resident, 1):
         return f"{needs.resident} CTAs are to be resident, {fit} fit by threads, registers and shared memory"
+    return ""
+
+
+def _of_threads(threads: int, row: int) -> str:
+    """What is wrong with the threads of a CTA, of which ``row`` share a row; empty if nothing is."""
+    if not 0 < threads <= MAX_THREADS:
+        return f"{threads} threads, a CTA has at most {MAX_THREADS}"
+    if threads % WARP:
+        return f"{threads} threads are not whole warps"
+    if row < 1 or threads % row or (row < WARP and row & (row - 1)) or (row > WARP and row % WARP):
+        return f"{threads} threads cannot be shared out in rows of {row}"
     return ""

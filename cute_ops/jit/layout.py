@@ -310,21 +310,7 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
     if lead and not any(_uneven(shapes[n], strides[n]) for n in rows):
         return {}
     kept = [i for i, size in enumerate(lead) if size != 1]
-    runs: list[list[int]] = []  # of neighbouring dims that one stride steps over
-    for i in kept:
-        previous = runs[-1][-1] if runs else None
-        if previous is not None and all(strides[n][previous] == strides[n][i] * lead[i] for n in rows):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    runs = runs or [[]]
-
-    def view(tensor: Tensor, runs: list[list[int]], shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
-        tail = len(tensor.dims)
-        merged = tuple(math.prod(lead[i] for i in run) for run in runs)
-        leading = tuple(strides[run[-1]] if run else math.prod(shape[-tail:]) for run in runs)
-        return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
-
+    runs = _runs(kept, lead, list(strides.values()))
     views = {}
     for name, tensor in {**op.inputs, **op.outputs}.items():
         array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
@@ -333,8 +319,30 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
         shape, stride = tuple(array.shape), tuple(strides.get(name, compact(array.shape)))
         own = [kept] if tensor.merged and _uneven(shape, stride) else runs
         if len(own) != len(lead):
-            views[name] = view(tensor, own, shape, stride)
+            views[name] = _merged(tensor, lead, own, shape, stride)
     return views
+
+
+def _runs(kept: list[int], lead: tuple[int, ...], strides: list[tuple[int, ...]]) -> list[list[int]]:
+    """Runs of neighbouring dims that one stride of every tensor steps over; one empty run if no dim is kept."""
+    runs: list[list[int]] = []
+    for i in kept:
+        previous = runs[-1][-1] if runs else None
+        if previous is not None and all(s[previous] == s[i] * lead[i] for s in strides):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs or [[]]
+
+
+def _merged(
+    tensor: Tensor, lead: tuple[int, ...], runs: list[list[int]], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> View:
+    """The view whose leading dims are runs of a tensor's."""
+    tail = len(tensor.dims)
+    merged = tuple(math.prod(lead[i] for i in run) for run in runs)
+    leading = tuple(strides[run[-1]] if run else math.prod(shape[-tail:]) for run in runs)
+    return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
 
 
 def _expanded(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:

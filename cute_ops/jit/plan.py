@@ -76,26 +76,31 @@ def plan(
 
 def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Signature:
     """All that a plan needs besides a config; takes and raises what :func:`plan` does."""
-    op, number = binding.op, sm(target.arch)
-    if number < op.least_sm:
-        least, have = (f"{n // 10}.{n % 10}" for n in (op.least_sm, number))
-        old = f"its kernels need SM {least} or newer, the target is SM {have}."
-        raise NotImplementedError(message(op, old, binding.inputs, binding.dims, binding.dtypes))
+    op = binding.op
+    _refuse_old(binding, target)
     static = {d: binding.dims[d] if fixed or d not in op.few else None for d in op.static if d in binding.dims}
     tensors = layout(binding, memory, static)
     present = {name: key for name, key in tensors.keys.items() if key}
     declared = {name: op.inputs.get(name) or op.outputs[name] for name in present}
-    limits = {name for name, t in declared.items() if t.dims and t.contiguous != ()}
+    # A tensor without a contiguous dim does not limit the vector width.
+    free = {name for name, t in declared.items() if not t.dims or t.contiguous == ()}
     choices = {name: t for name, t in declared.items() if isinstance(t.contiguous, tuple) and len(t.contiguous) > 1}
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
-        # A tensor without a contiguous dim does not limit the vector width.
-        aligns={n: min(key.align, key.row_align) if n in limits else VECTOR for n, key in present.items()},
+        aligns={n: VECTOR if n in free else min(key.align, key.row_align) for n, key in present.items()},
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.places.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
+
+
+def _refuse_old(binding: Binding, target: Target) -> None:
+    op, number = binding.op, sm(target.arch)
+    if number < op.least_sm:
+        least, have = (f"{n // 10}.{n % 10}" for n in (op.least_sm, number))
+        old = f"its kernels need SM {least} or newer, the target is SM {have}."
+        raise NotImplementedError(message(op, old, binding.inputs, binding.dims, binding.dtypes))
 
 
 def configured(call: Signature, config: Config) -> Plan:

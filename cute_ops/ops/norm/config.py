@@ -84,7 +84,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
     if centred and row.vectors > CENTRED_SMEM_VECTORS and row.aligned:
         # Threads exchange sums twice per row, for the mean and for the variance. Shared memory has room for other rows
         # that load meanwhile.
-        found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True, shallow=True)
+        found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True)
         if found:
             return found
     if row.vectors <= CTA_VECTORS:
@@ -122,12 +122,15 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     weights_fit = SMEM_FROM[False] < touched <= 2 * PERSISTENT_VECTORS
     if centred and not row.aligned and weights_fit and row.max_cluster > 1:
         return _persistent(problem, row, cluster=2, per_thread=5, threads=640)
-    if row.vectors > SMEM_FROM[row.aligned]:
-        full = not (row.aligned or centred or pair)
-        span = SMEM_SPAN_OF_SUM if pair and row.aligned else SMEM_VECTORS
-        found = _in_smem(problem, row, row.touched, span, full=full, shallow=full)
-        if found:
-            return found
+    full = not (row.aligned or centred or pair)
+    span = SMEM_SPAN_OF_SUM if pair and row.aligned else SMEM_VECTORS
+    if row.vectors > SMEM_FROM[row.aligned] and (found := _in_smem(problem, row, row.touched, span, full=full)):
+        return found
+    return _clustered(problem, row, centred, pair)
+
+
+def _clustered(problem: Problem, row: RowProblem, centred: bool, pair: bool) -> NormConfig:
+    """A long row in the registers of a cluster; read twice if even the largest cluster has too few."""
     # Clusters of four help when rows are few and hurt when they are many, unless each CTA fills its SM's schedulers.
     small_ctas = row.vectors <= SMALL_CTAS_VECTORS and row.aligned and not (centred or pair)
     span = REGISTER_VECTORS if not small_ctas else UNEVEN_SPAN if row.vectors % (4 * EVEN_SPAN) else EVEN_SPAN
@@ -160,10 +163,8 @@ def _in_registers(
     )  # fmt: skip
 
 
-def _in_smem(
-    problem: Problem, row: RowProblem, vectors: int, span: int, *, full: bool, shallow: bool
-) -> NormConfig | None:
-    spread = spread_in_smem(row, vectors, bytes_of(problem, ("x", "residual")), span, full=full, shallow=shallow)
+def _in_smem(problem: Problem, row: RowProblem, vectors: int, span: int, *, full: bool) -> NormConfig | None:
+    spread = spread_in_smem(row, vectors, bytes_of(problem, ("x", "residual")), span, full=full, shallow=full)
     if spread is None:
         return None
     # With at most 1088 threads per SM, registers have room for the weight (16 bytes per vector) while the row loads.
@@ -250,8 +251,9 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     sums = max(sum(name in problem.dtypes for name in ("dweight", "dbias")), 1)
     lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
     align = row.align_vectors if lines else 1
-    cluster = _backward_cluster(row, row.vectors + (0 if row.aligned else align), sums)
-    span = -(-(row.vectors + (0 if row.aligned else align)) // cluster)
+    touched = row.vectors + (0 if row.aligned else align)
+    cluster = _backward_cluster(row, touched, sums)
+    span = -(-touched // cluster)
     per_thread, sm_threads = _vectors_of_a_thread(row, span, cluster, sums, centred)
     share = threads_for(span, per_thread, 512)
     balanced = cluster > 2 and sums == 2 and not row.aligned
@@ -263,18 +265,16 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     slot = -(-row_bytes // cluster) * (threads // share) + 64 * VECTOR_BYTES
     if balanced:
         slot = share * -(-(span + WARP - 1) // share) * -(-row_bytes // row.vectors)
-    if span > max(4, per_thread) * share or 2 * slot > row.ring_bytes:
-        return None
-    deeper = cluster > 1 and (row.vectors > CTA_VECTORS or span <= 256)
-    half = CTA_VECTORS // 2
-    if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and half < span <= CTA_VECTORS:
-        deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
-    stages = 3 if deeper and 3 * slot <= row.ring_bytes else 2
+    if "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span):
+        sm_threads = threads  # one CTA per SM: rows of three inputs take longer to arrive
+        stages = _stages(row, slot, deeper=True)
+    else:
+        stages = _stages(row, slot, deeper=cluster > 1 and (row.vectors > CTA_VECTORS or span <= 256))
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
     held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)
     room = ARCHES[problem.arch].shared_per_cta - _bytes_of_sums(share, cluster, centred)
     stages = min(stages, room // held)
-    if stages < 2:
+    if span > max(4, per_thread) * share or stages < 2:
         return None
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), sm_threads // threads))
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
@@ -283,6 +283,18 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
         "persistent", threads, share, cluster, resident, align, stages=stages,
         clusters=resident_clusters(problem, cluster) * resident, sort_period=sort_period, balanced=balanced,
     )  # fmt: skip
+
+
+def _is_long(row: RowProblem, span: int) -> bool:
+    """Whether an unaligned row fills more than half of a CTA."""
+    return not row.aligned and CTA_VECTORS // 2 < span <= CTA_VECTORS
+
+
+def _stages(row: RowProblem, slot: int, *, deeper: bool) -> int:
+    """Slots of the ring, ``slot`` bytes each: three if ``deeper`` and there is room, none without room for two."""
+    if 2 * slot > row.ring_bytes:
+        return 0
+    return 3 if deeper and 3 * slot <= row.ring_bytes else 2
 
 
 def _bytes_of_sums(threads: int, cluster: int, centred: bool) -> int:
@@ -304,12 +316,7 @@ def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
 def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
     """Vectors of a thread, and threads of an SM that have registers for one sum of each of their columns."""
     if row.vectors > WARP and (sums == 2 or (centred and not row.aligned)):
-        # A thread takes many columns. Two sums of each leave registers for fewer threads, but then a row's sum has
-        # fewer partial sums to exchange.
-        short = row.vectors <= 5 * WARP
-        per_thread = -(-row.vectors // WARP) if short else 3 if not row.aligned and cluster == 1 else 4
-        many = not short if row.itemsize == 4 else row.n <= 12 * WARP
-        threads = MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
+        per_thread, threads = _many_columns(row, cluster)
     elif not row.aligned and span <= CTA_VECTORS and cluster <= 2:
         per_thread, threads = step(UNALIGNED, span)
     elif row.vectors <= CTA_VECTORS and cluster == 2:
@@ -320,6 +327,16 @@ def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, ce
         # Four or five, whichever gives the busiest of an SM's schedulers fewer vectors.
         per_thread = min((4, 5), key=lambda k: of_scheduler(span, k, 512))
     return per_thread, threads
+
+
+def _many_columns(row: RowProblem, cluster: int) -> tuple[int, int]:
+    """(vectors, threads) as above, where a thread takes many columns. Two sums of each leave registers for fewer
+    threads, but then a row's sum has fewer partial sums to exchange.
+    """
+    short = row.vectors <= 5 * WARP
+    per_thread = -(-row.vectors // WARP) if short else 3 if not row.aligned and cluster == 1 else 4
+    many = not short if row.itemsize == 4 else row.n <= 12 * WARP
+    return per_thread, MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
 
 
 def _few_rows(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:
