@@ -206,28 +206,36 @@ def _uses(code: CodeType, free: frozenset[str], first: str, owner: str) -> Itera
     loaded: set[str] = set()  # before they are aliases: in a loop's next round
     for i, each in enumerate(steps):
         operation = each.opname
-        if operation in _CHANGES or (operation in ("STORE_DEREF", "DELETE_DEREF") and each.argval in free):
-            raise Unknown(f"it changes `{each.argval}`" if each.argval else "it changes an element")
-        if operation == "IMPORT_NAME" and each.argval not in PURE_MODULES:
-            raise Unknown(f"it imports `{each.argval}`")
+        _refuse_change(each, free)
         if operation.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")):
             loaded.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
         use = _root(each, free, first, owner, aliases)
         if use is None:
             continue
         use, after = _chain(use, steps, i + 1)
-        if after < len(steps) and steps[after].opname == "STORE_FAST":
-            name = steps[after].argval
-            given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            if stored.count(name) == 1 and name not in given and name not in loaded:
-                aliases[name] = use
-                continue
-        yield use
+        name = steps[after].argval if after < len(steps) and steps[after].opname == "STORE_FAST" else ""
+        if name and stored.count(name) == 1 and name not in {*_parameters(code), *loaded}:
+            aliases[name] = use
+        else:
+            yield use
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _uses(
                 inner, free.intersection(inner.co_freevars), "", owner if owner in inner.co_freevars else ""
             )
+
+
+def _refuse_change(each: dis.Instruction, free: frozenset[str]) -> None:
+    """Raise Unknown if an instruction changes what others see, or imports a module that is not known to be pure."""
+    operation = each.opname
+    if operation in _CHANGES or (operation in ("STORE_DEREF", "DELETE_DEREF") and each.argval in free):
+        raise Unknown(f"it changes `{each.argval}`" if each.argval else "it changes an element")
+    if operation == "IMPORT_NAME" and each.argval not in PURE_MODULES:
+        raise Unknown(f"it imports `{each.argval}`")
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _stored(each: dis.Instruction) -> Sequence[str]:

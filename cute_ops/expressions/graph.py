@@ -176,10 +176,7 @@ class Graph:
         got = "".join(self.kinds[i].dtype[0] for i in args)
         if got != declared.takes:
             raise ValueError(f"{word} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
-        if self._is_dtype(value) != (word == "astype") or (value and word != "astype" and not declared.grouped):
-            raise ValueError(f"{word} {value!r}: {', '.join((*STORED_AS, ROUNDS_TO[-1]))} belong to astype")
-        if declared.grouped != value.isdigit():
-            raise ValueError(f"{word} {value!r}: the columns of a group belong to words of groups")
+        self._check_value(word, value, declared.grouped)
         rows, columns = any(self.kinds[i].rows for i in args), any(self.kinds[i].columns for i in args)
         if (declared.reduces or declared.grouped) and not columns:
             raise ValueError(f"{word} of a value without columns")
@@ -187,6 +184,13 @@ class Graph:
             args = tuple(sorted(args, key=self._order.__getitem__))
         dtype = "bool" if declared.gives == "b" else "float32"
         return self._make(Node(word, args, value), Kind(rows, columns and not declared.reduces, dtype))
+
+    def _check_value(self, word: str, value: str, grouped: bool) -> None:
+        """Raise ValueError unless a word has the dtype or the columns of a group that it needs, and nothing else."""
+        if self._is_dtype(value) != (word == "astype") or (value and word != "astype" and not grouped):
+            raise ValueError(f"{word} {value!r}: {', '.join((*STORED_AS, ROUNDS_TO[-1]))} belong to astype")
+        if grouped != value.isdigit():
+            raise ValueError(f"{word} {value!r}: the columns of a group belong to words of groups")
 
     def _is_dtype(self, value: str) -> bool:
         number = value.removeprefix(LIKE)

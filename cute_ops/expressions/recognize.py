@@ -74,16 +74,7 @@ def _one_plus_exp(g: _Graph, i: int) -> int | None:
 
 def _gated(g: _Graph, args: tuple[int, ...]) -> int | None:
     """``x`` times a function of ``x`` that goes from 0 to 1: silu and both forms of gelu."""
-    scale, factors = 1.0, list(args)
-    for i in args:
-        if g.nodes[i].word == "multiply":
-            factors.remove(i)
-            factors += g.nodes[i].args
-    for i in list(factors):
-        number = g.nodes[i].number
-        if number is not None:
-            scale *= number
-            factors.remove(i)
+    scale, factors = _scale_and_factors(g, args)
     if len(factors) != 2 or scale not in (0.5, 1):
         return None
     for x, gate in (factors, factors[::-1]):
@@ -102,6 +93,21 @@ def _gated(g: _Graph, args: tuple[int, ...]) -> int | None:
                 if argument is not None and _close(g, argument, x, inside):
                     return g.add(meant, x)
     return None
+
+
+def _scale_and_factors(g: _Graph, args: tuple[int, ...]) -> tuple[float, list[int]]:
+    """The product of the numbers among the factors of a product, one product inside it included, and the others."""
+    scale, factors = 1.0, list(args)
+    for i in args:
+        if g.nodes[i].word == "multiply":
+            factors.remove(i)
+            factors += g.nodes[i].args
+    for i in list(factors):
+        number = g.nodes[i].number
+        if number is not None:
+            scale *= number
+            factors.remove(i)
+    return scale, factors
 
 
 def _close(g: _Graph, i: int, x: int, wanted: Mapping[int, float]) -> bool:
@@ -126,12 +132,17 @@ def _polynomial(g: _Graph, i: int, x: int, left: list[int]) -> dict[int, float] 
     first, second = found[0], found[-1]
     if first is None or second is None or len(first) * len(second) > 16:
         return None
-    if node.word in ("add", "subtract"):
-        sign = 1 if node.word == "add" else -1
+    return _combined(node.word, first, second)
+
+
+def _combined(word: str, first: dict[int, float], second: dict[int, float]) -> dict[int, float] | None:
+    """A word of two polynomials, the same one for a word of one argument; None where that is no polynomial."""
+    if word in ("add", "subtract"):
+        sign = 1 if word == "add" else -1
         return {p: first.get(p, 0.0) + sign * second.get(p, 0.0) for p in first.keys() | second.keys()}
-    if node.word == "negative":
+    if word == "negative":
         return {p: -c for p, c in first.items()}
-    if node.word == "divide":
+    if word == "divide":
         return {p: c / second[0] for p, c in first.items()} if second.keys() == {0} and second[0] else None
     product: dict[int, float] = {}
     for p, c in first.items():

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from cute_ops.declaration.array_api import beside, cast, erfc, sigmoid, widen
-from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.graph import Expression, Node
 from cute_ops.expressions.words import ROUNDS_TO
 
 # tanh approximation of GELU: 0.5 * x * (1 + tanh(SLOPE * (x + CUBE * x^3))).
@@ -36,18 +36,13 @@ def evaluate(
     expression = getattr(expression, "written", expression)
     arrays = [a if a.dtype == xp.bool else widen(xp, a)[0] for a in operands]
     accumulator = xp.float64 if any(a.dtype == xp.float64 for a in arrays) else xp.float32
-    place = beside(xp, arrays[0]) if arrays else {}
     values: list[Any] = []
     for node in expression.nodes:
         if node.word == "operand":
             array = arrays[node.operand]
             values.append(_half(array, node.half) if node.half else array)
-        elif node.word == "column":
-            values.append(xp.arange(_row_length(expression, arrays), dtype=accumulator, **place))
-        elif node.word in ("constant", "n"):
-            number = _row_length(expression, arrays) if node.word == "n" else node.number
-            dtype = xp.bool if isinstance(number, bool) else accumulator
-            values.append(xp.asarray(number, dtype=dtype, **place))
+        elif node.word in ("column", "constant", "n"):
+            values.append(_leaf(expression, node, xp, arrays, accumulator))
         else:
             args = [values[i] for i in node.args]
             values.append(REFERENCE[node.word](xp, *args, *([node.value] if node.value else [])))
@@ -56,6 +51,15 @@ def evaluate(
         cast(xp, out, dtype, out) if dtype else out
         for out, dtype in zip(outputs, dtypes or [None] * len(outputs), strict=True)
     )
+
+
+def _leaf(expression: Expression, node: Node, xp: Any, arrays: Sequence[Any], accumulator: Any) -> Any:
+    """A number, the length of a row, or the elements' places in it, where the arrays are."""
+    place = beside(xp, arrays[0]) if arrays else {}
+    if node.word == "column":
+        return xp.arange(_row_length(expression, arrays), dtype=accumulator, **place)
+    number = _row_length(expression, arrays) if node.word == "n" else node.number
+    return xp.asarray(number, dtype=xp.bool if isinstance(number, bool) else accumulator, **place)
 
 
 def _half(array: Any, half: str) -> Any:

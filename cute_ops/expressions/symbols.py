@@ -89,6 +89,17 @@ class Tracing(SimplifyingGraph):
             call = f"xp.{word}({', '.join('xyz'[: len(takes)])})"
             self.refuse(f"xp.{word} of {len(args)} argument{'s' * (len(args) != 1)}", f"write {call}")
         nodes = [self.node(x, word) for x in args]
+        self._make_floats(word, takes, nodes)
+        if WORDS[word].grouped and not self.kinds[nodes[0]].columns:
+            self.refuse(f"{word} of a value without columns", "compute it from a tile or a row vector")
+        if WORDS[word].reduces and not self.kinds[nodes[0]].columns:
+            if not self.kinds[nodes[0]].rows:
+                self.refuse(f"{word} of a scalar", "leave it out: a scalar has no rows")
+            return Symbol(self, nodes[0])  # a column vector: its last dim is 1
+        return Symbol(self, self.add(word, *nodes, value=value))
+
+    def _make_floats(self, word: str, takes: str, nodes: list[int]) -> None:
+        """Turn bools among the arguments into 1 and 0 where floats are taken, but not if all of these are bools."""
         bools = [self.kinds[i].dtype == "bool" for i in nodes]
         floats = [i for i, letter in enumerate(takes) if letter == "f"]
         if any(letter == "b" and not bools[i] for i, letter in enumerate(takes)):
@@ -99,13 +110,6 @@ class Tracing(SimplifyingGraph):
         for i in floats:
             if bools[i]:
                 nodes[i] = self.add("where", nodes[i], self.constant(1.0), self.constant(0.0))
-        if WORDS[word].grouped and not self.kinds[nodes[0]].columns:
-            self.refuse(f"{word} of a value without columns", "compute it from a tile or a row vector")
-        if WORDS[word].reduces and not self.kinds[nodes[0]].columns:
-            if not self.kinds[nodes[0]].rows:
-                self.refuse(f"{word} of a scalar", "leave it out: a scalar has no rows")
-            return Symbol(self, nodes[0])  # a column vector: its last dim is 1
-        return Symbol(self, self.add(word, *nodes, value=value))
 
     def node(self, x: Any, word: str) -> int:
         """The node of a word's argument."""

@@ -64,22 +64,7 @@ def trace(
     given: dict[str, Any] = dict.fromkeys(operands)
     for i, (name, operand) in enumerate(declared.items()):
         given[name] = Packed(graph, i) if operand.packed else Symbol(graph, graph.operand(i))
-    try:
-        returned = function(Namespace(graph), **given, **(attrs or {}))
-    except RecursionError as error:
-        graph.refuse("it calls itself without an end", "write a loop of a fixed number of steps", _users_line(error))
-    except TypeError as error:
-        if isinstance(error, TraceError):
-            raise
-        whole, text = str(error), first_line(error)[:100]
-        if Namespace.__name__ in whole:
-            graph.refuse(text.replace(Namespace.__name__, "xp"), "write words as xp.exp(x)", _users_line(error))
-        if f"'{Size.__name__}'" in whole:
-            graph.refuse(f"the length of a row in {text}", "use +, -, * and / on it", _users_line(error))
-        if Symbol.__name__ in whole:  # raised by a library that does not know symbols, such as JAX
-            what = f"a library's function of a value: {text}"
-            graph.refuse(what, "write the word of xp that does it", _users_line(error))
-        raise
+    returned = _called(function, graph, {**given, **(attrs or {})})
     if graph.refused is not None:
         raise graph.refused
     results = returned if isinstance(returned, tuple) else (returned,)
@@ -96,6 +81,26 @@ def trace(
     if not all(depends[i] for i in expression.outputs):
         _output(graph, 1.0, at)
     return expression
+
+
+def _called(function: Callable[..., Any], graph: Tracing, given: Mapping[str, Any]) -> Any:
+    """What a function returns for symbols; refuses what it does with them that an expression cannot say."""
+    try:
+        return function(Namespace(graph), **given)
+    except RecursionError as error:
+        graph.refuse("it calls itself without an end", "write a loop of a fixed number of steps", _users_line(error))
+    except TypeError as error:
+        if isinstance(error, TraceError):
+            raise
+        whole, text = str(error), first_line(error)[:100]
+        if Namespace.__name__ in whole:
+            graph.refuse(text.replace(Namespace.__name__, "xp"), "write words as xp.exp(x)", _users_line(error))
+        if f"'{Size.__name__}'" in whole:
+            graph.refuse(f"the length of a row in {text}", "use +, -, * and / on it", _users_line(error))
+        if Symbol.__name__ in whole:  # raised by a library that does not know symbols, such as JAX
+            what = f"a library's function of a value: {text}"
+            graph.refuse(what, "write the word of xp that does it", _users_line(error))
+        raise
 
 
 def _users_line(error: Exception) -> tuple[str, int]:

@@ -49,23 +49,25 @@ def check(value: Any, shape: Any, path: tuple[Any, ...] = ()) -> None:
         kind = type(shape)
     if not _is(value, shape):
         raise ValueError(f"{_place(path)} is {_shown(value)}, expected {_named(shape)}")
+    if kind in (list, tuple, dict):
+        for key, one in _inside(value, shape, kind, path).items():
+            if type(value[key]) is not one:  # most values are seen to be right without a call
+                check(value[key], one, (path, key))
+
+
+def _inside(value: Any, shape: Any, kind: type, path: tuple[Any, ...]) -> dict[Any, Any]:
+    """The shapes of the values in a list or an object."""
     if kind is list:
-        shapes = dict.fromkeys(range(len(value)), shape[0])
-    elif kind is tuple:
+        return dict.fromkeys(range(len(value)), shape[0])
+    if kind is tuple:
         if len(value) != len(shape):
             raise ValueError(f"{_place(path)} has {len(value)} values, expected {len(shape)}")
-        shapes = dict(enumerate(shape))
-    elif kind is dict and str in shape:
-        shapes = {name: shape.get(name, shape[str]) for name in value}
-    elif kind is dict:
-        if missing := [name for name in shape if name not in value and not name.endswith("?")]:
-            raise ValueError(f"{_place(path)} has no {missing[0]!r}")
-        shapes = {field: one for name, one in shape.items() if (field := name.removesuffix("?")) in value}
-    else:
-        return
-    for key, one in shapes.items():
-        if type(value[key]) is not one:  # most values are seen to be right without a call
-            check(value[key], one, (path, key))
+        return dict(enumerate(shape))
+    if str in shape:
+        return {name: shape.get(name, shape[str]) for name in value}
+    if missing := [name for name in shape if name not in value and not name.endswith("?")]:
+        raise ValueError(f"{_place(path)} has no {missing[0]!r}")
+    return {field: one for name, one in shape.items() if (field := name.removesuffix("?")) in value}
 
 
 def _place(path: tuple[Any, ...]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +99,16 @@ def neighbourhood(node: Node) -> Subgraph | None:
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     members = {node}
     _add_producers(members, node)
+    _add_users(members, node, order)
+    if all(n is node or n.target is operator.getitem or _is_view(n) for n in members):
+        return None
+    nodes = sorted(members, key=order.__getitem__)
+    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members)
+    outputs = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and not members.issuperset(n.users)]
+    return Subgraph(nodes, list(inputs), outputs)
+
+
+def _add_users(members: set[Node], node: Node, order: Mapping[Node, int]) -> None:
     waiting = [node]
     while waiting and len(members) < MOST:
         for user in waiting.pop().users:
@@ -112,12 +122,6 @@ def neighbourhood(node: Node) -> Subgraph | None:
             if all(i.op in ("placeholder", "get_attr") or order[i] < order[node] for i in outside):
                 members |= found
                 waiting.append(user)
-    if all(n is node or n.target is operator.getitem or _is_view(n) for n in members):
-        return None
-    nodes = sorted(members, key=order.__getitem__)
-    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members)
-    outputs = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and not members.issuperset(n.users)]
-    return Subgraph(nodes, list(inputs), outputs)
 
 
 def _add_producers(members: set[Node], node: Node, known: Set[Node] = frozenset()) -> None:

@@ -51,18 +51,29 @@ def _last(mean: Any) -> bool:
 def _rmsnorm(graph: Graph, node: Any) -> bool:
     if calls(node, "rms_norm"):
         return _functional(graph, node, "rmsnorm", ("weight",))
+    return _gemmas_rmsnorm(graph, node) or _llamas_rmsnorm(graph, node)
+
+
+def _gemmas_rmsnorm(graph: Graph, node: Any) -> bool:
+    """Scaled by one more than the weight, then rounded."""
     value = value_of(node)
-    scaled = _uncast(node, value.dtype) if value is not None else node
-    for normed, scale in _factors(scaled, "mul"):  # Gemma's: scaled by one more than the weight, then rounded
+    if value is None:
+        return False
+    for normed, scale in _factors(_uncast(node, value.dtype), "mul"):
         core = _normalised(normed)
         x = _rows(core.x) if core else None
+        if not core or x is None or value.dtype != x.dtype:
+            continue
         for weight, one in _factors(scale, "add"):
             weight = _uncast(weight, torch.float32)
-            if not core or x is None or value is None or value.dtype != x.dtype or isinstance(one, Node):
-                continue
-            if one == 1 and _vector(weight, x):
+            if not isinstance(one, Node) and one == 1 and _vector(weight, x):
                 return _scaled(graph, node, core, weight, 1.0)
-    for weight, normed in _factors(node, "mul"):  # Llama's: rounded, then scaled
+    return False
+
+
+def _llamas_rmsnorm(graph: Graph, node: Any) -> bool:
+    """Rounded, then scaled."""
+    for weight, normed in _factors(node, "mul"):
         inner = value_of(normed)
         core = _normalised(_uncast(normed, inner.dtype)) if inner is not None else None
         x = _rows(core.x) if core else None
