@@ -348,7 +348,7 @@ def _measured(measure: Any, op: Op, dtype: str, sizes: Mapping[str, int], ceilin
         return []
     work = flops(calls.bound(op, example))
     tflops = "" if work is None else f"{work / found.us / 1e6:.4g}"
-    return [Measured(op.name, rows, text, *found, ceiling, tflops)]
+    return [Measured(op.name, rows, text, found.us, found.low, found.high, found.rate, ceiling, tflops)]
 
 
 def _bench_contract(given: Contract, measure: Any) -> None:
