@@ -114,14 +114,7 @@ class AdamW(torch.optim.Optimizer):
             given[1] = -given[1] if group.get("maximize") else given[1].resolve_neg()
             rows = _rows(given)
             inputs = *rows, *expanded(int(state["step"]), parameter.device, rows[0].shape[:-1]), *constants
-            results = rows[0], rows[2], rows[3]
-            if all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results):
-                into(*inputs, *results)
-                # A backward that has saved these tensors raises instead of reading the new values.
-                torch.autograd.graph.increment_version(results)
-            else:
-                for result, value in zip(results, run(*inputs), strict=True):
-                    result.copy_(value)
+            _update(run, into, inputs, (rows[0], rows[2], rows[3]))
 
     def _init_state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -143,6 +136,17 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             if "decoupled_weight_decay" in group:
                 group["decoupled_weight_decay"] = True
+
+
+def _update(run: Any, into: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Write a parameter and its moments: in place where the kernel can, else by a copy."""
+    if all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results):
+        into(*inputs, *results)
+        # A backward that has saved these tensors raises instead of reading the new values.
+        torch.autograd.graph.increment_version(results)
+    else:
+        for result, value in zip(results, run(*inputs), strict=True):
+            result.copy_(value)
 
 
 def _parts(given: list[Any]) -> list[Tensor]:

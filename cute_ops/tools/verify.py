@@ -90,13 +90,15 @@ def verify(
         for case, asked in product(op.cases, combined):
             if op.steps:
                 yield _gradient(op, case, asked)
-            free = [
-                t for t in op.inputs.values()
-                if t.dtype in op.dtypes and t.dtype not in case.dtypes and not t.upper_bound
-            ]  # fmt: skip
-            choices = op.dtype_choices(free[0]) if free else FLOATS
-            for dtype in (d for d in dtypes or choices if d in choices or not free):
+            for dtype in _dtypes_of(op, case, dtypes):
                 yield from _case(op, case, dtype, runners, repeats, asked)
+
+
+def _dtypes_of(op: Op, case: Case, wanted: Sequence[str]) -> list[str]:
+    """The dtypes, those that are wanted if any are, of the first dtype variable that a case leaves open."""
+    free = [t for t in op.inputs.values() if t.dtype in op.dtypes and t.dtype not in case.dtypes and not t.upper_bound]
+    choices = op.dtype_choices(free[0]) if free else FLOATS
+    return [d for d in wanted or choices if d in choices or not free]
 
 
 def _resized(case: Case, asked: Mapping[str, int]) -> Case:

@@ -79,16 +79,18 @@ def kernel(
     scratch = chosen.plan.workspaces
     results = {**made, **scratch, **written}
     shapes = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in results.values()]
-    # XLA copies an aliased operand that is read later.
-    operands, places = {n: i for i, n in enumerate(given)}, {n: i for i, n in enumerate(results)}
     donated = {n: op.outputs[n].donates for n in made if op.outputs[n].donates not in orders} if inplace else {}
-    donated |= {n: n for n in written}
-    aliases = {operands[source]: places[n] for n, source in donated.items() if source in operands}
+    aliases = _aliases(list(given), list(results), {**donated, **{n: n for n in written}})
     call = jax.ffi.ffi_call(variant.symbol, list(shapes), input_output_aliases=aliases)
     found = dict(zip(results, call(*views.values(), **numbers), strict=True))
     for name in written.keys() & orders.keys():
         found[name] = jnp.transpose(found[name], [orders[name].index(i) for i in range(found[name].ndim)])
     return [found[n].reshape(a.shape) for n, a in binding.results.items() if a is not None]
+
+
+def _aliases(given: list[str], results: list[str], donated: Mapping[str, str | None]) -> dict[int, int]:
+    """The result that takes the memory of an operand, by their places. XLA copies an operand that is read later."""
+    return {given.index(source): results.index(n) for n, source in donated.items() if source in given}
 
 
 class Chosen(NamedTuple):

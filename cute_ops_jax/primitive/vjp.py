@@ -7,7 +7,7 @@ needs: a frozen weight has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,17 +85,21 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
         kept = {n: a if n in needed else jnp.zeros(0, a.dtype) for n, a in known.items() if n in reads}
         return outputs, (kept, mark)
 
+    def run_step(step: Op, call: StaticCall, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs of a step of the gradient, from what is known by name."""
+        given = {name: _as_input(tensor, known.get(name)) for name, tensor in step.inputs.items()}
+        attrs = {n: value for n, value in call.attrs if n in step.keywords}
+        results = of_step(step)(given, attrs, call.inplace, call.axes)
+        shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
+        return {n: results[shared.get(n, n)] for n in results}
+
     def backward_rule(call: StaticCall, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
         kept, mark = saved
         sizes = {} if mark is None else dict(zip(optional, mark.shape[1:], strict=True))
         cotangents = {name: _whole(cotangent, call.axes) for name, cotangent in cotangents.items()}
         known: dict[str, Any] = {**kept, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}}
         for step in op.backward([name for name in call.names if sizes.get(name, 1)], call.names):
-            given = {name: _as_input(tensor, known.get(name)) for name, tensor in step.inputs.items()}
-            attrs = {n: value for n, value in call.attrs if n in step.keywords}
-            results = of_step(step)(given, attrs, call.inplace, call.axes)
-            shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
-            known |= {n: results[shared.get(n, n)] for n in results}
+            known |= run_step(step, call, known)
         for name, output in op.handed_on.items():
             if name in kept and sizes.get(name, 1):
                 known[f"d{name}"] = _like(cotangents[output], kept[name].dtype)

@@ -133,17 +133,8 @@ class CallPlacements:
         check_strides(self.binding, tensors)
         given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
         sharded = {n: t for n, t in given.items() if isinstance(t, DTensor)}
-        first = next(iter(sharded))
-        self.mesh = sharded[first].device_mesh
-        for name in given:
-            if name in (*op.differentiable, *op.mutates) and name not in sharded:
-                problem = f"argument `{name}` is a torch.Tensor, but `{first}` is a DTensor; distribute both."
-                raise TypeError(refusal(self.binding, problem))
-            if name in sharded and sharded[name].device_mesh != self.mesh:
-                problem = f"argument `{name}` is on {sharded[name].device_mesh}, but `{first}` is on {self.mesh}."
-                raise ValueError(refusal(self.binding, problem))
-        for name, reason in self._refused(sharded):
-            raise NotImplementedError(refusal(self.binding, f"argument `{name}` {reason}."))
+        self.mesh = next(iter(sharded.values())).device_mesh
+        self._check_meshes(given, sharded)
         self._named = named = factors(self.binding, split=True)
         self.split = op.split.dim if op.split else None
         placed = {n: (named[n], t.placements) for n, t in sharded.items()}
@@ -151,13 +142,7 @@ class CallPlacements:
         self.terms = set(op.inner).intersection(self.factors)
         self.scattered = [self._rows_of_others(k, placed) for k in range(self.mesh.ndim)]
         self._inputs = [self._input_placements(named[n]) if n in given else () for n in op.inputs]
-        for name, placements in zip(op.inputs, self._inputs, strict=True):
-            if name in op.mutates and name in given and sharded[name].placements != placements:
-                problem = (
-                    f"argument `{name}` is written, so this call cannot redistribute it from "
-                    f"{sharded[name].placements} to {placements}; do so before it."
-                )
-                raise ValueError(refusal(self.binding, problem))
+        self._check_written(sharded)
         self.slice = None
         if self.split is not None and self.split in self.factors:
             self.slice = Slice.of_mesh(self.mesh, self.factors.index(self.split), self.binding.dims[self.split])
@@ -173,6 +158,30 @@ class CallPlacements:
                 self._outputs.append(((Replicate(),) * self.mesh.ndim, (0,)))
             else:
                 self._outputs.append((self._output_placements(name), tuple(array.shape)))
+
+    def _check_meshes(self, given: Mapping[str, Any], sharded: Mapping[str, DTensor]) -> None:
+        """Refuse plain tensors beside DTensors, several meshes, and shards of dims that the declaration wants whole."""
+        op, first = self.binding.op, next(iter(sharded))
+        for name in given:
+            if name in (*op.differentiable, *op.mutates) and name not in sharded:
+                problem = f"argument `{name}` is a torch.Tensor, but `{first}` is a DTensor; distribute both."
+                raise TypeError(refusal(self.binding, problem))
+            if name in sharded and sharded[name].device_mesh != self.mesh:
+                problem = f"argument `{name}` is on {sharded[name].device_mesh}, but `{first}` is on {self.mesh}."
+                raise ValueError(refusal(self.binding, problem))
+        for name, reason in self._refused(sharded):
+            raise NotImplementedError(refusal(self.binding, f"argument `{name}` {reason}."))
+
+    def _check_written(self, sharded: Mapping[str, DTensor]) -> None:
+        """Refuse to redistribute an input that the op writes."""
+        op = self.binding.op
+        for name, placements in zip(op.inputs, self._inputs, strict=True):
+            if name in op.mutates and name in sharded and sharded[name].placements != placements:
+                problem = (
+                    f"argument `{name}` is written, so this call cannot redistribute it from "
+                    f"{sharded[name].placements} to {placements}; do so before it."
+                )
+                raise ValueError(refusal(self.binding, problem))
 
     def _refused(self, sharded: Mapping[str, DTensor]) -> Iterator[tuple[str, str]]:
         """The inputs that are sharded along a dim that the declaration wants whole, each with what it says."""

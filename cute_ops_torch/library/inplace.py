@@ -32,9 +32,7 @@ def overwriting(call: Call, into: Call, places: Sequence[int | None]) -> Call:
         reused = [None if place is None else args[place].detach() for place in places]
         given = [t for t in reused if t is not None]
         # A negated view shares its base's memory.
-        whole = not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)
-        whole &= all(t.is_cuda and t.is_contiguous() and t.numel() and t.data_ptr() % 16 == 0 for t in given)
-        if whole:
+        if not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args) and all(map(_is_compact, given)):
             fresh = iter(into(*args, *reused) or ())
             # Another node that has saved this memory raises in its backward instead of reading other numbers.
             torch.autograd.graph.increment_version(given)
@@ -46,3 +44,8 @@ def overwriting(call: Call, into: Call, places: Sequence[int | None]) -> Call:
         return results[0] if len(results) == 1 else results
 
     return run
+
+
+def _is_compact(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may write over a tensor as over a fresh output."""
+    return bool(tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and tensor.data_ptr() % 16 == 0)

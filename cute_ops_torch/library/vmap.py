@@ -35,13 +35,7 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
             given = [t if d is None else Examples(t) for t, d in zip(tensors, dims, strict=True)]
             return _by_program(op, given, attrs, define)
         if one is None:
-            count = max(info.batch_size, 1)  # of no example one of zeros, which tells the shapes of results
-            columns = [
-                [t] * count if d is None else (t if info.batch_size else t.new_zeros(1, *t.shape[1:])).unbind()
-                for t, d in zip(tensors, dims, strict=True)
-            ]
-            found = [_outputs(overload(*_read(op, each), *attrs)) for each in zip(*columns, strict=True)]
-            results = [torch.stack(column)[: info.batch_size] for column in zip(*found, strict=True)]
+            results = _one_by_one(overload, op, tensors, dims, attrs, info.batch_size)
             out_dims: list[int | None] = [0] * len(results)
         else:
             whole = [one.inputs.get(name) for name in op.inputs]
@@ -54,6 +48,19 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
         return (results[0], out_dims[0]) if len(results) == 1 else (tuple(results), tuple(out_dims))
 
     return rule
+
+
+def _one_by_one(
+    run: Callable[..., Any], op: Op, tensors: Sequence[Any], dims: Sequence[Any], attrs: Sequence[Any], count: int
+) -> list[Any]:
+    """The results of ``count`` examples, one call each."""
+    columns = [
+        # Of no example one of zeros, which tells the shapes of results.
+        [t] * max(count, 1) if d is None else (t if count else t.new_zeros(1, *t.shape[1:])).unbind()
+        for t, d in zip(tensors, dims, strict=True)
+    ]
+    found = [_outputs(run(*_read(op, each), *attrs)) for each in zip(*columns, strict=True)]
+    return [torch.stack(column)[:count] for column in zip(*found, strict=True)]
 
 
 def _outputs(raw: Any) -> tuple[Any, ...]:
