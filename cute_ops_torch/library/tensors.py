@@ -51,8 +51,10 @@ def check_inputs(op: Op, args: Sequence[Any], missing: Any = None) -> None:
             what = "None was" if value is None else "was not"
             raise TypeError(message(op, f"argument `{name}` is required, but {what} given."))
         several = declared.many and isinstance(value, list | tuple)
-        if problem := next(filter(None, map(wrong_tensor, value if several else [value])), ""):
-            raise TypeError(message(op, f"argument `{name}` must be {problem}."))
+        for i, each in enumerate(value if several else [value]):
+            if problem := wrong_tensor(each):
+                label = f"{name}[{i}]" if several else name
+                raise TypeError(message(op, f"argument `{label}` must be {problem}."))
 
 
 def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:

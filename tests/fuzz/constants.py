@@ -23,6 +23,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.contract.adapters import ADAPTERS, Adapter
+
 VALUES = [0, 1, 2, True, False, 0.0, -0.0, 1.0, 2.0, -3.0, 0.5, math.inf, np.float32(2), "text", None]
 DTYPES = ["float32", "bfloat16", "float16"]
 UNITS = {"float32": 2.0**-17, "bfloat16": 2.0**-6, "float16": 2.0**-8}
@@ -181,50 +183,13 @@ def sources() -> list[Source]:
     return found
 
 
-class Torch:
-    def __init__(self) -> None:
-        import torch
-
-        import cute_ops_torch
-
-        self.torch, self.ours = torch, cute_ops_torch
-
-    def array(self, a: np.ndarray, dtype: str) -> Any:
-        return self.torch.from_numpy(a.astype(np.float32)).to(getattr(self.torch, dtype))
-
-    def numpy(self, a: Any) -> np.ndarray:
-        return a.double().numpy()  # type: ignore[no-any-return]
-
-    def compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return self.torch.compile(run, fullgraph=True, backend="eager")  # type: ignore[no-any-return]
-
-
-class Jax:
-    def __init__(self) -> None:
-        import jax
-        import jax.numpy as jnp
-
-        import cute_ops_jax
-
-        self.jax, self.jnp, self.ours = jax, jnp, cute_ops_jax
-
-    def array(self, a: np.ndarray, dtype: str) -> Any:
-        return self.jnp.asarray(a.astype(np.float32)).astype(dtype)
-
-    def numpy(self, a: Any) -> np.ndarray:
-        return np.asarray(a.astype("float32")).astype(np.float64)
-
-    def compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return self.jax.jit(run)  # type: ignore[no-any-return]
-
-
 # Readers of what torch.compile does not know keep the value of then, as docs/fused.md says.
 UNKNOWN = ("environment", "name")
 
 
-def fuzz(framework: str, calls: int, seed: int, compiled: float = 0.05) -> Counter[str]:
+def fuzz(made: Adapter, calls: int, seed: int, compiled: float = 0.05) -> Counter[str]:
     """Raise AssertionError for the first wrong call; returns how many there were of each kind."""
-    draw, made = random.Random(seed), Torch() if framework == "torch" else Jax()
+    draw, framework = random.Random(seed), made.name
     rng = np.random.default_rng(seed)
     every, counts, told = sources(), Counter[str](), []
     compiled_runs: dict[str, Callable[..., Any]] = {}
@@ -239,7 +204,7 @@ def fuzz(framework: str, calls: int, seed: int, compiled: float = 0.05) -> Count
         kind, dtype = draw.choice(["fused", "fused", "fused bias", "linear", "rmsnorm_linear"]), draw.choice(DTYPES)
         low = np.dtype(getattr(ml_dtypes, dtype, dtype))
         x, w, bias = (rng.uniform(0.5, 2, s).astype(low) for s in ((ROWS, INNER), (COLUMNS, INNER), (INNER,)))
-        given = [made.array(a.astype(np.float32), dtype) for a in (x, w, bias)]
+        given = [made.array(a) for a in (x, w, bias)]
         wide = [a.astype(np.float64) for a in (x, w, bias)]
         told.append(f"{call}: {kind} of {source.name}, {attrs}, {dtype}")
         if kind.startswith("fused"):
@@ -267,7 +232,7 @@ def fuzz(framework: str, calls: int, seed: int, compiled: float = 0.05) -> Count
                 lambda *a, _ours=ours, _attrs=attrs: _ours(*a, **_attrs))(*arrays)  # fmt: skip
         else:
             out = run(*arrays, **attrs)
-        found, expected = made.numpy(out), np.broadcast_to(plain, out.shape)
+        found, expected = made.numpy(out).astype(np.float64), np.broadcast_to(plain, out.shape)
         scale = float(np.max(np.abs(expected))) + 1
         bad = np.abs(found - expected) > UNITS[dtype] * 8 * scale
         # A zero has the sign that it was given; torch.compile's own guards do not see that.
@@ -289,7 +254,7 @@ def main() -> None:
         import torch
 
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10**6
-    counts = fuzz(options.framework, options.calls, options.seed)
+    counts = fuzz(ADAPTERS[options.framework](), options.calls, options.seed)
     seconds = time.monotonic() - start
     print(f"{options.framework}: {sum(counts.values())} calls, none wrong, {seconds:.0f} s: {dict(counts)}")
 

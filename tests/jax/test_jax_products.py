@@ -13,7 +13,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops_jax import exporting
-from tests.ops.offered_products import PRODUCTS, REFUSED, Product, Refused
+from tests.ops.offered_products import PRODUCTS, Product
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 Close = Callable[[Any, Any], None]
@@ -156,11 +156,3 @@ def test_export(product: Product, close: Close) -> None:
         close(program(*arrays), function(*arrays))
         if with_gradient:
             close(gradient(product, program)(*arrays), gradient(product, function)(*arrays))
-
-
-@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.text.partition("\n")[0][:60])
-def test_what_is_refused(call: Refused) -> None:
-    arrays = [None if a is None else jnp.asarray(a) for a in call.arrays()]
-    with pytest.raises(call.error) as raised:
-        getattr(cute_ops_jax, call.function)(*arrays, **call.options)
-    assert str(raised.value).removeprefix("cute.").removeprefix("cute_ops: ").startswith(call.text)

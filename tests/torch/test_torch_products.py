@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
-from tests.ops.offered_products import PRODUCTS, REFUSED, Product, Refused
+from tests.ops.offered_products import PRODUCTS, Product
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 Tensors = tuple[torch.Tensor, ...]
@@ -270,11 +270,3 @@ def test_export(product: Product) -> None:
     for count in (2, 7):
         tensors = made(product, (count, 3))
         same(tuple(loaded(*tensors)), function(*tensors))
-
-
-@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.text.partition("\n")[0][:60])
-def test_what_is_refused(call: Refused) -> None:
-    arrays = [None if a is None else torch.from_numpy(a) for a in call.arrays()]
-    with pytest.raises(call.error) as raised:
-        getattr(cute_ops_torch, call.function)(*arrays, **call.options)
-    assert str(raised.value).removeprefix("cute.").removeprefix("cute_ops: ").startswith(call.text)

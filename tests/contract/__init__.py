@@ -1,0 +1,1 @@
+"""What every adapter promises: each contract stands once and runs in both frameworks."""

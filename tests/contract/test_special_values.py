@@ -1,0 +1,38 @@
+"""Every word at special numbers, values and gradients: as the framework's own functions have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.contract.adapters import Adapter
+from tests.ops import special
+
+WORDS = special.words(None, None)
+NOT_OURS = {"torch": special.NOT_TORCH, "jax": special.NOT_JAX}
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("name", WORDS)
+def test_values_and_gradients(adapter: Adapter, name: str) -> None:
+    word = WORDS[name]
+    arrays = [special.ROWS] if word.rows else special.pairs(len(word.operands))
+    theirs = special.words(*((adapter.torch, None) if adapter.name == "torch" else (None, adapter.jax)))[name]
+    functions = adapter.ours.fused(word.ours, name="special"), getattr(theirs, adapter.name)
+    given, names = adapter.arrays(arrays), ("out", "dx", "dy", "dz")
+    found, wanted = ({}, {})
+    for function, into in zip(functions, (found, wanted), strict=True):
+        outputs, pull = adapter.vjp(function, *given)
+        gradients = pull(adapter.array(np.full(outputs[0].shape, 1.5, np.float32)))
+        into |= dict(zip(names, map(adapter.numpy, (*outputs, *gradients)), strict=False))
+    unsure = np.zeros_like(arrays[0], bool)
+    if not adapter.subnormal:
+        unsure = special.is_subnormal(*arrays)
+    elif getattr(adapter, "device", "cpu") == "cuda":  # a kernel's reciprocals take subnormal numbers for 0
+        unsure = special.is_subnormal(*arrays) | special.is_huge(*arrays)
+    unsure = unsure.any(-1, keepdims=True) if word.rows else unsure
+    for what, ours in found.items():
+        wrong = special.differ(ours, wanted[what]) & ~unsure
+        if (name, what) in NOT_OURS[adapter.name]:
+            wrong &= ~NOT_OURS[adapter.name][name, what](*arrays)
+        assert not wrong.any(), special.told(name, what, wrong, arrays if not word.rows else [], ours, wanted[what])
