@@ -311,8 +311,9 @@ def recorded(before: str, only: str) -> Path:
 def _record_there(checkout: Path, out: Path, only: str) -> None:
     """By the checkout's own script, which knows its modules; by this one where it has none."""
     own = checkout / "benchmarks" / "machine_code.py"
-    command = [sys.executable, str(own if own.exists() else Path(__file__)), str(out), "--only", only]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(checkout)}, check=True)
+    script = own if own.exists() else Path(__file__)
+    command = [sys.executable, str(script), str(out), "--only", only, "--checkout", str(checkout)]
+    subprocess.run(command, check=True)
 
 
 def read(path: Path) -> dict[str, list[Kernel]]:
@@ -354,7 +355,9 @@ def _state(now: Kernel, before: Kernel | None) -> str:
     change = Counter(now.instructions)
     change.subtract(before.instructions)
     changed = [f"{number:+d} {name}" for name, number in sorted(change.items(), key=lambda kv: -abs(kv[1])) if number]
-    return ", ".join(used + changed) or "same counts"
+    if not used and not changed:
+        return "same counts"
+    return f"all {before.total} -> {now.total}: {', '.join(used + changed)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -362,7 +365,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="where to write what was counted here")
     parser.add_argument("--before", help="a commit, the folder of a checkout, or the file of a recorded state")
     parser.add_argument("--only", default="", help="a regular expression that variants' names contain")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="the folder whose sources are compiled")
     given = parser.parse_args(arguments)
+    # Not an installed package. The processes that compile find the sources in the same place.
+    sys.path.insert(0, str(given.checkout.resolve()))
+    os.environ["PYTHONPATH"] = sys.path[0]
     record(given.out, given.only)
     before = read(recorded(given.before, given.only)) if given.before else None
     lines, differing = table(read(given.out), before)

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 from cute_ops.declaration.config import KernelConfig
+from cute_ops.kernels.tensor_core.shared_struct import Buffer, SharedStruct, mbarriers
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 
 Form = Literal["cooperative", "pingpong", "mma_sync"]
-WARPGROUP = 128  # threads
-MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
 WARPS = 8  # of ``mma_sync``
 ROW_PARTIALS = "row_partials"  # the workspace of reductions of rows
 SUMS = "sums"  # the workspace of the partial sums of a split k
-ITEMSIZE = 2  # bytes of an element of both operands
+REGISTERS = RegisterBudget(load=40, multiply=232)
+OPERAND_BYTES = (2, 2)  # of an element of each operand, if these have 16 bits
 STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
+
+
+class Barrier(IntEnum):
+    """Named barriers of a product's CTA; with ping-pong a warpgroup has the next number, too."""
+
+    CTA = 0
+    ORDER = 1  # whose turn it is to multiply
+    STORED = 3  # a subtile is in shared memory
 
 
 @dataclass(frozen=True)
@@ -99,16 +109,28 @@ class GemmConfig(KernelConfig):
         """Rows and columns of a tile that are stored at once, for outputs and operands of these sizes."""
         return MMA_M * self.sharing, STORE_BYTES // min(itemsizes)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Shared memory of a slot of the ring."""
-        return (self.tile_m + self.tile_n) * self.tile_k * ITEMSIZE
+    def buffers(
+        self, outputs: Sequence[int], tiles: Sequence[int] = (), operands: Sequence[int] = OPERAND_BYTES
+    ) -> tuple[Buffer, ...]:
+        """Shared memory of a product: stages of both operands, subtiles on their way in and out, and mbarriers.
 
-    def shared(self, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
-        """Bytes of shared memory: ring, subtiles on their way out and in, and a full and an empty barrier of 8 bytes
-        for each slot of operands; ``outputs`` and ``tiles`` are the sizes of their elements.
+        Args:
+            outputs: bytes of an element of each output.
+            tiles: of each operand of the epilogue that TMA loads.
+            operands: of both operands.
         """
         rows, columns = self.subtile(*outputs, *tiles)
-        slots = self.store_stages * sum(outputs) + self.tile_stages * sum(tiles)
-        barriers = self.stages + self.groups * self.tile_stages
-        return self.stages * self.slot_bytes + self.groups * slots * rows * columns + 16 * barriers
+        a, b = (size * self.tile_k * self.stages for size in (self.tile_m, self.tile_n))
+        incoming, outgoing = (self.groups * count * rows * columns for count in (self.tile_stages, self.store_stages))
+        return (
+            Buffer("a", a * operands[0]),
+            Buffer("b", b * operands[1]),
+            *(Buffer(f"tile{i}", incoming * size) for i, size in enumerate(tiles)),
+            *(Buffer(f"output{i}", outgoing * size) for i, size in enumerate(outputs)),
+            mbarriers("mainloop", self.stages),
+            mbarriers("tiles", self.groups * self.tile_stages if tiles else 0),
+        )
+
+    def shared(self, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
+        """Bytes of shared memory, see :meth:`buffers`."""
+        return SharedStruct(self.buffers(outputs, tiles)).bytes

@@ -10,6 +10,7 @@ from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
 from cute_ops.kernels.gemm.split_k import ReduceSplitK
+from cute_ops.kernels.gemm.tiles import split_count
 from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_by_row, half
 
 PLAIN = "e1(t) -> 0"
@@ -43,10 +44,11 @@ class Product:
         halves, mPartials, stream = self._halves(second), tensors.get(ROW_PARTIALS), arguments[-1]
         if const_expr(self.few):
             mSums, shape = tensors[SUMS], (Int32(first.shape[0]), Int32(halves[0].shape[0]))
-            self.form.launch(second, (first,), (), (mSums,), None, stream)
-            self.add(mSums, self.form.split_count(second), operands, outputs, shape, stream)
+            self.form.launch((second, (first,)), ((), (mSums,), ()), stream)
+            self.add(mSums, split_count(self.form.config, second), operands, outputs, shape, stream)
         else:
-            self.form.launch(first, halves, operands, outputs, mPartials, stream)
+            parts = tuple([tuple([tensors[name] for name in part.names]) for part in self.form.parts])
+            self.form.launch((first, halves), (operands, outputs, parts), stream)
         finish = self.epilogue.finish
         if const_expr(finish is not None):
             read, made = (
@@ -57,7 +59,7 @@ class Product:
 
     def _halves(self, mB):
         """The second operand whole, or the halves of a packed one."""
-        if not self.epilogue.packed:
+        if self.epilogue.halves == 1:
             return (mB,)
         by_rows = self.views[1] in (by_row, each_by_row)
         align = self.keys[1].row_align if by_rows else self.epilogue.half_align

@@ -28,12 +28,12 @@ class RowReductions:
         """The results for no columns: two rows for each reduction."""
         return [fragment(Float32, 2, NEUTRAL[word]) for word in self.reductions]
 
-    def add(self, results, v, chunk, values):
-        """Add the values of one accumulator, given by its index, unless its column lies outside."""
-        r = v // 2 % 2
-        for word, rX, x in zip(self.reductions, results, values):
-            inside = chunk.columns[v // 4] + v % 2 < chunk.shape[1]
-            rX[r] = COMBINE[word](rX[r], cutlass.select_(inside, x, Float32(NEUTRAL[word])))
+    def add(self, results, terms, chunk):
+        """Add the terms of a chunk, a fragment for each reduction, except for columns outside."""
+        for v in range(chunk.size):
+            r, inside = v // 2 % 2, chunk.columns[v // 4] + v % 2 < chunk.shape[1]
+            for word, rX, rTerm in zip(self.reductions, results, terms):
+                rX[r] = COMBINE[word](rX[r], cutlass.select_(inside, rTerm[v], Float32(NEUTRAL[word])))
 
     @cute.jit
     def store(self, results: cutlass.Constexpr, mPartials, rows: cutlass.Constexpr, m, partial):

@@ -7,10 +7,11 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.kernels.gemm.config import WARPS, GemmConfig
-from cute_ops.kernels.gemm.epilogue import Chunk
+from cute_ops.kernels.gemm.parts import RowPartials
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of_batch
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.tensor_core.accumulators import AccumulatorTile
 
 THREADS = 32 * WARPS
 CHUNK = 4  # columns of a thread that are computed and stored at once, with the ones next to them
@@ -30,12 +31,15 @@ class GemmSm80:
     def __init__(self, variant, epilogue):
         self.config, self.epilogue = GemmConfig.of(variant.config), epilogue
         self.pdl = can_use_pdl(variant.arch)
-        self.columns = self.config.tile_n // (1 + epilogue.packed)  # of an output's tile
+        self.parts = (RowPartials(epilogue.rows),) if epilogue.rows.reductions else ()
+        self.columns = self.config.tile_n // epilogue.halves  # of an output's tile
         self.warps_m, self.warps_n = WARPS // self.config.warps_n, self.config.warps_n
 
     @cute.jit
-    def launch(self, mA, mB, operands, outputs, mPartials, stream):
-        config = self.config
+    def launch(self, product, epilogue, stream):
+        """Launch the kernel; arguments as those of :meth:`GemmSm90.launch`."""
+        config, (mA, mB), (operands, outputs, parts) = self.config, product, epilogue
+        mPartials = parts[0][0] if const_expr(len(parts) > 0) else None
         self.dtype = mA.element_type
         mma = cute.make_tiled_mma(
             MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), (self.warps_m, self.warps_n, 1),
@@ -91,11 +95,12 @@ class GemmSm80:
                 self._put(loader, 1 - slot)
             cute.arch.barrier()
         let_next_start(self.pdl)
+        acc = AccumulatorTile(mma, rAcc, tidx, (config.tile_m, config.tile_n), self.epilogue.halves)
         # Warps are numbered down the rows first.
         partial = column * self.warps_n + tidx // (32 * self.warps_m)
-        self._store(
-            mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column, batch), (mPartials, partial)
-        )
+        origin = (row * config.tile_m, column * self.columns)
+        at = (origin, (mA.shape[0], mB[0].shape[0]), batch)
+        self._store(acc, (operands, outputs), at, (mPartials, partial))
 
     def _slots(self, smem, m, size):
         """Two slots of an operand: (size, tile_k, slot), contiguous as in memory."""
@@ -142,26 +147,25 @@ class GemmSm80:
 
     @cute.jit
     def _store(
-        self, mine, rAcc, operands, outputs, shape: cutlass.Constexpr, at: cutlass.Constexpr, to: cutlass.Constexpr
+        self, acc: cutlass.Constexpr, epilogue: cutlass.Constexpr, at: cutlass.Constexpr, partials: cutlass.Constexpr
     ):  # fmt: skip
-        """Compute and store the outputs, 16 rows of each warp at once."""
-        tile, batch = (self.config.tile_m, self.columns), tuple(at[2])
-        tCcD = mine.partition_C(cute.local_tile(cute.make_identity_tensor(shape), tile, at[:2]))  # (4, rows, columns)
-        below, across = cute.size(tCcD, mode=[1]), cute.size(tCcD, mode=[2])
-        size = 8 * self.warps_n  # from one of a thread's columns to the next one
-        for i in cutlass.range_constexpr(below):
-            rows, totals, groups = tuple(tCcD[2 * r, i, 0][0] for r in range(2)), self.epilogue.rows.start(), {}
-            for first in cutlass.range_constexpr(0, across, CHUNK):
-                these = range(first, min(first + CHUNK, across))
-                columns, at = tuple(tCcD[0, i, c][1] for c in these), tuple(c * size for c in these)
-                chunk = Chunk(rows, columns, shape, at, batch)
+        """Compute and store the outputs, 16 rows of each warp at once.
+
+        Args:
+            acc: the :class:`AccumulatorTile`.
+            epilogue: the epilogue's operands and outputs.
+            at: row and column at which the tile begins, the output's shape, the matrix of a batch.
+            partials: the workspace of reductions of rows, and which of a row's partial results is this warp's.
+        """
+        (operands, outputs), rows, pairs = epilogue, self.epilogue.rows, len(acc.columns)
+        for i in cutlass.range_constexpr(acc.repeats_m):
+            totals, groups = rows.start(), {}
+            for first in cutlass.range_constexpr(0, pairs, CHUNK):
+                chunk = acc.chunk(i, range(first, min(first + CHUNK, pairs)), *at)
                 loaded = [self.epilogue.load(tensor, m, chunk) for tensor, m in zip(self.epilogue.operands, operands)]
-                # In shared memory all columns of one half come before those of the other.
-                results = self.epilogue.compute(
-                    lambda h, v, distance: rAcc[v % 4, i, first + v // 4 + h * across + distance // size],
-                    loaded, chunk, totals, groups,
-                )  # fmt: skip
+                results = self.epilogue.compute(acc.of(chunk), loaded, chunk, groups)
+                rows.add(totals, results[len(outputs) :], chunk)
                 for tensor, m, rX in zip(self.epilogue.outputs, outputs, results):
                     self.epilogue.store(tensor, m, rX, chunk)
             if const_expr(len(totals) > 0):
-                self.epilogue.rows.store(totals, to[0], rows, shape[0], to[1])
+                rows.store(totals, partials[0], chunk.rows, chunk.shape[0], partials[1])

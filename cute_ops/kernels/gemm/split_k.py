@@ -4,9 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_ops.kernels.gemm.epilogue import Chunk
 from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.tensor_core.accumulators import Chunk
 
 PAIR = 2  # neighbouring rows of a thread, and neighbouring columns
 
@@ -43,10 +43,10 @@ class ReduceSplitK:
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         loaded = [self.epilogue.load(tensor, mX, chunk) for tensor, mX in zip(self.epilogue.operands, operands)]
-        halves = [fragment(Float32, PAIR * PAIR) for _ in range(1 + self.epilogue.packed)]
+        halves = [fragment(Float32, PAIR * PAIR) for _ in range(self.epilogue.halves)]
         for h, rSums in enumerate(halves):
             self._sum(rSums, mPartials, count, row, [cutlass.min(column + j, n - 1) + h * n for j in range(PAIR)])
-        results = self.epilogue.compute(lambda h, v, distance: halves[h][v], loaded, chunk, [], {})
+        results = self.epilogue.compute(lambda h, v, distance: halves[h][v], loaded, chunk, {})
         for tensor, mX, rX in zip(self.epilogue.outputs, outputs, results):
             self.epilogue.store(tensor, mX, rX, chunk)
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES
-from cute_ops.kernels.gemm.config import ITEMSIZE, MMA_M, WARPGROUP, Form, GemmConfig
+from cute_ops.kernels.gemm.config import OPERAND_BYTES, Form, GemmConfig
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 from cute_ops.ops.batches import batch_of
 
 # Form, rows and columns of a tile. Larger tiles leave too few registers for most epilogues.
@@ -172,7 +173,7 @@ def cycles(config: GemmConfig, size: GemmSize, demand: Demand = PLAIN) -> int:
     multiplies, except for the last tile.
     """
     rows, columns, steps = config.tile_m, config.tile_n, -(-size.k // config.tile_k)
-    row_bytes = config.tile_k * ITEMSIZE
+    row_bytes = config.tile_k * OPERAND_BYTES[0]
     multiply = rows * columns * config.tile_k // MMA
     shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
     multiply += max(shared - multiply, 0) // CONTENTION

@@ -1,0 +1,187 @@
+"""The main loop of a product on Hopper: TMA fills a pipeline of tiles of both operands, warpgroups multiply them."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.kernels.gemm.config import Barrier
+from cute_ops.kernels.gemm.views import is_last_contiguous
+from cute_ops.kernels.tensor_core import wgmma
+from cute_ops.kernels.tensor_core.barriers import OrderBarrier
+from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
+from cute_ops.kernels.tensor_core.scheduler import persistent
+from cute_ops.kernels.tensor_core.sizes import WARPGROUP
+from cute_ops.kernels.tensor_core.tma import Sharing, TmaTensor, load_tensor, tma_copy
+
+
+class Operands(NamedTuple):
+    """Both operands as the kernel takes them.
+
+    Attributes:
+        a: ``(m, k)``; of a batch ``(m, k, batch)``.
+        b: ``(n, k)``; of gate_up weights the gate's rows and the up's.
+        b_layout: of the stages of the whole tile of b.
+    """
+
+    a: TmaTensor
+    b: tuple[TmaTensor, ...]
+    b_layout: Any
+
+
+class OperandStages(NamedTuple):
+    """What the roles share: operands, their stages in shared memory, and the pipeline of these.
+
+    Attributes:
+        operands: in memory.
+        sA: ``(tile_m, tile_k, stages)``.
+        sB: ``(tile_n, tile_k, stages)``; of gate_up weights both halves below one another.
+        pipeline: of the stages.
+    """
+
+    operands: Operands
+    sA: Any
+    sB: Any
+    pipeline: Any
+
+
+class Fragments(NamedTuple):
+    """A warpgroup's part of a product.
+
+    Attributes:
+        mma: the tiled MMA.
+        tCrA: descriptors of A's stages, ``(mma, m, k, stages)``.
+        tCrB: descriptors of B's stages, ``(mma, n, k, stages)``.
+        acc: accumulators, ``(mma, m, 1)``.
+    """
+
+    mma: Any
+    tCrA: Any
+    tCrB: Any
+    acc: Any
+
+
+class Mainloop:
+    """``acc = a @ b.T`` of a tile, stage by stage.
+
+    A CTA takes the same rows of the gate's and of the up's weights, one below the other in shared memory, so that a
+    thread accumulates both.
+
+    Args:
+        halves: 2 for gate_up weights, else 1.
+    """
+
+    def __init__(self, config, halves):
+        self.config, self.halves = config, halves
+        self.columns = config.tile_n // halves  # of an output's tile
+        self.consumers = config.sharing * WARPGROUP
+        self.order = OrderBarrier(Barrier.ORDER) if config.form == "pingpong" else None
+
+    # --- at launch
+
+    def tiled_mma(self, mA, mB):
+        config = self.config
+        majors = [wgmma.major_of(is_last_contiguous(m)) for m in (mA, mB)]
+        return wgmma.tiled_mma((mA.element_type, mB.element_type), majors, config.tile_n, config.sharing)
+
+    def operands(self, mA, mB):
+        """Operands as the kernel takes them; ``mB`` are the halves of b, or b alone."""
+        config = self.config
+        shape, half = (config.tile_m, config.tile_n, config.tile_k), (config.tile_m, self.columns, config.tile_k)
+        major_a, major_b = (
+            LayoutEnum.ROW_MAJOR if is_last_contiguous(m) else LayoutEnum.COL_MAJOR for m in (mA, mB[0])
+        )
+        a_layout = hopper.make_smem_layout_a(major_a, shape, mA.element_type, config.stages)
+        b_layout, half_layout = (
+            hopper.make_smem_layout_b(major_b, tile, mB[0].element_type, config.stages) for tile in (shape, half)
+        )
+        a = load_tensor(mA, a_layout, (config.tile_m, config.tile_k), config.cluster_n)
+        b = [load_tensor(m, half_layout, (self.columns, config.tile_k), config.cluster_m) for m in mB]
+        return Operands(a, tuple(b), b_layout)
+
+    # --- in the kernel
+
+    def stages(self, operands, dtypes, shared):
+        """Both operands' stages in shared memory."""
+        config = self.config
+        sA = shared.tensor("a", dtypes[0], operands.a.layout)
+        sB = shared.tensor("b", dtypes[1], operands.b_layout)
+        bytes_ = sum(cute.size_in_bytes(s.element_type, cute.select(s.layout, mode=[0, 1])) for s in (sA, sB))
+        cluster = (config.cluster_m, config.cluster_n, 1)
+        mbarriers = shared.mbarriers("mainloop")
+        return OperandStages(operands, sA, sB, tma_pipeline(mbarriers, config.stages, bytes_, self.consumers, cluster))
+
+    @cute.jit
+    def load(self, stages: cutlass.Constexpr, ranks, tiles: cutlass.Constexpr):
+        """The role of the warp that loads: fill stages with tiles of both operands, tile after tile."""
+        tile_copy = self._tile_copies(stages, ranks)
+        producer = Producer(stages.pipeline)
+        work = persistent(tiles.count)
+        for index in cutlass.range(work.first, work.end, work.step, unroll=1):
+            row, column, *_ = coordinate = tiles.coordinate(index)
+            begin, end = tiles.steps(cute.size(tile_copy[0].tXgX, mode=[2]), coordinate)
+            matrix = tiles.matrix(coordinate)
+            for k in cutlass.range(begin, end, unroll=1):
+                stage = producer.acquire_and_advance()
+                tile_copy[0].load((row, k, *matrix), stage)
+                for copy in tile_copy[1:]:
+                    copy.load((column, k, *matrix), stage)
+        return producer
+
+    def _tile_copies(self, stages, ranks):
+        """TMA copies of a's tiles, ``(tma, rest_m, rest_k)``, and of those of b or of each half of it."""
+        (a, b, _), sA, sB, _ = stages
+        config, every = self.config, (None,) * cute.rank(a.tensor)
+        rank = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        gA = cute.local_tile(a.tensor, (config.tile_m, config.tile_k), every)  # (tile_m, tile_k, rest_m, rest_k)
+        copies, rows = [tma_copy(a.atom, sA, gA, Sharing(ranks, rank, 1))], (self.columns, config.tile_k)
+        for i, half in enumerate(b):
+            sHalf, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(half.tensor, rows, every)
+            copies.append(tma_copy(half.atom, sHalf, gB, Sharing(ranks, rank, 0)))
+        return copies
+
+    def fragments(self, mma, stages, group):
+        """The fragments of a warpgroup, whose descriptors are those of its first thread."""
+        first = mma.get_slice(0 if self.order else group * WARPGROUP)
+        tCrA = mma.make_fragment_A(first.partition_A(stages.sA))
+        tCrB = mma.make_fragment_B(first.partition_B(stages.sB))
+        return Fragments(mma, tCrA, tCrB, wgmma.accumulators(mma, (self.config.tile_m, self.config.tile_n)))
+
+    @cute.jit
+    def multiply(self, fragments: cutlass.Constexpr, consumer, steps, turn: cutlass.Constexpr):
+        """Accumulate a tile; the instructions of one stage run while those of the next are issued.
+
+        Args:
+            turn: with ping-pong, this warpgroup and whether the other one has another tile.
+        """
+        released = consumer.clone()
+        self._multiply_stage(fragments, consumer, zero_init=True)
+        consumer.advance()
+        for _ in cutlass.range(1, steps, unroll=1):
+            self._multiply_stage(fragments, consumer)
+            consumer.advance()
+            warpgroup.wait_group(1)
+            released.release_and_advance()
+        if const_expr(self.order is not None):
+            self.pass_on(*turn)
+        warpgroup.wait_group(0)
+        released.release_and_advance()
+        return consumer
+
+    def _multiply_stage(self, fragments, consumer, zero_init=False):
+        mma, tCrA, tCrB, acc = fragments
+        stage = consumer.wait()
+        wgmma.multiply(mma, (tCrA, tCrB), acc, (stage, stage), zero_init)
+
+    @cute.jit
+    def pass_on(self, group, more):
+        """Let the other warpgroup multiply if it has one more tile."""
+        if more:
+            self.order.pass_on(group)
+
+    def consumer(self, stages):
+        return Consumer(stages.pipeline)
