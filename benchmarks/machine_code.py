@@ -221,9 +221,8 @@ VARIANTS = (
 
 
 def variant_of(product: Product) -> Any:
-    from cute_ops.declaration.binding import bind
-
     from cute_ops import Case, testing
+    from cute_ops.declaration.binding import bind
     from cute_ops.jit.plan import plan
     from cute_ops.jit.target import parse
 
