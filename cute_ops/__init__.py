@@ -20,12 +20,12 @@ from cute_ops.declaration.split import Sharding, Split
 from cute_ops.declaration.static import WhileFew
 from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.errors import CacheError, CompileError, no_attribute
+from cute_ops.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cute_ops.ops.expression.fused import fused
     from cute_ops.ops.gemm.fused import fused_linear
 
-__version__ = "0.2.0"
 __all__ = [
     "FLOATS",
     "Accumulation",

@@ -1,23 +1,19 @@
-"""The error types and the one message format.
+"""The error types, and what messages say of names and values that came.
 
-Misuse raises ``ValueError`` or ``TypeError``; a dtype, SM or rank that no kernel covers raises
-``NotImplementedError``. Every message names the op and the argument, says what came and what was
-expected, and lists what had been bound so far.
+Misuse raises ``ValueError`` or ``TypeError``; a dtype, SM or rank that no kernel covers raises ``NotImplementedError``.
+:mod:`cute_ops.declaration.messages` has the format of messages on a call of an op.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from cute_ops.declaration.op import Op
-    from cute_ops.declaration.shapes import Array
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +66,7 @@ def no_attribute(module: str, name: str, known: Iterable[str], more: str = "") -
 
 def shown(value: Any) -> str:
     """A value that came, for a message: an array without its elements, and of others no more than a line holds."""
-    if _is_array(value):
+    if is_array(value):
         return f"an array {str(value.dtype).rpartition('.')[2]}{[*value.shape]}"
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
@@ -80,29 +76,7 @@ def shown(value: Any) -> str:
     return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}..."
 
 
-def wrong_attribute(op: Op, name: str, value: Any) -> str:
-    """What is wrong with the value of an attribute or a scalar; empty where its type is the declared one's.
-
-    An array is most often meant for an input that the op does not have, such as a bias.
-    """
-    default = op.keywords[name]
-    what, kind = "scalar" if name in op.scalars else "attribute", type(default).__name__
-    # bool is an int in Python, but `eps=True` is a mistake.
-    if isinstance(value, bool) == isinstance(default, bool) and isinstance(
-        value, (int, float) if isinstance(default, float) else type(default)
-    ):
-        return ""
-    takes = without_bias(op) if _is_array(value) else ""
-    return f"{what} `{name}` must be {kind}, got {shown(value)}{takes}."
-
-
-def without_bias(op: Op) -> str:
-    """The end of a message on one array too many, if the op has no bias; empty for other ops."""
-    listed = ", ".join(f"`{name}`" for name in op.inputs)
-    return "" if "bias" in op.inputs else f"; its arrays are {listed}, and no bias"
-
-
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple)
 
 
@@ -187,7 +161,7 @@ def _wrong_option(header: Signature, args: Sequence[Any], kwargs: Mapping[str, A
     """Which option is no number, text or bool where its annotation says so, or is an array; empty where none is."""
     for name, value in header.bind(*args, **kwargs).arguments.items():
         kind, _, more = str(header.parameters[name].annotation).partition(" | ")
-        if _is_array(value) and not re.search(_ARRAYS, kind):
+        if is_array(value) and not re.search(_ARRAYS, kind):
             return f"option `{name}` is {shown(value)}, expected none."
         expected = _SCALARS.get(kind)
         if expected is None or more not in ("", "None") or (more and value is None):
@@ -237,53 +211,6 @@ def _wrong_array(
             if problem := wrong(each):
                 return f"argument `{label}` must be {problem}."
     return ""
-
-
-def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """The bound dims and dtype variables as text: ``*m=(3, 5), n=64, T=float32``."""
-    texts = [
-        f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()
-    ]
-    texts += [f"{name}={value}" for name, value in dtypes.items()]
-    return ", ".join(texts)
-
-
-def message(
-    op: Op,
-    problem: str,
-    given: Mapping[str, Array | None] | None = None,
-    dims: Mapping[str, object] | None = None,
-    dtypes: Mapping[str, str] | None = None,
-) -> str:
-    """The one message format: a headline, the arguments as they came, what was bound so far."""
-    lines = [f"cute.{op.name}: {problem}"]
-    if given:
-        shown = ((n, a) for n, a in given.items() if a is not None)
-        texts = [(f"{n}:", f"{a.dtype}{list(a.shape)}", op.inputs[n].declared) for n, a in shown]
-        name_width = max((len(t[0]) for t in texts), default=0)
-        text_width = max((len(t[1]) for t in texts), default=0)
-        lines += [f"  {n:<{name_width}} {t:<{text_width}}   declared {d}" for n, t, d in texts]
-    bound = bound_text(dims or {}, dtypes or {})
-    if bound:
-        lines.append(f"  bound so far: {bound}")
-    return renamed("\n".join(lines), op.aliases)
-
-
-def renamed(text: str, aliases: Mapping[str, str]) -> str:
-    """A text with names replaced by their aliases: ``xs[2]`` for ``xs_2``."""
-    return re.sub(r"\w+", lambda word: aliases.get(word[0], word[0]), text) if aliases else text
-
-
-@contextmanager
-def naming(
-    op: Op, given: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
-) -> Iterator[None]:
-    """Add the call, as :func:`message` does, to an error for a GPU that no kernel is built for."""
-    try:
-        yield
-    except NotImplementedError as error:
-        problem = f"{str(error).removeprefix('cute_ops: ')}."
-        raise NotImplementedError(message(op, problem, given, dims, dtypes)) from None
 
 
 def first_line(error: Exception) -> str:

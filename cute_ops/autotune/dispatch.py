@@ -18,8 +18,8 @@ from cute_ops.autotune import winners
 from cute_ops.autotune.winners import Winner
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.program import Program
-from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.hardware import sm
 from cute_ops.jit import cache as kernels

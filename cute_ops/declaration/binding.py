@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_ops.declaration.dims import Dim
+from cute_ops.declaration.messages import message, wrong_attribute
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.errors import meant, message, shown, wrong_attribute
+from cute_ops.errors import meant, shown
 
 INT64 = 2**63
 # What to do with float64, which NumPy and `jax_enable_x64` make by default.

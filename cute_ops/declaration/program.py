@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cute_ops.declaration.attributes import OneOf
-
-if TYPE_CHECKING:
-    from cute_ops.declaration.op import Op
 
 HOW_FUSED = ("auto", "always", "never")
 FUSED = OneOf(*HOW_FUSED)
@@ -49,7 +46,7 @@ class Program(NamedTuple):
     """
 
     run: Callable[..., Mapping[str, Any]]
-    ops: tuple[Op, ...] = ()
+    ops: tuple[Any, ...] = ()  # of Op, whose declaration refers to this class
     product: Product | None = None
     maps: bool = False
 

@@ -116,23 +116,23 @@ class Tensor(_TensorFields):
         return (self.contiguous,) if isinstance(self.contiguous, str) else self.contiguous
 
     @cached_property
-    def places(self) -> tuple[int, ...]:
-        """Where these dims are, counted from the end: -1 is the last."""
+    def axes(self) -> tuple[int, ...]:
+        """The axes of :attr:`may_be_contiguous`, counted from the end: -1 is the last."""
         if self.contiguous is None:
             return (-1,) if self.dims else ()
         names = (self.rows, *map(str, self.dims))
         return tuple(names.index(name) - len(names) for name in self.may_be_contiguous)
 
-    def contiguous_place(self, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
-        """Which of :attr:`places` is contiguous in memory with these strides; None if none is. A dim of one element
+    def contiguous_axis(self, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
+        """Which of :attr:`axes` is contiguous in memory with these strides; None if none is. A dim of one element
         always is; leading dims of one element do not count.
         """
-        return next((p for p in self.places if self._is_contiguous(p, shape, strides)), None)
+        return next((axis for axis in self.axes if self._is_contiguous(axis, shape, strides)), None)
 
-    def _is_contiguous(self, place: int, shape: Sequence[Any], strides: Sequence[Any]) -> bool:
-        if place >= -len(self.dims):
+    def _is_contiguous(self, axis: int, shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+        if axis >= -len(self.dims):
             # Strides come first, so that the usual case does not compare a symbolic size.
-            return bool(strides[place] == 1 or shape[place] <= 1)
+            return bool(strides[axis] == 1 or shape[axis] <= 1)
         lead = len(shape) - len(self.dims)
         stepped = [stride for size, stride in zip(shape[:lead], strides[:lead], strict=True) if size != 1]
         return not stepped or bool(stepped[-1] == 1)
@@ -146,12 +146,12 @@ class Tensor(_TensorFields):
         every = [*zip(shape[:lead], strides[:lead], strict=True)]
         return _one_stride(every) or _one_stride([each for each in every if each[0] != 1])
 
-    def memory_order(self, rank: int, place: int) -> tuple[int, ...]:
-        """The dims from the outermost in memory to the contiguous one, which is at this place. Leading dims stay
-        together, so that they can be merged.
+    def memory_order(self, rank: int, contiguous: int) -> tuple[int, ...]:
+        """The axes from the outermost in memory to the contiguous one. Leading dims stay together, so that they can be
+        merged.
         """
         lead = rank - len(self.dims)
-        inner = range(lead) if place < -len(self.dims) else range(rank + place, rank + place + 1)
+        inner = range(lead) if contiguous < -len(self.dims) else range(rank + contiguous, rank + contiguous + 1)
         return (*(i for i in range(rank) if i not in inner), *inner)
 
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -167,11 +167,6 @@ class Tensor(_TensorFields):
         """The value of ``upper_bound`` for these sizes."""
         dim = parse_dim(self.upper_bound or "")
         return dim.of(dims) if dim else None
-
-    @property
-    def wrong(self) -> str:
-        """What is wrong with the shape."""
-        return parse(self.shape).wrong
 
     @property
     def declared(self) -> str:

@@ -27,6 +27,7 @@ from cute_ops.files import file_lock, json_schema, ownership
 from cute_ops.files.ownership import Folder
 from cute_ops.jit import loader, source_digest, toolchain
 from cute_ops.jit.variant import Variant
+from cute_ops.version import __version__
 
 log = logging.getLogger("cute_ops")
 FORMAT = 1
@@ -340,8 +341,6 @@ def _attempt(where: Path, installed: bool) -> Bundle | CacheError:
 
 
 def versions() -> dict[str, str]:
-    from cute_ops import __version__  # the package does not have it yet while it is imported
-
     return {"cute-ops": __version__} | dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
 
 

@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cute_ops.declaration.binding import Binding, expanded_shape, own_lead
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.errors import message
 from cute_ops.jit.variant import VECTOR, TensorKey
 
 Shapes: TypeAlias = Mapping[str, tuple[Any, ...]]
@@ -97,7 +97,7 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
             keys[name] = _scattered_key(name, array.dtype, shape, tuple(known), strides)
             continue
         order: tuple[int, ...] = ()
-        if (contiguous := contiguous_place(tensor, shape, strides)) not in (-1, None):
+        if (contiguous := contiguous_axis(tensor, shape, strides)) not in (-1, None):
             order = tensor.memory_order(len(shape), contiguous)
             shape, strides = (tuple(each[i] for i in order) for each in (shape, strides))
             strides = (*strides[:-1], 1)  # for a dim of one element, too
@@ -145,7 +145,7 @@ def misplaced(binding: Binding, name: str, where: Memory | None) -> str:
 def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
     if not has_contiguous(tensor):
         return ""
-    contiguous = contiguous_place(tensor, array.shape, where.strides)
+    contiguous = contiguous_axis(tensor, array.shape, where.strides)
     if contiguous is None:
         others = "Other dims may have any stride; call .contiguous() where you accept the copy."
         if tensor.contiguous is None:
@@ -180,10 +180,10 @@ def has_contiguous(tensor: Tensor) -> bool:
     return bool(tensor.dims if tensor.contiguous is None else tensor.contiguous)
 
 
-def contiguous_place(tensor: Tensor, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
-    """:meth:`Tensor.contiguous_place`."""
+def contiguous_axis(tensor: Tensor, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
+    """:meth:`Tensor.contiguous_axis`."""
     if tensor.contiguous is not None:
-        return tensor.contiguous_place(shape, strides)
+        return tensor.contiguous_axis(shape, strides)
     # Strides come first, so that the usual case does not compare a symbolic size.
     return -1 if tensor.dims and (strides[-1] == 1 or shape[-1] <= 1) else None
 
@@ -192,7 +192,7 @@ def preferred(tensor: Tensor, shape: Sequence[int], place: int | None = None) ->
     """The strides of a compact array that is contiguous at this place, by default at the preferred one."""
     if not tensor.contiguous:
         return compact(shape)
-    order = tensor.memory_order(len(shape), place or tensor.places[0])
+    order = tensor.memory_order(len(shape), place or tensor.axes[0])
     strides = compact([shape[i] for i in order])
     return tuple(strides[order.index(i)] for i in range(len(shape)))
 

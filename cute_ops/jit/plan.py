@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config, Problem
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import Array
-from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.jit import source_digest, toolchain
 from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key
@@ -90,7 +90,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         aligns={n: VECTOR if n in free else min(key.align, key.row_align) for n, key in present.items()},
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
-        contiguous={n: t.may_be_contiguous[t.places.index(present[n].contiguous)] for n, t in choices.items()},
+        contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
 

@@ -24,18 +24,23 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from cute_ops.version import __version__
+
 # The modules that every compile runs besides the kernel's: a change in one changes every kernel's name. A test compares
 # this list with the modules of this package that a compiling process imports.
 DRIVER = (
     "cute_ops", "cute_ops.declaration", "cute_ops.declaration.array_api", "cute_ops.declaration.attributes",
-    "cute_ops.declaration.case", "cute_ops.declaration.checks", "cute_ops.declaration.config",
-    "cute_ops.declaration.dims", "cute_ops.declaration.finish", "cute_ops.declaration.kernel",
-    "cute_ops.declaration.lists", "cute_ops.declaration.op", "cute_ops.declaration.program",
-    "cute_ops.declaration.shapes", "cute_ops.declaration.split", "cute_ops.declaration.static",
-    "cute_ops.declaration.tensor", "cute_ops.env", "cute_ops.errors", "cute_ops.files", "cute_ops.files.json_schema",
-    "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool", "cute_ops.jit.compiler",
-    "cute_ops.jit.source_digest", "cute_ops.jit.target", "cute_ops.jit.toolchain", "cute_ops.jit.variant",
-    "cute_ops.kernels", "cute_ops.kernels.lib", "cute_ops.kernels.lib.entry", "cute_ops.processes",
+    "cute_ops.declaration.case", "cute_ops.declaration.checks", "cute_ops.declaration.checks.dims",
+    "cute_ops.declaration.checks.gradient", "cute_ops.declaration.checks.lists", "cute_ops.declaration.checks.names",
+    "cute_ops.declaration.checks.tensors", "cute_ops.declaration.config", "cute_ops.declaration.dims",
+    "cute_ops.declaration.fields", "cute_ops.declaration.finish", "cute_ops.declaration.gradient",
+    "cute_ops.declaration.kernel", "cute_ops.declaration.lists", "cute_ops.declaration.messages",
+    "cute_ops.declaration.op", "cute_ops.declaration.program", "cute_ops.declaration.shapes",
+    "cute_ops.declaration.split", "cute_ops.declaration.static", "cute_ops.declaration.tensor", "cute_ops.env",
+    "cute_ops.errors", "cute_ops.files", "cute_ops.files.json_schema", "cute_ops.hardware", "cute_ops.jit",
+    "cute_ops.jit.compile_pool", "cute_ops.jit.compiler", "cute_ops.jit.source_digest", "cute_ops.jit.target",
+    "cute_ops.jit.toolchain", "cute_ops.jit.variant", "cute_ops.kernels", "cute_ops.kernels.lib",
+    "cute_ops.kernels.lib.entry", "cute_ops.processes", "cute_ops.version",
 )  # fmt: skip
 UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",
@@ -81,8 +86,6 @@ def of_module(module: str) -> str:
 @cache
 def driver() -> str:
     """The digest of what all compiles share: this package's version, :data:`DRIVER` and the compiler's settings."""
-    from cute_ops import __version__  # the package does not have it yet while it is imported
-
     settings = [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)]
     heard = [(n, v) for n, v in settings if not n.removeprefix(_SETTINGS).startswith(_QUIET)]
     finder, total = _Finder(), hashlib.sha256(f"{__version__} {heard}".encode())

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 
 import cute_ops
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.sharding import Factors, factors, sizes
-from cute_ops.errors import message
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import Cuts, Local, assign, present, spec_of
 

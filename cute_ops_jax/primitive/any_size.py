@@ -12,9 +12,9 @@ from typing import Any
 
 from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.errors import message
-from cute_ops.jit.layout import Memory, Shapes, compact, contiguous_place, has_contiguous, with_sizes
+from cute_ops.jit.layout import Memory, Shapes, compact, contiguous_axis, has_contiguous, with_sizes
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import Target
 
@@ -125,7 +125,7 @@ def _places(binding: Binding, numbers: Binding, memory: Callable[[Shapes], dict[
         if array is None or whole is None or not has_contiguous(tensor) or not array.shape:
             continue
         where = found.get(name) or Memory(compact(array.shape))
-        place = contiguous_place(tensor, array.shape, where.strides)
+        place = contiguous_axis(tensor, array.shape, where.strides)
         inner = whole.shape[-1 if place is None else place]
         if is_symbolic(inner):
             found[name] = where._replace(multiple=divisor(inner) * ITEMSIZE[array.dtype])

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
-from cute_ops.errors import message, shown, suggesting
+from cute_ops.errors import shown, suggesting
 
 Arrays: TypeAlias = Mapping[str, Any]
 P = ParamSpec("P")

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from cute_ops.constants import Exact
 from cute_ops.declaration import lists
 from cute_ops.declaration.headers import check_declaration, header
+from cute_ops.declaration.messages import message, without_bias
 from cute_ops.declaration.op import Op
-from cute_ops.errors import message, shown, without_bias, wrong_arguments
+from cute_ops.errors import shown, wrong_arguments
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
@@ -100,8 +101,8 @@ def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") 
         attrs = Exact((name, bound.arguments[name]) for name in op.keywords)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
-        if options:
-            op.check_options(options)
+        if op.finish:
+            op.finish.check(op.name, options)
         if axes:
             primitive_of(op).bound(given, dict(attrs))
             _check_axes(axes, what)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import Binding, as_outputs, check_returned, expanded_shape
+from cute_ops.declaration.messages import message, naming
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
-from cute_ops.errors import message, naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
 from cute_ops.jit.target import Target
@@ -177,7 +177,7 @@ def _memory(op: Op, transposed: Transposed, shapes: Shapes) -> dict[str, Memory]
     for name, shape in shapes.items():
         tensor = op.inputs[name]
         for place in (transposed.get(name), -1) if tensor.contiguous else ():
-            if place in tensor.places:
+            if place in tensor.axes:
                 found[name] = Memory(preferred(tensor, shape, place))
                 break
     return found

@@ -19,10 +19,10 @@ from jax.sharding import AxisType
 from cute_ops.constants import Exact
 from cute_ops.declaration.batching import as_one_call
 from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.sharding import run_on_terms, with_others
-from cute_ops.errors import message
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cute_ops.constants import of_attributes
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.sharding import factors, run_on_terms, tied
-from cute_ops.errors import message
 from cute_ops.jit.layout import compact
 from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice

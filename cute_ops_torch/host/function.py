@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from cute_ops.declaration.messages import message, wrong_attribute
 from cute_ops.declaration.op import Op
-from cute_ops.errors import message, shown, unknown_argument, wrong_attribute
+from cute_ops.errors import shown, unknown_argument
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs
@@ -146,7 +147,8 @@ def postprocessing(op: Op) -> Call:
 
     def postprocess(raw: Any, tensors: tuple[Any, ...], attributes: tuple[Any, ...], *values: Any) -> Any:
         options = dict(zip(names, values, strict=True))
-        op.check_options(options)
+        if finish is not None:
+            finish.check(op.name, options)
         outputs = resolve(tensors, raw if isinstance(raw, tuple) else (raw,))
         results = {name: outputs[k] for name, k in zip(op.shown, shown, strict=True)}
         if finish is not None and options != finish.plain:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
-from cute_ops.errors import message
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.mutation import check_outputs

@@ -11,8 +11,8 @@ import torch
 from cute_ops.autotune import dispatch
 from cute_ops.constants import of_attributes
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.messages import naming
 from cute_ops.declaration.op import Op
-from cute_ops.errors import naming
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan
@@ -68,9 +68,9 @@ class Launcher:
         declared = self.op.outputs[name]
         if declared.contiguous is None:
             return _compact(out)
-        place = declared.contiguous_place(out.shape, out.stride())
+        place = declared.contiguous_axis(out.shape, out.stride())
         merged = not declared.merged or declared.is_merged(out.shape, out.stride())
-        return merged and (not declared.places or place is not None)
+        return merged and (not declared.axes or place is not None)
 
     def find(
         self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor] = NOTHING

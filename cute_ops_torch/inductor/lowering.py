@@ -195,10 +195,10 @@ def _literal(value: Any) -> str:
 def _realize(tensor: Any, declared: Tensor) -> Any:
     """A buffer in memory that lies as an input demands."""
     buffer = ir.ExternKernel.realize_input(tensor)
-    if not declared.places:
+    if not declared.axes:
         return buffer
     strides = buffer.get_stride()
-    if any(place >= -len(strides) and strides[place] == 1 for place in declared.places):
+    if any(place >= -len(strides) and strides[place] == 1 for place in declared.axes):
         return buffer
-    order = declared.memory_order(len(strides), declared.places[0])[::-1]  # from the contiguous dim on
+    order = declared.memory_order(len(strides), declared.axes[0])[::-1]  # from the contiguous dim on
     return ir.ExternKernel.require_stride_order(buffer, [order.index(dim) for dim in range(len(strides))])

@@ -14,8 +14,8 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
-from cute_ops.errors import message
 from cute_ops_torch.library.mutation import refuse_gradients
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import filler

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
-from cute_ops.errors import message
 from cute_ops_torch.library.tensors import Tensors, arrays
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
-from cute_ops.errors import message
 from cute_ops_torch.library.reference import register_fake
 
 Call = Callable[..., Any]

@@ -151,7 +151,7 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     made = {name for step in steps for name in step.outputs}
     every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
     # What one step requires, all get, and as the one that takes fewest ways to lie wants it.
-    every.sort(key=lambda each: len(each[1].places), reverse=True)
+    every.sort(key=lambda each: len(each[1].axes), reverse=True)
     inputs = dict(sorted(every, key=lambda each: not each[1].optional))
     outputs = tuple(name for step in steps for name in step.outputs)
     scalars = tuple(dict.fromkeys(name for step in steps for name in step.scalars))
@@ -302,9 +302,9 @@ class _Cotangents:
 
 def _first_place(declared: Tensor) -> slice | None:
     """Where in the strides of a cotangent the dim is that should be contiguous; None where none need be."""
-    if not declared.places:
+    if not declared.axes:
         return None
-    place = declared.places[0]
+    place = declared.axes[0]
     # Which of leading dims it is depends on their sizes: then no place is surely right.
     return slice(place, place + 1 or None) if place >= -len(declared.dims) else slice(0)
 

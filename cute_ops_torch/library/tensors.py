@@ -8,11 +8,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from cute_ops.declaration.binding import Binding, bind
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.tensor import Tensor as Declared
-from cute_ops.errors import message, suggesting
-from cute_ops.jit.layout import Memory, check_memory, contiguous_place, has_contiguous
+from cute_ops.errors import suggesting
+from cute_ops.jit.layout import Memory, check_memory, contiguous_axis, has_contiguous
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
@@ -101,10 +102,10 @@ def readable(declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
     where rows are not one stride apart that it wants merged.
     """
     shape, strides = tensor.shape, tensor.stride()
-    contiguous = not has_contiguous(declared) or contiguous_place(declared, shape, strides) is not None
+    contiguous = not has_contiguous(declared) or contiguous_axis(declared, shape, strides) is not None
     if contiguous and (not declared.merged or declared.is_merged(shape, strides)):
         return tensor
-    order = declared.memory_order(tensor.ndim, declared.places[0])
+    order = declared.memory_order(tensor.ndim, declared.axes[0])
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.ndim)])
 
 

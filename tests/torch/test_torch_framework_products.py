@@ -106,7 +106,7 @@ def test_what_is_remembered_is_the_program(product: Op, dtype: torch.dtype, m: t
         assert all(gap[..., -8:].isnan().all() for gap in gaps)
 
 
-TURNED = [op.name for op in PRODUCTS if all(len(t.places) > 1 for t in list(op.inputs.values())[:2])]
+TURNED = [op.name for op in PRODUCTS if all(len(t.axes) > 1 for t in list(op.inputs.values())[:2])]
 
 
 def test_autocast_changes_no_dtype(hopper: None) -> None:

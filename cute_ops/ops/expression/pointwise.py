@@ -71,7 +71,7 @@ def _of_batch(op: Op, formula: Callable[[Attrs], Formula]) -> Op:
         else:
             rows = arrays[first.tile].shape[:-1]
             read = {key: _each_row(xp, arrays[key], op.inputs[key].shape, rows) for key in one_pass.inputs}
-            made = one_pass.with_twins(call(one_pass, read, attrs))
+            made = one_pass.with_same_as(call(one_pass, read, attrs))
         axes = {key: (-2, -1) if op.outputs[key].shape == "" else (-2,) for key in sums}
         return made | {key: xp.sums(made[key], axes[key], arrays[key.removeprefix("d")]) for key in sums}
 

@@ -14,10 +14,11 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.constants import Unknown, constant, make_room, state
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.errors import header_of, meant, message, shown
+from cute_ops.errors import header_of, meant, shown
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace

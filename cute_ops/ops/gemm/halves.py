@@ -53,7 +53,7 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         given = {key: _reshaped(a, shapes[key], parted=False) for key, a in inputs.items()}
-        found = op.program.run(xp, call, given, attrs) if op.program else op.with_twins(call(op, given, attrs))
+        found = op.program.run(xp, call, given, attrs) if op.program else op.with_same_as(call(op, given, attrs))
         return {key: _reshaped(a, shapes[key], parted=True) for key, a in found.items()}
 
     run.__module__ = op.program.run.__module__ if op.program else op.reference.__module__

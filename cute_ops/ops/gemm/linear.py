@@ -11,12 +11,12 @@ from typing import Any
 from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config, Problem, Tuning
+from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import FUSED, Product, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
-from cute_ops.errors import message
 from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import SUMS, GemmConfig
