@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -135,17 +135,12 @@ class Process:
         self, line: bytes, seconds: float, progress: Callable[[dict[str, Any]], object] | None
     ) -> dict[str, Any] | None:
         """Send a request and wait for its answer; None if the subprocess ended on its own before it read it."""
-        process = self._process
-        if process is None or not self.running():
-            process = self._start()
-        stdin, stdout, stderr = (file.fileno() for file in (process.stdin, process.stdout, process.stderr) if file)
-        # Not select, which refuses file descriptors above 1023.
-        poll, received, taken, deadline = select.poll(), b"", False, time.monotonic() + seconds
-        for handle, event in ((stdin, select.POLLOUT), (stdout, select.POLLIN), (stderr, select.POLLIN)):
-            poll.register(handle, event)
+        process = self._started()
+        poll, (stdin, stdout, stderr) = _poll(process)
+        received, taken, deadline = b"", False, time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            ready = {handle for handle, _ in poll.poll(min(max(left, 0.0), _LOOK_SECONDS) * 1000)}
+            ready = dict(poll.poll(min(max(left, 0.0), _LOOK_SECONDS) * 1000))
             if not ready and process.poll() is not None:
                 self._ended(process, taken)
                 return None
@@ -153,11 +148,8 @@ class Process:
             if left <= 0 and stdout not in ready:
                 raise Silent(f"gave no answer within {seconds:.0f} s", self.log())
             if stdin in ready:
-                with suppress(BrokenPipeError):
-                    line = line[os.write(stdin, line) :]
-                    if line:
-                        ready.discard(stdin)
-                if stdin in ready:  # all is sent, or the pipe is broken
+                line = _sent(stdin, line)
+                if not line:
                     poll.unregister(stdin)
             if stderr in ready and not self._hear(stderr):
                 poll.unregister(stderr)
@@ -168,15 +160,20 @@ class Process:
                 self._ended(process, taken)
                 return None
             *lines, received = (received + data).split(b"\n")
-            for answer in map(_parsed, lines):
-                if answer.pop("number") != self._number:
-                    continue
+            for answer in self._answers(lines):
                 if not answer.pop("step"):
                     return answer
-                deadline = time.monotonic() + seconds
+                deadline, taken = time.monotonic() + seconds, True
                 if answer and progress is not None:
                     progress(answer)
-                taken = True
+
+    def _answers(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+        """The answers to the last request."""
+        return (answer for answer in map(_parsed, lines) if answer.pop("number") == self._number)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        process = self._process
+        return self._start() if process is None or not self.running() else process
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.stop()
@@ -223,6 +220,24 @@ class Process:
         data = os.read(stderr, 1 << 16)
         self._log = (self._log + data)[-_LOG_TAIL:]
         return data
+
+
+def _poll(process: subprocess.Popen[bytes]) -> tuple[select.poll, list[int]]:
+    """What waits for a process's pipes, and these: what it reads, its output and its errors. Not select, which refuses
+    file descriptors above 1023.
+    """
+    poll, handles = select.poll(), [f.fileno() for f in (process.stdin, process.stdout, process.stderr) if f]
+    for handle, event in zip(handles, (select.POLLOUT, select.POLLIN, select.POLLIN), strict=True):
+        poll.register(handle, event)
+    return poll, handles
+
+
+def _sent(handle: int, line: bytes) -> bytes:
+    """What is left of a line after a write; nothing if the pipe is broken."""
+    try:
+        return line[os.write(handle, line) :]
+    except BrokenPipeError:
+        return b""
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -48,28 +48,28 @@ def exact(value: Any, other: Callable[[Any], Hashable] | None = None) -> Hashabl
         Unknown: it is none of these.
     """
     kind = type(value)
-    if kind is float:
-        # 0.0 equals -0.0, and NaN nothing.
-        return (float, value) if value and value == value else (float, repr(value))
-    if kind is int or kind is str:
-        return value  # type: ignore[no-any-return]
-    if kind in _PLAIN:
-        return kind, value
-    if kind in _SEQUENCES:
-        return kind, *(exact(each, other) for each in value)
-    if kind is dict:
-        return dict, *((exact(key, other), exact(each, other)) for key, each in value.items())
-    if kind in _SETS:
-        return kind, frozenset(exact(each, other) for each in value)
-    if kind is complex:
-        return complex, exact(value.real), exact(value.imag)
-    if kind is slice:
-        return slice, exact(value.start, other), exact(value.stop, other), exact(value.step, other)
-    if kind is Decimal:
-        return Decimal, str(value)
+    if (key := _KEYS.get(kind)) is not None:
+        return key(value, other)
     if is_constant(value):
         return (kind, value.dtype.str, value.tobytes()) if _is_numpy_number(value) else (kind, value)
     return _unknown(value) if other is None else other(value)
+
+
+Other = Callable[[Any], Hashable] | None
+# The key of a value of these types.
+_KEYS: dict[type, Callable[[Any, Other], Hashable]] = {
+    **dict.fromkeys(_PLAIN, lambda value, other: (type(value), value)),
+    int: lambda value, other: value,
+    str: lambda value, other: value,
+    # 0.0 equals -0.0, and NaN nothing.
+    float: lambda value, other: (float, value if value and value == value else repr(value)),
+    complex: lambda value, other: (complex, exact(value.real), exact(value.imag)),
+    Decimal: lambda value, other: (Decimal, str(value)),
+    **dict.fromkeys(_SEQUENCES, lambda value, other: (type(value), *(exact(each, other) for each in value))),
+    **dict.fromkeys(_SETS, lambda value, other: (type(value), frozenset(exact(each, other) for each in value))),
+    dict: lambda value, other: (dict, *((exact(k, other), exact(each, other)) for k, each in value.items())),
+    slice: lambda value, other: (slice, *(exact(e, other) for e in (value.start, value.stop, value.step))),
+}
 
 
 def of_attributes(values: Sequence[Any]) -> tuple[Hashable, ...]:

@@ -205,10 +205,8 @@ def _uses(code: CodeType, free: frozenset[str], first: str, owner: str) -> Itera
     aliases: dict[str, Use] = {}
     loaded: set[str] = set()  # before they are aliases: in a loop's next round
     for i, each in enumerate(steps):
-        operation = each.opname
         _refuse_change(each, free)
-        if operation.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")):
-            loaded.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
+        loaded.update(_loaded(each))
         use = _root(each, free, first, owner, aliases)
         if use is None:
             continue
@@ -218,11 +216,9 @@ def _uses(code: CodeType, free: frozenset[str], first: str, owner: str) -> Itera
             aliases[name] = use
         else:
             yield use
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _uses(
-                inner, free.intersection(inner.co_freevars), "", owner if owner in inner.co_freevars else ""
-            )
+    for inner in filter(lambda constant: isinstance(constant, CodeType), code.co_consts):
+        known = owner if owner in inner.co_freevars else ""
+        yield from _uses(inner, free.intersection(inner.co_freevars), "", known)
 
 
 def _refuse_change(each: dis.Instruction, free: frozenset[str]) -> None:
@@ -236,6 +232,12 @@ def _refuse_change(each: dis.Instruction, free: frozenset[str]) -> None:
 
 def _parameters(code: CodeType) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _loaded(each: dis.Instruction) -> Sequence[str]:
+    if not each.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")):
+        return ()
+    return each.argval if isinstance(each.argval, tuple) else (each.argval,)
 
 
 def _stored(each: dis.Instruction) -> Sequence[str]:

@@ -302,21 +302,18 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
     Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo their number of rows.
     """
     op, lead, arrays = binding.op, binding.dims[group], {**binding.inputs, **binding.outputs}
+    every = {n: t for n, t in {**op.inputs, **op.outputs}.items() if t.rows == group and not t.broadcast}
+    shapes = {n: tuple(a.shape) for n in every if (a := arrays[n]) is not None}
     # Outputs that the caller gives have strides, too.
-    every = {**op.inputs, **{name: t for name, t in op.outputs.items() if name in memory}}
-    rows = {n: t for n, t in every.items() if t.rows == group and not t.broadcast and arrays[n] is not None}
-    shapes = {n: tuple(arrays[n].shape) for n in rows}  # type: ignore[union-attr]
-    strides = {n: memory[n].strides if n in memory else compact(shape) for n, shape in shapes.items()}
-    if lead and not any(_uneven(shapes[n], strides[n]) for n in rows):
+    read = [n for n in shapes if n in op.inputs or n in memory]
+    strides = {n: memory[n].strides if n in memory else compact(shapes[n]) for n in read}
+    if lead and not any(_uneven(shapes[n], strides[n]) for n in read):
         return {}
     kept = [i for i, size in enumerate(lead) if size != 1]
     runs = _runs(kept, lead, list(strides.values()))
     views = {}
-    for name, tensor in {**op.inputs, **op.outputs}.items():
-        array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
-        if array is None or tensor.rows != group or tensor.broadcast:
-            continue
-        shape, stride = tuple(array.shape), tuple(strides.get(name, compact(array.shape)))
+    for name, shape in shapes.items():
+        tensor, stride = every[name], tuple(strides.get(name, compact(shape)))
         own = [kept] if tensor.merged and _uneven(shape, stride) else runs
         if len(own) != len(lead):
             views[name] = _merged(tensor, lead, own, shape, stride)

@@ -13,11 +13,13 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import Array
+from cute_ops.declaration.tensor import Tensor
+from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.jit import source_digest, toolchain
 from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key
 from cute_ops.jit.target import Target
-from cute_ops.jit.variant import VECTOR, Variant
+from cute_ops.jit.variant import VECTOR, TensorKey, Variant
 
 
 class Signature(NamedTuple):
@@ -82,17 +84,20 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
     tensors = layout(binding, memory, static)
     present = {name: key for name, key in tensors.keys.items() if key}
     declared = {name: op.inputs.get(name) or op.outputs[name] for name in present}
-    # A tensor without a contiguous dim does not limit the vector width.
-    free = {name for name, t in declared.items() if not t.dims or t.contiguous == ()}
     choices = {name: t for name, t in declared.items() if isinstance(t.contiguous, tuple) and len(t.contiguous) > 1}
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
-        aligns={n: VECTOR if n in free else min(key.align, key.row_align) for n, key in present.items()},
+        aligns={n: _alignment(declared[n], key) for n, key in present.items()},
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
+
+
+def _alignment(declared: Tensor, key: TensorKey) -> int:
+    """Bytes by which a tensor limits the vector width; one without a contiguous dim does not."""
+    return min(key.align, key.row_align) if declared.dims and declared.contiguous != () else VECTOR
 
 
 def _refuse_old(binding: Binding, target: Target) -> None:

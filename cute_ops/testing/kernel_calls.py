@@ -22,6 +22,7 @@ from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import View, compact
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
+from cute_ops.jit.variant import TensorKey
 from cute_ops.ops import OPS, PARTS
 from cute_ops.testing import interpreter
 
@@ -85,12 +86,7 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     case otherwise.
     """
     absent = testing.left_out(op, rng, 0.3)
-    own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.upper_bound), "")
-    wide = {t.dtype for t in op.inputs.values() if t.rows and t.dims}  # of rows: no narrower than the first one's
-    free = {v: [d for d in kinds if v not in wide or d in (dtype, "float32")] for v, kinds in op.dtypes.items()}
-    dtypes = {v: str(rng.choice(kinds)) for v, kinds in free.items() if v != own and kinds}
-    if rng.random() < 0.5:
-        dtypes = {v: kinds[0] for v, kinds in op.dtypes.items() if kinds[0] not in FLOATS}
+    dtypes = _drawn_dtypes(op, dtype, rng)
     dims = op.example((rows,), n, sizes)
     if "t" in dims:  # tokens and classes of an embedding
         dims |= {"t": 30 * rows, "c": 40}
@@ -113,6 +109,17 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     where = {name: place(op.inputs[name], array, layout) for name, array in arrays.items() if array is not None}
     known = ", ".join(f"{k}={v}" for k, v in {**dtypes, **attrs}.items())
     return Call(op, arrays, where, attrs, f"{op.name} {rows}x{n} {dtype} {layout} ({known}) without {absent}", draw)
+
+
+def _drawn_dtypes(op: Op, dtype: str, rng: np.random.Generator) -> dict[str, str]:
+    """Dtypes of an op's variables besides its first: random ones half of the time, else those that are no floats."""
+    own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.upper_bound), "")
+    wide = {t.dtype for t in op.inputs.values() if t.rows and t.dims}  # of rows: no narrower than the first one's
+    free = {v: [d for d in kinds if v not in wide or d in (dtype, "float32")] for v, kinds in op.dtypes.items()}
+    dtypes = {v: str(rng.choice(kinds)) for v, kinds in free.items() if v != own and kinds}
+    if rng.random() < 0.5:
+        dtypes = {v: kinds[0] for v, kinds in op.dtypes.items() if kinds[0] not in FLOATS}
+    return dtypes
 
 
 def shaped(op: Op, rows: int, n: int, dtype: str, layout: str, **dtypes: str) -> Call:
@@ -147,45 +154,60 @@ def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
     binding, found = call.planned()
     memory = interpreter.now.memory = interpreter.Memory()
     interpreter.now.watched, interpreter.now.last = watched, None
-    tensors: list[Any] = []
-    places: dict[str, Any] = {}
-    for name, key in found.variant.tensors.items():
-        if key is None:
-            tensors.append(None)
-            continue
-        array: Any = {**binding.inputs, **binding.outputs, **found.workspaces}[name]
-        kind, where = KINDS[key.dtype], call.where.get(name, Place(compact(array.shape)))
-        count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
-        shift, size = where.address % VECTOR, kind.size * (count if math.prod(array.shape) else 0)
-        start = memory.grow(shift + size)[0]
-        places[name] = start + shift, size, kind, array.shape, where.strides
-        if name in call.op.mutates:
-            inside = memory.inside[start : start + shift + size]
-            inside[:] = False
-            steps = [s * kind.size for s in where.strides]
-            np.lib.stride_tricks.as_strided(inside[shift:], (*array.shape, kind.size), (*steps, 1))[...] = True
-        view = found.views.get(name, View(array.shape, where.strides))
-        shape = tuple(interpreter.Int64(n) if k is None else n for n, k in zip(view.shape, key.shape, strict=True))
-        pointer = interpreter.Pointer(memory, interpreter.Int64(start + shift), kind)
-        tensors.append(interpreter.Tensor(pointer, interpreter.Layout(shape, view.strides)))
-
-    def seen(name: str) -> np.ndarray:
-        start, size, kind, shape, strides = places[name]
-        flat = memory.bytes[start : start + size].view(kind.dtype)
-        return np.lib.stride_tricks.as_strided(flat, shape, [s * kind.size for s in strides])
-
+    arrays = {**binding.inputs, **binding.outputs, **found.workspaces}
+    keys = found.variant.tensors
+    places = {name: _allocate(call, name, arrays[name], memory) for name, key in keys.items() if key}
     for name, given in call.arrays.items():
         if name in places and given is not None:
-            seen(name)[...] = given
+            places[name].array(memory)[...] = given
+    tensors = [None if key is None else _tensor(places[name], key, found.views, memory) for name, key in keys.items()]
     module, _, kernel = found.variant.kernel.partition(":")
     with interpreted(module):
         getattr(importlib.import_module(module), kernel)(found.variant)(*tensors, None)
-    for name, (start, size, *_) in places.items():
-        times = set(memory.stores[start : start + size].tolist())
+    for name, at in places.items():
+        times = set(memory.stores[at.start : at.start + at.size].tolist())
         allowed = {0, 1} if name in call.op.mutates else {int(name in call.op.outputs)}
         if name not in found.workspaces and times - allowed:
             raise AssertionError(f"{call.op.name}: bytes of {name} are stored {times} times")
-    return tuple(seen(name).copy() if name in places else None for name in call.op.results)
+    return tuple(places[name].array(memory).copy() if name in places else None for name in call.op.results)
+
+
+class _Bytes(NamedTuple):
+    """Where a tensor's elements are in the interpreter's memory."""
+
+    start: int
+    size: int
+    kind: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def array(self, memory: Any) -> np.ndarray:
+        flat = memory.bytes[self.start : self.start + self.size].view(self.kind.dtype)
+        return np.lib.stride_tricks.as_strided(flat, self.shape, [s * self.kind.size for s in self.strides])
+
+
+def _allocate(call: Call, name: str, array: Any, memory: Any) -> _Bytes:
+    """Memory for a tensor; of one that the op writes, what lies between its rows is not part of it."""
+    where = call.where.get(name, Place(compact(array.shape)))
+    kind = KINDS[array.dtype]
+    count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
+    shift, size = where.address % VECTOR, kind.size * (count if math.prod(array.shape) else 0)
+    start = memory.grow(shift + size)[0]
+    if name in call.op.mutates:
+        inside = memory.inside[start : start + shift + size]
+        inside[:] = False
+        steps = [s * kind.size for s in where.strides]
+        np.lib.stride_tricks.as_strided(inside[shift:], (*array.shape, kind.size), (*steps, 1))[...] = True
+    return _Bytes(start + shift, size, kind, tuple(array.shape), tuple(where.strides))
+
+
+def _tensor(at: _Bytes, key: TensorKey, views: Mapping[str, View], memory: Any) -> Any:
+    """The interpreter's tensor of some memory, as the kernel's variant describes it."""
+    view = views.get(key.name, View(at.shape, at.strides))
+    shape = tuple(interpreter.Int64(n) if k is None else n for n, k in zip(view.shape, key.shape, strict=True))
+    return interpreter.Tensor(
+        interpreter.Pointer(memory, interpreter.Int64(at.start), at.kind), interpreter.Layout(shape, view.strides)
+    )
 
 
 def check(call: Call, watched: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,7 @@ def kernel(
     ffi.ensure(variant)
     given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
     orders = {n: key.order for n, key in zip(variant.names, variant.args, strict=True) if key and key.order}
-    views = {n: given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None}
-    views |= {n: jnp.transpose(views[n], order) for n, order in orders.items()}
+    views = _views(given, chosen.folded, orders)
     made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
     written = {n: a for n in op.mutates if (a := chosen.folded.inputs[n]) is not None}
     written |= {n: a._replace(shape=tuple(a.shape[i] for i in orders[n])) for n, a in written.items() if n in orders}
@@ -86,6 +85,12 @@ def kernel(
     for name in written.keys() & orders.keys():
         found[name] = jnp.transpose(found[name], [orders[name].index(i) for i in range(found[name].ndim)])
     return [found[n].reshape(a.shape) for n, a in binding.results.items() if a is not None]
+
+
+def _views(given: Mapping[str, Any], folded: Binding, orders: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The inputs as the kernel takes them: their leading dims folded, and the contiguous dim last."""
+    views = {n: given[n].reshape(a.shape) for n, a in folded.inputs.items() if a is not None}
+    return views | {n: jnp.transpose(views[n], order) for n, order in orders.items()}
 
 
 def _aliases(given: list[str], results: list[str], donated: Mapping[str, str | None]) -> dict[int, int]:

@@ -75,11 +75,11 @@ def make_function(
         "_profiled": torch.autograd._profiler_enabled,  # type: ignore[attr-defined]
         "_exact": EXACT, "_get": fast_path.table.get, "_overload": overload, "_specialize": specialize,
     }  # fmt: skip
-    arguments, returned, before = ", ".join((*op.inputs, *op.keywords)), "_out" if op.outputs else "None", ""
+    arguments, before = ", ".join((*op.inputs, *op.keywords)), ""
+    returned = "_out" if op.outputs else "None"
     if not raw and (op.options or any(t.given or t.same_as or t.hidden for t in op.outputs.values())):
         values["_postprocess"] = postprocessing(op)
-        attributes, options = ("".join(f"{name}, " for name in names) for names in (op.keywords, _own_options(op)))
-        returned = f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
+        returned = _postprocessed(op)
     if not raw and inplace is not None:
         values["_inplace"] = inplace
         values["_flag"] = partial(_flag, op)
@@ -100,10 +100,20 @@ def make_function(
     )  # fmt: skip
     function = make(**values)
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
-    own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("_more", "_others")]
-    own = [p.replace(default=p.empty) if p.default is _MISSING else p for p in own]
-    function.__signature__ = inspect.Signature(own)
+    function.__signature__ = _signature(function)
     return function  # type: ignore[no-any-return]
+
+
+def _postprocessed(op: Op) -> str:
+    """Source of what a function returns where that is not what the raw op returns."""
+    attributes, options = ("".join(f"{name}, " for name in names) for names in (op.keywords, _own_options(op)))
+    return f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
+
+
+def _signature(function: Call) -> inspect.Signature:
+    """The parameters of a function that users give."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("_more", "_others")]
+    return inspect.Signature([p.replace(default=p.empty) if p.default is _MISSING else p for p in own])
 
 
 def _check_attributes(op: Op, values: Iterable[Any]) -> None:

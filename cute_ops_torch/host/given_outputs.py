@@ -41,12 +41,7 @@ class GivenOutputs:
         if len(found) != len(op.shown):
             self._refuse(TypeError, f"{len(found)} tensors, expected {len(op.shown)}: {', '.join(op.shown)}", tensors)
         outputs = dict(zip(op.shown, found, strict=True))
-        if torch.is_grad_enabled() and any(torch.is_tensor(t) and t.requires_grad for t in (*tensors, *found)):
-            # As torch's own functions say it.
-            raise RuntimeError(
-                f"{op.called}(): functions with out=... arguments don't support automatic differentiation, but one of "
-                "the arguments requires grad."
-            )
+        self._refuse_gradients((*tensors, *found))
         if torch.compiler.is_compiling() or modes_active():
             self._copy(outputs, args)
             return out
@@ -63,6 +58,14 @@ class GivenOutputs:
         else:
             self._copy(outputs, args)
         return out
+
+    def _refuse_gradients(self, tensors: Sequence[Any]) -> None:
+        """Raise RuntimeError, in the words of torch's own functions, if a gradient is wanted."""
+        if torch.is_grad_enabled() and any(torch.is_tensor(t) and t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{self.op.called}(): functions with out=... arguments don't support automatic differentiation, but "
+                "one of the arguments requires grad."
+            )
 
     def _copy(self, outputs: Mapping[str, Any], args: Sequence[Any]) -> None:
         """Make the outputs anew and copy them to the given ones."""

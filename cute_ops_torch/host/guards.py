@@ -50,9 +50,7 @@ def guarded(
     same = [f"{name} is None" for name in op.inputs if name not in given]
     named = dict(zip(op.keywords, attrs, strict=True))
     same += [f"{name} == _given_{name}" for name in op.attrs]
-    # Zeros are equal, but have a sign.
-    signed = [name for name in op.attrs if isinstance(named[name], float) and not named[name]]
-    same += [f"({name} is _given_{name} or _sign(1.0, {name}) == {copysign(1.0, named[name])})" for name in signed]
+    same += (signs := _signs(op, named))
     same += [f"type({name}) is _type_{name}" for name in op.scalars]
     addresses = {name: t.data_ptr() for name, t in given.items()}
     same += [f"_same({', '.join(given)})", *conditions]
@@ -62,12 +60,18 @@ def guarded(
     same += distances
     values = {"_same": guard.check, **numbers, **values}
     values |= {f"_given_{name}": named[name] for name in op.attrs}
-    values |= {"_sign": copysign} if signed else {}
+    values |= {"_sign": copysign} if signs else {}
     values |= {f"_type_{name}": type(named[name]) for name in op.scalars}
     make = codegen.maker(
         codegen.GUARDED, f"{op.name}.guarded", values, name=op.name, condition=" and ".join(same), **texts
     )
     return partial(make, **values)
+
+
+def _signs(op: Op, named: Mapping[str, Any]) -> list[str]:
+    """Source: whether attributes that are zero have the signs of these. Zeros are equal, but have a sign."""
+    zeros = [name for name in op.attrs if isinstance(named[name], float) and not named[name]]
+    return [f"({name} is _given_{name} or _sign(1.0, {name}) == {copysign(1.0, named[name])})" for name in zeros]
 
 
 def aligned(addresses: Mapping[str, int]) -> str:

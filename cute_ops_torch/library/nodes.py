@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -194,18 +194,11 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
     """
     ran = saving or op
     single, count, taken = len(ran.outputs) == 1, len(given), len(given) + len(op.scalars)
-    inputs = [k for k, name in enumerate(given) if name in grad.inputs]
-    outputs = [k for k, name in enumerate(ran.outputs) if name in grad.inputs]
-    cotangents = [f"d{name}" for name in op.outputs]
+    inputs, outputs = _places(given, grad.inputs), _places(ran.outputs, grad.inputs)
     # What a backward has: saved inputs and outputs, cotangents, and at last None for all else.
-    values = [*(given[k] for k in inputs), *(list(ran.outputs)[k] for k in outputs), *cotangents]
+    values = [*(given[k] for k in inputs), *(list(ran.outputs)[k] for k in outputs), *(f"d{n}" for n in op.outputs)]
     arguments = _take([values.index(name) if name in values else len(values) for name in grad.inputs])
-    # What gradients are taken from: what is computed, cotangents that are handed on, and None.
-    handed = {f"d{name}": f"d{output}" for name, output in op.handed_on.items()}
-    sources = [*grad.outputs, *cotangents, None]
-    gradients = [sources.index(d if (d := handed.get(f"d{n}", f"d{n}")) in sources else None) for n in given]
-    # `run`, the first argument, has none, nor have scalars, the last ones.
-    results = _take([len(sources) - 1, *gradients, *[len(sources) - 1] * len(op.scalars)])
+    results = _gradients(op, grad, given)
     gradient, attributes, resolve = grad.run, grad.attributes, grad.resolve
     prepare = _Cotangents(op, grad.inputs)
     read, required = prepare.read, prepare.required
@@ -253,6 +246,19 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | Non
 
     only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars or thin)
     return forward_of_inputs if only_inputs else forward, backward
+
+
+def _places(names: Iterable[str], wanted: Container[str]) -> list[int]:
+    return [k for k, name in enumerate(names) if name in wanted]
+
+
+def _gradients(op: Op, grad: _Step, given: tuple[str, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Takes gradients of all arguments from what is computed, cotangents that are handed on, and None."""
+    handed = {f"d{name}": f"d{output}" for name, output in op.handed_on.items()}
+    sources = [*grad.outputs, *(f"d{name}" for name in op.outputs), None]
+    gradients = [sources.index(d if (d := handed.get(f"d{n}", f"d{n}")) in sources else None) for n in given]
+    # `run`, the first argument, has none, nor have scalars, the last ones.
+    return _take([len(sources) - 1, *gradients, *[len(sources) - 1] * len(op.scalars)])
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

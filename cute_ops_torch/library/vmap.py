@@ -14,6 +14,7 @@ import torch
 
 from cute_ops.declaration.batching import as_one_call
 from cute_ops.declaration.messages import message
+from cute_ops.declaration.batching import OneCall
 from cute_ops.declaration.op import Op
 from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.schema import filler, resolver
@@ -36,18 +37,24 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
             return _by_program(op, given, attrs, define)
         if one is None:
             results = _one_by_one(overload, op, tensors, dims, attrs, info.batch_size)
-            out_dims: list[int | None] = [0] * len(results)
-        else:
-            whole = [one.inputs.get(name) for name in op.inputs]
-            raw = _outputs((overload if one.op is op else define(one.op))(*_read(one.op, whole), *attrs))
-            results = [one.unfolded(t, out) for t, out in zip(op.outputs.values(), raw, strict=True)]
-            real = resolve(whole, results) if one.op is op else results
-            out_dims = [0 if o is r else None for o, r in zip(results, real, strict=True)]
-        if not op.outputs:
-            return None, None
-        return (results[0], out_dims[0]) if len(results) == 1 else (tuple(results), tuple(out_dims))
+            return _with_places(results, [0] * len(results))
+        return together(one, attrs)
+
+    def together(one: OneCall, attrs: Sequence[Any]) -> Any:
+        whole = [one.inputs.get(name) for name in op.inputs]
+        raw = _outputs((overload if one.op is op else define(one.op))(*_read(one.op, whole), *attrs))
+        results = [one.unfolded(t, out) for t, out in zip(op.outputs.values(), raw, strict=True)]
+        real = resolve(whole, results) if one.op is op else results
+        return _with_places(results, [0 if o is r else None for o, r in zip(results, real, strict=True)])
 
     return rule
+
+
+def _with_places(results: list[Any], places: list[int | None]) -> Any:
+    """Results and their batch dims as torch takes them: None without results, one result alone."""
+    if not results:
+        return None, None
+    return (results[0], places[0]) if len(results) == 1 else (tuple(results), tuple(places))
 
 
 def _one_by_one(

@@ -397,13 +397,7 @@ class CausalConv1dBackward(Walk):
             rX, rDout = held[u % self.batch]
             dtype = rX.element_type
             inputs = [rOld.load() for rOld in self.older(xs, u)] + [widen(rX)]
-            rG = fragment(Float32, self.vec)
-            rG.store(widen(rDout))
-            if const_expr(self.silu):
-                rOut = fragment(Float32, self.vec)
-                rOut.store(self.convolved(inputs, rWeight, rBias))
-                for c in cutlass.range_constexpr(self.vec):
-                    rG[c] = times_silu_derivative(rG[c], rOut[c])
+            rG = self._gradient(rDout, inputs, rWeight, rBias)
             if const_expr(edge):
                 if t >= seqlen:
                     rG.fill(0.0)
@@ -427,6 +421,17 @@ class CausalConv1dBackward(Walk):
             if const_expr(u < self.taps and rows["dinitial_state"] is not None):
                 store_if(first == 0, rOut, rows["dinitial_state"].address(first, u), True)
         return stage, free
+
+    def _gradient(self, rDout, inputs, rWeight, rBias):
+        """The gradient of a row before its activation."""
+        rG = fragment(Float32, self.vec)
+        rG.store(widen(rDout))
+        if self.silu:
+            rOut = fragment(Float32, self.vec)
+            rOut.store(self.convolved(inputs, rWeight, rBias))
+            for c in range(self.vec):
+                rG[c] = times_silu_derivative(rG[c], rOut[c])
+        return rG
 
     def _add(self, rG, inputs, rSums):
         g = rG.load()

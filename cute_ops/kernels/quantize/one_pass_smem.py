@@ -76,12 +76,8 @@ class QuantizeRowsInSmem(QuantizeRows):
         for k in cutlass.range_constexpr(self.tile.per_thread):
             self._fetch(held, place, row < count, edge, k)
             cute.arch.cp_async_commit_group()
-        loaded = None
-        if const_expr(not self.delay_weight_load):
-            # After the row's copies, since for unaligned rows these loads are waited for; two vectors at a time, since
-            # until then they take twice their registers.
-            pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
-            loaded = [found for ks in pairs for found in self.access.columns(*columns, place, ks)]
+        # After the row's copies, since for unaligned rows these loads are waited for.
+        loaded = None if const_expr(self.delay_weight_load) else self._columns(columns, place)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         if const_expr(self.windowed and not self.apart):
@@ -98,6 +94,13 @@ class QuantizeRowsInSmem(QuantizeRows):
                 cute.arch.barrier()
             self._one_by_one(given, rstd, maxima, speaks, targets)
         let_next_start(self.pdl)
+
+    def _columns(self, columns, place):
+        """Weight and bias at this thread's columns; loaded two vectors at a time, since until unaligned ones are in
+        place they take twice their registers.
+        """
+        pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
+        return [found for ks in pairs for found in self.access.columns(*columns, place, ks)]
 
     def _fetch(self, held, place, valid, edge, k):
         """Start loading this thread's k-th vectors; with the last ones also the vector past the CTA's own."""

@@ -69,22 +69,7 @@ class OnePassRows:
             self.access.fetch_ahead(rows, place, few)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, valid)
-        held = slots
-        if const_expr(slots is None):
-            held = self.access.load(self.access.rows(inputs, self.function.inputs, row), place, predicate)
-            let_next_start(self.pdl)
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                for rX in held:
-                    self.access.trim(rX[k], k, place)
-        else:
-            sources = self.ring.sources(inputs, slots, row, first, predicate)
-            self.ring.fetch_rows(sources, self.tile.edge(row, count), Int32(0))
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            let_next_start(self.pdl)
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                if const_expr(self.tile.predicated(k)):
-                    self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
+        held = self._load(inputs, slots, place, predicate)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
         insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
         values = self.function.tied(self._gather(gets, insides), context)
@@ -99,6 +84,25 @@ class OnePassRows:
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
                     self.access.store(self.access.row(mX, name, row), rOut, place, k)
+
+    def _load(self, inputs, slots, place, predicate):
+        """This thread's vectors of a row, in registers or in the slots of shared memory."""
+        if slots is None:
+            held = self.access.load(self.access.rows(inputs, self.function.inputs, place.row), place, predicate)
+            let_next_start(self.pdl)
+            for k in range(self.tile.per_thread):
+                for rX in held:
+                    self.access.trim(rX[k], k, place)
+            return held
+        sources = self.ring.sources(inputs, slots, place.row, place.first, predicate)
+        self.ring.fetch_rows(sources, self.tile.edge(place.row, place.count), Int32(0))
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        let_next_start(self.pdl)
+        for k in range(self.tile.per_thread):
+            if self.tile.predicated(k):
+                self.ring.trim(slots, k, Int32(0), place.first[k], self.function.reduction.empty)
+        return slots
 
     def _gather(self, gets, insides):
         if self.ring is None:

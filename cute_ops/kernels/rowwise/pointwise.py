@@ -71,10 +71,7 @@ class Pointwise:
         self.n = variant.dims["n"]
         pieces = (*self.inputs, *self.outputs)
         self.one_row = all(map(self._follows, pieces))
-        read = [p for p in self.inputs if p.tile] or self.outputs
-        widest = VECTOR_BYTES // max(self._itemsize(p) for p in read)
-        starts = [(self._start(p), self._itemsize(p)) for p in pieces if p.columns]
-        self.vec = min([widest, *(start // size for start, size in starts if start < VECTOR_BYTES)])
+        widest, self.vec = self._widths(pieces)
         self.shifted, tiles = None, all(p.tile for p in pieces)
         if tiles and 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
             self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
@@ -89,6 +86,13 @@ class Pointwise:
         # Whether all vectors of a CTA are of one row.
         self.tiled = bool(self.even) or (self.one_row and self.whole)
         self.pdl = can_use_pdl(variant.arch)
+
+    def _widths(self, pieces):
+        """Elements of a vector of 16 bytes of the widest tile that is read, and as many as alignment allows."""
+        read = [p for p in self.inputs if p.tile] or self.outputs
+        widest = VECTOR_BYTES // max(self._itemsize(p) for p in read)
+        starts = [(self._start(p), self._itemsize(p)) for p in pieces if p.columns]
+        return widest, min([widest, *(start // size for start, size in starts if start < VECTOR_BYTES)])
 
     def _itemsize(self, piece):
         return ITEMSIZE[self.keys[piece.name].dtype]

@@ -248,9 +248,8 @@ def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
 
 def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, centred: bool) -> NormConfig | None:
     """Persistent clusters with column sums in registers; None for rows that are too long."""
-    sums = max(sum(name in problem.dtypes for name in ("dweight", "dbias")), 1)
-    lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
-    align = row.align_vectors if lines else 1
+    sums = max(_column_sums(problem), 1)
+    align = _alignment(problem, row)
     touched = row.vectors + (0 if row.aligned else align)
     cluster = _backward_cluster(row, touched, sums)
     span = -(-touched // cluster)
@@ -259,30 +258,48 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     balanced = cluster > 2 and sums == 2 and not row.aligned
     if balanced:
         # Rows start on half a line: with half as many offsets, column sums are begun and stored half as often.
-        share, align = BALANCED_THREADS, min(align, LINE_VECTORS // 2)
-    threads = share if cluster > 1 else max(256, share) if sums == 1 else max(256 // share, 1) * share
-    sm_threads = sm_threads * 2 // (1 + sums)
-    slot = -(-row_bytes // cluster) * (threads // share) + 64 * VECTOR_BYTES
-    if balanced:
+        threads = share = BALANCED_THREADS
+        align = min(align, LINE_VECTORS // 2)
         slot = share * -(-(span + WARP - 1) // share) * -(-row_bytes // row.vectors)
-    if "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span):
-        sm_threads = threads  # one CTA per SM: rows of three inputs take longer to arrive
-        stages = _stages(row, slot, deeper=True)
     else:
-        stages = _stages(row, slot, deeper=cluster > 1 and (row.vectors > CTA_VECTORS or span <= 256))
+        threads = share if cluster > 1 else _threads_of_cta(share, sums)
+        slot = -(-row_bytes // cluster) * (threads // share) + 64 * VECTOR_BYTES
+    sm_threads = sm_threads * 2 // (1 + sums)
+    # Rows of three inputs take longer to arrive.
+    alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
+    stages = _stages(row, slot, deeper=alone or (cluster > 1 and _exchange_is_long(row, span)))
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
     held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)
     room = ARCHES[problem.arch].shared_per_cta - _bytes_of_sums(share, cluster, centred)
     stages = min(stages, room // held)
     if span > max(4, per_thread) * share or stages < 2:
         return None
-    resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), sm_threads // threads))
+    most = 1 if alone else sm_threads // threads
+    resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), most))
+    config = NormConfig("persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced)
+    config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
-    sort_period = WIDEST_VECTOR * align if not row.aligned and cluster > 2 else 0
-    return NormConfig(
-        "persistent", threads, share, cluster, resident, align, stages=stages,
-        clusters=resident_clusters(problem, cluster) * resident, sort_period=sort_period, balanced=balanced,
-    )  # fmt: skip
+    return config if row.aligned or cluster <= 2 else replace(config, sort_period=WIDEST_VECTOR * align)
+
+
+def _alignment(problem: Problem, row: RowProblem) -> int:
+    """Vectors that the start of an unaligned row is rounded down to: a line's, of long rows only if rows are many."""
+    lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
+    return row.align_vectors if lines else 1
+
+
+def _column_sums(problem: Problem) -> int:
+    return sum(name in problem.dtypes for name in ("dweight", "dbias"))
+
+
+def _exchange_is_long(row: RowProblem, span: int) -> bool:
+    """Whether exchanging a cluster's sums takes long beside loading its rows."""
+    return row.vectors > CTA_VECTORS or span <= 256
+
+
+def _threads_of_cta(share: int, sums: int) -> int:
+    """Threads of a CTA that takes several rows at a time, ``share`` threads each, at least 256 with one column sum."""
+    return max(256, share) if sums == 1 else max(256 // share, 1) * share
 
 
 def _is_long(row: RowProblem, span: int) -> bool:
@@ -465,9 +482,9 @@ def needs(problem: Problem, flat: Config) -> Needs:
         return needs_in_registers(problem, config, config.cluster)
     if config.form == "smem":
         return needs_in_smem(problem, config)
-    row, sums = row_of(problem), sum(name in problem.dtypes for name in ("dweight", "dbias"))
+    row = row_of(problem)
     per_thread = -(-row.vectors // (config.threads_per_row * config.cluster))
-    return needs_in_smem(problem, config, config.stages, per_thread * row.vector_elements * sums)
+    return needs_in_smem(problem, config, config.stages, per_thread * row.vector_elements * _column_sums(problem))
 
 
 FORWARD = Space(_forward_space, needs)
