@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WARP, MAX_THREADS, MAX_REGISTERS = 32, 1024, 255  # threads; of a CTA; of a thread
+VECTOR_BYTES = 16  # the widest load and store of one thread
 _REGISTERS, _REGISTER_UNIT = 65_536, 256  # of an SM; the unit in which a warp's are allocated
 _RESERVED_SHARED, _SHARED_UNIT = 1024, 128  # bytes that the system keeps of each CTA's shared memory; allocated at once
 

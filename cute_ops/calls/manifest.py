@@ -31,8 +31,8 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.errors import meant
 from cute_ops.files import cache_dir, file_lock, json_schema
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.jit.layout import Memory, compact
-from cute_ops.jit.variant import VECTOR
 
 _LONGEST = 2000  # characters of an error's text, which may repeat wrong data
 ROWS = 4096  # rows that ``*`` stands for
@@ -62,8 +62,8 @@ class Call:
             word = f"{name}:{array.dtype}[{','.join(map(str, array.shape))}]"
             if where is not None and where.strides != compact(array.shape):
                 word += f"/strides={','.join(map(str, where.strides))}"
-            if where is not None and where.address % VECTOR:
-                word += f"/align={math.gcd(where.address, VECTOR)}"
+            if where is not None and where.address % VECTOR_BYTES:
+                word += f"/align={math.gcd(where.address, VECTOR_BYTES)}"
             words.append(word)
         words += [f"{name}={_quoted(value)}" for name, value in self.attrs.items()]
         return " ".join(words + ["dynamic"] * self.dynamic)

@@ -19,6 +19,8 @@ from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.jit.variant import VECTOR, TensorKey
+from cute_ops.errors import message
+from cute_ops.hardware import VECTOR_BYTES
 
 Shapes: TypeAlias = Mapping[str, tuple[Any, ...]]
 
@@ -209,8 +211,8 @@ def tensor_key(
     strides = compact((2,) * (len(shape) - 1) + shape[-1:])[:-1] if flat else stepped
     return TensorKey(
         name=name, dtype=dtype, shape=known, layout="flat" if flat else "strided",
-        align=math.gcd(where.address, VECTOR),
-        row_align=math.gcd(VECTOR, where.multiple, *(s * ITEMSIZE[dtype] for s in strides)),
+        align=math.gcd(where.address, VECTOR_BYTES),
+        row_align=math.gcd(VECTOR_BYTES, where.multiple, *(s * ITEMSIZE[dtype] for s in strides)),
     )  # fmt: skip
 
 

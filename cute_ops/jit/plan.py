@@ -15,11 +15,11 @@ from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import message
-from cute_ops.hardware import sm
+from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.jit import source_digest, toolchain
 from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key
 from cute_ops.jit.target import Target
-from cute_ops.jit.variant import VECTOR, TensorKey, Variant
+from cute_ops.jit.variant import TensorKey, Variant
 
 
 class Signature(NamedTuple):
@@ -97,7 +97,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
 
 def _alignment(declared: Tensor, key: TensorKey) -> int:
     """Bytes by which a tensor limits the vector width; one without a contiguous dim does not."""
-    return min(key.align, key.row_align) if declared.dims and declared.contiguous != () else VECTOR
+    return min(key.align, key.row_align) if declared.dims and declared.contiguous != () else VECTOR_BYTES
 
 
 def _refuse_old(binding: Binding, target: Target) -> None:

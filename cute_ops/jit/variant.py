@@ -16,8 +16,6 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.errors import Fields
 from cute_ops.files import json_schema
 
-VECTOR = 16  # bytes: the widest load and store of one thread
-
 
 class TensorKey(NamedTuple):
     """What a kernel knows of one tensor at compile time.

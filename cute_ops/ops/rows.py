@@ -14,10 +14,9 @@ from typing import NamedTuple, TypeVar
 
 from cute_ops.declaration.config import Needs, Problem
 from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.hardware import ARCHES, WARP
+from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.row_config import RowConfig
 
-VECTOR_BYTES = 16
 # The names that row tensors have in the declarations.
 TENSORS = (
     "x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual", "logits", "dlogits",

@@ -22,9 +22,10 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cute_ops.hardware import WARP
 from cute_ops.testing.races import Order
 
-WARP, GAP = 32, 64
+GAP = 64
 MOST_WATCHED = 1 << 21  # threads of a launch that is watched, times those of a cluster
 # The threads that run, and how many of them are active; on the host it is one.
 now = Names(mask=np.ones(1, bool), active=1, count=1, memory=None, order=None, watched=False, last=None)

@@ -18,6 +18,7 @@ from cute_ops.declaration.binding import Binding, bind
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import View, compact
 from cute_ops.jit.plan import Plan, plan
@@ -27,7 +28,6 @@ from cute_ops.ops import OPS, PARTS
 from cute_ops.testing import interpreter
 
 ALL = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (each, *each.narrowed)]
-VECTOR = 16
 OURS = ("cutlass", "cute_ops.kernels")
 LAYOUTS = ("compact", "off", "apart", "spaced")
 KINDS = {str(kind.dtype): kind for kind in interpreter.KINDS.values()}
@@ -140,9 +140,9 @@ def place(tensor: Any, array: np.ndarray, layout: str) -> Place:
     size = array.dtype.itemsize
     strides = [*compact(array.shape)]
     if array.ndim > len(tensor.dims) > 0 and layout in ("apart", "spaced"):
-        strides[0] += VECTOR // size + (layout == "apart")
+        strides[0] += VECTOR_BYTES // size + (layout == "apart")
         if layout == "spaced":
-            strides[0] += -strides[0] % (VECTOR // size)
+            strides[0] += -strides[0] % (VECTOR_BYTES // size)
     return Place(tuple(strides), size if tensor.dims and layout in ("off", "apart") else 0)
 
 
@@ -191,7 +191,7 @@ def _allocate(call: Call, name: str, array: Any, memory: Any) -> _Bytes:
     where = call.where.get(name, Place(compact(array.shape)))
     kind = KINDS[array.dtype]
     count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
-    shift, size = where.address % VECTOR, kind.size * (count if math.prod(array.shape) else 0)
+    shift, size = where.address % VECTOR_BYTES, kind.size * (count if math.prod(array.shape) else 0)
     start = memory.grow(shift + size)[0]
     if name in call.op.mutates:
         inside = memory.inside[start : start + shift + size]

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-WARP, STORES, LOADS = 32, slice(0, 1), slice(1, 2)  # of clocks
+from cute_ops.hardware import WARP
+
+STORES, LOADS = slice(0, 1), slice(1, 2)  # of clocks
 MOST = 1 << 26  # bytes of shared memory times threads of a cluster: beyond, only one of several readers is remembered
 
 

@@ -23,6 +23,7 @@ from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import Target
@@ -37,7 +38,6 @@ MOST_ELEMENTS = 1 << 24
 # rows, 16-byte aligned. slices: slices of wider rows that start at the second element.
 BASES = ("aligned", "shifted", "strided", "slices")
 PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
-VECTOR = 16
 DRAWS = 100  # random cases that are tried before giving up that an op accepts one
 # Fields of a config that grow with the length: a change in these alone does not make another form.
 GRADUAL = ("threads", "threads_per_row", "clusters", "segments_per_cta", "resident", "replicas", "segments")
@@ -77,7 +77,7 @@ def place(tensor: Tensor, array: Array, base: str) -> BufferView:
     if base in ("strided", "slices") and tensor.rows:
         if tensor.dims:
             pitch = shape[-1] + off
-            pitch += -pitch % VECTOR + VECTOR
+            pitch += -pitch % VECTOR_BYTES + VECTOR_BYTES
             strides = compact((*shape[:-1], pitch))
         else:  # one number per row: every third number of the buffer
             strides = compact((*shape, 3))[:-1]

@@ -22,10 +22,10 @@ from cute_ops.autotune.rows import bytes_moved
 from cute_ops.declaration.binding import Binding, bind
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import ITEMSIZE, Array
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import Plan
-from cute_ops.jit.variant import VECTOR
 from cute_ops.testing import EPS, Arrays
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES
@@ -276,7 +276,7 @@ def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], gener
 
 def _empty(array: Array, where: Memory) -> torch.Tensor:
     """A tensor with these strides whose address is as far from a vector's boundary."""
-    off = where.address % VECTOR // ITEMSIZE[array.dtype]
+    off = where.address % VECTOR_BYTES // ITEMSIZE[array.dtype]
     span = 1 + sum((size - 1) * stride for size, stride in zip(array.shape, where.strides, strict=True))
     flat = torch.empty(off + max(span, 1), dtype=DTYPES[array.dtype], device=place())
     return flat.as_strided(tuple(array.shape), tuple(where.strides), off)

@@ -19,6 +19,7 @@ from cute_ops import testing
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.jit.layout import compact
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.conv.config import ConvConfig
@@ -27,7 +28,7 @@ from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig
 from cute_ops.ops.rotary import config as rotary
 from cute_ops.testing import kernel_calls, numpy_dtype
-from cute_ops.testing.kernel_calls import ALL, LAYOUTS, VECTOR
+from cute_ops.testing.kernel_calls import ALL, LAYOUTS
 
 # Marks tests of more numbers for lines that another test runs: measured by pytest-cov, they take twice as long.
 more_numbers = pytest.mark.no_cover
@@ -60,7 +61,9 @@ def test_rows_of_two_leading_dims_with_strides_of_their_own(name: str, n: int) -
     arrays = folded(0)
     # Rows lie the other way round: of the outer dim side by side, of the inner one far apart.
     where = {
-        k: kernel_calls.Place((2 * VECTOR * n, 5 * VECTOR * n, 1)) if a is not None and a.ndim == 3 else call.where[k]
+        k: kernel_calls.Place((2 * VECTOR_BYTES * n, 5 * VECTOR_BYTES * n, 1))
+        if a is not None and a.ndim == 3
+        else call.where[k]
         for k, a in arrays.items()
         if k in call.where
     }
@@ -256,7 +259,7 @@ APPEND_CONFIGS = [None, AppendConfig(32, 4, 1), AppendConfig(64, 64, 2), AppendC
 
 def spread(rng: np.random.Generator, shape: tuple[int, ...], size: int) -> kernel_calls.Place:
     """Any order of the dims but the last, compact, on vectors or off them, from an address on a vector or off it."""
-    strides, step, gap = [1] * len(shape), shape[-1] if shape else 1, int(rng.choice([0, 0, 1, VECTOR // size]))
+    strides, step, gap = [1] * len(shape), shape[-1] if shape else 1, int(rng.choice([0, 0, 1, VECTOR_BYTES // size]))
     for dim in rng.permutation(len(shape) - 1):
         step += gap if gap < 2 else -step % gap
         strides[dim], step = step, step * shape[dim]

@@ -12,6 +12,7 @@ from cute_ops import Array, Case, Op, Tensor
 from cute_ops.calls.lookup import ours
 from cute_ops.declaration.config import Problem, Tuning
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.jit.target import parse
 from cute_ops.ops import rope, scale, softmax
 from cute_ops.tools import sweep, sweep_run
@@ -69,7 +70,7 @@ def test_views_end_where_their_buffers_end(base: str) -> None:
         assert last == where.size - 1 and where.strides[-1] == 1
         assert where.start == (base in ("shifted", "slices"))
         if base in ("strided", "slices") and len(shape) > 1:
-            assert where.strides[-2] % sweep.VECTOR == 0 and where.strides[-2] > shape[-1]
+            assert where.strides[-2] % VECTOR_BYTES == 0 and where.strides[-2] > shape[-1]
 
 
 def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

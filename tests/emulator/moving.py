@@ -9,11 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.column_params import column_vectors
 from cute_ops.kernels.lib.copy import access_bits, compiler_barrier_value, fragment
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle, settle_all
 from cute_ops.kernels.lib.row_config import RowConfig
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors
 
 DTYPES = {4: cutlass.Float32, 2: cutlass.BFloat16, 1: cutlass.Uint8}
 

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_count, strided_offset
+from cute_ops.kernels.lib.row_layout import extent, row_count, strided_offset
 from cute_ops.kernels.rotary.layout import Rotary, wide
 
 

@@ -7,7 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.conv.walk import VECTOR_BYTES, Walk, before
+from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.kernels.conv.walk import Walk, before
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
 from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ops.declaration.config import KernelConfig
-
-WARP = 32
+from cute_ops.hardware import WARP
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, gmem_vector, load, load_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, present, row_address
+from cute_ops.kernels.lib.row_layout import extent, present, row_address
 
 LEAST_ROWS = 3  # of a step
-VECTOR_BYTES = 16
 SMEM_BYTES = 228 * 1024  # of an SM, L1 included: Hopper's, of others less
 
 

@@ -6,12 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.embedding.config import EmbeddingConfig
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.column_reduce import fold
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
+from cute_ops.kernels.lib.row_layout import extent, row_address
 
 # Percent of an SM's L1 that is shared memory: enough for all CTAs that fit the SM.
 SMEM_PERCENT = 30

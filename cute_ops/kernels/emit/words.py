@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.activation import LOG2_E, gelu_tanh, ndtr, sigmoid, silu
-from cute_ops.kernels.lib.row_layout import ITEMSIZE
 
 ROUNDS_TO = {"float16": Float16, "bfloat16": BFloat16, "float8_e4m3fn": Float8E4M3FN}
 

@@ -4,11 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int16, Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.copy import fragment, load, load_elements, load_if, load_masked, widen
-from cute_ops.kernels.lib.row_layout import ITEMSIZE
-from cute_ops.kernels.lib.row_reduce import WARP
 
-BYTES, WORD_BYTES = 16, 4
+WORD_BYTES = 4
 # Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
 LOWER, MIDDLE = 0x3210, 0x5432
 
@@ -20,8 +20,8 @@ def column_vectors(mW, key, tile, first, ks=None):
     v, itemsize = tile.v, ITEMSIZE[key.dtype]
     ks = range(tile.per_thread) if ks is None else ks
     base = mW.iterator.toint()
-    aligned = key.align >= min(v.vec * itemsize, BYTES)
-    if v.shifted and key.align >= BYTES:
+    aligned = key.align >= min(v.vec * itemsize, VECTOR_BYTES)
+    if v.shifted and key.align >= VECTOR_BYTES:
         return _realigned(mW.element_type, base, tile, first, ks)
     vectors = []
     for k in ks:
@@ -62,7 +62,7 @@ def _realigned(dtype, base, tile, first, ks):
     Nothing past the parameter's end is read; what a vector holds outside the row is undefined and may be NaN.
     """
     size = dtype.width // 8
-    each = BYTES // size
+    each = VECTOR_BYTES // size
     count = max(tile.vec // each, 1) + 1
     last = (tile.n - 1) // each
     # If threads lie whole accesses apart, all vectors of a thread have the same offset in an access, and only those at
@@ -80,9 +80,9 @@ def _realigned(dtype, base, tile, first, ks):
             # The last of these accesses lies past the vector's own elements.
             if tile.ends_outside(k, each) or not regular:
                 place = cutlass.min(place, last)
-                _load_to_end(rPart, base + Int64(place) * BYTES, place < last, tile.n - last * each)
+                _load_to_end(rPart, base + Int64(place) * VECTOR_BYTES, place < last, tile.n - last * each)
             else:
-                load(rPart, base + Int64(place) * BYTES)
+                load(rPart, base + Int64(place) * VECTOR_BYTES)
         loaded.append(rLoaded)
     vectors = [fragment(dtype, tile.vec) for _ in ks]
     if regular and len(ks) > 1 and tile.threads_per_row >= WARP and dtype.width == 16:

@@ -8,9 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, store
 from cute_ops.kernels.lib.realign import settle
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, Vectors, present
+from cute_ops.kernels.lib.row_layout import Vectors, present
 
 
 class ColumnVectors(Vectors):

@@ -15,10 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_ops.kernels.lib.row_reduce import WARP
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
-VECTOR_BYTES = 16
 # Percent of an SM's L1 that is shared memory: enough for the sums, and the system's share, of any number of CTAs.
 SMEM_PERCENT = 50
 MAX_GRID = 1 << 20  # CTAs that walk rows: further rows are theirs, too

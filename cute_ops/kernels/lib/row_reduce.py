@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-WARP = 32
+from cute_ops.hardware import WARP
 
 
 class Shared(NamedTuple):

@@ -15,9 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.row_reduce import WARP, RowSum
-
-LOG2_E = math.log2(math.e)
+from cute_ops.hardware import WARP
+from cute_ops.kernels.lib.activation import LOG2_E
+from cute_ops.kernels.lib.row_reduce import RowSum
 
 
 def origin(m):

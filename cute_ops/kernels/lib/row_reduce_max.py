@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+from cute_ops.hardware import WARP
+from cute_ops.kernels.lib.row_reduce import RowSum
 
 
 def lanes_max(value, lanes):

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.copy import (
     access_bits,
     compiler_barrier_value,
@@ -19,7 +20,7 @@ from cute_ops.kernels.lib.copy import (
     load,
     load_first,
 )
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, vector_address
+from cute_ops.kernels.lib.row_layout import row_address, vector_address
 
 
 class Source(NamedTuple):

@@ -10,11 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.column_params import column_vectors, scale
 from cute_ops.kernels.lib.column_reduce import ColumnSum, TileColumnSum
 from cute_ops.kernels.lib.copy import fragment, narrow, store_if, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
-from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.norm.persistent import Groups, RowWalk
 from cute_ops.kernels.norm.statistics import centre
 

@@ -8,11 +8,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.column_params import affine
 from cute_ops.kernels.lib.copy import AHEAD, compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, SMEM_PERCENT, RowTile, Vectors, clusters, row_count
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clusters, row_count
 from cute_ops.kernels.norm.statistics import normalised, row_statistics
 
 ROW_TENSORS = ("x", "residual", "out", "residual_out")

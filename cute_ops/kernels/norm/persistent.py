@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.copy import compiler_barrier_value, store, store_if, store_masked
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, clusters, present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors, clusters, present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.norm.statistics import row_statistics
 

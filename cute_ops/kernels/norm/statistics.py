@@ -12,8 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, trimmed
-from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+from cute_ops.kernels.lib.row_reduce import RowSum
 
 # Elements of a thread from which on its mean is near that of the row: off by a standard deviation in one of thousands.
 DENSE = 8

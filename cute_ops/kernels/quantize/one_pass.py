@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.copy import fragment, narrow, trim, widen
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_of_each, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -15,7 +16,6 @@ from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
 from cute_ops.kernels.lib.row_copy import RowAccess, store_number_if
 from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, row_address, row_count
-from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
 from cute_ops.kernels.norm.statistics import row_statistics
 

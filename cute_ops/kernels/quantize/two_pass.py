@@ -7,12 +7,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.copy import fragment, load_elements, load_if, narrow, store_elements, store_if, trim
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_finite, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, store_number_if
 from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, clusters, row_count
-from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+from cute_ops.kernels.lib.row_reduce import RowSum
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
 
 

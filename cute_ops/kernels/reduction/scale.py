@@ -4,10 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, extent, row_address, row_count
+from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
 from cute_ops.kernels.reduction.config import ScaleConfig
 
 

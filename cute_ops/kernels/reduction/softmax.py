@@ -4,7 +4,8 @@ from functools import partial
 
 import cutlass.cute as cute
 
-from cute_ops.kernels.lib.row_reduce_lse import LOG2_E, LogSum, exponentials, origin
+from cute_ops.kernels.lib.activation import LOG2_E
+from cute_ops.kernels.lib.row_reduce_lse import LogSum, exponentials, origin
 from cute_ops.kernels.rowwise.function import RowFunction, Sum
 from cute_ops.kernels.rowwise.kernel import RowKernel
 

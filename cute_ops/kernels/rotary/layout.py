@@ -13,8 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, load_if, store_if
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, row_address, row_count, strided_offset
+from cute_ops.kernels.lib.row_layout import row_address, row_count, strided_offset
 
 # CTAs in the second dimension of a grid.
 MAX_LINES = 65535

@@ -7,12 +7,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
-from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     Rotary,

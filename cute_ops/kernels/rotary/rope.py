@@ -4,8 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, VECTOR_BYTES, row_count
+from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     Rotary,

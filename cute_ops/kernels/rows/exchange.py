@@ -4,8 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
-from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+from cute_ops.kernels.lib.row_reduce import RowSum
 
 COPIES = 2  # of the shared memory: a row takes its stages one after another, see :class:`RowSum`
 

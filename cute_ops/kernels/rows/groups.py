@@ -6,13 +6,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.expressions.groups import REDUCTIONS, sizes
 from cute_ops.kernels.emit.emitter import computed
 from cute_ops.kernels.emit.row_emitter import RowEmitter, RowValues
 from cute_ops.kernels.emit.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.row_copy import Row
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rows.config import FusedRowConfig
 from cute_ops.kernels.rows.passes import RowsInPasses
 from cute_ops.kernels.rows.select import FusedRows

@@ -6,11 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.emit.row_emitter import RowEmitter
 from cute_ops.kernels.emit.words import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
+from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.rows.config import FusedRowConfig
 from cute_ops.kernels.rows.pointwise import outputs_of
 from cute_ops.kernels.rowwise.pointwise import Piece, number_address

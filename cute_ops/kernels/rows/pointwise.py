@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.hardware import WARP
 from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.words import device_for
 from cute_ops.kernels.lib.column_reduce import ColumnSum
@@ -14,8 +15,6 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
 from cute_ops.kernels.rows.config import FusedConfig
 from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address
-
-WARP = 32
 
 
 def outputs_of(config):

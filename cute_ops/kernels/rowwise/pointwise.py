@@ -7,6 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, StoreCacheMode
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import (
     AHEAD,
     fetch_ahead,
@@ -20,11 +22,9 @@ from cute_ops.kernels.lib.copy import (
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, element_address, row_address, row_count
+from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
 from cute_ops.kernels.lib.tiled_copy import as_rows, lane_copy, load_vector, store_vector
 from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
-
-VECTOR_BYTES = 16
 
 
 class Piece(NamedTuple):

@@ -4,10 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.copy import fragment, load_first_if, load_if, narrow, store_masked, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address
+from cute_ops.kernels.lib.row_layout import row_address
 
 
 class PointwiseShifted:

@@ -6,8 +6,9 @@ import math
 
 from cute_ops.declaration.config import Problem
 from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.attention.config import AppendConfig
-from cute_ops.ops.rows import VECTOR_BYTES, threads_for
+from cute_ops.ops.rows import threads_for
 
 THREADS, UNROLL = 128, 4
 

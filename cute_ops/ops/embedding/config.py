@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.hardware import WARP
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.embedding.config import EmbeddingConfig
-from cute_ops.ops.rows import VECTOR_BYTES
 
 # Threads of a CTA, and the most that share a row.
 THREADS, ROW_THREADS = 256, 64

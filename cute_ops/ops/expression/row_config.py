@@ -14,7 +14,7 @@ from cute_ops.declaration.config import Config, Needs, Problem
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.words import WORDS
-from cute_ops.hardware import WARP
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.rows.config import FusedRowConfig, Texts
 from cute_ops.ops.rows import (
     CTA_VECTORS,
@@ -29,7 +29,6 @@ from cute_ops.ops.rows import (
     SMEM_VECTORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
-    VECTOR_BYTES,
     WIDEST_VECTOR,
     RowProblem,
     cluster_for,

@@ -11,6 +11,7 @@ from cute_ops.declaration.program import FUSED, Program
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
@@ -27,7 +28,6 @@ from cute_ops.ops.gemm.linear import (
     loads,
     product_of,
 )
-from cute_ops.ops.rows import VECTOR_BYTES
 
 # Registers of a thread for a total that TMA cannot load, per byte of an element: a thread has elements of two subtiles.
 BY_THREADS = 8

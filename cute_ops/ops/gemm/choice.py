@@ -14,10 +14,9 @@ from itertools import product
 from cute_ops.declaration.config import Problem
 from cute_ops.declaration.program import Instead, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.hardware import sm
+from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.gemm.config import FEW_ROWS, L2_BYTES, Demand, GemmSize, cycles
-from cute_ops.ops.rows import VECTOR_BYTES
 
 # With an epilogue few rows are faster by our kernel up to these rows and columns, if the weight has so many elements:
 # it took 0.87 to 1.00 of the framework's product and a pass; with 64 rows, or a weight of 2048 x 2048, up to 1.4.

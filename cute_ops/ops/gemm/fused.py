@@ -29,6 +29,7 @@ from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.words import LIKE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
@@ -49,7 +50,6 @@ from cute_ops.ops.gemm.linear import (
     sums_of_few_rows,
     vector,
 )
-from cute_ops.ops.rows import VECTOR_BYTES
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
 Check = Callable[[Binding], str | None]

@@ -18,7 +18,7 @@ from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.expressions.text import parse
-from cute_ops.hardware import sm
+from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import SUMS, GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import batch_of, each
@@ -26,7 +26,6 @@ from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, space_of, without_tma
-from cute_ops.ops.rows import VECTOR_BYTES
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cute_ops.declaration.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.hardware import ARCHES, WARP
+from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops.rows import (
     CTA_VECTORS,
@@ -22,7 +22,6 @@ from cute_ops.ops.rows import (
     SMEM_VECTORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
-    VECTOR_BYTES,
     WIDEST_VECTOR,
     Ladder,
     RowProblem,
@@ -43,7 +42,7 @@ from cute_ops.ops.rows import (
     vary_cluster,
     vary_resident,
     vary_threads,
-)  # fmt: skip
+)
 
 COLUMNS = ("weight", "bias")
 

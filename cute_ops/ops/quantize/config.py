@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cute_ops.declaration.config import Config, Problem, Space
 from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.hardware import ARCHES, WARP
+from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
 from cute_ops.kernels.quantize.config import QuantizeConfig
 from cute_ops.ops.rows import (
     LINE_VECTORS,
@@ -22,13 +22,12 @@ from cute_ops.ops.rows import (
     TENSORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
-    VECTOR_BYTES,
     bytes_of,
     cluster_for,
     ring_bytes,
     threads_for,
     vary_resident,
-)  # fmt: skip
+)
 
 # Columns that share a scale.
 BLOCK = 128

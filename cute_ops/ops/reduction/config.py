@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cute_ops.declaration.config import Config, Needs, Problem, Space
-from cute_ops.hardware import WARP
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.reduction.config import ScaleConfig
 from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig
 from cute_ops.ops.rows import (
@@ -23,7 +23,6 @@ from cute_ops.ops.rows import (
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
     TWO_VECTORS_ROW,
-    VECTOR_BYTES,
     RowProblem,
     bytes_of,
     cluster_for,
@@ -37,7 +36,7 @@ from cute_ops.ops.rows import (
     vary_cluster,
     vary_resident,
     vary_threads,
-)  # fmt: skip
+)
 
 # `reduced`, rows read twice: threads of a CTA, vectors of a segment of a row, and the most segments of a row.
 SEGMENT_THREADS, SEGMENT_VECTORS, MOST_SEGMENTS = 256, 2048, 8
