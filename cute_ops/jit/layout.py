@@ -18,9 +18,8 @@ from cute_ops.declaration.binding import Binding, expanded_shape, own_lead
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.jit.variant import VECTOR, TensorKey
-from cute_ops.errors import message
 from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.jit.variant import TensorKey
 
 Shapes: TypeAlias = Mapping[str, tuple[Any, ...]]
 

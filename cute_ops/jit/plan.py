@@ -14,7 +14,6 @@ from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.errors import message
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.jit import source_digest, toolchain
 from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ops.declaration.batching import as_one_call
+from cute_ops.declaration.batching import OneCall, as_one_call
 from cute_ops.declaration.messages import message
-from cute_ops.declaration.batching import OneCall
 from cute_ops.declaration.op import Op
 from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.schema import filler, resolver
