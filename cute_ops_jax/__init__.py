@@ -8,7 +8,7 @@ from typing import Any
 
 from cute_ops import __version__ as __version__
 from cute_ops.errors import no_attribute
-from cute_ops.ops import OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.losses import (
     linear_cross_entropy,
@@ -18,7 +18,7 @@ from cute_ops_jax.composite.losses import (
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
-_DECLARED = {op.name: op for op in (*OPS, *PRODUCTS)}
+_DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.
 _LAZY = {
     "export": "exporting", "fused": "composite.fused", "gated_linear": "composite.linear",

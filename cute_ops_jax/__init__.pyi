@@ -129,3 +129,14 @@ def linear_gelu(
 ) -> Array: ...
 def linear_silu(x: ArrayLike, weight: ArrayLike, bias: ArrayLike, fused: str = "auto") -> Array: ...
 def linear_add(x: ArrayLike, weight: ArrayLike, residual: ArrayLike, fused: str = "auto") -> Array: ...
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    sinks: ArrayLike | None = None,
+    scale: float = 0.0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Array, Array]: ...

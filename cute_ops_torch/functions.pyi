@@ -9,6 +9,7 @@ __all__ = [
     "add_rmsnorm",
     "add_rmsnorm_fp8",
     "append_kv",
+    "attention",
     "causal_conv1d",
     "cross_entropy",
     "gated_linear",
@@ -190,3 +191,16 @@ def gated_linear(
     *,
     out: Tensor | None = None,
 ) -> Tensor: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    scale: float = 0.0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...

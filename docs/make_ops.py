@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 from cute_ops.declaration.op import Op
-from cute_ops.ops import OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
 BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
-PUBLIC = (*OPS, *PRODUCTS)
+PUBLIC = (*OPS, *PRODUCTS, *ATTENTION)
 # By room of the kernel.
 FAMILIES = {
     "norm": "norms", "rows": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
-    "gemm": "matrix products", "attention": "caches of keys and values", "reduction": "losses, softmax, sums",
-    "quantize": "float8 with scales, for inference", "parts": "optimizer",
+    "gemm": "matrix products", "attention": "attention, caches of keys and values",
+    "reduction": "losses, softmax, sums", "quantize": "float8 with scales, for inference", "optim": "optimizer",
 }  # fmt: skip
 _INTRODUCTION = """# The ops
 

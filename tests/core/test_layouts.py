@@ -17,7 +17,7 @@ from cute_ops.hardware import sm
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.ops import OPS, PARTS
+from cute_ops.ops import ATTENTION, OPS, PARTS
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS
@@ -26,7 +26,7 @@ from tests.ops.epilogues import DIFFERENTIABLE as WITH_EPILOGUES
 from tests.ops.fusing import OPS as FUSED
 from tests.ops.reducing import OPS as REDUCING
 
-EVERY = family([*OPS, *PARTS, *NAMED, *PRODUCTS, linear_dweight_add, *WITH_EPILOGUES, *FUSED, *REDUCING])
+EVERY = family([*OPS, *PARTS, *ATTENTION, *NAMED, *PRODUCTS, linear_dweight_add, *WITH_EPILOGUES, *FUSED, *REDUCING])
 SEED = int(os.environ.get("CUTE_OPS_SEED", "34"))
 COMPILED = int(os.environ.get("CUTE_OPS_SWEEP", "4"))
 TARGETS = (parse("sm_90a"), parse("sm_80"))

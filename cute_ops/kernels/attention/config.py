@@ -20,3 +20,22 @@ class AppendConfig(KernelConfig):
     threads: int
     threads_per_token: int
     unroll: int
+
+
+@dataclass(frozen=True)
+class AttentionConfig(KernelConfig):
+    """The tile of keys of attention, and what is done to scores.
+
+    Attributes:
+        tile_n: keys of a tile.
+        sms: CTAs that run at a time.
+        mask: the expression of the mask; empty if there is none.
+        bounds: the expression of the mask's bounds over a tile.
+        score: the expression of a change of scores; empty if there is none.
+    """
+
+    tile_n: int
+    sms: int
+    mask: str = ""
+    bounds: str = ""
+    score: str = ""

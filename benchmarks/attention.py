@@ -1,0 +1,172 @@
+"""Attention, forward: ours beside PyTorch's functions.
+
+All contenders take the same queries, keys and values, (batch, seqlen, heads, headdim) in bfloat16, in turns, in one
+process. A floating-point operation is one of the two products: ``4 * batch * heads * seqlen^2 * headdim`` of them, half
+where causal. Inputs lie in L2 as far as they fit, as after the projection before them. `error` is the largest
+difference from PyTorch's function in float32 in some rows.
+
+    python benchmarks/attention.py --out out/benchmarks
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import Table, first_line, spread
+from rich.console import Console
+from rich.table import Table as View
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cute_ops_torch
+from cute_ops_torch.tools.measure import elapsed
+
+COLUMNS = (
+    "contender", "batch", "seqlen", "heads", "kv_heads", "headdim", "form", "status", "us", "us_min", "us_max",
+    "tflops", "error",
+)  # fmt: skip
+Tensor = torch.Tensor
+
+
+class Shape(NamedTuple):
+    batch: int
+    seqlen: int
+    heads: int
+    kv_heads: int
+    headdim: int
+
+
+SHAPES = (
+    Shape(2, 8192, 32, 8, 128), Shape(16, 1024, 32, 8, 128), Shape(1, 32768, 16, 16, 128), Shape(4, 4096, 32, 8, 64),
+    Shape(2, 4096, 16, 16, 256),
+)  # fmt: skip
+# By name, our options.
+FORMS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "full": {},
+    "window of 1024": {"causal": True, "left": 1023},
+    "causal, softcap 50": {"causal": True, "softcap": 50.0},
+}
+
+
+def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = cute_ops_torch.attention(q, k, v, **FORMS[form])[0]
+        return out
+
+    def by(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    *heads_first, is_causal=form == "causal", enable_gqa=q.shape[2] != k.shape[2]
+                )
+
+        return run
+
+    def flex() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        compiled, masks = torch.compile(flex_attention), {}
+        window = FORMS[form].get("left", math.inf)
+
+        def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (i >= j) & (i - j <= window) if window < math.inf else i >= j
+
+        def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return 50.0 * torch.tanh(score / 50.0)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            s = q.shape[1]
+            if s not in masks:
+                masks[s] = None if form == "full" else create_block_mask(seen, None, None, s, s, device=q.device)
+            change = capped if "softcap" in form else None
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            out: Tensor = compiled(
+                *heads_first, score_mod=change, block_mask=masks[s], enable_gqa=q.shape[2] != k.shape[2]
+            )
+            return out
+
+        return run
+
+    plain = form in ("causal", "full")
+    named = {"cuDNN": by(SDPBackend.CUDNN_ATTENTION), "FlashAttention 2": by(SDPBackend.FLASH_ATTENTION)}
+    return {"ours": ours, **(named if plain else {}), "FlexAttention": flex()}
+
+
+def error(form: str, given: list[Tensor], out: Tensor) -> float:
+    """The largest difference in the last rows of the last head."""
+    q, k, v = (x[-1, :, -1].float() for x in given)
+    q, rows = q[-256:], q.shape[0] - 256 + torch.arange(256, device=q.device)[:, None]
+    scores, keys = q @ k.t() * q.shape[-1] ** -0.5, torch.arange(k.shape[0], device=q.device)
+    options = FORMS[form]
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    if "causal" in options:
+        scores = scores.masked_fill(keys > rows, -math.inf)
+    if "left" in options:
+        scores = scores.masked_fill(rows - keys > options["left"], -math.inf)
+    right = torch.softmax(scores, -1) @ v
+    heads_last = out if out.shape[1] == given[0].shape[1] else out.transpose(1, 2)
+    return (heads_last[-1, -256:, -1].float() - right).abs().max().item()
+
+
+def measure(table: Table, view: View, shape: Shape, form: str, rounds: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    b, s, h, g, d = shape
+    given = [
+        torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16, generator=generator) for heads in (h, g, g)
+    ]
+    pairs = s * s
+    if "left" in FORMS[form]:
+        left = FORMS[form]["left"] + 1
+        pairs = left * s - left * left // 2
+    elif "causal" in FORMS[form]:
+        pairs = s * s // 2
+    runs, rows = {}, {}
+    for name, run in contenders(form).items():
+        row = rows[name] = {"contender": name, **shape._asdict(), "form": form, "status": "ok"}
+        try:
+            out = run(*given)
+            row["error"] = error(form, given, out)
+            run(*given)
+            runs[name] = lambda run=run: run(*given)
+        except Exception as failure:  # a contender's failure is a result
+            row["status"] = f"failed: {first_line(failure)}"
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(elapsed(lambda run=run: [run() for _ in range(8)]) / 8)
+    for name, row in rows.items():
+        if samples.get(name):
+            us = spread(samples[name])
+            row |= {
+                "us": us.median,
+                "us_min": us.low,
+                "us_max": us.high,
+                "tflops": 4 * b * h * pairs * d / us.median / 1e6,
+            }
+        table.add(row)
+        view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for attention.csv")
+    parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    options = parser.parse_args()
+    table, view = Table(options.out / "attention.csv", COLUMNS), View(*COLUMNS, title="attention, forward")
+    for shape in SHAPES:
+        for form in options.forms:
+            measure(table, view, shape, form, options.rounds)
+    Console(width=200).print(view)
+
+
+if __name__ == "__main__":
+    main()

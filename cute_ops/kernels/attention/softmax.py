@@ -1,0 +1,120 @@
+"""The softmax of rows that arrive in tiles: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+
+
+def by_row(rX):
+    """A thread's accumulators by its two rows: (row, column). Neighbours are two columns of one row."""
+    count = cute.size(rX) // 4
+    return cute.make_tensor(rX.iterator, cute.make_layout((2, (2, count)), stride=(2, (1, 4))))
+
+
+@dsl_user_op
+def exp2(x, *, loc=None, ip=None):
+    """``ex2.approx``, once: LLVM computes a pure function again where that saves a register."""
+    value = llvm.inline_asm(
+        T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "ex2.approx.ftz.f32 $0, $1;", "=f,f",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Float32(value)
+
+
+@dsl_user_op
+def pack(low, high, dtype, *, loc=None, ip=None):
+    """Two numbers as 16-bit floats in one register, here: LLVM moves a conversion to where its result is used, past
+    instructions that multiply, and keeps twice the registers until then.
+    """
+    name = {"Float16": "f16x2", "BFloat16": "bf16x2"}[dtype.__name__]
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    value = llvm.inline_asm(
+        T.i32(), operands, f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+    )  # fmt: skip
+    return Int32(value)
+
+
+def store_packed(rX, rP):
+    """Convert a thread's accumulators to 16-bit floats, in their order."""
+    pairs = cute.recast_tensor(rP, Int32)
+    for i in range(cute.size(pairs)):
+        pairs[i] = pack(rX[2 * i], rX[2 * i + 1], rP.element_type)
+
+
+class OnlineSoftmax:
+    """The largest score and the sum of exponentials of a thread's two rows, over the tiles so far.
+
+    The four threads of a row agree on the largest one and keep sums of their own columns. Exponents are of base 2, so
+    that one FMA scales and shifts.
+
+    Args:
+        scale: of scores, a positive number.
+    """
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    @cute.jit
+    def add(self, rS, rMax, rSum):
+        """Replace a tile's scores by their exponentials, less the largest so far; returns for each row what sums over
+        earlier tiles are to be multiplied by.
+        """
+        scores, scale = by_row(rS), Float32(self.scale * LOG2E)
+        columns = cute.size(scores, mode=[1])
+        factors = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            largest = [rMax[r], scores[r, 1], scores[r, 2], scores[r, 3]]
+            largest[0] = cute.arch.fmax(largest[0], scores[r, 0])
+            for c in cutlass.range_constexpr(4, columns):
+                largest[c % 4] = cute.arch.fmax(largest[c % 4], scores[r, c])
+            highest = cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
+            for offset in (2, 1):
+                highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=offset))
+            # A row without a key so far: -inf less -inf would be NaN.
+            shift = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest) * scale
+            factors[r] = exp2(rMax[r] * scale - shift)
+            sums = [rSum[r] * factors[r], Float32(0.0)]
+            for c in cutlass.range_constexpr(columns):
+                weight = exp2(scores[r, c] * scale - shift)
+                scores[r, c] = weight
+                sums[c % 2] = sums[c % 2] + weight
+            rSum[r], rMax[r] = sums[0] + sums[1], highest
+        return factors
+
+    def rescale(self, rX, factors):
+        """Multiply a thread's accumulators by a factor of each row."""
+        values = by_row(rX)
+        for r in range(2):
+            for c in range(cute.size(values, mode=[1])):
+                values[r, c] = values[r, c] * factors[r]
+
+    def finish(self, rMax, rSum, sink):
+        """The log-sum-exp of each row, -inf of a row without keys, and what its sum of values is to be multiplied by.
+
+        Args:
+            rMax, rSum: of a thread's rows.
+            sink: one more score of each row, without a value; or None.
+        """
+        lse, factors = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in range(2):
+            total, highest = rSum[r], rMax[r] * Float32(self.scale * LOG2E)
+            for offset in (2, 1):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+            share = Float32(1.0)
+            if sink is not None:
+                score = sink * Float32(LOG2E)
+                largest = cute.arch.fmax(highest, score)
+                # Without a key and a sink: -inf less -inf would be NaN.
+                shift = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+                share = exp2(highest - shift)
+                total, highest = total * share + exp2(score - shift), shift
+            lse[r] = (highest + cute.math.log2(total, fastmath=True)) * Float32(LN2)
+            factors[r] = cutlass.select_(total == 0.0, Float32(0.0), share / total)
+        return lse, factors

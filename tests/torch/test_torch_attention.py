@@ -1,0 +1,137 @@
+"""Attention in PyTorch: drawn calls against float64, on a CPU and on a GPU, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cute_ops_torch
+from tests.ops.attention_calls import Call, arrays, drawn, expected
+
+
+def tensors(call: Call, seed: int, device: str) -> list[Any]:
+    q, k, v, sinks = arrays(call, seed)
+    dtype = getattr(torch, call.dtype)
+    q, k, v = (torch.from_numpy(x).to(device, dtype) for x in (q, k, v))
+    if call.packed:
+        q, k, v = torch.cat([q, k, v], dim=2).split([call.h, call.g, call.g], dim=2)
+    return [q, k, v, None if sinks is None else torch.from_numpy(sinks).to(device)]
+
+
+def assert_right(call: Call, given: list[Any], out: torch.Tensor, lse: torch.Tensor) -> None:
+    right = expected(call, *(None if x is None else x.cpu().float().numpy() for x in given))
+    error = np.abs(out.cpu().double().numpy() - right.out)
+    assert (error <= right.out_error).all(), f"{(error / right.out_error).max():.3g} of what is allowed"
+    found, known = lse.cpu().double().numpy(), np.isfinite(right.lse)
+    assert (found[~known] == -np.inf).all()
+    assert np.abs(found[known] - right.lse[known]).max(initial=0) <= right.lse_error
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_calls(seed: int) -> None:
+    call = drawn(seed, longest=90)
+    given = tensors(call, seed, "cpu")
+    assert_right(call, given, *cute_ops_torch.attention(*given, **call.attrs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(12))
+def test_drawn_calls_on_a_gpu(part: int) -> None:
+    """Each right, and the same bits when it is called again in memory that is not a number."""
+    for seed in range(part * 8, part * 8 + 8):
+        call = drawn(seed)
+        given = tensors(call, seed, "cuda")
+        out, lse = cute_ops_torch.attention(*given, **call.attrs)
+        try:
+            assert_right(call, given, out, lse)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {call.name}: {error}") from error
+        poison = [torch.full_like(x, math.nan) for x in (out, lse) for _ in range(4)]
+        del poison
+        again = cute_ops_torch.attention(*given, **call.attrs)
+        assert torch.equal(out, again[0]), f"seed {seed}: {call.name}"
+        assert torch.equal(lse, again[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_and_heads_on_a_gpu(causal: bool) -> None:
+    """Several blocks of queries for each CTA, and more keys and values than L2 holds."""
+    q = torch.randn(4, 4096, 16, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(4, 4096, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out, _ = cute_ops_torch.attention(q, k, v, causal=causal)
+    for b, h in ((0, 0), (1, 7), (3, 15)):
+        head = [x[b, :, n].float()[None, None] for x, n in ((q, h), (k, h // 4), (v, h // 4))]
+        right = F.scaled_dot_product_attention(*head, is_causal=causal)[0, 0]
+        assert (out[b, :, h].float() - right).abs().max() < 0.03
+
+
+def test_the_definition_is_that_of_torch() -> None:
+    q, k, v = (torch.randn(2, 33, 4, 32, dtype=torch.bfloat16) for _ in range(3))
+    out, _ = cute_ops_torch.attention(q, k, v, causal=True)
+    wide = [x.float().transpose(1, 2) for x in (q, k, v)]
+    right = F.scaled_dot_product_attention(*wide, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out.float(), right, atol=0.02, rtol=0.02)
+
+
+def test_no_keys_and_no_queries() -> None:
+    q, k = torch.randn(2, 3, 4, 32, dtype=torch.bfloat16), torch.randn(2, 0, 2, 32, dtype=torch.bfloat16)
+    out, lse = cute_ops_torch.attention(q, k, k)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    out, lse = cute_ops_torch.attention(q[:, :0], q, q)
+    assert out.shape == (2, 0, 4, 32)
+    assert lse.shape == (2, 4, 0)
+
+
+def test_a_compiled_graph_with_dynamic_lengths() -> None:
+    compiled = torch.compile(
+        lambda q, k, v: cute_ops_torch.attention(q, k, v, causal=True)[0], fullgraph=True, dynamic=True
+    )
+    for s in (5, 9, 17):
+        q, k, v = (torch.randn(2, s, 2, 32, dtype=torch.bfloat16) for _ in range(3))
+        assert torch.equal(compiled(q, k, v), cute_ops_torch.attention(q, k, v, causal=True)[0])
+
+
+def test_vmap_over_sequences() -> None:
+    q, k, v = (torch.randn(3, 2, 9, 2, 32, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = torch.vmap(lambda *x: cute_ops_torch.attention(*x, causal=True))(q, k, v)
+    each = [cute_ops_torch.attention(*x, causal=True) for x in zip(q, k, v, strict=True)]
+    assert torch.equal(out, torch.stack([o for o, _ in each]))
+    assert torch.equal(lse, torch.stack([x for _, x in each]))
+
+
+Q = (2, 5, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("k", "attrs", "said"),
+    [
+        ((2, 5, 3, 32), {}, "heads of k, g=3, must divide those of q, h=4."),
+        ((2, 5, 2, 32), {"causal": True, "right": 3}, "causal=True is right=0, got right=3, too."),
+        ((2, 5, 2, 32), {"softcap": -1.0}, "scale and softcap are not negative, got scale=0.0, softcap=-1.0."),
+        ((2, 5, 2, 48), {}, "has d=48, but d=32"),
+    ],
+)
+def test_what_does_not_fit_is_said(k: tuple[int, ...], attrs: dict[str, Any], said: str) -> None:
+    q, keys = torch.zeros(Q, dtype=torch.bfloat16), torch.zeros(k, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cute_ops_torch.attention(q, keys, keys, **attrs)
+
+
+def test_heads_of_odd_size_are_refused() -> None:
+    q = torch.zeros(1, 2, 1, 40, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"a head has 16, 32 \.\.\. 256 elements, got d=40\."):
+        cute_ops_torch.attention(q, q, q)
+
+
+def test_a_gradient_is_refused() -> None:
+    q = torch.zeros(1, 2, 1, 32, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"cute\.attention"):
+        cute_ops_torch.attention(q, q, q)[0].sum().backward()
