@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any, NoReturn, cast
 
 import jax
+from jax._src import api_util, linear_util
 from jax._src.core import Primitive, get_axis_env  # jax.extend.core has the first, but takes Pallas along: 20 ms
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
+from jax._src.interpreters import partial_eval
 from jax._src.interpreters.batching import BatchTracer
 from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
 from jax.core import ShapedArray as ShapedArray
@@ -181,3 +183,25 @@ def custom_calls(program: bytes) -> set[str]:
             raise ValueError(f"its StableHLO cannot be read: {error}") from error
         (ir.Module.parse(module) if isinstance(module, (str, bytes)) else module).operation.walk(note)
     return found - STABLE
+
+
+def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
+    """Run an equation of a jaxpr, with some of its parameters changed."""
+    given = equation.primitive.get_bind_params(equation.params | changed)
+    subfunctions, params = given if isinstance(given, tuple) else ((), given)  # jax < 0.10
+    with equation.ctx.manager:
+        made = equation.primitive.bind(*subfunctions, *inputs, **params)
+    return list(made) if equation.primitive.multiple_results else [made]
+
+
+def retraced(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The jaxpr of a function of arrays of these types, and the arrays that it refers to, which come first."""
+    info = api_util.debug_info("fuse", function, tuple(avals), {})
+    wrapped = linear_util.wrap_init(function, debug_info=info)
+    jaxpr, _, constants = partial_eval.trace_to_jaxpr_dynamic(wrapped, list(avals))
+    return partial_eval.convert_constvars_jaxpr(jaxpr), list(constants)
+
+
+def closed(jaxpr: Any) -> Any:
+    """A jaxpr without constants as a closed one."""
+    return partial_eval.close_jaxpr(jaxpr)

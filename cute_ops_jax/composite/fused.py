@@ -50,20 +50,20 @@ def _by_call(by_call: ByCall) -> Function:
         op, fits = by_call.choose(operands, attrs, ARRAYS)
         each = zip(operands, fits, strict=True)
         given = [(_as_array(a), how) for a, how in each if a is not None and how is not None]
-        call = partial(_call, register(op), [how for _, how in given])
+        call = partial(call_fitted, register(op), [how for _, how in given])
         narrow = any(how.expanded and a.dtype.itemsize < 4 for a, how in given)
-        return (_summing(call) if narrow else call)(*(a for a, _ in given))
+        return (summing(call) if narrow else call)(*(a for a, _ in given))
 
     return function
 
 
-def _call(function: Function, fits: Sequence[Fit], *operands: Any, wide: bool = False) -> Any:
+def call_fitted(function: Function, fits: Sequence[Fit], *operands: Any, wide: bool = False) -> Any:
     """The op's results; ``wide``: operands that are expanded become float32."""
     given = (a.astype("float32") if wide and how.expanded else a for a, how in zip(operands, fits, strict=True))
     return function(*map(_fitted, given, fits))
 
 
-def _summing(call: Function) -> Function:
+def summing(call: Function) -> Function:
     """The op's function with gradients of expanded operands summed in float32 and rounded once. The backward
     calls the op anew on float32 operands, since JAX gives a gradient the dtype of what it is that of.
     """

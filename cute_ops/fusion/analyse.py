@@ -1,0 +1,112 @@
+"""A graph's regions with their canonical expressions and meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import cached_property
+from typing import NamedTuple
+
+from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.text import text_of
+from cute_ops.fusion.canonical import canonical
+from cute_ops.fusion.express import Expressed, Leaf, express
+from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
+from cute_ops.fusion.match import Meaning, meaning_of
+from cute_ops.fusion.region import Region, partition
+
+
+class Found:
+    """Some roots of a region, computed by one expression.
+
+    Attributes:
+        expression: in its canonical form.
+        leaves: its operands, in order.
+        roots: the nodes that its outputs are, in order.
+        rows: the leading dims of its values.
+        n: their last dim; None if no value has columns.
+        region: all nodes that it belongs to.
+    """
+
+    def __init__(self, expressed: Expressed, region: Region) -> None:
+        made = canonical(expressed.expression, expressed.n)
+        self.expression: Expression = made.expression
+        self.leaves: tuple[Leaf, ...] = tuple(expressed.leaves[i] for i in made.operands)
+        self.roots: tuple[Node, ...] = tuple(expressed.roots[k] for k in made.outputs)
+        self.rows: Shape = expressed.rows
+        self.n = expressed.n
+        self.region = region
+
+    @cached_property
+    def text(self) -> str:
+        return text_of(self.expression)
+
+    @cached_property
+    def meaning(self) -> Meaning | None:
+        return meaning_of(self.expression)
+
+
+class Analysis(NamedTuple):
+    """What was found in a graph.
+
+    Attributes:
+        found: what expressions compute, each after those that it reads.
+        reasons: of nodes that no expression computes, why not; products have no reason.
+        plain: views and casts of what no region computes.
+        visits: how often a node was looked at.
+    """
+
+    found: list[Found]
+    reasons: dict[Node, str]
+    plain: set[Node]
+    visits: int
+
+    def products(self, found: Found) -> list[int]:
+        """The leaves that are a product of rows and one matrix which nothing else reads: they may take an epilogue."""
+        inside = set(found.region.nodes)
+        alone = set(found.roots) == set(found.region.roots)
+        linear = (i for i, leaf in enumerate(found.leaves) if alone and is_linear(leaf.node))
+        return [i for i in linear if self.readers(found.leaves[i].node) <= inside]
+
+    def readers(self, node: Node) -> set[Node]:
+        """What reads a value, through views of it; itself where the program returns it."""
+        readers: set[Node] = set()
+        waiting = [node]
+        while waiting:
+            each = waiting.pop()
+            for user in each.users:
+                if user in self.plain:
+                    waiting.append(user)
+                else:
+                    readers.add(user)
+        return readers
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a node is ``x @ weight`` for rows x and one matrix, in dtypes that our products take."""
+    if node.op != "contract":
+        return False
+    (left, right, batch), (x, weight) = node.attr, node.args
+    of_rows = len(x.shape) > 1 and left == (len(x.shape) - 1,)
+    of_matrix = len(weight.shape) == 2 and len(right) == 1 and batch == ((), ())
+    return of_rows and of_matrix and x.dtype == weight.dtype and x.dtype in FLOATS
+
+
+def analyse(graph: Graph, *, exact: bool = False, whole: Container[Node] = ()) -> Analysis:
+    """Find what expressions compute in a graph.
+
+    Args:
+        graph: the program.
+        exact: expressions round every result as the program does; else outputs alone are rounded.
+        whole: nodes that are left to the program.
+    """
+    parts = partition(graph, whole)
+    reasons = dict(parts.reasons)
+    found: list[Found] = []
+    for region in parts.regions:
+        made, failed = express(region, parts.plain, exact)
+        reasons.update(failed)
+        for each in made:
+            one = Found(each, region)
+            if any(node.word not in ("operand", "constant") for node in one.expression.nodes):
+                found.append(one)
+    return Analysis(found, reasons, parts.plain, parts.visits)

@@ -1,0 +1,282 @@
+"""One text for each meaning: operands in an order that no name decides, products and sums of several factors as one.
+
+Programs write ``(x * r) * w`` or ``x * (r * w)``, divide by a length or multiply by its reciprocal, and name operands
+as they like. The canonical form flattens products and sums, sorts their terms and the operands by kind and by what is
+done with them, and joins constants. Differences of rounding are those of float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from cute_ops.expressions.graph import LEAVES, Expression, Node
+from cute_ops.expressions.recognize import TOLERANCE
+from cute_ops.expressions.simplify import SimplifyingGraph
+from cute_ops.expressions.text import text_of
+from cute_ops.expressions.words import WORDS
+
+_KINDS = ("t", "t?", "2t", "2t?", "r", "r?", "2r", "2r?", "c", "c?", "2c", "s", "s?")
+_ROUNDS = 3  # in which operands tell each other apart by what their neighbours are
+_HOLE = "#"
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class Canonical(NamedTuple):
+    """An expression in its canonical form.
+
+    Attributes:
+        expression: with operands and outputs in the canonical order.
+        operands: the number that each operand had.
+        outputs: the number that each output had.
+    """
+
+    expression: Expression
+    operands: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        return text_of(self.expression)
+
+
+def canonical(expression: Expression, n: int | str | None = None) -> Canonical:
+    """The canonical form of an expression. ``n``, the length of its rows, shows which sums are means."""
+    flat = _rewritten(expression, n)
+    colours = _Colours(flat)
+    used = sorted({node.operand for node in flat.nodes if node.word == "operand"})
+    operands = tuple(sorted(used, key=lambda i: (_KINDS.index(str(flat.operands[i])), colours.operands[i], i)))
+    outputs = tuple(sorted(range(len(flat.outputs)), key=lambda k: (colours.up[flat.outputs[k]], k)))
+    graph = SimplifyingGraph([flat.operands[i] for i in operands])
+    place = {number: i for i, number in enumerate(operands)}
+    nodes = _Sorting(flat, graph, colours).copied(lambda node: graph.operand(place[node.operand], node.half))
+    return Canonical(graph.finish([nodes[flat.outputs[k]] for k in outputs]), operands, outputs)
+
+
+def with_holes(expression: Expression) -> tuple[str, tuple[float, ...]]:
+    """The text with a hole for each float constant and each size of a group, and what fills the holes.
+
+    Constants of equal value are one node of an expression, so each use is a hole of its own.
+    """
+    numbers: list[float] = []
+    tokens: list[str] = []
+    lines: list[str] = []
+
+    def token(i: int) -> str:
+        number = expression.nodes[i].number
+        if number is None or isinstance(number, bool):
+            return tokens[i]
+        numbers.append(number)
+        return _HOLE
+
+    for node in expression.nodes:
+        if node.word in LEAVES:
+            tokens.append(node.value or node.word)
+            continue
+        # What commutes is sorted by the constant's value no more: it comes last.
+        args = list(node.args)
+        if WORDS[node.word].commutes:
+            args.sort(key=lambda i: expression.nodes[i].word == "constant")
+        value = [node.value] if node.value and not WORDS[node.word].grouped else []
+        numbers_of_group = [float(node.value)] if WORDS[node.word].grouped else []
+        lines.append(" ".join([node.word, *map(token, args), *value, *[_HOLE] * len(numbers_of_group)]))
+        numbers += numbers_of_group
+        tokens.append(str(len(expression.operands) + len(lines) - 1))
+    operands = ",".join(map(str, expression.operands))
+    text = f"({operands}) {'; '.join(lines)} -> {' '.join(token(i) for i in expression.outputs)}"
+    return text, tuple(numbers)
+
+
+def _uses(expression: Expression) -> list[int]:
+    uses = [0] * len(expression.nodes)
+    for node in expression.nodes:
+        for arg in node.args:
+            uses[arg] += 1
+    for i in expression.outputs:
+        uses[i] += 2
+    return uses
+
+
+def _terms(expression: Expression, uses: Sequence[int], i: int) -> Iterator[int]:
+    """The factors of a product, or the terms of a sum: through nodes of its word that nothing else reads."""
+    word = expression.nodes[i].word
+    waiting = list(expression.nodes[i].args)
+    while waiting:
+        arg = waiting.pop(0)
+        if expression.nodes[arg].word == word and uses[arg] == 1:
+            waiting[:0] = expression.nodes[arg].args
+        else:
+            yield arg
+
+
+def _rewritten(expression: Expression, n: int | str | None) -> Expression:
+    """With flat products, and quotients by constants and by roots as products."""
+    graph = SimplifyingGraph(expression.operands)
+    uses = _uses(expression)
+    made: dict[int, int] = {}
+
+    def quotient(a: int, b: int) -> int:
+        number, root = graph.nodes[b].number, graph.arg(b, "sqrt")
+        if root is not None:
+            return product([a, graph.add("rsqrt", root)])
+        if number and math.isfinite(1 / number):
+            return product([a, graph.constant(1 / number)])
+        return graph.add("divide", a, b)
+
+    def product(factors: list[int]) -> int:
+        numbers = [float(graph.nodes[i].number or 0) for i in factors if graph.nodes[i].word == "constant"]
+        rest = [i for i in factors if graph.nodes[i].word != "constant"]
+        number = math.prod(numbers)
+        if numbers and not (1e-30 < abs(number) < 1e30):
+            return _folded(graph, "multiply", factors)
+        row = next((i for i in rest if graph.nodes[i].word == "sum"), None)
+        if row is not None and isinstance(n, int) and math.isclose(number, 1 / n, rel_tol=1e-6):
+            rest[rest.index(row)], number = graph.add("mean", graph.nodes[row].args[0]), 1.0
+        if math.isclose(number, 1, rel_tol=TOLERANCE):
+            number = 1.0
+        rest, number = _gated(graph, rest, number)
+        whole = _folded(graph, "multiply", rest) if rest else graph.constant(1.0)
+        return graph.add("multiply", whole, graph.constant(number)) if number != 1 else whole
+
+    for i, node in enumerate(expression.nodes):
+        if node.word == "operand":
+            made[i] = graph.operand(node.operand, node.half)
+        elif node.word in ("n", "column"):
+            made[i] = graph.leaf(node.word)
+        elif node.number is not None:
+            made[i] = graph.constant(node.number)
+        elif node.word == "multiply":
+            made[i] = product([made[arg] for arg in _terms(expression, uses, i)])
+        elif node.word == "divide":
+            made[i] = quotient(made[node.args[0]], made[node.args[1]])
+        elif node.word == "relu" and _is_positive(graph, made[node.args[0]]):
+            made[i] = made[node.args[0]]
+        else:
+            made[i] = graph.add(node.word, *(made[arg] for arg in node.args), value=node.value)
+    return graph.finish([made[i] for i in expression.outputs])
+
+
+def _is_positive(graph: SimplifyingGraph, i: int) -> bool:
+    """Whether a value is never below zero: a variance, as some programs make sure of."""
+    node = graph.nodes[i]
+    if node.word in ("mean", "sum", "max", "min"):
+        return _is_positive(graph, node.args[0])
+    return node.word in ("square", "abs", "exp", "sigmoid", "relu")
+
+
+def _gated(graph: SimplifyingGraph, factors: list[int], number: float) -> tuple[list[int], float]:
+    """Factors of which two are written as an activation, ``x * sigmoid(x)``, with the constant that is left."""
+    for gate in factors:
+        half = graph.nodes[gate].word == "add"
+        if graph.nodes[gate].word not in ("add", "ndtr", "sigmoid"):
+            continue
+        for x in factors:
+            made = graph.add("multiply", x, gate) if x != gate else x
+            if half and x != gate:
+                made = graph.add("multiply", made, graph.constant(0.5))
+            if graph.nodes[made].word in _ACTIVATIONS:
+                rest = list(factors)
+                rest.remove(gate)
+                rest[rest.index(x)] = made
+                return rest, number * 2 if half else number
+    return factors, number
+
+
+def _folded(graph: SimplifyingGraph, word: str, terms: Sequence[int]) -> int:
+    whole = terms[0]
+    for term in terms[1:]:
+        whole = graph.add(word, whole, term)
+    return whole
+
+
+class _Colours:
+    """What tells nodes and operands apart, in any order of operands: hashes of what they are computed from and for.
+
+    Constants and sizes do not enter. Attributes: ``up`` of each node, ``operands`` of each operand.
+    """
+
+    def __init__(self, expression: Expression) -> None:
+        self.uses = _uses(expression)
+        nodes = expression.nodes
+        self.operands = [_hash(str(operand)) for operand in expression.operands]
+        flat = (i for i, node in enumerate(nodes) if node.word in ("multiply", "add"))
+        self.terms = {i: list(_terms(expression, self.uses, i)) for i in flat}
+        inner = {
+            arg for i in self.terms for arg in nodes[i].args if nodes[arg].word == nodes[i].word and self.uses[arg] == 1
+        }
+        last = ""
+        for _ in range(_ROUNDS):
+            self.up = self._upwards(nodes)
+            down = self._downwards(expression, inner)
+            seen: list[list[str]] = [[] for _ in self.operands]
+            for i, node in enumerate(nodes):
+                if node.word == "operand":
+                    seen[node.operand].append(_hash(node.half, sorted(down[i])))
+            each = zip(expression.operands, seen, strict=True)
+            self.operands = [_hash(str(operand), sorted(uses)) for operand, uses in each]
+            if last == (last := str(len(set(self.operands)))):
+                break
+        self.up = self._upwards(nodes)
+
+    def _upwards(self, nodes: Sequence[Node]) -> list[str]:
+        up: list[str] = []
+        for i, node in enumerate(nodes):
+            if node.word == "operand":
+                up.append(_hash(self.operands[node.operand], node.half))
+            else:
+                args = [up[arg] for arg in self.terms.get(i, node.args)]
+                if node.word in WORDS and WORDS[node.word].commutes:
+                    args.sort()
+                up.append(_hash(node.word, node.value if node.word == "astype" else "", args))
+        return up
+
+    def _downwards(self, expression: Expression, inner: set[int]) -> list[list[str]]:
+        nodes = expression.nodes
+        down: list[list[str]] = [[] for _ in nodes]
+        for i in expression.outputs:
+            down[i].append("output")
+        for i in reversed(range(len(nodes))):
+            if i in inner:
+                continue
+            node = nodes[i]
+            below = sorted(down[i])
+            commutes = node.word in WORDS and WORDS[node.word].commutes
+            for place, arg in enumerate(self.terms.get(i, node.args)):
+                down[arg].append(_hash(node.word, 0 if commutes else place, below, self.up[i]))
+        return down
+
+
+class _Sorting:
+    """Copies an expression with the terms of its products and sums in the canonical order."""
+
+    def __init__(self, expression: Expression, graph: SimplifyingGraph, colours: _Colours) -> None:
+        self.expression, self.graph, self.colours = expression, graph, colours
+
+    def copied(self, operand: Callable[[Node], int]) -> dict[int, int]:
+        expression, graph = self.expression, self.graph
+        made: dict[int, int] = {}
+        for i, node in enumerate(expression.nodes):
+            if node.word == "operand":
+                made[i] = operand(node)
+            elif node.word in ("n", "column"):
+                made[i] = graph.leaf(node.word)
+            elif node.number is not None:
+                made[i] = graph.constant(node.number)
+            elif i in self.colours.terms:
+                terms = sorted(self.colours.terms[i], key=self._place)
+                made[i] = _folded(graph, node.word, [made[arg] for arg in terms])
+            else:
+                made[i] = graph.add(node.word, *(made[arg] for arg in node.args), value=node.value)
+        return made
+
+    def _place(self, i: int) -> tuple[int, int, str]:
+        """Tiles and numbers per row first, then row vectors, which are read last; constants at the end."""
+        node, kind = self.expression.nodes[i], self.expression.kinds[i]
+        rank = 2 if node.word == "constant" else 1 if kind.columns and not kind.rows else 0
+        return rank, not kind.columns, self.colours.up[i]
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

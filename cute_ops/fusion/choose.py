@@ -1,0 +1,92 @@
+"""What a found expression becomes: an op of ours, an op of its own, a product's epilogue, or nothing.
+
+An op ends what a compiler fuses around it. So it has to save a pass: over a row that is reduced and read again, over a
+product's result, or over values between several words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cute_ops.expressions.words import WORDS
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.fusion.graph import FLOATS
+
+# Ops whose tiles and outputs have one dtype; a residual has its own.
+_OPS = (
+    "rmsnorm", "layernorm", "add_rmsnorm", "silu_mul", "gelu_mul", "swiglu", "geglu", "silu", "gelu", "relu2",
+    "softmax", "log_softmax",
+)  # fmt: skip
+
+
+class Choice(NamedTuple):
+    """What an expression becomes.
+
+    Attributes:
+        kind: ``"op"``, ``"fused"``, ``"linear"``, or empty: it stays.
+        name: the op, or ``"fused"`` or ``"linear"``.
+        why: the reason if it stays.
+        product: of ``"linear"`` the leaf that is the product.
+    """
+
+    kind: str
+    name: str = ""
+    why: str = ""
+    product: int = -1
+
+
+def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -> Choice:
+    """What an expression becomes.
+
+    Args:
+        found: the expression with its leaves.
+        products: leaves that are products which may take an epilogue.
+        exact: whether the program's own roundings are kept; ours that round elsewhere are left out then.
+    """
+    expression = found.expression
+    arrays = [*(leaf.node for leaf in found.leaves), *found.roots]
+    wrong = next((node.dtype for node in arrays if node.dtype not in (*FLOATS, "bool")), None)
+    if wrong is not None:
+        return Choice("", why=f"no op of ours takes {wrong}")
+    if not any(leaf.operand.kind.rows and leaf.operand.kind.columns for leaf in found.leaves):
+        return Choice("", why="it reads no tile")
+    words = [node.word for node in expression.nodes if node.word in WORDS and node.word != "astype"]
+    reduces = any(WORDS[word].reduces for word in words)
+    if len(products) == 1 and not reduces and not exact and _is_epilogue(found, products[0]):
+        return Choice("linear", "linear", product=products[0])
+    if any(WORDS[word].grouped for word in words):
+        return Choice("", why="only epilogues of products look at groups of columns")
+    meaning = found.meaning
+    if meaning is not None and meaning.op in _OPS and _fits(found) and len(words) > 1:
+        return Choice("op", meaning.op)
+    if len(words) < 2:
+        return Choice("", why="one word alone: there is no pass to save")
+    return Choice("fused", "fused")
+
+
+def _is_epilogue(found: Found, product: int) -> bool:
+    acc = found.leaves[product]
+    whole = acc.node.shape[:-1] == found.rows and acc.labels[-1] == COLUMNS
+    return whole and all(leaf.node.dtype != "bool" for leaf in found.leaves)
+
+
+def is_whole(leaf: Leaf) -> bool:
+    """Whether a leaf has all rows of the values."""
+    return [label for label in leaf.labels if label >= 0] == [i for i, size in enumerate(leaf.rows) if size != 1]
+
+
+def _fits(found: Found) -> bool:
+    """Whether leaves and outputs have the dtypes and the rows that the meaning's op wants."""
+    assert found.meaning is not None
+    arrays = dict(zip(found.meaning.operands, found.leaves, strict=True))
+    tiles = {name: leaf for name, leaf in arrays.items() if name not in ("weight", "bias")}
+    if not all(map(is_whole, tiles.values())) or any(leaf.node.dtype == "bool" for leaf in arrays.values()):
+        return False
+    outputs = {name: root.dtype for name, root in zip(found.meaning.outputs, found.roots, strict=True)}
+    dtypes = {leaf.node.dtype for name, leaf in tiles.items() if name != "residual"} | {outputs["out"]}
+    if "residual" not in tiles:
+        return len(dtypes) == 1
+    residual = tiles["residual"].node.dtype
+    return len(dtypes) == 1 and outputs.get("residual_out", residual) == residual

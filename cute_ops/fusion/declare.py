@@ -1,0 +1,61 @@
+"""The op of an expression that was found in a program."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
+from cute_ops.expressions.text import text_of
+from cute_ops.fusion.analyse import Found
+from cute_ops.op import Op
+from cute_ops.ops.expression.fused import fused_traced
+
+_SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
+
+
+def declared(found: Found) -> Op:
+    """The op of an expression, whose operands are ``x0``, ``x1``, ... in the order of its leaves.
+
+    An operand of bools is given as zeros and ones of the dtype that :func:`operand_dtypes` says.
+    """
+    return _declared(found.expression, operand_dtypes(found), tuple(root.dtype for root in found.roots))
+
+
+def operand_dtypes(found: Found) -> tuple[str, ...]:
+    """The dtype of each operand; bools have that of the first tile."""
+    dtypes = [leaf.node.dtype for leaf in found.leaves]
+    of_bools = next((dtype for dtype in dtypes if dtype != "bool"), "float32")
+    return tuple(of_bools if dtype == "bool" else dtype for dtype in dtypes)
+
+
+@cache
+def _declared(expression: Expression, dtypes: tuple[str, ...], outputs: tuple[str, ...]) -> Op:
+    tiles = {i: dtypes[i] for i, operand in enumerate(expression.operands) if operand.kind[:2] == (True, True)}
+    several = len(set(tiles.values())) > 1
+    operands = {
+        f"x{i}": f"{dtypes[i] if several and i in tiles else ''} {_SHAPES[str(operand)]}".strip()
+        for i, operand in enumerate(expression.operands)
+    }
+    stored = with_dtypes(expression, tiles, outputs)
+    text = "; ".join([text_of(stored), *operands.values()])
+    name = f"found_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return fused_traced(
+        stored, declared, operands=operands, name=name, no_gradient=(), doc=f"``{text_of(expression)}`` in one pass."
+    )
+
+
+def with_dtypes(expression: Expression, tiles: dict[int, str], outputs: Sequence[str]) -> Expression:
+    """The expression whose outputs say their dtypes where these are not what an op gives them anyway: that of the
+    tiles that an output follows from if they have one, else float32.
+    """
+    graph = Graph(expression.operands)
+    nodes = copied(expression, graph)
+    made = []
+    for i, dtype in zip(expression.outputs, outputs, strict=True):
+        reads = {tiles[k] for k in operands_of(expression, i) if k in tiles}
+        usual = next(iter(reads)) if len(reads) == 1 and expression.kinds[i].columns else "float32"
+        wanted = usual if dtype == "bool" else dtype
+        made.append(nodes[i] if wanted == usual else graph.add("astype", nodes[i], value=wanted))
+    return graph.finish(made)

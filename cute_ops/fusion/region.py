@@ -1,0 +1,239 @@
+"""Regions: neighbouring nodes that one expression can compute, between products and whatever else is opaque.
+
+A node's level is the number of nodes before it, on the longest way, that no expression computes. A node that only
+later levels read sinks to the first of them, so that a cast or a bias is computed where it is used. Connected nodes of
+one level are a region: a way that leaves it passes a level and cannot come back, so regions never wait for each other.
+All steps visit each node a fixed number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from cute_ops.expressions.words import WORDS
+from cute_ops.fusion.graph import FLOATS, Graph, Node
+
+VIEWS = ("reshape", "broadcast", "slice")
+VALUES = (*FLOATS, "bool")
+REDUCES = {name for name, word in WORDS.items() if word.reduces}
+
+
+class Region(NamedTuple):
+    """Nodes that are computed together.
+
+    Attributes:
+        nodes: all of them, arguments first.
+        roots: those that are read outside of the region.
+    """
+
+    nodes: list[Node]
+    roots: list[Node]
+
+
+class Partition(NamedTuple):
+    """A graph's regions, and why other nodes are in none.
+
+    Attributes:
+        regions: in an order in which each comes after those that it reads.
+        plain: views and casts of what no region computes; each region that reads one looks through it.
+        reasons: by node; products have none.
+        visits: how often a node was looked at, which a test compares with the size of the graph.
+    """
+
+    regions: list[Region]
+    plain: set[Node]
+    reasons: dict[Node, str]
+    visits: int
+
+
+def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
+    """The regions of a graph. Nodes of ``whole`` are computed by the program itself."""
+    live = _live(graph)
+    reasons: dict[Node, str] = {}
+    facts = Facts()
+    soft: set[Node] = set()
+    plain: set[Node] = set()
+    for node in live:
+        why = "the program computes it by itself" if node in whole else obstacle(node, facts, soft)
+        facts.note(node)
+        if why:
+            reasons[node] = why
+        elif why is None and node.op in (*VIEWS, "cast") and node.args[0] not in soft:
+            plain.add(node)
+        elif why is None:
+            soft.add(node)
+    level = _levels(live, soft, set(graph.outputs))
+    leader = _connected(live, soft, level)
+    outputs = set(graph.outputs)
+    groups: dict[Node, Region] = {}
+    for node in live:
+        if node in soft:
+            group = groups.setdefault(leader(node), Region([], []))
+            group.nodes.append(node)
+            inside = (user for user in node.users if user in level)
+            if node in outputs or any(user not in soft or leader(user) is not leader(node) for user in inside):
+                group.roots.append(node)
+    regions = sorted(groups.values(), key=lambda each: (level[each.roots[0]], each.roots[0].index))
+    return Partition(regions, plain, reasons, 4 * len(live))
+
+
+class Facts:
+    """What a node's own shape does not tell.
+
+    Attributes:
+        rowlike: values of a row without its last dim: of a reduction that does not keep it.
+        reduced: values that follow from a reduction of a row.
+    """
+
+    def __init__(self) -> None:
+        self.rowlike: set[Node] = set()
+        self.reduced: set[Node] = set()
+
+    def note(self, node: Node) -> None:
+        if node.op == "reduce":
+            self.reduced.add(node)
+            if not node.attr[2] and len(node.attr[1]) == 1:
+                self.rowlike.add(node)
+        elif node.op in ("word", "cast", *VIEWS):
+            if any(arg in self.reduced for arg in node.args):
+                self.reduced.add(node)
+            if node.op in ("word", "cast"):
+                if any(arg in self.rowlike and len(arg.shape) == len(node.shape) for arg in node.args):
+                    self.rowlike.add(node)
+            elif node.args[0] in self.rowlike and _without_columns(node):
+                self.rowlike.add(node)
+
+
+def _without_columns(view: Node) -> bool:
+    """Whether a view of a rowlike value has no dim of columns either."""
+    x = view.args[0]
+    if view.op == "reshape":
+        return not (len(view.shape) == len(x.shape) + 1 and view.shape[-1] == 1)
+    dims = view.attr
+    return view.op == "broadcast" and isinstance(dims, tuple) and dims[-1:] == (len(view.shape) - 1,)
+
+
+def obstacle(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    """Why no expression computes a node; None if one does, empty for what needs no reason."""
+    if node.op in ("input", "constant", "contract"):
+        return ""
+    if node.op == "opaque":
+        return str(node.attr)
+    if node.dtype not in VALUES:
+        return f"{node.op} of {node.dtype}"
+    if any(arg.dtype not in VALUES for arg in node.args):
+        return f"{node.op} of {next(arg.dtype for arg in node.args if arg.dtype not in VALUES)}"
+    return _OBSTACLES[node.op](node, facts, soft)
+
+
+def _word(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    name = node.attr[0] if isinstance(node.attr, tuple) else str(node.attr)
+    if name not in WORDS:
+        return f"{name} is no word"
+    takes = WORDS[name].takes
+    if any(letter == "b" and arg.dtype != "bool" for letter, arg in zip(takes, node.args, strict=True)):
+        return f"{name} of floats"
+    return None
+
+
+def _cast(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    return "cast to bool" if node.dtype == "bool" and node.args[0].dtype != "bool" else None
+
+
+def _reduce(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    word, axes, _ = node.attr
+    x = node.args[0]
+    if axes != (len(x.shape) - 1,):
+        return f"{word} over other dims than the last"
+    if word not in REDUCES:
+        return f"{word} of a row"
+    if x in facts.rowlike:
+        return f"{word} of what was reduced before"
+    return f"{word} of bools" if x.dtype == "bool" else None
+
+
+def _reshape(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    x = node.args[0]
+    if without_ones(x.shape) == without_ones(node.shape) or x in facts.rowlike:
+        return None
+    if x.shape and node.shape and x.shape[-1] == node.shape[-1]:
+        return None
+    return "reshape within rows"
+
+
+def _broadcast(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    x, dims = node.args[0], node.attr
+    if not isinstance(dims, tuple) or any(a >= b for a, b in pairwise(dims)):
+        return "broadcast that exchanges dims"
+    if x in soft and x in facts.reduced:
+        # Computing a row again for each copy of it would cost a reduction.
+        kept = {i for i, size in zip(dims, x.shape, strict=True) if size != 1}
+        copied = [i for i, size in enumerate(node.shape[:-1]) if size != 1 and i not in kept]
+        if copied and len(x.shape) > (x not in facts.rowlike):
+            return "copies of rows that were reduced"
+    return None
+
+
+def _slice(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+    x, (axis, start, stop, step) = node.args[0], node.attr
+    n = x.shape[axis]
+    if axis != len(x.shape) - 1 or step != 1 or not isinstance(n, int) or n % 2:
+        return "slice"
+    if (start, stop) not in ((0, n // 2), (n // 2, n)):
+        return "slice of other columns than a half"
+    if x in soft or x.dtype == "bool":
+        return "slice of a computed value"
+    halves = {user.attr for user in x.users if user.op == "slice"}
+    return None if halves == {(axis, 0, n // 2, 1), (axis, n // 2, n, 1)} else "slice of one half"
+
+
+_OBSTACLES: dict[str, Callable[[Node, Facts, Container[Node]], str | None]] = {
+    "word": _word, "cast": _cast, "reduce": _reduce, "reshape": _reshape, "broadcast": _broadcast, "slice": _slice,
+    "transpose": lambda node, facts, soft: "transpose", "concat": lambda node, facts, soft: "concat",
+}  # fmt: skip
+
+
+def without_ones(shape: Iterable[object]) -> list[object]:
+    return [size for size in shape if size != 1]
+
+
+def _live(graph: Graph) -> list[Node]:
+    """The nodes that outputs need, arguments first."""
+    needed = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.args)
+    return [node for node in graph.nodes if node in needed]
+
+
+def _levels(live: list[Node], soft: Container[Node], outputs: Container[Node]) -> dict[Node, int]:
+    level: dict[Node, int] = {}
+    for node in live:
+        before = max((level[arg] for arg in node.args), default=0)
+        level[node] = before + (node not in soft and node.op not in ("input", "constant"))
+    for node in reversed(live):
+        if node in soft and node not in outputs:
+            readers = [level[user] - (user not in soft) for user in node.users if user in level]
+            if readers:
+                level[node] = max(level[node], min(readers))
+    return level
+
+
+def _connected(live: list[Node], soft: Container[Node], level: dict[Node, int]) -> Callable[[Node], Node]:
+    """The function of a node that returns one node for all that are connected with it on its level."""
+    parent: dict[Node, Node] = {}
+
+    def leader(node: Node) -> Node:
+        while (above := parent.get(node, node)) is not node:
+            parent[node] = parent.get(above, above)
+            node = above
+        return node
+
+    for node in live:
+        if node in soft:
+            for arg in node.args:
+                if arg in soft and level[arg] == level[node]:
+                    parent[leader(node)] = leader(arg)
+    return leader

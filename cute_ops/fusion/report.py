@@ -1,0 +1,80 @@
+"""What recognition found in a program, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.choose import Choice
+
+
+class Entry(NamedTuple):
+    """One kind of part, or one reason.
+
+    Attributes:
+        becomes: the op, ``fused`` or ``linear``; empty if it stays.
+        what: the expression, or the name of what no expression says.
+        why: the reason if it stays.
+        shape: the shape of its values, ``[4, 128, 64]``; empty of what is no expression.
+        where: the loops and branches that it stands in, ``scan``.
+        times: how often it stands there.
+    """
+
+    becomes: str
+    what: str
+    why: str
+    shape: str
+    where: str
+    times: int
+
+
+class Report(list[Entry]):
+    """What was found, with ``print`` as a table.
+
+    Attributes:
+        name: the function.
+        replaced: the entries that became something of ours.
+        left: the others.
+    """
+
+    def __init__(self, name: str, entries: Iterable[Entry]) -> None:
+        counts: Counter[Entry] = Counter()
+        for entry in entries:
+            counts[entry._replace(times=0)] += entry.times
+        super().__init__(entry._replace(times=times) for entry, times in counts.items())
+        self.name = name
+
+    @property
+    def replaced(self) -> list[Entry]:
+        return [entry for entry in self if entry.becomes]
+
+    @property
+    def left(self) -> list[Entry]:
+        return [entry for entry in self if not entry.becomes]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {_total(self.replaced)} parts replaced, {_total(self.left)} left"]
+        for entry in self.replaced:
+            lines.append(f"  {entry.times:3d} x {entry.becomes:14s} {_place(entry)}{entry.what}")
+        if self.left:
+            lines.append("left as they are")
+        for entry in self.left:
+            why = f": {entry.why}" if entry.why else ""
+            lines.append(f"  {entry.times:3d} x {_place(entry)}{entry.what}{why}")
+        return "\n".join(lines)
+
+
+def entry_of(found: Found, choice: Choice, where: str = "") -> Entry:
+    """The entry of an expression."""
+    shape = [*found.rows, *([] if found.n is None else [found.n])]
+    return Entry(choice.name, found.text, choice.why, f"[{', '.join(map(str, shape))}]", where, 1)
+
+
+def _total(entries: Iterable[Entry]) -> int:
+    return sum(entry.times for entry in entries)
+
+
+def _place(entry: Entry) -> str:
+    return "".join(f"{each} " for each in (entry.where and f"in {entry.where}", entry.shape) if each)

@@ -1,0 +1,120 @@
+"""Equations with jaxprs of their own: loops, branches, checkpoints and shard maps run the rewritten bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from cute_ops_jax import _compat
+
+# Makes the program of a jaxpr: a function with an attribute ``changed``.
+Make = Callable[[ClosedJaxpr], Any]
+
+
+class Bodies:
+    """An equation with its bodies rewritten.
+
+    Attributes:
+        equation: the equation.
+        programs: its bodies' programs.
+    """
+
+    def __init__(self, equation: JaxprEqn, programs: Sequence[Any], run: Callable[..., Any]) -> None:
+        self.equation, self.programs, self._run = equation, tuple(programs), run
+
+    @property
+    def changed(self) -> bool:
+        return any(program.changed for program in self.programs)
+
+    def bind(self, inputs: Sequence[Any]) -> list[Any]:
+        """The equation's outputs, computed with the new bodies."""
+        return list(self._run(self.equation, self.programs, inputs))
+
+
+def bodies_of(equation: JaxprEqn, make: Make) -> Bodies | None:
+    """The bodies of an equation that may be rewritten; None if it has none."""
+    kind = _KINDS.get(equation.primitive.name)
+    if kind is None:
+        return None
+    names, run = kind
+    found = [equation.params[name] for name in names]
+    jaxprs = [each for one in found for each in (one if isinstance(one, tuple) else (one,))]
+    closed = [each if isinstance(each, ClosedJaxpr) else _compat.closed(each) for each in jaxprs if each is not None]
+    if len(closed) < len(jaxprs):
+        return None
+    return Bodies(equation, [make(each) for each in closed], run)
+
+
+def _typed(program: Any) -> Callable[..., list[Any]]:
+    """The program, whose outputs have the types that its jaxpr says."""
+    avals = [v.aval for v in program.closed.jaxpr.outvars]
+    return lambda *args: [_as(out, aval) for out, aval in zip(program(*args), avals, strict=True)]
+
+
+def _as(out: Any, aval: Any) -> Any:
+    return out if getattr(out, "dtype", None) == aval.dtype else jax.lax.convert_element_type(out, aval.dtype)
+
+
+def _retraced(program: Any) -> tuple[Any, list[Any]]:
+    return _compat.retraced(_typed(program), [v.aval for v in program.closed.jaxpr.invars])
+
+
+def _checkpoint(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    jaxpr, constants = _retraced(programs[0])
+    return _compat.bind(equation, [*constants, *inputs], jaxpr=jaxpr)
+
+
+def _jit(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    jaxpr, constants = _retraced(programs[0])
+    if constants:  # each input has a sharding in the equation
+        return _compat.bind(equation, inputs)
+    return _compat.bind(equation, inputs, jaxpr=_compat.closed(jaxpr))
+
+
+def _scan(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    jaxpr, constants = _retraced(programs[0])
+    params = equation.params
+    changed = {"jaxpr": _compat.closed(jaxpr), "num_consts": params["num_consts"] + len(constants)}
+    if "linear" in params:
+        changed["linear"] = (*(False,) * len(constants), *params["linear"])
+    return _compat.bind(equation, [*constants, *inputs], **changed)
+
+
+def _cond(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    index, *operands = inputs
+    return jax.lax.switch(index, [_typed(program) for program in programs], *operands)
+
+
+def _while(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    of_condition, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    condition, body = map(_typed, programs)
+    first, second = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
+    carry = [jax.numpy.asarray(each) for each in inputs[of_condition + of_body :]]
+    return jax.lax.while_loop(lambda state: condition(*first, *state)[0], lambda state: body(*second, *state), carry)
+
+
+def _shard_map(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    params = equation.params
+    program = _typed(programs[0])
+    mapped: Any = jax.shard_map(
+        lambda *args: tuple(program(*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=frozenset(params["manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped(*inputs)
+
+
+_Run = Callable[[JaxprEqn, Sequence[Any], Sequence[Any]], Any]
+# By primitive: the parameters that hold its jaxprs, and how it runs with others.
+_KINDS: dict[str, tuple[tuple[str, ...], _Run]] = {
+    "remat2": (("jaxpr",), _checkpoint), "checkpoint": (("jaxpr",), _checkpoint), "remat": (("jaxpr",), _checkpoint),
+    "jit": (("jaxpr",), _jit), "pjit": (("jaxpr",), _jit), "scan": (("jaxpr",), _scan),
+    "cond": (("branches",), _cond), "while": (("cond_jaxpr", "body_jaxpr"), _while),
+    "shard_map": (("jaxpr",), _shard_map),
+}  # fmt: skip

@@ -1,0 +1,135 @@
+"""What runs in place of an expression that was found: an op, or a product with an epilogue."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from cute_ops.expressions.graph import Expression, Graph, copied
+from cute_ops.expressions.text import text_of
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.declare import declared, operand_dtypes, with_dtypes
+from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.ops import OPS
+from cute_ops.ops.expression.broadcast import Fit
+from cute_ops_jax.composite.fused import call_fitted, summing
+from cute_ops_jax.composite.linear import linear
+from cute_ops_jax.primitive.function import register
+
+# Arrays of the leaves, in order, to those of the roots, in order.
+Call = Callable[[Sequence[Any]], list[Any]]
+_OPS = {op.name: op for op in OPS}
+
+
+def call_of(found: Found, choice: Choice) -> Call:
+    """What runs in place of an expression. Of ``linear`` the product's leaf is a pair: x and the weight."""
+    made = {"op": _op, "fused": _fused, "linear": _linear}[choice.kind](found, choice)
+    return lambda arrays: [_as_root(out, root, found) for out, root in zip(made(arrays), found.roots, strict=True)]
+
+
+def _as_root(out: Any, root: Any, found: Found) -> Any:
+    """An output with the shape and the dtype that the program has."""
+    if out.shape != root.shape:
+        if math.prod(out.shape) != math.prod(root.shape):  # one number per row, which the program repeats
+            out = jnp.broadcast_to(jnp.reshape(out, (*found.rows, 1)), (*found.rows, root.shape[-1]))
+        out = jnp.reshape(out, root.shape)
+    return out != 0 if root.dtype == "bool" else out.astype(root.dtype)
+
+
+def _op(found: Found, choice: Choice) -> Call:
+    meaning = found.meaning
+    assert meaning is not None
+    function = partial(register(_OPS[meaning.op]), **meaning.attrs)
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        given = {
+            name: _fitted(array, leaf, found)
+            for name, array, leaf in zip(meaning.operands, arrays, found.leaves, strict=True)
+        }
+        made = function(**given)
+        named = dict(zip(_OPS[meaning.op].outputs, made if isinstance(made, tuple) else (made,), strict=False))
+        return [named[name] for name in meaning.outputs]
+
+    return run
+
+
+def _fused(found: Found, choice: Choice) -> Call:
+    op, dtypes = declared(found), operand_dtypes(found)
+    shapes = [tensor.shape for tensor in op.inputs.values()]
+    fits = [_fit(leaf, found, shape) for leaf, shape in zip(found.leaves, shapes, strict=True)]
+    call: Any = partial(call_fitted, register(op), fits)
+    if any(how.expanded and dtype != "float32" for how, dtype in zip(fits, dtypes, strict=True)):
+        call = summing(call)
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        given = [
+            _in_rows(a.astype(dtype), leaf, found) for a, leaf, dtype in zip(arrays, found.leaves, dtypes, strict=True)
+        ]
+        made = call(*given)
+        return list(made) if isinstance(made, tuple) else [made]
+
+    return run
+
+
+def _linear(found: Found, choice: Choice) -> Call:
+    leaf = found.leaves[choice.product]
+    others = [i for i in range(len(found.leaves)) if i != choice.product]
+    expression = _acc_first(found.expression, choice.product)
+    x = leaf.node.args[0]
+    tiles = {i: x.dtype for i, operand in enumerate(expression.operands) if operand.kind.rows and operand.kind.columns}
+    epilogue = text_of(with_dtypes(expression, tiles, [root.dtype for root in found.roots]))
+    transposed = leaf.node.attr[1] == (0,)
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        rows, weight = arrays[choice.product]
+        operands = [_fitted(arrays[i], found.leaves[i], found) for i in others]
+        made = linear(rows, weight, *operands, epilogue=epilogue, transposed=transposed, packed=leaf.packed)
+        return list(made) if isinstance(made, tuple) else [made]
+
+    return run
+
+
+def _acc_first(expression: Expression, product: int) -> Expression:
+    """The expression with the product as its first operand."""
+    order = [product, *(i for i in range(len(expression.operands)) if i != product)]
+    graph = Graph([expression.operands[i] for i in order])
+    nodes = copied(expression, graph, lambda node: graph.operand(order.index(node.operand), node.half))
+    return graph.finish([nodes[i] for i in expression.outputs])
+
+
+def _fit(leaf: Leaf, found: Found, shape: str) -> Fit:
+    """How a leaf broadcasts to the values."""
+    own = _own(leaf, found)
+    if "*m" not in shape:
+        return Fit(shape, own[-1:] if COLUMNS in leaf.labels else (), own[-1:] if COLUMNS in leaf.labels else ())
+    return Fit(shape, (*found.rows, own[-1]), own)
+
+
+def _own(leaf: Leaf, found: Found) -> tuple[Any, ...]:
+    """A leaf's sizes among the values' dims, 1 where it is broadcast."""
+    columns = leaf.node.shape[leaf.labels.index(COLUMNS)] if COLUMNS in leaf.labels else 1
+    if leaf.rows != found.rows:
+        return (*(found.rows if leaf.operand.kind.rows else ()), columns)
+    return (*(size if i in leaf.labels else 1 for i, size in enumerate(found.rows)), columns)
+
+
+def _in_rows(array: Any, leaf: Leaf, found: Found) -> Any:
+    """An array whose rows are numbered in another way, with the rows of the values."""
+    if leaf.rows == found.rows or not leaf.operand.kind.rows:
+        return jnp.reshape(array, _own(leaf, found)) if leaf.rows == found.rows else array
+    columns = _own(leaf, found)[-1]
+    there = tuple(size if i in leaf.labels else 1 for i, size in enumerate(leaf.rows))
+    whole = jnp.broadcast_to(jnp.reshape(array, (*there, columns)), (*leaf.rows, columns))
+    return jnp.reshape(whole, (*found.rows, columns))
+
+
+def _fitted(array: Any, leaf: Leaf, found: Found) -> Any:
+    """An argument of an op, or of a product's epilogue."""
+    if not leaf.operand.kind.rows:
+        return jnp.reshape(array, _own(leaf, found)[-1:] if COLUMNS in leaf.labels else ())
+    return jnp.reshape(_in_rows(array, leaf, found), _own(leaf, found))

@@ -1,0 +1,314 @@
+"""A jaxpr as a neutral graph: jits are inlined, equations that no primitive says are opaque."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from cute_ops.fusion.graph import FLOATS, Graph, Node
+
+# Of JAX, words of the same meaning.
+_WORDS = {
+    "neg": "negative", "exp": "exp", "exp2": "exp2", "log": "log", "log1p": "log1p", "tanh": "tanh",
+    "logistic": "sigmoid", "sqrt": "sqrt", "rsqrt": "rsqrt", "erf": "erf", "erfc": "erfc", "abs": "abs", "sign": "sign",
+    "floor": "floor", "square": "square", "add": "add", "add_any": "add", "sub": "subtract", "mul": "multiply",
+    "div": "divide", "max": "maximum", "min": "minimum", "eq": "equal", "lt": "less", "le": "less_equal",
+    "and": "logical_and", "or": "logical_or", "not": "logical_not",
+}  # fmt: skip
+_REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+# Functions of JAX whose own derivative is that of their body.
+_KNOWN_RULES = ("relu", "silu", "softmax", "_softmax", "log_softmax")
+_VALUES = (*FLOATS, "bool")
+
+
+class Step(NamedTuple):
+    """An equation of the program.
+
+    Attributes:
+        equation: the equation.
+        inputs: what it reads.
+        call: the call with a derivative of its own in which it stands; None if in none.
+    """
+
+    equation: JaxprEqn
+    inputs: tuple[Any, ...]
+    call: JaxprEqn | None
+
+
+class Value:
+    """What a variable of the program stands for; numbers stand for themselves.
+
+    Attributes:
+        node: its node in the graph, which equal values share.
+        step: the equation that makes it; None of inputs and constants.
+        index: which output of the equation, or which input of the program, it is.
+        array: of a constant the array.
+    """
+
+    __slots__ = ("array", "index", "node", "step")
+
+    def __init__(self, node: Node, step: Step | None = None, index: int = 0, array: Any = None) -> None:
+        self.node, self.step, self.index, self.array = node, step, index, array
+
+
+class Front:
+    """The graph of a jaxpr.
+
+    Attributes:
+        graph: the graph.
+        inputs: the program's inputs.
+        outputs: its outputs: values, or numbers.
+        steps: its equations, in order, those of inlined calls in place of the calls.
+        values: by node the first value that has it.
+        stops: by node of a ``stop_gradient`` its equation.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, whole: Container[int] = (), passed: Container[int] = ()) -> None:
+        """``whole``: ids of calls with a derivative of their own that are kept; ``passed``: ids of equations of
+        ``stop_gradient`` that change no derivative.
+        """
+        self.graph = Graph()
+        self.steps: list[Step] = []
+        self.values: dict[Node, Value] = {}
+        self.stops: dict[Node, JaxprEqn] = {}
+        self._whole, self._passed = whole, passed
+        self._call: JaxprEqn | None = None
+        avals = [v.aval for v in closed.jaxpr.invars]
+        self.inputs = [self._value(self.graph.input(_shape(a), _dtype(a)), None, i) for i, a in enumerate(avals)]
+        self.outputs = self._run(closed, self.inputs)
+        self.graph.outputs = [each.node for each in self.outputs if isinstance(each, Value)]
+
+    def _value(self, node: Node, step: Step | None, index: int, array: Any = None) -> Value:
+        made = Value(node, step, index, array)
+        self.values.setdefault(node, made)
+        return made
+
+    def _held(self, constant: Any) -> Any:
+        """A constant of a jaxpr: a number, or a value of an array."""
+        if not isinstance(constant, jax.core.Tracer) and np.ndim(constant) == 0 and _dtype(constant) in _VALUES:
+            return constant
+        return self._value(self.graph.input(_shape(constant), _dtype(constant)), None, 0, constant)
+
+    def _node(self, value: Any) -> Node:
+        if isinstance(value, Value):
+            return value.node
+        number = np.asarray(value)
+        if number.dtype == bool:
+            return self.graph.constant(bool(number))
+        return self.graph.constant(float(number), str(number.dtype))
+
+    def _run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        jaxpr = closed.jaxpr
+        env: dict[Any, Any] = {v: self._held(c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, Literal) else env[v]
+
+        for equation in jaxpr.eqns:
+            inputs = [read(v) for v in equation.invars]
+            env.update(zip(equation.outvars, self._equation(equation, inputs), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        body = _inlined(equation)
+        if body is not None:
+            return self._run(body, inputs)
+        if _has_known_rule(equation) and id(equation) not in self._whole:
+            return self._of_call(equation, inputs)
+        return self._step(equation, inputs)
+
+    def _of_call(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        """The equations of a call with a derivative of its own, which only expressions may compute."""
+        before = self._call
+        self._call = before or equation
+        made = self._run(equation.params["call_jaxpr"], inputs)
+        self._call = before
+        return made
+
+    def _step(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        made = self._translated(equation, inputs)
+        if made is None:
+            args = [a.node for a in inputs if isinstance(a, Value)]
+            name = equation.primitive.name
+            made = [self.graph.opaque(name, args, _shape(v.aval), _dtype(v.aval)) for v in equation.outvars]
+        step = Step(equation, tuple(inputs), self._call)
+        self.steps.append(step)
+        return [self._value(node, step, i) for i, node in enumerate(made)]
+
+    def _translated(self, equation: JaxprEqn, inputs: list[Any]) -> list[Node] | None:
+        name, params = equation.primitive.name, equation.params
+        if len(equation.outvars) != 1 and name != "split":
+            return None
+        aval = equation.outvars[0].aval
+        if equation.effects or not hasattr(aval, "dtype"):
+            return None
+        if any(not isinstance(a, Value) and np.ndim(a) for a in inputs):
+            return None
+        if name == "stop_gradient":
+            return self._stop(equation, inputs[0])
+        translate, shape, dtype = _TRANSLATIONS.get(name), _shape(aval), _dtype(aval)
+        if name in _WORDS:
+            known = dtype in _VALUES
+            return [self.graph.word(_WORDS[name], [*map(self._node, inputs)], shape, dtype)] if known else None
+        return translate and translate(self.graph, [*map(self._node, inputs)], params, shape, dtype)
+
+    def _stop(self, equation: JaxprEqn, x: Any) -> list[Node] | None:
+        if not isinstance(x, Value):
+            return None
+        if id(equation) in self._passed:
+            return [x.node]
+        made = self.graph.opaque("stop_gradient", [x.node], x.node.shape, x.node.dtype)
+        self.stops[made] = equation
+        return [made]
+
+
+def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call that says nothing but its body."""
+    params = equation.params
+    if equation.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
+        return None
+    body = params.get("jaxpr") or params.get("call_jaxpr")
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    free = all("Unspecified" in type(each).__name__ for each in shardings) and not any(layouts)
+    options = params.get("compiler_options_kvs") or any(params.get("donated_invars", ()))
+    return body if isinstance(body, ClosedJaxpr) and free and not options and not body.effects else None
+
+
+def _has_known_rule(equation: JaxprEqn) -> bool:
+    """Whether a call with a derivative of its own is one of JAX's functions whose derivative is their body's."""
+    if equation.primitive.name != "custom_jvp_call" or equation.params.get("symbolic_zeros"):
+        return False
+    where = getattr(equation.params["call_jaxpr"].jaxpr, "debug_info", None)
+    name, file = getattr(where, "func_name", ""), getattr(where, "func_filename", None) or ""
+    return name in _KNOWN_RULES and "/jax/_src/" in file.replace("\\", "/")
+
+
+def _shape(aval: Any) -> tuple[Any, ...]:
+    return tuple(size if isinstance(size, int) else str(size) for size in np.shape(aval))
+
+
+def _dtype(aval: Any) -> str:
+    dtype = getattr(aval, "dtype", None)
+    return str(np.result_type(aval) if dtype is None else dtype)
+
+
+_Made = list[Node] | None
+_Args = list[Node]
+
+
+def _compare(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return None if args[0].dtype not in _VALUES else [g.word("less", args[::-1], shape, dtype)]
+
+
+def _at_least(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return None if args[0].dtype not in _VALUES else [g.word("less_equal", args[::-1], shape, dtype)]
+
+
+def _unequal(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    if args[0].dtype not in FLOATS:
+        return None
+    return [g.word("logical_not", [g.word("equal", args, shape, "bool")], shape, dtype)]
+
+
+def _select(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    if len(args) != 3 or args[0].dtype != "bool" or dtype not in FLOATS:
+        return None
+    return [g.word("where", [args[0], args[2], args[1]], shape, dtype)]
+
+
+def _is_finite(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    if args[0].dtype not in FLOATS:
+        return None
+    size = g.word("abs", args, shape, args[0].dtype)
+    return [g.word("less", [size, g.constant(math.inf)], shape, dtype)]
+
+
+def _integer_pow(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    made = g.power(args[0], params["y"], shape, dtype) if dtype in FLOATS else None
+    return None if made is None else [made]
+
+
+def _pow(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    x, power = args
+    if power.op != "constant" or dtype not in FLOATS or isinstance(power.attr, bool):
+        return None
+    made = g.power(x, power.attr, shape, dtype)
+    return None if made is None else [made]
+
+
+def _clamp(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return [g.word("clip", [args[1], args[0], args[2]], shape, dtype)] if dtype in FLOATS else None
+
+
+def _convert(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return None if params.get("sharding") is not None else [g.cast(args[0], dtype)]
+
+
+def _reduce(word: str) -> Callable[..., _Made]:
+    def translate(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+        axes = tuple(params["axes"])
+        if not axes or dtype not in FLOATS or params.get("out_sharding") is not None:
+            return None
+        return [g.reduce(word, args[0], axes, False, dtype)]
+
+    return translate
+
+
+def _reshape(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return None if params.get("sharding") is not None else [g.reshape(args[0], shape)]
+
+
+def _broadcast(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    if params.get("sharding") is not None:
+        return None
+    return [g.broadcast(args[0], shape, params["broadcast_dimensions"])]
+
+
+def _transpose(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return [g.transpose(args[0], params["permutation"])]
+
+
+def _slice(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    made = args[0]
+    steps = params["strides"] or (1,) * len(made.shape)
+    bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+    for axis, (start, stop, step) in enumerate(bounds):
+        made = g.slice(made, axis, start, stop, step)
+    return [made]
+
+
+def _split(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    at, made = 0, []
+    for size in params["sizes"]:
+        made.append(g.slice(args[0], params["axis"], at, at + size))
+        at += size
+    return made
+
+
+def _concatenate(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    return [g.concat(args, params["dimension"], shape)]
+
+
+def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    if params.get("precision") is not None or params.get("out_sharding") is not None:
+        return None
+    dims, batch = params["dimension_numbers"]
+    dims, batch = tuple(map(tuple, dims)), tuple(map(tuple, batch))
+    return [g.contract(args[0], args[1], dims, shape, dtype, batch)]
+
+
+_TRANSLATIONS: dict[str, Callable[..., _Made]] = {
+    "gt": _compare, "ge": _at_least, "ne": _unequal, "select_n": _select, "is_finite": _is_finite, "clamp": _clamp,
+    "integer_pow": _integer_pow, "pow": _pow, "convert_element_type": _convert, "reshape": _reshape,
+    "squeeze": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast, "transpose": _transpose,
+    "slice": _slice, "split": _split, "concatenate": _concatenate, "dot_general": _dot_general,
+    "copy": lambda g, args, params, shape, dtype: [args[0]],
+    **{name: _reduce(word) for name, word in _REDUCTIONS.items()},
+}  # fmt: skip

@@ -1,0 +1,214 @@
+"""A jaxpr of which parts run on our ops: what is found, what is replaced, and in which order all of it runs.
+
+Values are computed on demand, so what only a replaced part read is not computed. Each equation that is not replaced
+runs as it stands, with its own derivative, sharding and effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from cute_ops.expressions.reference import REFERENCE, evaluate
+from cute_ops.fusion.analyse import Analysis, Found, analyse
+from cute_ops.fusion.choose import Choice, choose
+from cute_ops.fusion.graph import Node
+from cute_ops_jax import _compat
+from cute_ops_jax.fusion.bodies import Bodies, bodies_of
+from cute_ops_jax.fusion.calls import Call, call_of
+from cute_ops_jax.fusion.front import Front, Step, Value
+
+
+class Part(NamedTuple):
+    """An expression that was found, and what became of it."""
+
+    found: Found
+    choice: Choice
+    call: Call | None
+
+
+class Program:
+    """A function of a jaxpr's inputs that returns its outputs.
+
+    Attributes:
+        parts: the expressions that were found.
+        analysis: what else was found.
+        bodies: the programs of equations with jaxprs of their own, such as scans.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, exact: bool = False) -> None:
+        self.closed, self.exact = closed, exact
+        whole: set[int] = set()
+        passed = self._harmless()
+        while True:
+            self.front = Front(closed, whole, passed)
+            self.analysis: Analysis = analyse(self.front.graph, exact=exact)
+            self.parts = [self._part(found) for found in self.analysis.found]
+            self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}
+            self._order = list(self._ordered())
+            # A call with a derivative of its own is kept whole unless expressions compute all of it.
+            kept = {id(unit.call) for unit in self._order if isinstance(unit, Step) and unit.call is not None}
+            if not kept:
+                break
+            whole |= kept
+        self.bodies: dict[int, Bodies] = {}
+        for unit in self._order:
+            if isinstance(unit, Step) and (made := bodies_of(unit.equation, self._inner)) is not None:
+                self.bodies[id(unit)] = made
+
+    def _inner(self, closed: ClosedJaxpr) -> Program:
+        return Program(closed, self.exact)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._replaced) or any(body.changed for body in self.bodies.values())
+
+    def __call__(self, *args: Any) -> list[Any]:
+        made: dict[Any, Any] = {}
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, Value):
+                return value
+            if value.node in self._replaced:
+                return made[value.node]
+            if value.step is not None:
+                return made[id(value.step), value.index]
+            return args[value.index] if value.array is None else value.array
+
+        def of_node(node: Node) -> Any:
+            return read(self.front.values[node]) if node in self.front.values else made[node]
+
+        for unit in self._order:
+            if isinstance(unit, Step):
+                inputs = [read(value) for value in unit.inputs]
+                body = self.bodies.get(id(unit))
+                outputs = body.bind(inputs) if body and body.changed else _compat.bind(unit.equation, inputs)
+                made.update({(id(unit), i): out for i, out in enumerate(outputs)})
+            elif isinstance(unit, Part):
+                assert unit.call is not None
+                given: list[Any] = [
+                    tuple(map(of_node, nodes)) if is_product else of_node(nodes[0])
+                    for is_product, nodes in _reads(unit)
+                ]
+                made.update(zip(unit.found.roots, unit.call(given), strict=True))
+            else:
+                made[unit] = _of_words(unit, [of_node(arg) for arg in unit.args])
+        return [read(value) for value in self.front.outputs]
+
+    def _part(self, found: Found) -> Part:
+        choice = choose(found, self.analysis.products(found), exact=self.exact)
+        try:
+            return Part(found, choice, call_of(found, choice) if choice.kind else None)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return Part(found, Choice("", why=str(error).splitlines()[0]), None)
+
+    def _harmless(self) -> set[int]:
+        """The equations of ``stop_gradient`` that change no derivative: what is computed with the number that they
+        stop does not depend on it, as a softmax does not on the number that it subtracts.
+        """
+        front = Front(self.closed)
+        if not front.stops:
+            return set()
+        analysis = analyse(front.graph)
+        readers: dict[Node, list[Found]] = {stop: [] for stop in front.stops}
+        for found in analysis.found:
+            for stop in {leaf.node for leaf in found.leaves} & readers.keys():
+                readers[stop].append(found)
+        passed: set[int] = set()
+        kept: set[int] = set()
+        for stop, equation in front.stops.items():
+            inside = {node for found in readers[stop] for node in found.region.nodes}
+            alone = stop not in front.graph.outputs and analysis.readers(stop) <= inside
+            harmless = alone and inside and all(_is_invariant(found, stop) for found in readers[stop])
+            (passed if harmless else kept).add(id(equation))
+        return passed - kept
+
+    def _ordered(self) -> Iterator[Any]:
+        """Equations, parts and nodes that the outputs need, and equations with effects, each after what it reads."""
+        done: set[int] = set()
+        steps = [step for step in self.front.steps if step.equation.effects]
+        roots = [*steps, *(unit for value in self.front.outputs if (unit := self._unit(value)) is not None)]
+        stack: list[Any] = roots[::-1]
+        while stack:
+            unit = stack[-1]
+            if id(unit) in done:
+                stack.pop()
+                continue
+            missing = [each for each in self._needs(unit) if id(each) not in done]
+            if missing:
+                stack += missing[::-1]
+                continue
+            done.add(id(unit))
+            stack.pop()
+            yield unit
+
+    def _unit(self, value: Any) -> Any:
+        """What makes a value; None of inputs, constants and numbers."""
+        if not isinstance(value, Value):
+            return None
+        return self._replaced.get(value.node, value.step)
+
+    def _needs(self, unit: Any) -> list[Any]:
+        if isinstance(unit, Step):
+            made = [self._unit(value) for value in unit.inputs]
+        elif isinstance(unit, Part):
+            made = [self._of_node(node) for _, nodes in _reads(unit) for node in nodes]
+        else:
+            made = [self._of_node(node) for node in unit.args]
+        return [each for each in made if each is not None]
+
+    def _of_node(self, node: Node) -> Any:
+        """What makes a node: a word that the program does not have by itself is its own unit."""
+        if node in self._replaced:
+            return self._replaced[node]
+        value = self.front.values.get(node)
+        return node if value is None else self._unit(value)
+
+
+def _reads(part: Part) -> Iterator[tuple[bool, tuple[Node, ...]]]:
+    """For each leaf whether it is the product that the part computes itself, and the nodes that it reads of it."""
+    for i, leaf in enumerate(part.found.leaves):
+        yield i == part.choice.product, leaf.node.args if i == part.choice.product else (leaf.node,)
+
+
+def _of_words(node: Node, args: Sequence[Any]) -> Any:
+    """The value of a node that no equation makes."""
+    if node.op == "constant":
+        return jnp.asarray(node.attr, node.dtype)
+    if node.op == "word":
+        return jnp.broadcast_to(REFERENCE[str(node.attr)](jnp, *args), node.shape).astype(node.dtype)
+    if node.op == "transpose":
+        return jnp.transpose(args[0], node.attr)
+    if node.op == "slice":
+        axis, start, stop, step = node.attr
+        return jax.lax.slice_in_dim(args[0], start, stop, step, axis)
+    if node.op == "contract":
+        left, right, batch = node.attr
+        return jax.lax.dot_general(args[0], args[1], ((left, right), batch), preferred_element_type=node.dtype)
+    if node.op == "reduce":
+        word, axes, keepdims = node.attr
+        return getattr(jnp, word)(args[0], axis=axes, keepdims=keepdims)
+    if node.op == "broadcast":
+        return jax.lax.broadcast_in_dim(args[0], node.shape, node.attr)
+    return jnp.reshape(args[0], node.shape).astype(node.dtype)
+
+
+def _is_invariant(found: Found, stop: Node) -> bool:
+    """Whether an expression does not depend on this leaf, which is no input of anything else in it."""
+    rng = np.random.default_rng(0)
+    arrays: list[Any] = []
+    for leaf in found.leaves:
+        kind, width = leaf.operand.kind, 12 if leaf.packed else 6
+        shape = (*(3,) * kind.rows, *((width if kind.columns else 1,) if kind.rows or kind.columns else ()))
+        arrays.append(rng.uniform(0.5, 1.5, shape))
+    if any(node.word in ("rotate_half", "group_sum", "group_max") for node in found.expression.nodes):
+        return False
+    moved = [array + 0.75 * (leaf.node is stop) for array, leaf in zip(arrays, found.leaves, strict=True)]
+    pairs = zip(evaluate(found.expression, np, arrays), evaluate(found.expression, np, moved), strict=True)
+    return all(np.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs)

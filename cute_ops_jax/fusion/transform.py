@@ -1,0 +1,92 @@
+"""``fuse``: a transformation of JAX functions, as ``jit`` or ``checkpoint`` are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from cute_ops.fusion.report import Report
+from cute_ops_jax.fusion.program import Program
+from cute_ops_jax.fusion.report import report_of
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+class _Fuse:
+    """Run a function, such as a model, on our ops, without a change to it.
+
+    The function is traced, as by ``jax.jit``, at each call; parts whose meaning one of our ops or kernels computes are
+    replaced, with our gradients, and everything else runs as it stands. It works inside and around ``jit``, ``grad``,
+    ``vmap``, ``scan``, ``cond``, ``checkpoint`` and ``shard_map``, and on functions that contain these. Call it under
+    ``jit``, which traces once per shape.
+
+        step = jax.jit(jax.value_and_grad(cute_ops_jax.fuse(loss)))
+        print(cute_ops_jax.fuse.report(loss, params, batch))
+
+    Args:
+        function: any function of arrays and of trees of arrays; what else is in its arguments is static.
+        exact: round every value as the function does, where otherwise values inside of a replaced part stay in float32
+            and its outputs are rounded once.
+
+    Returns:
+        The function with the same arguments and results. Differences are those of rounding.
+    """
+
+    def __call__(self, function: Callable[_P, _R], *, exact: bool = False) -> Callable[_P, _R]:
+        if not callable(function):
+            raise TypeError(
+                f"cute_ops_jax.fuse: argument `function` must be a function, got {type(function).__name__}."
+            )
+
+        @wraps(function)
+        def fused(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            arrays, program, rebuild = _traced(function, args, kwargs, exact)
+            made: _R = rebuild(program(*arrays))
+            return made
+
+        return fused
+
+    def report(self, function: Callable[..., Any], *args: Any, exact: bool = False, **kwargs: Any) -> Report:
+        """What ``fuse`` finds in a function for these arguments, what each part becomes, and what stays and why.
+
+        Arguments may be ``jax.ShapeDtypeStruct`` in place of arrays; nothing is computed. ``print`` shows a table.
+        """
+        _, program, _ = _traced(function, args, kwargs, exact)
+        return report_of(program, getattr(function, "__name__", type(function).__name__))
+
+
+def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool) -> Any:
+    """The arrays of a call, the program of the function, and what makes the function's result of its outputs."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+    results: list[Any] = []
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        given = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            given[place] = array
+        args, kwargs = jax.tree.unflatten(tree, given)
+        outputs, out_tree = jax.tree.flatten(function(*args, **kwargs))
+        results[:] = [outputs, out_tree]
+        return [each for each in outputs if isinstance(each, _ARRAYS)]
+
+    arrays = [leaves[place] for place in places]
+    closed = jax.make_jaxpr(of_arrays)(*arrays)
+
+    def rebuild(made: list[Any]) -> Any:
+        outputs, out_tree = results
+        remaining = iter(made)
+        return jax.tree.unflatten(
+            out_tree, [jax.numpy.asarray(next(remaining)) if isinstance(each, _ARRAYS) else each for each in outputs]
+        )
+
+    return arrays, Program(closed, exact), rebuild
+
+
+fuse = _Fuse()
