@@ -16,6 +16,7 @@ from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_e
 from cute_ops_jax.composite.losses import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from cute_ops_jax.composite.losses import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
 from cute_ops_jax.exporting import export as export
+from cute_ops_jax.fusion import fuse as fuse
 from cute_ops_jax.loading import load as load
 from cute_ops_jax.primitive.ffi_check import probe as probe
 from cute_ops_jax.primitive.function import register as register

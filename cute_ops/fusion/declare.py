@@ -9,6 +9,8 @@ from functools import cache
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.choose import is_whole
+from cute_ops.fusion.express import Leaf
 from cute_ops.op import Op
 from cute_ops.ops.expression.fused import fused_traced
 
@@ -20,7 +22,16 @@ def declared(found: Found) -> Op:
 
     An operand of bools is given as zeros and ones of the dtype that :func:`operand_dtypes` says.
     """
-    return _declared(found.expression, operand_dtypes(found), tuple(root.dtype for root in found.roots))
+    kinds = tuple(
+        f"any {_SHAPES[str(leaf.operand)]}" if is_expanded(leaf, found) else _SHAPES[str(leaf.operand)]
+        for leaf in found.leaves
+    )
+    return _declared(found.expression, operand_dtypes(found), kinds, tuple(root.dtype for root in found.roots))
+
+
+def is_expanded(leaf: Leaf, found: Found) -> bool:
+    """Whether a leaf is a tile that is copied to rows which it lacks; outputs' dtypes do not follow from it."""
+    return leaf.operand.kind[:2] == (True, True) and leaf.rows == found.rows and not is_whole(leaf)
 
 
 def operand_dtypes(found: Found) -> tuple[str, ...]:
@@ -31,13 +42,13 @@ def operand_dtypes(found: Found) -> tuple[str, ...]:
 
 
 @cache
-def _declared(expression: Expression, dtypes: tuple[str, ...], outputs: tuple[str, ...]) -> Op:
-    tiles = {i: dtypes[i] for i, operand in enumerate(expression.operands) if operand.kind[:2] == (True, True)}
+def _declared(expression: Expression, dtypes: tuple[str, ...], shapes: tuple[str, ...], outputs: tuple[str, ...]) -> Op:
+    every = [i for i, operand in enumerate(expression.operands) if operand.kind[:2] == (True, True)]
+    whole = [i for i in every if not shapes[i].startswith("any ")] or every
+    tiles = {i: dtypes[i] for i in whole}
     several = len(set(tiles.values())) > 1
-    operands = {
-        f"x{i}": f"{dtypes[i] if several and i in tiles else ''} {_SHAPES[str(operand)]}".strip()
-        for i, operand in enumerate(expression.operands)
-    }
+    own = {i: f"{dtypes[i]} {_SHAPES[str(expression.operands[i])]}" for i in tiles if several}
+    operands = {f"x{i}": own.get(i, shape) for i, shape in enumerate(shapes)}
     stored = with_dtypes(expression, tiles, outputs)
     text = "; ".join([text_of(stored), *operands.values()])
     name = f"found_{hashlib.sha256(text.encode()).hexdigest()[:16]}"

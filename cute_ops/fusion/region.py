@@ -64,7 +64,7 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
             plain.add(node)
         elif why is None:
             soft.add(node)
-    level = _levels(live, soft, set(graph.outputs))
+    level = _levels(live, soft | plain, set(graph.outputs))
     leader = _connected(live, soft, level)
     outputs = set(graph.outputs)
     groups: dict[Node, Region] = {}

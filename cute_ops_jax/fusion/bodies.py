@@ -98,13 +98,14 @@ def _while(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -
 
 def _shard_map(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
     params = equation.params
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
     program = _typed(programs[0])
     mapped: Any = jax.shard_map(
         lambda *args: tuple(program(*args)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
-        axis_names=frozenset(params["manual_axes"]),
+        axis_names=frozenset(axes),
         check_vma=params["check_vma"],
     )
     return mapped(*inputs)

@@ -304,11 +304,17 @@ def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> 
     return [g.contract(args[0], args[1], dims, shape, dtype, batch)]
 
 
+def _vary(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    """A number is the same on all devices; the gradient of an array is summed over them."""
+    return args if args[0].op == "constant" else None
+
+
 _TRANSLATIONS: dict[str, Callable[..., _Made]] = {
     "gt": _compare, "ge": _at_least, "ne": _unequal, "select_n": _select, "is_finite": _is_finite, "clamp": _clamp,
     "integer_pow": _integer_pow, "pow": _pow, "convert_element_type": _convert, "reshape": _reshape,
     "squeeze": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast, "transpose": _transpose,
     "slice": _slice, "split": _split, "concatenate": _concatenate, "dot_general": _dot_general,
+    "pvary": _vary, "pcast": _vary,
     "copy": lambda g, args, params, shape, dtype: [args[0]],
     **{name: _reduce(word) for name, word in _REDUCTIONS.items()},
 }  # fmt: skip

@@ -1,0 +1,312 @@
+"""Random JAX programs for ``fuse``: products, pointwise and row functions, casts, views, branches, loops and dropout.
+
+A program is drawn from a seed and runs in any dtype, in float64 for the exact values. More of them than the suite runs:
+``python tests/jax/drawn_graphs.py --count 500 --first 1000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import cute_ops_jax
+from cute_ops.testing import compare_one, limits_of
+
+B, T, N, HEADS = 2, 3, 8, 2
+SHAPES = {
+    "x": (B, T, N), "y": (B, T, N), "cond": (B, N), "mask": (B, T, N), "bias": (N,), "weight": (N,), "scale": (B, T, 1),
+    "w0": (N, N), "w1": (N, N), "packed": (N, 2 * N), "table": (5, N), "layers": (2, N, N),
+}  # fmt: skip
+Arrays = Mapping[str, Any]
+Step = Callable[["Run"], Any]
+
+
+class Run:
+    """One evaluation of a program: its inputs, the values so far, and the dtype that it computes in."""
+
+    def __init__(self, arrays: Arrays, dtype: Any) -> None:
+        self.arrays, self.dtype = arrays, dtype
+        self.values = [arrays["x"], arrays["y"]]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arrays[name]
+
+    def wide(self, x: Any) -> Any:
+        """In float32, or in float64 where all is."""
+        return x.astype(jnp.promote_types(self.dtype, jnp.float32))
+
+    def narrow(self, x: Any) -> Any:
+        return x.astype(self.dtype)
+
+
+def program(rng: np.random.Generator, smooth: bool) -> tuple[Callable[[Arrays, Any], tuple[Any, ...]], str]:
+    """A random program and its text. ``smooth``: without words whose derivative jumps."""
+    steps: list[tuple[str, Step]] = []
+    kinds = [kind for kind in _KINDS if not smooth or kind not in _JUMPS]
+    for k in range(int(rng.integers(3, 12))):
+        kind = str(rng.choice(kinds))
+        picked = [int(i) for i in rng.integers(0, 2 + k, 2)]
+        if rng.random() < 0.6:
+            picked[0] = 1 + k  # the last value, so that programs are deep
+        steps.append((f"{kind}{picked}", _KINDS[kind](rng, *picked)))
+    shown = [int(i) for i in rng.integers(0, 2 + len(steps), 2)]
+
+    def function(arrays: Arrays, dtype: Any) -> tuple[Any, ...]:
+        run = Run(arrays, dtype)
+        for _, step in steps:
+            run.values.append(run.narrow(step(run)))
+        return (run.values[-1], *(run.values[i] for i in shown))
+
+    return function, "; ".join(text for text, _ in steps) + f" -> {shown}"
+
+
+def inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    for name in ("w0", "w1", "packed", "layers"):
+        made[name] *= 0.4
+    return made
+
+
+def check(seed: int, dtype: str, mode: str) -> str:
+    """Compare a program with what ``fuse`` makes of it, and the gradients; returns its text.
+
+    Args:
+        seed: of the program and its inputs.
+        dtype: ``float32`` or ``bfloat16``.
+        mode: ``inside``, ``grad(fuse(f))``; ``around``, ``fuse(grad(f))``; ``vmap``; ``exact``.
+    """
+    rng = np.random.default_rng([seed, 17])
+    function, text = program(rng, smooth=dtype != "float32")
+    arrays = {name: jnp.asarray(array).astype(dtype) for name, array in inputs(rng).items()}
+    cotangents = [rng.standard_normal((B, T, N)).astype(np.float32) for _ in range(3)]
+
+    def loss(arrays: Arrays, dtype: Any) -> Any:
+        outputs = function(arrays, dtype)
+        total = sum(
+            jnp.sum(out.astype(jnp.promote_types(dtype, jnp.float32)) * c)
+            for out, c in zip(outputs, cotangents, strict=True)
+        )
+        return total, outputs
+
+    # Not under jit: operations are compiled once for all programs. The loss itself is one number, whose error is luck.
+    both = jax.grad(loss, has_aux=True)
+    low = both(arrays, jnp.dtype(dtype))
+    if mode == "around":
+        got = cute_ops_jax.fuse(lambda a: both(a, jnp.dtype(dtype)))(arrays)
+    elif mode == "vmap":
+        one = jax.grad(cute_ops_jax.fuse(lambda a: loss(a, jnp.dtype(dtype))), has_aux=True)
+        got = jax.tree.map(lambda a: a[1], jax.vmap(one)(jax.tree.map(lambda a: jnp.stack([a * 0, a]), arrays)))
+    else:
+        fused = cute_ops_jax.fuse(lambda a: loss(a, jnp.dtype(dtype)), exact=mode == "exact")
+        got = jax.grad(fused, has_aux=True)(arrays)
+    with jax.enable_x64(True):
+        exact = both({k: a.astype("float64") for k, a in arrays.items()}, jnp.dtype("float64"))
+    _compare(f"seed {seed}, {dtype}, {mode}: {text}", arrays, got, low, exact)
+    return text
+
+
+def _compare(what: str, arrays: Arrays, *trees: Any) -> None:
+    got, low, exact = ([np.asarray(a) for a in jax.tree.leaves(tree)] for tree in trees)
+    assert [a.dtype for a in got] == [a.dtype for a in low], what
+    given = {name: np.asarray(a) for name, a in arrays.items()}
+    tolerances = limits_of(given, tuple(low), tuple(exact))
+    for i, (a, b, tolerance) in enumerate(zip(got, exact, tolerances, strict=True)):
+        compare_one(f"{what}, result {i}", a, b, tolerance)
+
+
+def _unary(function: Callable[[Any], Any]) -> Callable[..., Step]:
+    return lambda rng, i, j: lambda run: function(run.values[i])
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Step]:
+    return lambda rng, i, j: lambda run: function(run.values[i], run.values[j])
+
+
+def _norm(rng: np.random.Generator, i: int, j: int) -> Step:
+    kind = int(rng.integers(0, 6))
+
+    def step(run: Run) -> Any:
+        x = run.wide(run.values[i] + run.values[j] if kind == 4 else run.values[i])
+        if kind in (1, 5):
+            x = x - x.mean(-1, keepdims=True)
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3)
+        if kind == 2:
+            return run.narrow(y * (1 + run.wide(run["weight"])))
+        if kind == 3:
+            return jnp.square(x).sum(-1, keepdims=True) * 0.01 + y
+        return run.narrow(y) * run["weight"] + (run["bias"] if kind == 5 else 0)
+
+    return step
+
+
+def _rows(rng: np.random.Generator, i: int, j: int) -> Step:
+    word, keeps = str(rng.choice(["mean", "sum", "max", "min"])), bool(rng.random() < 0.5)
+
+    def step(run: Run) -> Any:
+        x = run.values[i]
+        row = getattr(jnp, word)(x, axis=-1, keepdims=keeps)
+        row = jnp.tanh(row) if keeps else jnp.tanh(row)[..., None]
+        return run.values[j] * row + run["scale"]
+
+    return step
+
+
+def _linear(rng: np.random.Generator, i: int, j: int) -> Step:
+    kind, weight = int(rng.integers(0, 6)), str(rng.choice(["w0", "w1"]))
+
+    def step(run: Run) -> Any:
+        x = run.values[i]
+        y = x @ run[weight] if kind != 1 else jnp.einsum("btk,nk->btn", x, run[weight])
+        if kind == 2:
+            return jax.nn.gelu(y + run["bias"], approximate=False)
+        if kind == 3:
+            return y + run.values[j]
+        if kind == 4:
+            return jax.nn.gelu(y) * (x @ run["w1"])
+        if kind == 5:
+            gate, up = jnp.split(x @ run["packed"], 2, axis=-1)
+            return jax.nn.silu(gate) * up
+        return y
+
+    return step
+
+
+def _attention(rng: np.random.Generator, i: int, j: int) -> Step:
+    def heads(x: Any) -> Any:
+        return x.reshape(B, T, HEADS, N // HEADS).transpose(0, 2, 1, 3)
+
+    def step(run: Run) -> Any:
+        q, k, v = heads(run.values[i] * 0.5), heads(run.values[j] * 0.5), heads(run["mask"])
+        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), jnp.einsum("bhqd,bhkd->bhqk", q, k), -1e9)
+        p = jax.nn.softmax(run.wide(scores), axis=-1)
+        return jnp.einsum("bhqk,bhkd->bhqd", run.narrow(p), v).transpose(0, 2, 1, 3).reshape(B, T, N)
+
+    return step
+
+
+def _views(rng: np.random.Generator, i: int, j: int) -> Step:
+    kind = int(rng.integers(0, 5))
+
+    def step(run: Run) -> Any:
+        x, y = run.values[i], run.values[j]
+        if kind == 0:
+            return (jnp.tanh(x.reshape(B * T, N)) * y.reshape(B * T, N) + run["bias"]).reshape(B, T, N)
+        if kind == 1:
+            return (jnp.tanh(x).transpose(1, 0, 2) * y.transpose(1, 0, 2)).transpose(1, 0, 2)
+        if kind == 2:
+            high, low = x[..., N // 2 :], x[..., : N // 2]
+            return x * jnp.cos(run["mask"]) + jnp.concatenate([-high, low], -1) * y
+        if kind == 3:
+            return jnp.concatenate([x[..., :3] * 2, y[..., 3:]], -1)
+        return (x.reshape(B, T, HEADS, -1) * jnp.tanh(y).reshape(B, T, HEADS, -1)).reshape(B, T, N)
+
+    return step
+
+
+def _modulated(rng: np.random.Generator, i: int, j: int) -> Step:
+    direct = bool(rng.random() < 0.5)
+
+    def step(run: Run) -> Any:
+        shift = run["cond"] if direct else jnp.tanh(run.values[j].mean(1))
+        return run.values[i] * (1 + shift[:, None, :]) + jax.nn.silu(run["cond"])[:, None, :]
+
+    return step
+
+
+def _chosen(rng: np.random.Generator, i: int, j: int) -> Step:
+    return lambda run: jnp.where(run["mask"] > 0.3, run.values[i], run.values[j] * 0.5)
+
+
+def _dropout(rng: np.random.Generator, i: int, j: int) -> Step:
+    key = int(rng.integers(0, 1000))
+
+    def step(run: Run) -> Any:
+        bits = jax.random.bits(jax.random.key(key), (B, T, N), "uint32")
+        return jnp.where(bits > np.uint32(2**31), run.values[i] * 2, 0) + run.values[j]
+
+    return step
+
+
+def _loop(rng: np.random.Generator, i: int, j: int) -> Step:
+    def step(run: Run) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            y = run.wide(x)
+            y = run.narrow(y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-2)) * run["weight"]
+            return jnp.tanh(y @ w + run["bias"]) + x, None
+
+        return jax.lax.scan(body, run.values[i], run["layers"])[0]
+
+    return step
+
+
+def _branch(rng: np.random.Generator, i: int, j: int) -> Step:
+    def step(run: Run) -> Any:
+        return jax.lax.cond(
+            run["bias"][0] > 0, lambda x, y: jax.nn.silu(x) * y, lambda x, y: jnp.tanh(x + y) * x,
+            run.values[i], run.values[j],
+        )  # fmt: skip
+
+    return step
+
+
+def _checkpointed(rng: np.random.Generator, i: int, j: int) -> Step:
+    return lambda run: jax.checkpoint(lambda x, y: jax.nn.silu(x @ run["w0"]) * y + x)(run.values[i], run.values[j])
+
+
+def _stopped(rng: np.random.Generator, i: int, j: int) -> Step:
+    return lambda run: jnp.tanh(run.values[i] - jax.lax.stop_gradient(run.values[j].max(-1, keepdims=True)))
+
+
+@jax.custom_jvp
+def _straight_through(x: Any) -> Any:
+    return x * 0.5 + 0.1
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    return _straight_through(*primals), tangents[0] * 3
+
+
+def _embedded(rng: np.random.Generator, i: int, j: int) -> Step:
+    ids = rng.integers(0, 5, (B, T)).astype(np.int32)
+    return lambda run: jnp.take(run["table"], ids, axis=0) + run.values[i]
+
+
+_KINDS: dict[str, Callable[..., Step]] = {
+    "tanh": _unary(jnp.tanh), "silu": _unary(jax.nn.silu), "gelu": _unary(jax.nn.gelu),
+    "sigmoid": _unary(jax.nn.sigmoid), "root": _unary(lambda x: jnp.sqrt(x * x + 1)),
+    "quotient": _binary(lambda x, y: x / (1 + y * y)), "add": _binary(lambda x, y: x + y),
+    "subtract": _binary(lambda x, y: x - y * 0.3), "multiply": _binary(lambda x, y: jnp.tanh(x) * y),
+    "gate": _binary(lambda x, y: jax.nn.silu(x) * y), "relu": _unary(jax.nn.relu),
+    "maximum": _binary(jnp.maximum), "clip": _unary(lambda x: jnp.clip(x, -0.7, 0.9)),
+    "softmax": _unary(lambda x: jax.nn.softmax(x, -1) * 3), "log_softmax": _unary(lambda x: jax.nn.log_softmax(x, -1)),
+    "logsumexp": _binary(lambda x, y: y - jax.nn.logsumexp(x, -1, keepdims=True)),
+    "power": _unary(lambda x: jnp.tanh(x) ** 3),
+    "opaque": _unary(lambda x: jnp.sin(x)), "sum_over_rows": _binary(lambda x, y: x + jnp.tanh(y.sum((0, 1)))),
+    "cumulative": _unary(lambda x: jnp.cumsum(x, 1) * 0.5), "custom": _unary(_straight_through),
+    "norm": _norm, "rows": _rows, "linear": _linear, "attention": _attention, "views": _views,
+    "modulated": _modulated, "chosen": _chosen, "dropout": _dropout, "loop": _loop, "branch": _branch,
+    "checkpointed": _checkpointed, "stopped": _stopped, "embedded": _embedded,
+}  # fmt: skip
+# Kinds whose derivative jumps where two values cross, which rounding to 16 bits moves.
+_JUMPS = ("relu", "maximum", "clip", "rows", "stopped")
+MODES = ("inside", "around", "exact", "vmap")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    args = parser.parse_args()
+    wrong = 0
+    for seed in range(args.first, args.first + args.count):
+        try:
+            check(seed, "float32" if seed % 3 else "bfloat16", MODES[seed % 4])
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {str(error)[:1500]}", flush=True)
+    print(f"{args.count} programs, {wrong} wrong")

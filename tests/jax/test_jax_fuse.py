@@ -1,0 +1,263 @@
+"""``fuse``: untouched functions and models run on our ops, and compute what they computed before."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops.fusion.report import Report
+
+sys.path.append(str(Path(__file__).parent))
+from drawn_graphs import MODES, check
+
+B, T, N = 2, 4, 16
+KEY = np.random.default_rng(3)
+
+
+def draw(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(KEY.standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def became(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
+    return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args, **kwargs).replaced]
+
+
+def same(got: Any, want: Any, rtol: float = 2e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        b = np.asarray(b, np.float64)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), b, rtol=rtol, atol=rtol * max(1, np.abs(b).max(initial=0))
+        )
+
+
+def rms(x: jax.Array, w: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    return w * (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def layernorm(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * w + b
+
+
+def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    b, t, d = x.shape
+    y = rms(x, p["n1"])
+    q, k, v = ((y @ p[name]).reshape(b, t, 4, d // 4).transpose(0, 2, 1, 3) for name in "qkv")
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) / np.sqrt(d // 4)
+    mixed = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, -1), v)
+    x = x + mixed.transpose(0, 2, 1, 3).reshape(b, t, d) @ p["o"]
+    y = rms(x, p["n2"])
+    return x + (jax.nn.silu(y @ p["g"]) * (y @ p["u"])) @ p["d"]
+
+
+def params() -> dict[str, jax.Array]:
+    shapes = {**dict.fromkeys(("n1", "n2"), (N,)), **dict.fromkeys("qkvo", (N, N)), **dict.fromkeys("gu", (N, 2 * N))}
+    return {name: draw(*shape) * 0.3 for name, shape in (shapes | {"d": (2 * N, N)}).items()}
+
+
+BLOCK = ["rmsnorm", "fused", "add_rmsnorm", "silu_mul", "linear"]
+X, W, BIAS = draw(B, T, N), draw(N), draw(N)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[str]]] = {
+    "rms norm": (rms, (X, W), ["rmsnorm"]),
+    "1 + weight": (lambda x, w: rms(x, 1 + w), (X, W), ["rmsnorm"]),
+    "layer norm": (layernorm, (X, W, BIAS), ["layernorm"]),
+    "residual and norm": (lambda x, y, w: (x + y, rms(x + y, w)), (X, X * 2, W), ["add_rmsnorm"]),
+    "gate": (lambda x, y: jax.nn.silu(x) * y, (X, X * 2), ["silu_mul"]),
+    "gelu gate": (lambda x, y: jax.nn.gelu(x) * y, (X, X * 2), ["gelu_mul"]),
+    "exact gelu gate": (lambda x, y: jax.nn.gelu(x, approximate=False) * y, (X, X * 2), ["gelu_mul"]),
+    "packed gate": (lambda x: jax.nn.silu(x[..., : N // 2]) * x[..., N // 2 :], (X,), ["swiglu"]),
+    "squared relu": (lambda x: jnp.square(jax.nn.relu(x)), (X,), ["relu2"]),
+    "softmax": (lambda x: jax.nn.softmax(x, -1), (X,), ["softmax"]),
+    "log softmax": (lambda x: jax.nn.log_softmax(x, -1), (X,), ["log_softmax"]),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), (X,), ["fused"]),
+    "bias and gelu": (lambda x, w, b: jax.nn.gelu(x @ w + b), (X, draw(N, 8), draw(8)), ["linear"]),
+    "weights as in PyTorch": (lambda x, w, b: jax.nn.silu(x @ w.T + b), (X, draw(8, N), draw(8)), ["linear"]),
+    "modulation": (lambda x, c: x * (1 + c[:, None]) + jnp.tanh(c)[:, None], (X, draw(B, N)), ["fused"]),
+    "block": (lambda x: block(PARAMS, x), (X,), BLOCK),
+    "scan": (lambda x: jax.lax.scan(lambda x, p: (block(p, x), None), x, STACKED)[0], (X,), BLOCK),
+    "cond": (lambda x: jax.lax.cond(x[0, 0, 0] > 0, lambda x: rms(x, W), jnp.tanh, x), (X,), ["rmsnorm"]),
+    "while": (
+        lambda x: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, rms(s[1], W)), (0, x))[1],
+        (X,), ["rmsnorm"],
+    ),
+    "checkpoint": (lambda x: jax.checkpoint(lambda x: block(PARAMS, x))(x), (X,), BLOCK),
+    "vmap inside": (lambda x: jax.vmap(jax.vmap(lambda row: rms(row, W)))(x), (X,), ["rmsnorm"]),
+}  # fmt: skip
+PARAMS = params()
+STACKED = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a]), PARAMS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_become_ops(name: str) -> None:
+    function, args, want = FUNCTIONS[name]
+    assert became(function, *args) == want
+    same(cute_ops_jax.fuse(function)(*args), function(*args))
+    if name == "while":  # has no reverse mode
+        return
+
+    def loss(function: Any, *args: Any) -> Any:
+        return sum(jnp.sum(jnp.tanh(out)) for out in jax.tree.leaves(function(*args)))
+
+    places = tuple(range(len(args)))
+    got = jax.jit(jax.grad(lambda *a: loss(cute_ops_jax.fuse(function), *a), places))(*args)
+    same(got, jax.grad(lambda *a: loss(function, *a), places)(*args))
+
+
+@pytest.mark.parametrize("name", ["scan", "layer norm", "modulation"])
+def test_around_grad_and_inside_vmap(name: str) -> None:
+    function, args, _ = FUNCTIONS[name]
+    grad = jax.grad(lambda *a: jnp.sum(jnp.tanh(function(*a))), tuple(range(len(args))))
+    same(cute_ops_jax.fuse(grad)(*args), grad(*args))
+    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), args)
+    same(jax.vmap(cute_ops_jax.fuse(function))(*many), jax.vmap(function)(*many))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_programs_have_the_same_meanings(dtype: str) -> None:
+    """Constants that a 16-bit program rounds, and casts in between, are what they stand for."""
+    x, w = X.astype(dtype), W.astype(dtype)
+    for name in ("rms norm", "gate", "gelu gate", "exact gelu gate", "softmax", "log softmax", "residual and norm"):
+        function, args, want = FUNCTIONS[name]
+        given = [w if a.ndim == 1 else x for a in args]
+        assert became(function, *given) == want, name
+        for out in jax.tree.leaves(cute_ops_jax.fuse(function)(*given)):
+            assert out.dtype == dtype
+
+
+def test_a_derivative_of_ones_own_is_kept() -> None:
+    @jax.custom_jvp
+    def straight_through(x: Any) -> Any:
+        return x * 0.5 + jnp.tanh(x) * 2
+
+    straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+    loss = cute_ops_jax.fuse(lambda x: straight_through(x).sum())
+    np.testing.assert_array_equal(jax.grad(loss)(X), jnp.ones_like(X))
+    report = cute_ops_jax.fuse.report(straight_through, X)
+    assert [entry.what for entry in report.left] == ["custom_jvp_call"]
+
+
+def test_stopped_gradients_stop() -> None:
+    def loss(x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x - jax.lax.stop_gradient(x.max(-1, keepdims=True))) * x)
+
+    same(jax.grad(cute_ops_jax.fuse(loss))(X), jax.grad(loss)(X))
+    detached = jax.grad(cute_ops_jax.fuse(lambda x: jnp.sum(jax.lax.stop_gradient(jnp.tanh(x)) * x * 2)))(X)
+    same(detached, 2 * jnp.tanh(X))
+
+
+def test_half_of_a_relu_is_kept_whole() -> None:
+    """relu's derivative at 0 is 0, which its body ``maximum(x, 0)`` does not say."""
+    zeros = jnp.zeros((2, 4))
+    grad = jax.grad(cute_ops_jax.fuse(lambda x: jnp.cumsum(jax.nn.relu(jnp.cumsum(x, 1)), 1).sum()))(zeros)
+    np.testing.assert_array_equal(grad, zeros)
+
+
+def test_effects_happen_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    def function(x: Any) -> Any:
+        jax.debug.print("first", ordered=True)
+        y = rms(x, W)
+        jax.debug.print("second", ordered=True)
+        return y
+
+    jax.block_until_ready(jax.jit(cute_ops_jax.fuse(function))(X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["first", "second"]
+
+
+def test_float64_is_left_alone() -> None:
+    with jax.enable_x64(True):
+        x, w = jnp.asarray(np.asarray(X), jnp.float64), jnp.asarray(np.asarray(W), jnp.float64)
+        function = lambda x, w: jax.nn.gelu(x * w) * x  # noqa: E731
+        assert became(function, x, w) == []
+        np.testing.assert_array_equal(cute_ops_jax.fuse(function)(x, w), function(x, w))
+
+
+def test_arguments_that_are_no_arrays_are_static() -> None:
+    def function(tree: dict[str, Any], activation: Callable[..., Any], *, scale: float = 1.0) -> Any:
+        return {"out": activation(tree["x"]) * tree["y"] * scale, "name": tree["name"]}
+
+    tree = {"x": X, "y": np.asarray(X), "name": "gate"}
+    got = cute_ops_jax.fuse(function)(tree, jax.nn.silu, scale=2.0)
+    assert got["name"] == "gate"
+    same(got["out"], function(tree, jax.nn.silu, scale=2.0)["out"])
+
+
+def test_sharded_programs() -> None:
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("rows")
+    x = draw(4, T, N)
+
+    def local(x: Any, w: Any) -> Any:
+        return jax.lax.psum(rms(x, w), "rows") + x
+
+    specs = {"mesh": mesh, "in_specs": (spec, jax.sharding.PartitionSpec()), "out_specs": spec}
+    function = jax.shard_map(local, **specs)
+    assert became(function, x, W) == ["rmsnorm"]
+    same(jax.jit(cute_ops_jax.fuse(function))(x, W), function(x, W))
+    same(jax.jit(jax.shard_map(cute_ops_jax.fuse(local), **specs))(x, W), function(x, W))
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+    out = jax.jit(cute_ops_jax.fuse(lambda x: block(PARAMS, x)))(placed)
+    same(out, block(PARAMS, x))
+
+
+def test_equinox_and_nnx_models_stay_as_they_are() -> None:
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    norm, mlp = eqx.nn.LayerNorm(N), eqx.nn.MLP(N, N, 2 * N, 1, activation=jax.nn.gelu, key=jax.random.key(0))
+    model = lambda norm, mlp, x: jax.vmap(jax.vmap(lambda row: row + mlp(norm(row))))(x)  # noqa: E731
+    assert became(model, norm, mlp, X) == ["layernorm", "linear", "linear"]
+    same(cute_ops_jax.fuse(model)(norm, mlp, X), model(norm, mlp, X))
+    same(eqx.filter_grad(lambda m, x: jnp.sum(cute_ops_jax.fuse(model)(*m, x) ** 2))((norm, mlp), X),
+         eqx.filter_grad(lambda m, x: jnp.sum(model(*m, x) ** 2))((norm, mlp), X), 1e-4)  # fmt: skip
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.norm = nnx.RMSNorm(N, rngs=rngs)
+            self.up, self.down = nnx.Linear(N, 32, rngs=rngs), nnx.Linear(32, N, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+    one = Block(nnx.Rngs(0))
+    graph, state = nnx.split(one)
+    run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
+    assert became(run, state, X) == ["rmsnorm", "linear", "linear"]
+    want = one(X)
+    same(cute_ops_jax.fuse(run)(state, X), want)
+    same(nnx.jit(lambda m, x: cute_ops_jax.fuse(m.__call__)(x))(one, X), want)
+
+
+def test_report_shows_what_became_and_what_stays() -> None:
+    def function(x: Any) -> Any:
+        return jnp.cumsum(rms(x, W), axis=0)
+
+    report = cute_ops_jax.fuse.report(function, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert isinstance(report, Report)
+    assert str(report) == (
+        "function: 1 parts replaced, 1 left\n"
+        "    1 x rmsnorm        [2, 4, 16] e1(t,r) square 0; mean 2; add 3 9.999999974752427e-07; rsqrt 4; "
+        "multiply 0 5; multiply 1 6 -> 7\n"
+        "left as they are\n"
+        "    1 x cumsum"
+    )
+
+
+def test_what_is_no_function_is_refused() -> None:
+    message = "cute_ops_jax.fuse: argument `function` must be a function, got int."
+    with pytest.raises(TypeError, match=message):
+        cute_ops_jax.fuse(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_programs(seed: int) -> None:
+    """``python tests/jax/drawn_graphs.py --count 500`` runs more of them."""
+    check(seed, "float32" if seed % 3 else "bfloat16", MODES[seed % 4])
