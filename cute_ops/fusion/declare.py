@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 
+from cute_ops.declaration.op import Op
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import is_whole
 from cute_ops.fusion.express import Leaf
-from cute_ops.op import Op
 from cute_ops.ops.expression.fused import fused_traced
 
 _SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
