@@ -7,7 +7,6 @@ key, and only a value that was never seen is traced. Nothing keeps the function,
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from types import CodeType, FunctionType, MethodType
@@ -22,7 +21,7 @@ REMEMBERED = 4096
 # Readers of one code: functions with the same code may read other things of their objects.
 _FEW = 8
 _log = logging.getLogger("cute_ops")
-_GLOBAL = re.compile(r"_of\.__globals__\['(\w+)'\]")
+ANEW = "is traced at each call"
 
 
 class State:
@@ -77,18 +76,18 @@ def _lambda(text: str) -> Any:
 
 _readers: dict[tuple[int, type], list[Reader]] = {}
 _states: dict[Hashable, State] = {}
-_told: dict[CodeType, None] = {}
+_told: dict[tuple[CodeType, str], None] = {}
 
 
-def state(function: Any, log: bool = True) -> State | None:
-    """An object that stands for all that a function reads; None if that cannot be known: then it is traced anew, which
-    the ``log`` says once.
+def state(function: Any, otherwise: str = ANEW) -> State | None:
+    """An object that stands for all that a function reads; None if that cannot be known, and what happens
+    ``otherwise`` is logged once, unless it is empty.
     """
     kind = type(function)
     code = function.__code__ if kind is FunctionType or kind is MethodType else code_of(function)
     readers = _readers.get((id(code), kind))
     if readers is None:
-        made = reader_of(function, log)
+        made = reader_of(function, otherwise)
         return None if made is None else made.last[1]
     try:
         values, known = readers[0].last
@@ -96,10 +95,10 @@ def state(function: Any, log: bool = True) -> State | None:
             return known
     except Exception:  # the function is not like the one that the first reader was made for
         pass
-    return _another(function, readers, log)
+    return _another(function, readers, otherwise)
 
 
-def _another(function: Any, readers: Sequence[Reader], log: bool) -> State | None:
+def _another(function: Any, readers: Sequence[Reader], otherwise: str) -> State | None:
     """The state of a function that reads something else than the last time."""
     for reader in readers:
         try:
@@ -107,22 +106,22 @@ def _another(function: Any, readers: Sequence[Reader], log: bool) -> State | Non
                 return known
         except Exception:  # as above
             continue
-    made = reader_of(function, log)
+    made = reader_of(function, otherwise)
     return None if made is None else made.last[1]
 
 
-def reader_of(function: Any, log: bool = True) -> Reader | None:
-    """What reads all that a function reads; None if that cannot be known, which the ``log`` says once."""
+def reader_of(function: Any, otherwise: str) -> Reader | None:
+    """What reads all that a function reads; None if that cannot be known: see :func:`state`."""
     code = code_of(function)
     if code is None:
         return None
     try:
         made = Reader(code, reads(function), function)
     except Exception as error:
-        if log and code not in _told:
+        if otherwise and (code, otherwise) not in _told:
             make_room(_told)
-            _told[code] = None
-            _log.info("%s is traced at each call: %s", code.co_qualname, error)
+            _told[code, otherwise] = None
+            _log.info("%s %s: %s", code.co_qualname, otherwise, error)
         return None
     make_room(_readers)
     readers = _readers.setdefault((id(code), type(function)), [])
@@ -140,18 +139,10 @@ def values(function: Any) -> Values:
     Raises:
         Unknown: it reads what may change unseen.
     """
-    made = reader_of(function, log=False)
+    made = reader_of(function, "")
     if made is None:
         raise Unknown("it cannot be known what the function reads")
     return made.code, *made.read(function)
-
-
-def globals_reader(reader: Reader, function: Any) -> Callable[[], Values]:
-    """Reads the globals that a function reads, by their names, as the function itself does."""
-    named = [_GLOBAL.sub(r"\1", text) for text in reader.texts]
-    found = [text for text in named if not re.search(r"\b_of\b", text)]
-    read: Callable[[], Values] = eval(f"lambda: ({''.join(f'{text}, ' for text in found)})", function.__globals__)
-    return read
 
 
 def constant(value: Any) -> Hashable:

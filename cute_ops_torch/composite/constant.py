@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from inspect import signature
-from operator import is_
-from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 
-from cute_ops.constants.state import globals_reader, reader_of
 from cute_ops.declaration.op import Op
+from cute_ops_torch.composite.compile_guards import capture, captured, function_of, guard_zero, problem
 from cute_ops_torch.registry import define
 
 Function = TypeVar("Function", bound=Callable[..., str | tuple[str, ...]])
@@ -57,90 +55,26 @@ def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
     return function
 
 
-PARTS = 4
+_captured, _problem = constant(captured), constant(problem)
 
 
-def parts(function: Any) -> tuple[Any, ...]:
-    """A function as what torch.compile makes constants of: the function itself, of a bound method with its object, of a
-    partial one with its arguments.
+def guard(function: Any) -> tuple[str, ...]:
+    """Let torch.compile, which traces this, guard what a function reads: the graph is of these values alone.
+
+    Returns:
+        What :func:`whole` makes the function of; a function is no constant where its object is none.
     """
-    args: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = {}
-    if isinstance(function, partial):
-        function, args, keywords = function.func, function.args, function.keywords
-    owner = None
-    if isinstance(function, MethodType):
-        function, owner = function.__func__, function.__self__
-    return function, owner, tuple(map(number, args)), tuple((name, number(v)) for name, v in keywords.items())
+    from torch._dynamo.comptime import comptime  # start-up time; torch.compile has imported it
+
+    comptime(capture)
+    if said := _problem():
+        raise TypeError(said)
+    return (_captured(),)
 
 
-def whole(function: Any, owner: Any, args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> Any:
-    """A function from its :func:`parts`."""
-    function = function if owner is None else MethodType(function, owner)
-    return partial(function, *args, **dict(keywords)) if args or keywords else function
-
-
-class _Readers:
-    """Functions that read what others read, as attributes: torch.compile guards each by itself."""
-
-
-_readers = _Readers()
-
-
-@constant
-def _seen(*of: Any) -> str:
-    """``again`` for the same parts of a function as in the last call."""
-    global _last
-    again = len(_last) == len(of) and all(map(is_, _last, of))
-    _last = () if again else of  # which keeps no object alive
-    return "again" if again else ""
-
-
-_last: tuple[Any, ...] = ()
-
-
-@constant
-def _unmade(held: Any, names: tuple[str, ...]) -> str:
-    """An attribute that an object lacks, as one that is made in what is compiled does until that runs; else empty."""
-    return next((name for name in names if name not in vars(held)), "")
-
-
-@constant
-def _reader(*function: Any) -> str:
-    """The attribute of a function's reader; empty where it cannot be known what the function reads."""
-    made = reader_of(whole(*function))
-    if made is None:
-        return ""
-    name = f"of_{id(made)}"
-    setattr(_readers, name, made.read)
-    if isinstance(function[0], FunctionType):
-        setattr(_readers, f"{name}_globals", globals_reader(made, function[0]))
-    return name
-
-
-def guard(function: Any) -> None:
-    """Read what a function reads, while torch.compile traces: the graph is of these values alone.
-
-    A function that is made in what is compiled is another one whenever it is a constant, and cannot be read there: what
-    it closes over is part of the graph already, so only globals are read.
-    """
-    if isinstance(function, str):
-        return
-    if isinstance(function, partial) and isinstance(function.func, MethodType):
-        function = function.func
-    of, owner, *_ = parts(function)
-    held = of if owner is None else owner
-    has_state = not isinstance(held, FunctionType | type | partial) and hasattr(held, "__dict__")
-    if has_state and (missing := _unmade(held, tuple(vars(held)))):
-        raise TypeError(
-            "cute_ops_torch: an epilogue's object is made in a function that torch.compile compiles, where its "
-            f"`{missing}` cannot be read: make it outside, or let a function close over the number."
-        )
-    _seen(of, owner)
-    seen, name = _seen(of, owner), _reader(*parts(function))
-    if name:
-        for value in getattr(_readers, name)(function) if seen else getattr(_readers, f"{name}_globals")():
-            number(value)
+def whole(function: str | tuple[str, ...]) -> Any:
+    """A function from what :func:`guard` returned; a text as it is."""
+    return function if isinstance(function, str) else function_of(*function)
 
 
 def number(value: Any) -> Any:
@@ -150,6 +84,11 @@ def number(value: Any) -> Any:
     """
     if type(value) not in (bool, int, float):
         return value
-    from torch.fx.experimental.symbolic_shapes import guard_scalar  # start-up time; torch.compile has imported it
+    # Start-up time; torch.compile has imported them.
+    from torch._dynamo.comptime import comptime
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-    return guard_scalar(value)
+    found = guard_scalar(value)
+    if type(found) is float and found == 0.0:
+        comptime(guard_zero)
+    return found

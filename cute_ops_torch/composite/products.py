@@ -13,7 +13,7 @@ from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops_torch.composite.autocast import autocast, enabled
-from cute_ops_torch.composite.constant import PARTS, constant, functions, guard, number, parts, traced, whole
+from cute_ops_torch.composite.constant import constant, functions, guard, number, traced, whole
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
@@ -43,9 +43,9 @@ class TorchProducts(Products[Tensor]):
         layout: str, save: str,
     ) -> tuple[Function, Fits]:  # fmt: skip
         constants = tuple((name, number(value)) for name, value in attrs.items())
-        guard(epilogue)
+        function = epilogue if isinstance(epilogue, str) else guard(epilogue)
         options, fits = self.choose(epilogue, arrays, layout, constants, caller)
-        return _traced(make, *parts(epilogue), *options, layout, save, constants), fits
+        return _traced(make, function, *options, layout, save, constants), fits
 
     def gated_linear(
         self, x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
@@ -61,8 +61,8 @@ class TorchProducts(Products[Tensor]):
     gated_linear.__doc__ = Products.gated_linear.__doc__
 
 
-def _op(make: Maker, *options: Any) -> Op:
-    return make(whole(*options[:PARTS]), *options[PARTS:])
+def _op(make: Maker, function: str | tuple[str, ...], *options: Any) -> Op:
+    return make(whole(function), *options)
 
 
 _traced: Callable[..., Function] = traced(_op)

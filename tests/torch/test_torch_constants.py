@@ -5,12 +5,16 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import math
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import cute_ops_torch as ct
 
@@ -152,3 +156,133 @@ def test_members_and_texts_with_commas_are_compiled() -> None:
 
 
 NUMBERS = [1.0, 1.0]
+
+
+NUMBER: Any = 2.0
+
+
+def of_defaults(x: Any, k: float = 2.0, *, by: float = 1.0) -> Any:
+    return x * k * by
+
+
+PARTLY = functools.partial(of_defaults, k=2.0)
+
+
+class Held:
+    scale = np.float64(2.0)
+
+    def epilogue(self, xp: Any, acc: Any) -> Any:
+        return acc * self.scale
+
+
+HELD = Held()
+
+
+def _numbers(kind: Callable[[float], Any]) -> tuple[Callable[..., Any], list[Callable[[], Any]]]:
+    return lambda xp, acc: acc * NUMBER, [lambda k=k: globals().update(NUMBER=kind(k)) for k in (2, 5, 2)]
+
+
+# An epilogue, and what makes it multiply by 2, by 5 and by 2 again.
+READ: dict[str, tuple[Callable[..., Any], list[Callable[[], Any]]]] = {
+    "float64": _numbers(np.float64),
+    "float32": _numbers(np.float32),
+    "int64": _numbers(np.int64),
+    "numbers of an object": (HELD.epilogue, [lambda k=k: setattr(HELD, "scale", np.float32(k)) for k in (2, 5, 2)]),
+    "defaults of a helper": (
+        lambda xp, acc: of_defaults(acc), [lambda k=k: setattr(of_defaults, "__defaults__", (k,)) for k in (2, 5, 2)],
+    ),
+    "keyword defaults of a helper": (
+        lambda xp, acc: of_defaults(acc, 1.0),
+        [lambda k=k: setattr(of_defaults, "__kwdefaults__", {"by": float(k)}) for k in (2, 5, 2)],
+    ),
+    "a partial that is rebound": (
+        lambda xp, acc: PARTLY(acc),
+        [lambda k=k: globals().update(PARTLY=functools.partial(of_defaults, k=k, by=1.0)) for k in (2, 5, 2)],
+    ),
+    "a partial's keywords": (
+        lambda xp, acc: PARTLY(acc, by=1.0), [lambda k=k: PARTLY.keywords.update(k=k) for k in (2, 5, 2)],
+    ),
+    "members of enumerations": (
+        lambda xp, acc: acc * (2 if len(repr(NUMBER)) > 3 else 5),
+        [lambda k=k: globals().update(NUMBER=k) for k in (Level.LOW, 3, Level.LOW)],
+    ),
+    "the sign of zero": (
+        lambda xp, acc: acc * (5 if math.copysign(1, NUMBER) < 0 else 2),
+        [lambda k=k: globals().update(NUMBER=k) for k in (0.0, -0.0, 0.0)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_compiled_graph_sees_what_eager_calls_see(name: str) -> None:
+    epilogue, changes = READ[name]
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(lambda x, w: ct.linear(x, w, epilogue=epilogue), fullgraph=True, backend=graphs)
+    try:
+        for change, wanted in zip(changes, (2, 5, 2), strict=True):
+            change()
+            for run in (compiled, lambda x, w: ct.linear(x, w, epilogue=epilogue)):
+                assert factor(run(X, W), X @ W.T) == pytest.approx(wanted, rel=1e-5)
+    finally:
+        of_defaults.__defaults__, of_defaults.__kwdefaults__ = (2.0,), {"by": 1.0}
+    assert graphs.frame_count == 2  # that of 2 is found again
+
+
+@pytest.mark.parametrize("name", ["linear", "fused"])
+def test_the_sign_of_an_attribute_that_is_zero_is_compiled(name: str) -> None:
+    def by_sign(xp: Any, x: Any, *, k: float = 1.0) -> Any:
+        return x * (-1.0 if math.copysign(1, k) < 0 else 1.0)
+
+    by_sign_of = ct.fused(by_sign)
+
+    def call(x: torch.Tensor, w: torch.Tensor, k: float) -> Any:
+        return by_sign_of(x, k=k) if name == "fused" else ct.linear(x, w, epilogue=by_sign, k=k)
+
+    torch._dynamo.reset()
+    compiled, plain = torch.compile(call, fullgraph=True, backend="eager"), call(X, W, 1.0)
+    for k in (0.0, -0.0, 0.0, -0.0):
+        assert factor(compiled(X, W, k), plain) == math.copysign(1, k)
+
+
+def test_what_a_graph_keeps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What a function reads of the environment cannot be guarded."""
+
+    def of_environment(xp: Any, acc: Any) -> Any:
+        return acc * float(os.environ.get("NO_SUCH_NUMBER", "2"))
+
+    torch._dynamo.reset()
+    with caplog.at_level("INFO", "cute_ops"):
+        torch.compile(lambda x, w: ct.linear(x, w, epilogue=of_environment), backend="eager")(X, W)
+    said = [record.getMessage() for record in caplog.records if "of_environment" in record.getMessage()]
+    assert "of_environment keeps in a compiled graph what it reads now: it uses `os.environ" in said[0]
+
+
+def test_no_graph_keeps_an_object_alive() -> None:
+    def use() -> weakref.ref[Layer]:
+        layer = Layer()
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x, w, of: ct.linear(x, w, epilogue=of.epilogue), fullgraph=True, backend="eager"
+        )
+        compiled(X, W, layer)
+        return weakref.ref(layer)
+
+    gone = use()
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_object_that_is_changed_in_what_is_compiled_is_refused() -> None:
+    layer = Layer()
+
+    def change(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        layer.scale = 5.0
+        return ct.linear(x, w, epilogue=layer.epilogue)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="its `scale` cannot be read: make it outside"):
+        torch.compile(change, fullgraph=True, backend="eager")(X, W)
+    torch._dynamo.reset()
+    layer.scale = 2.0
+    assert factor(torch.compile(change, backend="eager")(X, W), X @ W.T) == pytest.approx(5.0, rel=1e-5)

@@ -24,12 +24,12 @@ class Traces(ByAttrs[Expression]):
         super().__init__(self._trace)
         self._name, self._function, self._operands = name, function, dict(operands)
         self._defaults = defaults_of(attrs)
-        self._first, self._state = trace(function, operands, self._defaults), state(function, log=False)
+        self._first, self._state = trace(function, operands, self._defaults), state(function, "")
 
     def _trace(self, attrs: Attrs) -> Expression:
         if exact(dict(attrs)) == exact(self._defaults):
             return self._first
-        same = self._state is not None and state(self._function, log=False) is self._state
+        same = self._state is not None and state(self._function, "") is self._state
         if not same and trace(self._function, self._operands, self._defaults) != self._first:
             raise ValueError(
                 f"cute.{self._name}: what the function refers to has changed since the op was declared: declare it "
