@@ -134,7 +134,8 @@ def run(
     on_sm = _run_sm80 if chosen.form == "mma_sync" else _run_sm90
     blocks = [block.reshape(-1).view(np.uint8) for block in memory]
     lies = [bool(variant.tensors[name].order) for name in [*op.inputs][:2]]
-    across = tuple(way != turned for way, turned in zip(ACROSS[op.kernel.partition(":")[2]], lies, strict=True))
+    ways = ACROSS.get(op.kernel.partition(":")[2], ACROSS["Linear"])
+    across = tuple(way != turned for way, turned in zip(ways, lies, strict=True))
     if chosen.split_k:
         whole, (sums,) = Part(second[0].address, second[0].whole, second[0].whole), scratched
         count = min(chosen.split_k, -(-first.shape(across[0])[1] // chosen.tile_k))
@@ -200,7 +201,8 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
 
     def multiplied(part: Part, rows: int, sharers: int, turned: bool) -> None:
         """Each of the CTAs that share a tile loads a part of it: some rows of memory."""
-        by_tma(part, (64 // sharers, 32 if rows % 64 else 64) if turned else (rows // sharers, 64), turned)
+        row = 128 // part.array.itemsize
+        by_tma(part, (64 // sharers, 32 if rows % 64 else 64) if turned else (rows // sharers, row), turned)
 
     multiplied(call.first, config.tile_m, config.cluster_n, across[0])
     for part in call.second:

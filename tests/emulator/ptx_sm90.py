@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from tests.emulator import ptx_cta
@@ -22,8 +23,9 @@ WAIT = re.compile(
 )
 MULTIPLY = re.compile(
     r"\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, (\S+), 0;"
-    r"\s*wgmma\.mma_async\.(\S+)\s+(\{[^}]*\}), (\S+), (\S+), p, 1,\s+1,\s+(\d), (\d);\s*\}"
+    r"\s*wgmma\.mma_async\.(\S+)\s+(\{[^}]*\}), (\{[^}]*\}|\S+), (\S+), p, 1,\s+1(?:,\s+(\d))?(?:, (\d))?;\s*\}"
 )
+ELEMENTS = {**HALVES, "e4m3": ml_dtypes.float8_e4m3fn}
 AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma")
 SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
 RANK_BITS = 20  # of an address in another CTA: above these stands the rank, from 1
@@ -56,7 +58,14 @@ class Kernel(ptx_cta.Kernel):
 
     def __init__(self, text: str) -> None:
         text = WAIT.sub(r"await.b32 \1, \2;", re.sub(r"//.*", "", text))
-        super().__init__(MULTIPLY.sub(r"multiply.\2 \3, \4, \5, \1, \6, \7;", text))
+        super().__init__(MULTIPLY.sub(_multiply, text))
+
+
+def _multiply(found: re.Match[str]) -> str:
+    """A matrix instruction as one statement. An operand in registers, or of 8 bits, says not which way it lies."""
+    keep, kind, sums, a, b, *across = found.groups()
+    turned = ["0", *(way for way in across if way)] if a.startswith("{") else [way or "0" for way in across]
+    return f"multiply.{kind} {sums}, {a}, {b}, {keep}, {', '.join(turned)};"
 
 
 class Cluster:
@@ -249,29 +258,38 @@ class Warp(ptx_cta.Cta):
             cta.arrive(self.one(operands[2], now), 0, -which.rows * which.columns * which.tensor.itemsize)
 
     def multiply(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
-        """This warp's 16 rows of a warpgroup's 64 x n x 16."""
-        sums, (a,), (b,), (keep,), *across = operands
-        n, half = int(re.search(r"n(\d+)k16", op[3])[1]), HALVES[op[-1]]  # type: ignore[index]
-        parts = []
-        for name, rows, (turned,) in ((a, range(self.index % 4 * 16, self.index % 4 * 16 + 16), across[0]),
-                                      (b, range(n), across[1])):  # fmt: skip
-            parts.append(self.operand(int(self.read(name)[0]), rows, turned == "1").view(half).astype(np.float32))
-        product = (parts[0] @ parts[1].T).reshape(2, 8, n // 8, 4, 2)
+        """This warp's 16 rows of a warpgroup's 64 x n x 32 bytes."""
+        sums, a, (b,), (keep,), *across = operands
+        n, kind = int(re.search(r"n(\d+)k", op[3])[1]), ELEMENTS[op[-1]]  # type: ignore[index]
+        (turned_a,), (turned_b,) = across
+        if len(a) == 4:
+            first = self.in_registers(a, kind)
+        else:
+            mine = range(self.index % 4 * 16, self.index % 4 * 16 + 16)
+            first = self.operand(int(self.read(a[0])[0]), mine, turned_a == "1", kind)
+        second = self.operand(int(self.read(b)[0]), range(n), turned_b == "1", kind)
+        product = (first @ second.T).reshape(2, 8, n // 8, 4, 2)
         found = product.transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
         if self.read(keep)[0]:
             found = found + floats(np.stack([self.read(name) for name in sums]))
         self.registers.update(zip(sums, found.view(np.uint32).astype(np.int64), strict=True))
 
-    def operand(self, descriptor: int, rows: range, turned: bool) -> np.ndarray:
-        """Some rows of 16 numbers, as bits, of an operand in rows of 128 bytes; turned, in columns of 128 or 64."""
+    def in_registers(self, names: list[str], kind: Any) -> np.ndarray:
+        """16 rows of 16 numbers: a register has two neighbours in k; rows 8 apart, then columns 8 apart follow."""
+        pairs = np.stack([self.read(name) for name in names]).astype(np.uint32).view(np.uint16).view(kind)
+        lanes = pairs.astype(np.float32).reshape(2, 2, 8, 4, 2)  # k / 8, row / 8, row, k / 2, k
+        return lanes.transpose(1, 2, 0, 3, 4).reshape(16, 16)
+
+    def operand(self, descriptor: int, rows: range, turned: bool, kind: Any) -> np.ndarray:
+        """Some rows of 32 bytes of an operand in rows of 128 bytes; turned, in columns of 128 or 64."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        width = {1: 128, 2: 64}[descriptor >> 62 & 3] if turned else 128
+        width, size = {1: 128, 2: 64}[descriptor >> 62 & 3] if turned else 128, np.dtype(kind).itemsize
         if not turned and descriptor >> 62 & 3 != 1:
             raise NotImplementedError(f"a swizzle that is not of 128 bytes: {descriptor:#x}")
-        row, k = np.asarray(rows)[:, None], np.arange(16)
+        row, k = np.asarray(rows)[:, None], np.arange(32 // size)
         if turned:
             inside = width // 2  # rows of the operand
             address = start + row // inside * leading + k // 8 * stride + k % 8 * width + row % inside * 2
         else:
-            address = start + row // 8 * stride + row % 8 * 128 + 2 * k
-        return self.blocks[0].view(np.uint16)[swizzled(address, width) // 2]
+            address = start + row // 8 * stride + row % 8 * 128 + size * k
+        return self.blocks[0].view(kind)[swizzled(address, width) // size].astype(np.float32)

@@ -25,7 +25,7 @@ class AccumulatorEmitter:
 
         Args:
             accumulators: from ``(half, v, distance)`` to the accumulator ``distance`` columns after the chunk's v-th,
-                in the half of gate_up columns, see :meth:`AccumulatorTile.of`.
+                in the half of gate_up columns, see :meth:`AccumulatorTile.values`.
             operands: for each of :attr:`read`, from v to its fp32 element for the chunk's v-th accumulator.
             chunk: the coordinates, a :class:`cute_ops.kernels.tensor_core.accumulators.Chunk`.
             groups: results of groups of columns in these rows, as far as they are known; more are added.

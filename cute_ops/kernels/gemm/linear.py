@@ -16,15 +16,16 @@ from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_
 PLAIN = "e1(t) -> 0"
 
 
-class Product:
+class GemmKernel:
     """The product of a call's first two tensors, with or without TMA, and its epilogue.
 
     Args:
         views: the functions that turn both into matrices whose rows are multiplied with each other.
         batched: whether they are batches of matrices.
+        parts: what else the epilogue does, see :class:`cute_ops.kernels.gemm.parts.EpiloguePart`; on Hopper alone.
     """
 
-    def __init__(self, variant, views, batched=False):
+    def __init__(self, variant, views, batched=False, parts=()):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         config = GemmConfig.of(variant.config)
         self.epilogue, self.few = Epilogue(variant, config, batched), config.split_k > 0
@@ -33,7 +34,7 @@ class Product:
             self.form = GemmSm90(variant, Epilogue(variant, sums, batched=True))
             self.add = ReduceSplitK(self.epilogue, variant.arch)
         else:
-            self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue)
+            self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue, parts)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -67,12 +68,12 @@ class Product:
 
 
 # out[m, n] = x[m, k] @ weight[n, k].T
-Linear = partial(Product, views=(by_row, by_row))
+Linear = partial(GemmKernel, views=(by_row, by_row))
 # dx[m, k] = dout[m, n] @ weight[n, k]
-LinearDx = partial(Product, views=(by_row, by_column))
+LinearDx = partial(GemmKernel, views=(by_row, by_column))
 # dweight[n, k] = dout[m, n].T @ x[m, k]
-LinearDweight = partial(Product, views=(by_column, by_column))
+LinearDweight = partial(GemmKernel, views=(by_column, by_column))
 # The same for each matrix of a batch.
-BatchedLinear = partial(Product, views=(each_by_row, each_by_row), batched=True)
-BatchedLinearDx = partial(Product, views=(each_by_row, each_by_column), batched=True)
-BatchedLinearDweight = partial(Product, views=(each_by_column, each_by_column), batched=True)
+BatchedLinear = partial(GemmKernel, views=(each_by_row, each_by_row), batched=True)
+BatchedLinearDx = partial(GemmKernel, views=(each_by_row, each_by_column), batched=True)
+BatchedLinearDweight = partial(GemmKernel, views=(each_by_column, each_by_column), batched=True)

@@ -28,7 +28,9 @@ class GemmSm80:
     Bytes moved per element: a and b once from memory as long as tiles that run together find them in L2, out once.
     """
 
-    def __init__(self, variant, epilogue):
+    def __init__(self, variant, epilogue, parts=()):
+        if parts:
+            raise NotImplementedError("parts of an epilogue run on Hopper, with operands that TMA can load")
         self.config, self.epilogue = GemmConfig.of(variant.config), epilogue
         self.pdl = can_use_pdl(variant.arch)
         self.parts = (RowPartials(epilogue.rows),) if epilogue.rows.reductions else ()
@@ -95,7 +97,7 @@ class GemmSm80:
                 self._put(loader, 1 - slot)
             cute.arch.barrier()
         let_next_start(self.pdl)
-        acc = AccumulatorTile(mma, rAcc, tidx, (config.tile_m, config.tile_n), self.epilogue.halves)
+        acc = AccumulatorTile.of(mma, rAcc, tidx, (config.tile_m, config.tile_n), self.epilogue.halves)
         # Warps are numbered down the rows first.
         partial = column * self.warps_n + tidx // (32 * self.warps_m)
         origin = (row * config.tile_m, column * self.columns)
@@ -163,7 +165,7 @@ class GemmSm80:
             for first in cutlass.range_constexpr(0, pairs, CHUNK):
                 chunk = acc.chunk(i, range(first, min(first + CHUNK, pairs)), *at)
                 loaded = [self.epilogue.load(tensor, m, chunk) for tensor, m in zip(self.epilogue.operands, operands)]
-                results = self.epilogue.compute(acc.of(chunk), loaded, chunk, groups)
+                results = self.epilogue.compute(acc.values(chunk), loaded, chunk, groups)
                 rows.add(totals, results[len(outputs) :], chunk)
                 for tensor, m, rX in zip(self.epilogue.outputs, outputs, results):
                     self.epilogue.store(tensor, m, rX, chunk)

@@ -107,7 +107,7 @@ class GemmSm90:
         warpgroup = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread, group = tidx % self.store.threads, warpgroup if pingpong else 0
         fragments = self.mainloop.fragments(mma, stages, warpgroup)
-        acc = AccumulatorTile(mma, fragments.acc, thread, (config.tile_m, config.tile_n), self.store.epilogue.halves)
+        acc = AccumulatorTile.of(mma, fragments.acc, thread, (config.tile_m, config.tile_n), self.store.epilogue.halves)
         consumer, tile_consumer = self.mainloop.consumer(stages), self.store.consumer(subtiles, group)
         work = persistent(tiles.count, config.groups, group)
         if const_expr(pingpong):

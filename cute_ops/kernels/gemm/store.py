@@ -175,7 +175,7 @@ class Store:
             first, last = i % self.across == 0, i % self.across == self.across - 1
             if const_expr(first):
                 groups = {}
-            subtile = Subtile(chunk, self.epilogue.compute(acc.of(chunk), loaded, chunk, groups), first, last)
+            subtile = Subtile(chunk, self.epilogue.compute(acc.values(chunk), loaded, chunk, groups), first, last)
             for part, state in zip(self.parts, states):
                 part.subtile(state, subtile, tile)
             stage = tile.group * self.config.store_stages + i % self.config.store_stages

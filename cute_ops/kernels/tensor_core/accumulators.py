@@ -4,6 +4,7 @@ This holds for instructions of a warp (``mma.sync``) and of a warpgroup (WGMMA),
 thread has pairs of neighbouring columns in two rows that are 8 apart, and repeats of these.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -72,26 +73,43 @@ class Chunk(NamedTuple):
         return Int64(batch) * self.shape[0] + row if tensor.rows else batch
 
 
+# The compiler takes frozen dataclasses for values that loops do not change.
+@dataclass(frozen=True)
 class AccumulatorTile:
     """A thread's accumulators of a tile, by their coordinates.
 
-    Args:
+    Attributes:
         mma: the tiled MMA.
-        acc: the accumulators.
-        thread: of those that have the tile.
-        shape: of the tile, ``(m, n)``.
-        halves: 2 where each column of the output has one in each half of the tile (gate and up), else 1.
+        acc: the accumulators, ``(rows, columns)``.
+        coordinates: of each, in the tile.
+        half: columns of the tile that an output's tile has: all, or half of them where each column of the output has
+            one of the gate and one of the up projection.
+        columns: the first column of each pair of the thread that has the first ones; known at compile time.
+        index: from such a column, in the whole tile, to its place along a row of ``acc``.
     """
 
-    def __init__(self, mma, acc, thread, shape, halves=1):
-        self.mma, self.acc, self.half = mma, by_rows(acc), shape[1] // halves
+    mma: Any
+    acc: Any
+    coordinates: Any
+    half: int
+    columns: list[int]
+    index: dict[int, int]
+
+    @classmethod
+    def of(cls, mma, acc, thread, shape, halves=1):
+        """A tile of this shape ``(m, n)``; ``halves`` is 2 for gate_up weights."""
         tile = cute.make_identity_tensor(shape)
-        self.coordinates = by_rows(mma.get_slice(thread).partition_C(tile))
+        coordinates = by_rows(mma.get_slice(thread).partition_C(tile))
         # Those of thread 0 are integers of Python.
         first = by_rows(mma.get_slice(0).partition_C(tile))
-        self.repeats_m, pairs = cute.size(first, mode=[0]) // 2, cute.size(first, mode=[1]) // 2 // halves
-        self.columns = [first[0, 2 * c][1] for c in range(pairs)]
-        self.index = {first[0, 2 * c][1]: 2 * c for c in range(pairs * halves)}
+        columns = [first[0, 2 * c][1] for c in range(cute.size(first, mode=[1]) // 2)]
+        index = {column: 2 * c for c, column in enumerate(columns)}
+        return cls(mma, by_rows(acc), coordinates, shape[1] // halves, columns[: len(columns) // halves], index)
+
+    @property
+    def repeats_m(self):
+        """Repeats of the instruction along the rows."""
+        return cute.size(self.acc, mode=[0]) // 2
 
     def chunk(self, repeat_m, pairs, origin, shape, batch=()):
         """The chunk of these pairs of columns, a range.
@@ -104,7 +122,7 @@ class AccumulatorTile:
         columns = tuple(origin[1] + self.coordinates[0, 2 * c][1] for c in pairs)
         return Chunk(rows, columns, shape, tuple(self.columns[c] for c in pairs), tuple(batch), repeat_m)
 
-    def of(self, chunk):
+    def values(self, chunk):
         """From ``(half, v, distance)`` to the accumulator ``distance`` columns after the chunk's v-th."""
 
         def value(half, v, distance):
@@ -112,3 +130,9 @@ class AccumulatorTile:
             return self.acc[2 * chunk.repeat_m + v // 2 % 2, self.index[column] + v % 2]
 
         return value
+
+    def put(self, chunk, rX):
+        """Replace the chunk's accumulators, such as scores by probabilities."""
+        for v in range(chunk.size):
+            column = self.index[chunk.tile_columns[v // 4]] + v % 2
+            self.acc[2 * chunk.repeat_m + v // 2 % 2, column] = rX[v]

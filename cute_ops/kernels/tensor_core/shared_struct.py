@@ -29,5 +29,5 @@ class SharedStruct(NamedTuple):
         """Of all of them, if the first one begins at its alignment."""
         end = 0
         for _, size, align in self.buffers:
-            end = -(-end // align) * align + size
+            end = -(-end // align) * align + size if size else end
         return end

@@ -1,5 +1,6 @@
 """TMA copies of tiles: their atoms, and their views of memory and of stages in shared memory."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -35,7 +36,9 @@ def store_tensor(mX, layout, tile):
     return TmaTensor(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, stage, tile), layout)
 
 
-class TmaCopy(NamedTuple):
+# The compiler takes frozen dataclasses for values that loops do not change.
+@dataclass(frozen=True)
+class TmaCopy:
     """A copy between stages and tiles of memory, by one thread.
 
     Attributes:

@@ -50,6 +50,12 @@ def multiply(mma, operands, acc, stages=(None, None), zero_init=False):
     warpgroup.commit_group()
 
 
-def accumulators(mma, shape):
-    """A thread's accumulators of a tile ``(m, n)``."""
-    return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+def accumulators(mma, shape, zero=False):
+    """A thread's accumulators of a tile ``(m, n)``; ``zero`` for those that no product with ``zero_init`` overwrites
+    first.
+    """
+    acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+    if zero:
+        acc.fill(0.0)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+    return acc
