@@ -27,7 +27,7 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test test-newest machines transformers lint docs generate bench wheels clean
+.PHONY: help demo test quick test-newest machines transformers lint docs generate bench wheels clean
 help:  ## this text
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
@@ -43,6 +43,9 @@ test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
 	$(if $(COVERAGE),$(PYTEST) tests/core --cov --cov-report= $(ARGS))
 	$(PYTEST) $(if $(COVERAGE),--ignore=tests/core) $(ARGS)
 	$(if $(COVERAGE),$(PYTHON) tests/coverage_by_room.py)
+
+quick: $(READY)  ## in 90 seconds: one case of each fast test; ROOM=gemm: all cases, of files that import that room
+	$(PYTEST) --quick $(if $(ROOM),--room $(ROOM)) $(ARGS)
 
 # Newer than what constraints.txt pins: the newest releases that pyproject.toml allows for this Python.
 NEWEST ?= .venv-newest

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ FOR_PROGRAMS = {
 # What tests themselves read: how many calls they draw, and by which seed.
 OF_TESTS = {"CUTE_OPS_FEATURES", "CUTE_OPS_SEED", "CUTE_OPS_SWEEP", "CUTE_OPS_SWEEP_SEED"}
 GIVEN: dict[str, str] = {}
+BYTECODE = str(Path(__file__).parents[1] / "out" / "bytecode")
 
 
 def _forget_the_user() -> None:
@@ -43,6 +45,16 @@ def _forget_the_user() -> None:
         if name in os.environ:
             GIVEN[name] = os.environ.pop(name)
     os.umask(0o022)
+    _keep_bytecode()
+
+
+def _keep_bytecode() -> None:
+    """Modules are compiled once for all runs and the hundreds of programs that tests start, not once a process: from
+    source, torch's and JAX's take five seconds. Environments may have been made without bytecode, and be read-only.
+    """
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and "PYTHONPYCACHEPREFIX" not in os.environ:
+        os.environ["PYTHONPYCACHEPREFIX"] = BYTECODE
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ.get("PYTHONPYCACHEPREFIX")
 
 
 # Before the import of our packages, which reads some. A process of xdist has what the first one has chosen since.
@@ -91,11 +103,38 @@ elif "CUTE_OPS_CACHE_DIR" in GIVEN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="one case of each fast test; with --room all cases")
+    parser.addoption("--room", metavar="NAME", help="only files of tests that import this room, or have its name")
     parser.addoption("--sample", type=float, default=1.0, metavar="PART", help="this part of the tests, by chance")
     parser.addoption("--sample-seed", default="0", metavar="TEXT", help="another text takes another part")
     parser.addoption(
         "--sample-often", default="1:", metavar="TIMES:PATTERN", help="so many times the part of tests with such names"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--room``, leave out files of tests that neither name that room of our packages nor have its name."""
+    room = config.getoption("--room")
+    if not room or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    path = (
+        rf"(?m)\bcute_ops\w*[./]([\w./]+[./])?{re.escape(room)}\b|^\s*from cute_ops\S* import .*\b{re.escape(room)}\b"
+    )
+    return None if room in collection_path.stem.split("_") or re.search(path, text) else True
+
+
+def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests and, without ``--room``, all cases of a test but one, which its name draws."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow") and not _skipped(item):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    if not config.getoption("--room"):
+        cases = {name: [some[zlib.crc32(name.encode()) % len(some)]] for name, some in cases.items()}
+    kept = {item for some in cases.values() for item in some}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -129,6 +168,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if name not in os.environ:
             os.environ[name] = folder = tempfile.mkdtemp(prefix="cute_ops_tests_")
             config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # of modules that tests wrote and that are gone
+        config.add_cleanup(partial(shutil.rmtree, BYTECODE + tempfile.gettempdir(), ignore_errors=True))
     # Both folders' conftest take it from here: a conftest cannot be imported.
     config.some_of = some_of  # type: ignore[attr-defined]
     if "CUTE_OPS_FEATURES" in os.environ:
@@ -270,6 +311,8 @@ def _skipped(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``gpu`` tests skip only where there is no GPU. One case of each says so: thousands take half a minute."""
     _leave_out(config, items)
+    if config.getoption("--quick"):
+        _quick(config, items)
     for item in items if not _as_root() else ():
         if item.get_closest_marker("as_root"):
             item.add_marker(pytest.mark.skip(reason="only root can give a file away or become another user"))

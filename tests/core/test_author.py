@@ -64,6 +64,7 @@ def verify_apart() -> Iterator[Callable[..., SimpleNamespace]]:
         yield verify_apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "right"), [(SOFTCAP, "5 of 5 right, 4 calls"), (FUSED, "10 of 10 right, 8 calls")])
 def test_a_file_of_ones_own_is_verified_in_every_framework(
     file: str, right: str, verify_apart: Callable[..., SimpleNamespace]
@@ -256,6 +257,7 @@ def _arguments(op: Op) -> dict[str, Any]:
     return {name: getattr(op, name) for name in names}
 
 
+@pytest.mark.slow
 def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
     arguments = ("inspect", str(ROOT / SOFTCAP), "--n", "256", "--arch", "sm_80,sm_100a", "-o", str(tmp_path))
     result = invoke(*arguments, columns=80)

@@ -531,6 +531,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
 
 
+@pytest.mark.slow
 def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_folder: Path) -> None:
     program = (
         "from cute_ops import Array; from cute_ops.calls import lookup; from cute_ops.jit import cache\n"

@@ -75,6 +75,7 @@ os.fork(), os.fork()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "16 processes ask for one kernel that is not compiled yet", "one compiles, 15 wait and load it", "nothing",
 )  # fmt: skip

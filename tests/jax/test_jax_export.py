@@ -63,6 +63,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
+@pytest.mark.slow
 def test_a_fresh_process_needs_neither_compiler_nor_code(exported: Path, tmp_path: Path, close: Any) -> None:
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((3, 5, 64), np.float32), rng.standard_normal(64, np.float32)

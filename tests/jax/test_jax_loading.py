@@ -118,6 +118,7 @@ def two_of_one_program(*arguments: str) -> list[list[str]]:
         return [[*arguments, f"127.0.0.1:{free.getsockname()[1]}", rank] for rank in "01"]
 
 
+@pytest.mark.slow
 def test_the_persistent_cache_in_a_fresh_process(tmp_path: Path) -> None:
     """Programs on one device and on eight are found again, with their kernels; ops of equal shapes are not confused."""
     pytest.importorskip("jax_tvm_ffi")
@@ -134,6 +135,7 @@ def test_the_persistent_cache_in_a_fresh_process(tmp_path: Path) -> None:
     assert first[2] != pytest.approx(first[4], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_program(tmp_path: Path) -> None:
     """Two processes that share a mesh agree on values, on the names of kernels and on the programs, which are our part
     of the key of XLA's cache; the first process finds again what it wrote there.
@@ -175,6 +177,7 @@ print(json.dumps(vars(cache.counters)))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compile_once_and_never_when_warm(tmp_path: Path, cache_folder: Path) -> None:
     """Processes lower their programs for a GPU at the same time, with real kernels."""
     turns = [two_of_one_program() for _ in range(2)]

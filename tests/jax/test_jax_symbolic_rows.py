@@ -37,6 +37,7 @@ def both(function: Function) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.slow
 def test_every_function_is_lowered_for_cuda(fake_kernels: Any) -> None:
     for function in every((2, 6)):
         data, text = exporting._serialized(both(function), ["cuda"], 0, symbolic(function, "b, s"), {})
@@ -58,6 +59,7 @@ def test_values_of_several_sizes(name: str, close: Any) -> None:
         close(program.call(*given), jax.jit(both(function))(*given))
 
 
+@pytest.mark.slow
 def test_a_loss_is_exported_with_one_symbolic_dim_or_a_mixed_one(tmp_path: Any, fake_kernels: Any) -> None:
     loss = COMPOSED["linear_cross_entropy"]
     weight = loss.arrays[1]

@@ -35,6 +35,7 @@ def key(reference: Callable[..., Any]) -> str:
     return cache_key.of_op(op_of(reference))
 
 
+@pytest.mark.slow
 def test_every_module_of_this_package_changes_the_key(tmp_path: Path) -> None:
     """Those that the former key knew nothing of, for two: _choice, which decides, and launch, which generated code
     calls.
@@ -256,6 +257,7 @@ for edited in sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 def test_a_warm_cache_gives_no_old_value(tmp_path: Path) -> None:
     """Fresh processes, in which Inductor writes the op out, find what the first one has compiled, unless one of the
     things that the function reads is edited. Two are drawn; TESTS_WHOLE=1 edits all.

@@ -130,6 +130,7 @@ def test_code_from_a_cache_finds_the_ops_of_programs() -> None:
     assert len(names) == 8 and all(hasattr(torch.ops.from_a_cache, name) for name in names)
 
 
+@pytest.mark.slow
 def test_inductor_calls_ops_directly() -> None:
     from torch._inductor.utils import run_and_get_code
 
@@ -235,6 +236,7 @@ def test_a_float_argument_as_an_attribute() -> None:
         torch.testing.assert_close(compiled(x, eps), cute_ops_torch.rmsnorm(x, eps=eps), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     """A backward that torch traces while it runs, of a forward that it has not seen."""
     x, weight, index = torch.randn(3, 64), torch.randn(64, requires_grad=True), torch.randint(3, (5,))

@@ -36,6 +36,7 @@ def run(ranks: int, device: str, folder: Path, *checks: str) -> None:
         pytest.fail("\n".join([*problems, wrong, said]), pytrace=False)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("DTensors: rows, losses, tensor parallelism, FSDP2, with gloo")
 def test_four_processes(tmp_path: Path) -> None:
     run(4, "cpu", tmp_path)

@@ -446,6 +446,7 @@ op = Op("doubled", inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOAT
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
     """Ops that are called, one that Inductor has written out, and those that the pass puts in: from the cache that
     spares AOTAutograd, too. What another version of this package has compiled is compiled anew, and so is what holds a

@@ -127,6 +127,7 @@ def test_what_the_import_loads(run: Run, what_loads: Callable[[str, str, int], s
     assert run(program) == f"{sorted(['fractions', *names])} True"
 
 
+@pytest.mark.slow
 def test_modules_that_are_imported_when_they_are_used(run: Run) -> None:
     mine = ("cute_ops_torch.optim", "cute_ops_torch.inductor", "cute_ops_torch.nn", "cute_ops_torch.huggingface")
     assert loaded(run, "", mine) == "[]"
