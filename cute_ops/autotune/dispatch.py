@@ -141,7 +141,7 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
     if target is None or binding.empty or binding.dtype_without_kernel or _out_of_reach(binding, memory):
         return False
     problem = signature(binding, memory, target).problem
-    reason: bool | str = choice.lags(problem, binding.op.config(problem)["form"])
+    reason: bool | str = choice.fallback_reason(problem, binding.op.config(problem)["form"])
     if not reason and binding.op.instead:
         reason = binding.op.instead.when(problem)
     if reason:

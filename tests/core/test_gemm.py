@@ -28,7 +28,7 @@ from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
-from cute_ops.ops.gemm.config import Demand, GemmSize, choose, configs, cycles
+from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import sass
 from tests.emulator import products
@@ -74,33 +74,33 @@ def test_the_smaller_operand_is_read_again() -> None:
 # --- configs -------------------------------------------------------------------------------------------------------
 
 
-DEMANDS = {
-    "plain": Demand(), "float32": Demand((4,)), "packed": Demand(packed=True, fma=3, mufu=2),
-    "residual": Demand(tiles=(2,)), "two-outputs": Demand((2, 4), (2, 4), vectors=16),
-    "gated-backward": Demand((2, 2), (2, 2), blocks=64),
+COSTS = {
+    "plain": EpilogueCost(), "float32": EpilogueCost((4,)), "packed": EpilogueCost(gate_up=True, fma=3, mufu=2),
+    "residual": EpilogueCost(tiles=(2,)), "two-outputs": EpilogueCost((2, 4), (2, 4), vectors=16),
+    "gated-backward": EpilogueCost((2, 2), (2, 2), blocks=64),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "sm_count"), list(product(DEMANDS, [132, 114])))
+@pytest.mark.parametrize(("name", "sm_count"), list(product(COSTS, [132, 114])))
 def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
-    demand = DEMANDS[name]
-    for config in configs("sm_90a", sm_count, demand):
-        sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
-        columns = config.tile_n // (1 + demand.packed)
+    cost = COSTS[name]
+    for config in configs("sm_90a", sm_count, cost):
+        sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
+        columns = config.tile_n // (1 + cost.gate_up)
         subtiles, left = divmod(config.tile_m * columns, sub_m * sub_n)
         assert (left, config.tile_m % sub_m, columns % sub_n) == (0, 0, 0)
         assert subtiles % config.store_stages == 0 and config.store_stages >= 2
-        assert bool(config.tile_stages) == bool(demand.tiles)
-        assert config.shared(demand.outputs, demand.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
+        assert bool(config.tile_stages) == bool(cost.tiles)
+        assert config.shared(cost.outputs, cost.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert config.stages >= 3
         assert config.accumulators <= 192
-        assert columns // config.cluster_m % demand.blocks == 0
+        assert columns // config.cluster_m % cost.blocks == 0
         assert 1 <= config.clusters * config.cluster_m * config.cluster_n <= sm_count
         assert GemmConfig.of(config.flat()) == config
 
 
-def chosen(m: int, n: int, k: int, demand: Demand = Demand()) -> GemmConfig:  # noqa: B008 (an immutable value)
-    config = choose(GemmSize(m, n, k), demand, "sm_90a", 132)
+def chosen(m: int, n: int, k: int, cost: EpilogueCost = EpilogueCost()) -> GemmConfig:  # noqa: B008 (an immutable value)
+    config = choose(GemmSize(m, n, k), cost, "sm_90a", 132)
     assert config is not None
     return config
 

@@ -27,7 +27,7 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.expression.broadcast import fit
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.by_call import op_of
-from cute_ops.ops.gemm.config import Demand, configs
+from cute_ops.ops.gemm.config import EpilogueCost, configs
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, linear_float32
 from cute_ops.testing import kernel_calls
@@ -733,12 +733,12 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
 
 def test_what_would_spill_takes_another_config() -> None:
     """Tiles with more sums leave fewer registers."""
-    demand = Demand()
+    cost = EpilogueCost()
     most = {
-        extra: max(c.accumulators for c in configs("sm_90a", 132, demand._replace(live=1 + extra))) for extra in (0, 40)
+        extra: max(c.accumulators for c in configs("sm_90a", 132, cost._replace(live=1 + extra))) for extra in (0, 40)
     }
     assert most == {0: 192, 40: 128}
-    assert list(configs("sm_90a", 132, demand._replace(live=200))) == []
+    assert list(configs("sm_90a", 132, cost._replace(live=200))) == []
     text = f"e1({','.join('t' * 13)}) add 0 1; " + "; ".join(f"add {i} {i + 11}" for i in range(2, 13)) + " -> 24"
     op = fused_linear(text, operands={f"t{i}": TILE for i in range(12)}, name="many")
     assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.config["form"] == "mma_sync"

@@ -31,7 +31,7 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import config as gemm_config
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
-from cute_ops.ops.gemm.config import CLUSTERS, TILES, Demand, configs, without_tma
+from cute_ops.ops.gemm.config import CLUSTERS, TILES, EpilogueCost, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import gradient
 from cute_ops_torch.host.launch import planned_call
@@ -151,7 +151,7 @@ def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) 
     where, itemsize = target.of_device(), 4 if binding.op in (linear_float32, linear_float32.batched) else 2
     if config.form == "mma_sync":
         return plan(binding, places, where, config=config.flat())
-    fitting = next(c for c in configs(where.arch, where.sm_count, Demand((itemsize,))) if name(c) == name(config))
+    fitting = next(c for c in configs(where.arch, where.sm_count, EpilogueCost((itemsize,))) if name(c) == name(config))
     return plan(binding, places, where, config=fitting.flat())
 
 

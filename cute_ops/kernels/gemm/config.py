@@ -39,24 +39,24 @@ class GemmConfig(KernelConfig):
     Attributes:
         tile_m: rows of a tile.
         tile_n: columns of a tile.
-        stages: slots of the ring of loaded tiles of both operands.
+        stages: of the pipeline of both operands' tiles.
         clusters: persistent clusters altogether.
-        cluster_m: CTAs of a cluster below one another, which share a tile of ``b``.
-        cluster_n: CTAs of a cluster beside one another, which share a tile of ``a``.
-        tile_k: elements of k in a slot.
-        store_stages: subtiles in shared memory on their way out, of each group of warps that stores.
+        cluster_m: CTAs of a cluster along m, which share a tile of ``b``.
+        cluster_n: CTAs of a cluster along n, which share a tile of ``a``.
+        tile_k: elements of k in a stage.
+        store_stages: subtiles of each output on their way out, of each group of warps that stores.
         group: clusters' tiles that are walked together, so that their operands stay in L2.
         vec_a: elements that a thread of ``mma_sync`` loads of ``a`` at once.
         vec_b: of ``b``.
-        tile_stages: slots for subtiles of the epilogue's operands, of each group of warps that stores.
+        tile_stages: subtiles of the epilogue's operands on their way in, of each group of warps that stores.
         expression: the epilogue's text; its first operand is the product.
         reads: the tensors that are its other operands, separated by blanks; ``cos%64`` repeats itself after 64 columns.
         writes: the tensors, or halves, that its outputs are stored in: ``pre[:n] pre[n:] out``. If it is empty, the
             call's last tensor.
-        half_align: bytes, at most 16, that divide the offset of the second half in a row of a packed tensor.
-        warps_n: warps of ``mma_sync`` beside one another.
-        split_k: for few rows: the partial sums that k is split into. Then tiles have rows of the second operand, and a
-            second kernel adds these up and computes the epilogue. 0 for one kernel.
+        half_align: bytes, at most 16, that divide the offset of the up projection in a row ``[gate | up]``.
+        warps_n: warps of ``mma_sync`` along n.
+        split_k: K splits for small m (0: none). A and B are swapped, and a second kernel reduces the partial sums and
+            computes the epilogue.
     """
 
     form: Form
@@ -98,11 +98,11 @@ class GemmConfig(KernelConfig):
         """Groups of warps that store, each its own tiles."""
         return 2 // self.sharing
 
-    def row_partials(self, n: int, packed: bool) -> int:
+    def row_partials(self, n: int, gate_up: bool) -> int:
         """Partial results of each reduction of a row of n columns: one for each warp along the row, including those of
         tiles past the last column that fill a cluster.
         """
-        tiles = -(-n // (self.tile_n // (1 + packed) * self.cluster_n)) * self.cluster_n
+        tiles = -(-n // (self.tile_n // (1 + gate_up) * self.cluster_n)) * self.cluster_n
         return tiles * (self.warps_n if self.form == "mma_sync" else 1)
 
     def subtile(self, *itemsizes: int) -> tuple[int, int]:

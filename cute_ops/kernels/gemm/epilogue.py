@@ -18,15 +18,15 @@ from cute_ops.kernels.lib.row_layout import element_address, row_address, row_co
 
 
 class EpilogueTensor(NamedTuple):
-    """A tensor of a call, or a half of a packed one.
+    """A tensor of a call, or the half of one that is ``[gate | up]``.
 
     Attributes:
         key: the tensor's key.
         rows: whether each row has its own elements.
         columns: whether each column has its own elements.
         index: the half's index.
-        packed: whether it is a half.
-        align: bytes, at most 16, that divide where its rows start.
+        is_half: whether it is a half.
+        align: bytes, at most 16, that divide the addresses of its rows.
         period: columns after which it repeats itself, 0 if it does not.
         batched: whether each matrix of a batch has its own elements.
         rotate: group size when ``rotate_half`` reads the opposite half of its group; 0 otherwise.
@@ -36,7 +36,7 @@ class EpilogueTensor(NamedTuple):
     rows: bool
     columns: bool
     index: int
-    packed: bool
+    is_half: bool
     align: int
     period: int = 0
     batched: bool = False
@@ -53,7 +53,7 @@ class EpilogueTensor(NamedTuple):
         return self.tile and not self.period and self.align == 16 and one_stride
 
     def loaded_at(self, v):
-        """Where :meth:`Epilogue.load` puts the element for the accumulator with this index."""
+        """The index at which :meth:`Epilogue.load` puts the element for the accumulator with this index."""
         if self.tile:
             return v
         return v // 4 * 2 + v % 2 if self.columns else v // 2 % 2 if self.rows else 0
@@ -61,7 +61,7 @@ class EpilogueTensor(NamedTuple):
     def matrix(self, mX):
         """A tile as a matrix, or as a batch of them."""
         whole = (each_by_row if self.batched else by_row)(mX, self.key)
-        return half(whole, self.index, 1, self.align) if self.packed else whole
+        return half(whole, self.index, 1, self.align) if self.is_half else whole
 
     def column(self, chunk, c, j, most):
         """The column of an element for the accumulators in a chunk's column, at most ``most``."""
@@ -77,7 +77,7 @@ class EpilogueTensor(NamedTuple):
             # A tensor that repeats itself along the columns may also do so along the leading dims.
             row = row % Int32(row_count(mX)) if self.period else row
             address = row_address(mX, self.key, Int64(row), mX.shape[-1] if self.columns else 1)
-        return address + self.index * Int64(n) * self.key.itemsize if self.packed else address
+        return address + self.index * Int64(n) * self.key.itemsize if self.is_half else address
 
 
 class Epilogue:
@@ -108,18 +108,18 @@ class Epilogue:
         ]
         self.outputs, columns = ([tensor for tensor in outputs if tensor.columns == which] for which in (True, False))
         self.finish = self._finish(variant, divided, columns) if columns else None
-        # Places of the operands that TMA loads.
+        # Indices of the operands that TMA loads.
         self.by_tma = [i for i, tensor in enumerate(self.operands) if tensor.by_tma and config.tile_stages]
         # Whether rows have an even number of elements: then both of two neighbours lie inside, or neither.
         self.even = all(tensor.align >= 2 * tensor.key.itemsize for tensor in self.outputs)
 
-    def _tensor(self, variant, name, kind, index, packed):
+    def _tensor(self, variant, name, kind, index, is_half):
         name, _, period = name.partition("%")
         key, period = variant.tensors[name], int(period or 0)
         rows = kind.rows or self.batched
-        align = min(key.align, key.row_align if rows else 16, self.half_align if packed else 16)
+        align = min(key.align, key.row_align if rows else 16, self.half_align if is_half else 16)
         align = math.gcd(align, period * key.itemsize)
-        return EpilogueTensor(key, kind.rows, kind.columns, index, packed, align, period, self.batched)
+        return EpilogueTensor(key, kind.rows, kind.columns, index, is_half, align, period, self.batched)
 
     def _finish(self, variant, divided, outputs):
         """The kernel of the outputs without columns; of its operands the first is the product itself."""

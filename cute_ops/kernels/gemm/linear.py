@@ -28,8 +28,8 @@ class GemmKernel:
     def __init__(self, variant, views, batched=False, parts=()):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         config = GemmConfig.of(variant.config)
-        self.epilogue, self.few = Epilogue(variant, config, batched), config.split_k > 0
-        if self.few:
+        self.epilogue, self.split_k = Epilogue(variant, config, batched), config.split_k > 0
+        if self.split_k:
             sums = GemmConfig.of({**config.flat(), "expression": PLAIN, "reads": "", "writes": SUMS})
             self.form = GemmSm90(variant, Epilogue(variant, sums, batched=True))
             self.add = ReduceSplitK(self.epilogue, variant.arch)
@@ -43,7 +43,7 @@ class GemmKernel:
         operands = tuple([tensors[tensor.key.name] for tensor in self.epilogue.operands])
         outputs = tuple([tensors[tensor.key.name] for tensor in self.epilogue.outputs])
         halves, mPartials, stream = self._halves(second), tensors.get(ROW_PARTIALS), arguments[-1]
-        if const_expr(self.few):
+        if const_expr(self.split_k):
             mSums, shape = tensors[SUMS], (Int32(first.shape[0]), Int32(halves[0].shape[0]))
             self.form.launch((second, (first,)), ((), (mSums,), ()), stream)
             self.add(mSums, split_count(self.form.config, second), operands, outputs, shape, stream)
@@ -59,7 +59,7 @@ class GemmKernel:
             finish(mPartials, read, made, Int32(halves[0].shape[0]), stream)
 
     def _halves(self, mB):
-        """The second operand whole, or the halves of a packed one."""
+        """The second operand whole, or the gate's weights and the up projection's."""
         if self.epilogue.halves == 1:
             return (mB,)
         by_rows = self.views[1] in (by_row, each_by_row)

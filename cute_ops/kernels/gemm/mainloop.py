@@ -24,7 +24,7 @@ class Operands(NamedTuple):
 
     Attributes:
         a: ``(m, k)``; of a batch ``(m, k, batch)``.
-        b: ``(n, k)``; of gate_up weights the gate's rows and the up's.
+        b: ``(n, k)``; of gate_up weights the gate's rows and the up projection's.
         b_layout: of the stages of the whole tile of b.
     """
 
@@ -39,7 +39,7 @@ class OperandStages(NamedTuple):
     Attributes:
         operands: in memory.
         sA: ``(tile_m, tile_k, stages)``.
-        sB: ``(tile_n, tile_k, stages)``; of gate_up weights both halves below one another.
+        sB: ``(tile_n, tile_k, stages)``; of gate_up weights the gate's rows, then the up projection's.
         pipeline: of the stages.
     """
 
@@ -68,8 +68,8 @@ class Fragments(NamedTuple):
 class Mainloop:
     """``acc = a @ b.T`` of a tile, stage by stage.
 
-    A CTA takes the same rows of the gate's and of the up's weights, one below the other in shared memory, so that a
-    thread accumulates both.
+    A CTA takes the same rows of the gate's and of the up projection's weights, one after the other in shared memory, so
+    that a thread accumulates both.
 
     Args:
         halves: 2 for gate_up weights, else 1.

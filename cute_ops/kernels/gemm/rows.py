@@ -43,13 +43,13 @@ class RowReductions:
             rX = fragment(Float32, count)
             for i, word in enumerate(self.reductions):
                 rX[i] = cute.arch.warp_reduction(results[i][r], COMBINE[word], threads_in_group=4)
-            place = address(mPartials, rows[r], partial, count)
+            at = address(mPartials, rows[r], partial, count)
             for i in cutlass.range_constexpr(count):
-                store_number_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), rX[i], place + 4 * i)
+                store_number_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), rX[i], at + 4 * i)
 
 
 def address(mPartials, row, partial, count):
-    """Where one of a row's partial results is: a number for each of ``count`` reductions."""
+    """The address of one of a row's partial results: a number for each of ``count`` reductions."""
     return mPartials.iterator.toint() + (Int64(row) * Int64(mPartials.shape[1]) + partial) * (4 * count)
 
 
@@ -82,8 +82,8 @@ class FinishRows:
     def kernel(self, mPartials, operands, outputs, n: Int32):
         tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         m, partials = Int32(mPartials.shape[0]), Int32(mPartials.shape[1])
-        place, lane = bidx * (self.threads // self.lanes) + tidx // self.lanes, tidx % self.lanes
-        row = cutlass.min(place, m - 1)
+        mine, lane = bidx * (self.threads // self.lanes) + tidx // self.lanes, tidx % self.lanes
+        row = cutlass.min(mine, m - 1)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         results = fragment(Float32, max(len(self.reductions), 1))
@@ -104,4 +104,4 @@ class FinishRows:
         for tensor, mX, x in zip(self.outputs, outputs, self.emit(*elements, length=n)):
             one = fragment(mX.element_type, 1)
             one[0] = x.to(mX.element_type)
-            store_if((lane == 0) & (place < m), one, tensor.address(mX, row, n))
+            store_if((lane == 0) & (mine < m), one, tensor.address(mX, row, n))

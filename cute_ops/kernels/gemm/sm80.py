@@ -19,9 +19,9 @@ PADDING = 8  # elements between rows in shared memory, so that eight neighbourin
 
 
 class GemmSm80:
-    """``out = epilogue(a @ b.T)``, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90`, without TMA.
+    """``outputs = epilogue(a @ b.T, operands)`` by ``mma.sync`` and plain loads: a ``(m, k)`` and b ``(n, k)`` of 16 bits.
 
-    Tile: ``tile_m x tile_n`` of a CTA of 8 warps, ``warps_n`` of them beside one another. While a step of ``tile_k`` is
+    Tile: ``tile_m x tile_n`` of a CTA of 8 warps, ``warps_n`` of them along n. While a step of ``tile_k`` is
     multiplied, each thread holds its vectors of the next step in registers; vectors are as long as alignments and sizes
     allow.
     Shared memory: two slots of ``(tile_m + tile_n) x tile_k`` elements, padded.
@@ -52,12 +52,13 @@ class GemmSm80:
         grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, config.group, Int64(m), Int64(n))
         batch = (cute.size(mA, mode=[2]),) if const_expr(self.epilogue.batched) else ()
         order = (rows, columns, Int32(grouped_columns < grouped_rows), *batch)
-        self.kernel(mma, mA, mB, operands, outputs, mPartials, order).launch(
+        self.kernel(mma, (mA, mB), (operands, outputs, mPartials), order).launch(
             grid=[tile_count(order), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, mPartials, order):
+    def kernel(self, mma: cute.TiledMma, product, epilogue, order):
+        (mA, mB), (*epilogue, mPartials) = product, epilogue
         config, tidx = self.config, cute.arch.thread_idx()[0]
         row, column, *batch = tile_of_batch(cute.arch.block_idx()[0], order, config.group)
         if const_expr(self.epilogue.batched):
@@ -102,7 +103,7 @@ class GemmSm80:
         partial = column * self.warps_n + tidx // (32 * self.warps_m)
         origin = (row * config.tile_m, column * self.columns)
         at = (origin, (mA.shape[0], mB[0].shape[0]), batch)
-        self._store(acc, (operands, outputs), at, (mPartials, partial))
+        self._store(acc, epilogue, at, (mPartials, partial))
 
     def _slots(self, smem, m, size):
         """Two slots of an operand: (size, tile_k, slot), contiguous as in memory."""
@@ -143,7 +144,7 @@ class GemmSm80:
                     cute.copy(atom, tXgX[None, i, j, step], rX[None, i, j])
 
     def _put(self, loader, slot):
-        """Store them in shared memory."""
+        """Store this thread's vectors of a step in shared memory."""
         atom, _, _, _, tXsX, rX = loader
         cute.copy(atom, rX, tXsX[None, None, None, slot])
 

@@ -15,13 +15,13 @@ class ReduceSplitK:
     """``outputs = epilogue(sum of the partial sums)``, in a fixed order.
 
     These are ``(partials, columns, rows)`` in fp32, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90` stores them;
-    packed columns have both halves.
+    of gate_up weights the columns of both halves.
     Tile: 16 rows and 32 columns; a warp has 8 of the columns, a thread two neighbours in two rows. No shared memory.
     Bytes moved: the partial sums, from L2, operands and outputs once.
     """
 
-    warps, below, beside = 4, 8, 4  # threads of a warp below and beside one another
-    rows, columns = PAIR * below, PAIR * beside * warps
+    warps, lanes_m, lanes_n = 4, 8, 4  # lanes of a warp along m and along n
+    rows, columns = PAIR * lanes_m, PAIR * lanes_n * warps
 
     def __init__(self, epilogue, arch):
         self.epilogue, self.pdl = epilogue, can_use_pdl(arch)
@@ -29,16 +29,16 @@ class ReduceSplitK:
     @cute.jit
     def __call__(self, mPartials, count, operands, outputs, shape: cutlass.Constexpr, stream):
         m, n = shape
-        below, beside = cute.ceil_div(m, self.rows), cute.ceil_div(n, self.columns)
+        tiles_m, tiles_n = cute.ceil_div(m, self.rows), cute.ceil_div(n, self.columns)
         self.kernel(mPartials, count, operands, outputs, m, n).launch(
-            grid=[below * beside, 1, 1], block=[32 * self.warps, 1, 1], stream=stream, use_pdl=self.pdl
+            grid=[tiles_m * tiles_n, 1, 1], block=[32 * self.warps, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
     def kernel(self, mPartials, count: Int32, operands, outputs, m: Int32, n: Int32):
         tidx, bidx, tiles = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.ceil_div(m, self.rows)
-        row = bidx % tiles * self.rows + tidx % self.below * PAIR
-        column = bidx // tiles * self.columns + tidx // self.below * PAIR
+        row = bidx % tiles * self.rows + tidx % self.lanes_m * PAIR
+        column = bidx // tiles * self.columns + tidx // self.lanes_m * PAIR
         chunk = Chunk((row, row + 1), (column,), (m, n), (0,))
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)

@@ -25,7 +25,7 @@ def by_row(m, key):
 
 
 def by_column(m, key):
-    """The same, transposed."""
+    """A tensor as a matrix with its leading dims as columns."""
     return _transposed(by_row(m, key))
 
 
@@ -46,7 +46,7 @@ def each_by_row(m, key):
 
 
 def each_by_column(m, key):
-    """The same, each transposed."""
+    """A tensor as matrices, each transposed: (columns, rows, batch)."""
     return _transposed(each_by_row(m, key))
 
 
@@ -56,9 +56,9 @@ def _transposed(m):
 
 
 def half(m, index, dim, align):
-    """One half of a packed matrix, ``[first | second]`` along a dim; ``align`` bytes divide where the second starts."""
+    """One half of a matrix ``[gate | up]`` along a dim; ``align`` bytes divide the offset of the second one."""
     size = m.shape[dim] // 2
-    place = m.iterator.toint() + Int64(index * size) * Int64(m.stride[dim]) * (m.element_type.width // 8)
-    pointer = cute.make_ptr(m.element_type, place, cute.AddressSpace.gmem, assumed_align=align)
+    address = m.iterator.toint() + Int64(index * size) * Int64(m.stride[dim]) * (m.element_type.width // 8)
+    pointer = cute.make_ptr(m.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
     shape = (*m.shape[:dim], size, *m.shape[dim + 1 :])
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=m.stride))

@@ -16,7 +16,7 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
 from cute_ops.ops.gemm.choice import instead
-from cute_ops.ops.gemm.config import Demand
+from cute_ops.ops.gemm.config import EpilogueCost
 from cute_ops.ops.gemm.linear import (
     CASES,
     DOUT,
@@ -74,11 +74,11 @@ def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], **more: Any) -
         check_rows(op, problem)
         vectors, blocks = loads(problem, ("dout", "x"), "m")
         itemsize, by_tma = ITEMSIZE[problem.dtypes["total"]], problem.aligns["total"] == VECTOR_BYTES
-        demand = Demand(
+        cost = EpilogueCost(
             (itemsize,), (itemsize,) if by_tma else (), live=2, fma=1, vectors=0 if by_tma else BY_THREADS * itemsize,
             blocks=blocks,
         )  # fmt: skip
-        chosen = configure(problem, vectors, ("n", "k", "m"), demand)
+        chosen = configure(problem, vectors, ("n", "k", "m"), cost)
         texts = {"expression": "e1(t,t) add 0 1 -> 2", "reads": "total", "writes": "total"}
         return GemmConfig.of({**chosen.flat(), **texts})
 

@@ -16,11 +16,11 @@ from cute_ops.declaration.program import Instead, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.ops.gemm.config import FEW_ROWS, L2_BYTES, Demand, GemmSize, cycles
+from cute_ops.ops.gemm.config import L2_BYTES, SMALL_M, EpilogueCost, GemmSize, cycles
 
-# With an epilogue few rows are faster by our kernel up to these rows and columns, if the weight has so many elements:
+# With an epilogue a small m is faster by our kernel up to these rows and columns, if the weight has so many elements:
 # it took 0.87 to 1.00 of the framework's product and a pass; with 64 rows, or a weight of 2048 x 2048, up to 1.4.
-MOST_FEW_ROWS, MOST_COLUMNS, LEAST_WEIGHT = 32, 8192, 6 << 20
+MOST_SMALL_M, MOST_COLUMNS, LEAST_WEIGHT = 32, 8192, 6 << 20
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 # cuBLAS, as the model of cycles sees it: cooperative tiles, clusters, parts of k, each of at least so many terms;
 # cycles to start the kernel that adds up the parts, and the part of L2's rate at which they are written and read.
@@ -39,25 +39,25 @@ OUR_FLOPS, OUR_BYTES, LAUNCH, THEIR_LAUNCH = 4.5e8, 3.5e6, 3.5, 6.0
 
 def instead(
     program: Program, config: Callable[[Problem], GemmConfig],
-    work: Callable[[Problem], tuple[GemmSize, Demand]] | None = None, after: bool = True, few_rows: bool = False,
+    work: Callable[[Problem], tuple[GemmSize, EpilogueCost]] | None = None, after: bool = True, small_m: bool = False,
     anywhere: tuple[str, ...] = ("x", "weight"),
 ) -> Instead:  # fmt: skip
     """What may run in place of a product's kernel, and where it does: on GPUs other than Hopper, where TMA cannot load
-    the operands, for most products of few rows, and where the model expects it to be faster.
+    the operands, for most products of small m, and where the model expects it to be faster.
 
     Args:
         work: the size of the product, of columns of each half if these are packed, and what its epilogue needs; by
             default nothing is expected.
         after: whether a pass follows the framework's product.
-        few_rows: whether few rows were measured: of one output, by elements.
+        small_m: whether a small m was measured: with one output, by elements.
         anywhere: the two inputs that are multiplied.
     """
 
     def when(problem: Problem) -> str:
         chosen, of = config(problem), work(problem) if work else None
-        if reason := lags(problem, chosen.form, few_rows, of[0].m if of else None):
+        if reason := fallback_reason(problem, chosen.form, small_m, of[0].m if of else None):
             return reason
-        if of is None or _is_odd(problem) or of[0].m <= FEW_ROWS:
+        if of is None or _is_odd(problem) or of[0].m <= SMALL_M:
             return ""
         ours, theirs = _expected(chosen, *of, after, problem.sm_count)
         if ours <= theirs:
@@ -67,7 +67,7 @@ def instead(
     return Instead(program, when, WIDE, anywhere)
 
 
-def lags(problem: Problem, form: str, few_rows: bool = False, rows: int | None = None) -> str:
+def fallback_reason(problem: Problem, form: str, small_m: bool = False, rows: int | None = None) -> str:
     """Why a kernel of this form with an epilogue may be slower than the framework's product and a pass; empty where it
     was measured to be at least as fast. ``rows`` are those of the product, by default the problem's.
     """
@@ -75,22 +75,24 @@ def lags(problem: Problem, form: str, few_rows: bool = False, rows: int | None =
         return f"it was not measured on {problem.arch}"
     if form == "mma_sync":
         return "TMA cannot load its operands, or registers do not hold its epilogue"
-    few = (problem.size("m") if rows is None else rows) <= FEW_ROWS
-    if few and not _is_odd(problem) and not (few_rows and _gains_by_few_rows(problem)):
-        return f"it has at most {FEW_ROWS} rows"
+    is_small = (problem.size("m") if rows is None else rows) <= SMALL_M
+    if is_small and not _is_odd(problem) and not (small_m and _gains_by_small_m(problem)):
+        return f"it has at most {SMALL_M} rows"
     return ""
 
 
-def _expected(config: GemmConfig, size: GemmSize, demand: Demand, after: bool, sm_count: int) -> tuple[float, float]:
+def _expected(
+    config: GemmConfig, size: GemmSize, cost: EpilogueCost, after: bool, sm_count: int
+) -> tuple[float, float]:
     """Microseconds of our kernel, and of the framework's product and what comes after it."""
     rate, more = OURS
-    ours = cycles(config, size, demand) / rate + more
-    whole = size._replace(n=size.n * (1 + demand.packed))
+    ours = cycles(config, size, cost) / rate + more
+    whole = size._replace(n=size.n * (1 + cost.gate_up))
     rate, more = THEIRS
     theirs = max(_their_cycles(whole, sm_count) / rate, 2 * math.prod(whole) / THEIR_MOST) + more
     if after:
         (rate, more), elements = PASS, size.batch * size.m * size.n
-        moved = elements * (sum(demand.outputs) + sum(demand.tiles) + 2 * (1 + demand.packed))
+        moved = elements * (sum(cost.outputs) + sum(cost.tiles) + 2 * (1 + cost.gate_up))
         theirs += moved / rate + more
     return ours, theirs
 
@@ -114,9 +116,9 @@ def _in_parts(config: GemmConfig, size: GemmSize, parts: int, sm_count: int) -> 
     return found + ADD_CYCLES + written / (L2_BYTES * sm_count * ADD_RATE)
 
 
-def _gains_by_few_rows(problem: Problem) -> bool:
+def _gains_by_small_m(problem: Problem) -> bool:
     n, k = problem.size("n"), problem.size("k")
-    return problem.size("m") <= MOST_FEW_ROWS and n <= MOST_COLUMNS and n * k >= LEAST_WEIGHT
+    return problem.size("m") <= MOST_SMALL_M and n <= MOST_COLUMNS and n * k >= LEAST_WEIGHT
 
 
 def _is_odd(problem: Problem) -> bool:

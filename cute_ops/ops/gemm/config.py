@@ -22,15 +22,15 @@ TILES: tuple[tuple[Form, int, int], ...] = (
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 192), ("cooperative", 128, 128),
 )  # fmt: skip
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1))
-# With up to FEW_ROWS rows a product takes as long as reading the other operand. Then a tile has FEW_TILE rows of that
+# Up to m = SMALL_M a product takes as long as reading the other operand. Then a tile has SMALL_M_TILE rows of that
 # operand, ENOUGH_SMS of all SMs suffice to read it, and k has at least LEAST_STEPS steps for each partial sum.
-FEW_ROWS, FEW_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
+SMALL_M, SMALL_M_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
 MOST_SPLITS = 32  # partial sums of a split k, that are measured
-# Slots of the ring at most and at least, and slots for subtiles: fewer of these where the ring would otherwise have
-# fewer than ENOUGH_STAGES.
+# Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
+# have fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
 SWIZZLED = 64  # 16-bit elements of a row of 128 bytes in shared memory, which TMA and WGMMA permute
-ALIGNMENT = 1024  # bytes: of the ring in shared memory
+ALIGNMENT = 1024  # bytes: of the first buffer in shared memory
 # Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
 # What an SM does in a cycle: multiply-adds of 16-bit numbers; bytes of shared memory; bytes from L2; exponentials and
@@ -59,13 +59,13 @@ class GemmSize(NamedTuple):
         return cls(m, n, k, batch_of(problem))
 
 
-class Demand(NamedTuple):
+class EpilogueCost(NamedTuple):
     """What a product's epilogue needs besides the accumulators.
 
     Attributes:
         outputs: bytes of an element of each output.
         tiles: bytes of an element of each operand ``(m, n)``.
-        packed: whether an element needs two columns of the product, one of each half of the weight.
+        gate_up: whether an element needs two columns of the product, one of the gate's and one of the up projection's.
         blocks: columns of b that share a row of 128 bytes in shared memory. A CTA loads a multiple of them, so
             that TMA writes whole rows.
         vectors: registers of a thread for row and column vectors.
@@ -77,7 +77,7 @@ class Demand(NamedTuple):
 
     outputs: tuple[int, ...] = (2,)
     tiles: tuple[int, ...] = ()
-    packed: bool = False
+    gate_up: bool = False
     blocks: int = 8
     vectors: int = 0
     live: int = 1
@@ -91,73 +91,73 @@ class Demand(NamedTuple):
         """
         rows, columns = config.subtile(*self.outputs, *self.tiles)
         per_thread = rows * columns // (WARPGROUP * config.sharing)
-        held = per_thread * (sum(self.outputs) + sum(self.tiles)) // 4
-        return config.accumulators + held + self.vectors + self.live + OTHER_REGISTERS
+        loaded = per_thread * (sum(self.outputs) + sum(self.tiles)) // 4
+        return config.accumulators + loaded + self.vectors + self.live + OTHER_REGISTERS
 
 
-PLAIN = Demand()
+PLAIN = EpilogueCost()
 
 
 @lru_cache(maxsize=256)
-def configs(arch: str, sm_count: int, demand: Demand = PLAIN) -> tuple[GemmConfig, ...]:
-    """All configs whose registers suffice, with as many slots in the ring as shared memory holds. They take most of the
-    time of a choice, and are the same for products of all sizes.
+def configs(arch: str, sm_count: int, cost: EpilogueCost = PLAIN) -> tuple[GemmConfig, ...]:
+    """All configs whose registers suffice, with as many stages of the operands as shared memory holds. They take most of
+    the time of a choice, and are the same for products of all sizes.
     """
-    return tuple(_configs(arch, sm_count, demand))
+    return tuple(_configs(arch, sm_count, cost))
 
 
-def _configs(arch: str, sm_count: int, demand: Demand) -> Iterator[GemmConfig]:
+def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfig]:
     for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
         config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
-        _, sub_n = config.subtile(*demand.outputs, *demand.tiles)
-        columns = tile_n // (1 + demand.packed)
-        if columns % sub_n or columns % (demand.blocks * cluster_m) or columns % demand.group:
+        _, sub_n = config.subtile(*cost.outputs, *cost.tiles)
+        columns = tile_n // (1 + cost.gate_up)
+        if columns % sub_n or columns % (cost.blocks * cluster_m) or columns % cost.group:
             continue
-        if demand.registers(config) > MULTIPLY_REGISTERS:
+        if cost.registers(config) > MULTIPLY_REGISTERS:
             continue
-        fitting = list(_with_slots(config, arch, demand))
+        fitting = list(_with_stages(config, arch, cost))
         if fitting:
             yield next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1])
 
 
-def _with_slots(config: GemmConfig, arch: str, demand: Demand) -> Iterator[GemmConfig]:
-    """A config with fewer and fewer slots for subtiles, and so more and more for the ring."""
-    sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
-    subtiles = config.tile_m * (config.tile_n // (1 + demand.packed)) // (sub_m * sub_n)
+def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
+    """A config with fewer and fewer stages of subtiles, and so more and more of the operands."""
+    sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
+    subtiles = config.tile_m * (config.tile_n // (1 + cost.gate_up)) // (sub_m * sub_n)
     for count in SUBTILE_STAGES:
         if subtiles % count == 0:
-            made = replace(config, store_stages=count, tile_stages=count if demand.tiles else 0, stages=0)
-            made = _with_full_ring(made, arch, demand.outputs, demand.tiles)
+            made = replace(config, store_stages=count, tile_stages=count if cost.tiles else 0, stages=0)
+            made = _with_most_stages(made, arch, cost.outputs, cost.tiles)
             if made.stages >= LEAST_STAGES:
                 yield made
 
 
-def _with_full_ring(config: GemmConfig, arch: str, outputs: Sequence[int], tiles: Sequence[int] = ()) -> GemmConfig:
-    """A config that has no slots with as many as fit beside subtiles of outputs and operands of these sizes."""
+def _with_most_stages(config: GemmConfig, arch: str, outputs: Sequence[int], tiles: Sequence[int] = ()) -> GemmConfig:
+    """A config without stages, with as many as fit beside subtiles of outputs and operands of these sizes."""
     room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(outputs, tiles)
-    slot = replace(config, stages=1).shared(outputs, tiles) - config.shared(outputs, tiles)
-    return replace(config, stages=min(room // slot, MAX_STAGES))
+    stage = replace(config, stages=1).shared(outputs, tiles) - config.shared(outputs, tiles)
+    return replace(config, stages=min(room // stage, MAX_STAGES))
 
 
-def choose(size: GemmSize, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
+def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> GemmConfig | None:
     """The config that takes the fewest cycles by the model, of equals the one that loads least, of these the first;
     None where the epilogue fits none.
     """
-    possible = configs(arch, sm_count, demand)
-    return min(possible, key=lambda config: (cycles(config, size, demand), loaded(config)), default=None)
+    possible = configs(arch, sm_count, cost)
+    return min(possible, key=lambda config: (cycles(config, size, cost), loaded(config)), default=None)
 
 
-def few_rows(size: GemmSize, arch: str, sm_count: int) -> GemmConfig:
-    """The config for few rows: tiles of the other operand's rows, with k split no more than keeps enough SMs busy."""
-    tiles, steps, count = -(-size.n // FEW_TILE), -(-size.k // SWIZZLED), 1
+def small_m(size: GemmSize, arch: str, sm_count: int) -> GemmConfig:
+    """The config for small m: tiles of the other operand's rows, with k split no more than keeps enough SMs busy."""
+    tiles, steps, count = -(-size.n // SMALL_M_TILE), -(-size.k // SWIZZLED), 1
     while tiles * count < ENOUGH_SMS * sm_count and steps >= 2 * count * LEAST_STEPS:
         count *= 2
     return _split(count, 32 if size.m <= 32 else 64, arch, sm_count)
 
 
 def _split(count: int, tile_n: int, arch: str, sm_count: int) -> GemmConfig:
-    config = GemmConfig("cooperative", FEW_TILE, tile_n, 0, sm_count, store_stages=2, split_k=count)
-    return _with_full_ring(config, arch, (4,))
+    config = GemmConfig("cooperative", SMALL_M_TILE, tile_n, 0, sm_count, store_stages=2, split_k=count)
+    return _with_most_stages(config, arch, (4,))
 
 
 def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
@@ -165,7 +165,7 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 
-def cycles(config: GemmConfig, size: GemmSize, demand: Demand = PLAIN) -> int:
+def cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
     """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
 
     An instruction reads its 64 rows and all of the tile's columns from shared memory. Two warpgroups that share a tile
@@ -178,10 +178,10 @@ def cycles(config: GemmConfig, size: GemmSize, demand: Demand = PLAIN) -> int:
     shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
     multiply += max(shared - multiply, 0) // CONTENTION
     inside = steps * max(multiply, loaded(config) * row_bytes // L2_BYTES)
-    width = columns // (1 + demand.packed)
-    sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
-    moved = rows * width * 2 * (sum(demand.outputs) + sum(demand.tiles)) // SHARED_BYTES
-    after = moved + rows * width * demand.mufu // MUFU + rows * width * demand.fma // FMA
+    width = columns // (1 + cost.gate_up)
+    sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
+    moved = rows * width * 2 * (sum(cost.outputs) + sum(cost.tiles)) // SHARED_BYTES
+    after = moved + rows * width * cost.mufu // MUFU + rows * width * cost.fma // FMA
     after += SUBTILE * rows * width // (sub_m * sub_n)
     tiles = size.batch * -(-size.m // (rows * config.cluster_m)) * -(-size.n // (width * config.cluster_n))
     waves = -(-tiles // config.clusters)
@@ -220,7 +220,7 @@ def bucket(name: str, size: int) -> int:
     return next((s for s in sizes if size <= s), sizes[-1])
 
 
-def space_of(sizes: tuple[str, str, str], demand: Callable[[Problem], Demand], batched: bool) -> Space:
+def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], EpilogueCost], batched: bool) -> Space:
     """The search space of a product, or of a batch of them, with these dims of rows, columns and terms."""
 
     def configs(problem: Problem, flat: Config) -> Iterator[GemmConfig]:
@@ -232,29 +232,29 @@ def space_of(sizes: tuple[str, str, str], demand: Callable[[Problem], Demand], b
         if heuristic.split_k:
             found = other_splits(heuristic, size, *target)
         else:
-            found = others(heuristic, size, demand(problem), *target)
+            found = others(heuristic, size, epilogue_cost(problem), *target)
         names = ("expression", "reads", "writes", "half_align")
         yield from (replace(config, **{name: getattr(heuristic, name) for name in names}) for config in found)
 
     def needs(problem: Problem, flat: Config) -> Needs:
-        config, wanted = GemmConfig.of(flat), demand(problem)
+        config, wanted = GemmConfig.of(flat), epilogue_cost(problem)
         moved = ((4,), ()) if config.split_k else (wanted.outputs, wanted.tiles)
         return Needs(config.threads, START_REGISTERS, config.shared(*moved) + ALIGNMENT)
 
     return Space(configs, needs, {**BUCKETS, **(BATCH if batched else {})})
 
 
-def others(heuristic: GemmConfig, size: GemmSize, demand: Demand, arch: str, sm_count: int) -> Iterator[GemmConfig]:
-    """Other tiles, forms and clusters, and of the heuristic's config other slots and another walk over tiles."""
-    times = {c: cycles(c, size, demand) for c in configs(arch, sm_count, demand)}
+def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
+    """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
+    times = {c: cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
     least = min(times.values())
     yield from (config for config, time in times.items() if time <= NEAR * least)
-    yield from _with_slots(heuristic, arch, demand)
+    yield from _with_stages(heuristic, arch, cost)
     yield from (replace(heuristic, group=group) for group in RASTERS)
 
 
 def other_splits(heuristic: GemmConfig, size: GemmSize, arch: str, sm_count: int) -> Iterator[GemmConfig]:
-    """Of few rows: k split into more partial sums, or fewer, each of at least two steps."""
+    """With small m: k split into more partial sums, or fewer, each of at least two steps."""
     steps, count = -(-size.k // heuristic.tile_k), 1
     while count <= MOST_SPLITS and steps >= count * 2:
         yield _split(count, heuristic.tile_n, arch, sm_count)

@@ -37,7 +37,7 @@ from cute_ops.ops.expression.formula import COLUMN, ByAttrs, Formula, period, re
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.expression.traces import Traces
 from cute_ops.ops.gemm.choice import WIDE, instead
-from cute_ops.ops.gemm.config import SWIZZLED, Demand, GemmSize, space_of
+from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, space_of
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
 from cute_ops.ops.gemm.linear import (
     HALVES,
@@ -45,9 +45,9 @@ from cute_ops.ops.gemm.linear import (
     configure,
     exact,
     multiply,
-    of_few_rows,
+    of_small_m,
     product_of,
-    sums_of_few_rows,
+    sums_of_small_m,
     vector,
 )
 
@@ -195,7 +195,7 @@ def _declare(
     computes that.
     """
     weight = inputs["weight"].shape.removeprefix("*b ")
-    may_be_few = made.by_element and not is_batch
+    may_be_small = made.by_element and not is_batch
     across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
     typed = [f"T_{key}" for key in made.operands]
     multiplied = product_of(kernel, acc.dtype)
@@ -225,17 +225,17 @@ def _declare(
         """Bytes, at most a vector's, that divide where second halves start."""
         return math.gcd(VECTOR_BYTES, problem.size("n") * ITEMSIZE[problem.dtypes["x"]])
 
-    def demand(problem: Problem) -> Demand:
-        return made.demand(problem, half_start(problem), SWIZZLED if across else 8)
+    def epilogue_cost(problem: Problem) -> EpilogueCost:
+        return made.epilogue_cost(problem, half_start(problem), SWIZZLED if across else 8)
 
     def config(problem: Problem) -> GemmConfig:
         if made.late:
             raise ValueError(f"cute.{op.called}: {LATE}: {made.late}")
         check_rows(op, problem)
-        n, k, start, wanted = problem.size("n"), problem.size("k"), half_start(problem), demand(problem)
+        n, k, start, wanted = problem.size("n"), problem.size("k"), half_start(problem), epilogue_cost(problem)
         second, by_tma = vector(problem, "weight", n if across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (weight != "k 2n" or start == VECTOR_BYTES))]
-        chosen = of_few_rows(problem, vectors, SIZES, 1 + made.packed) if may_be_few else None
+        chosen = of_small_m(problem, vectors, SIZES, 1 + made.packed) if may_be_small else None
         chosen = chosen or configure(problem, vectors, SIZES, wanted)
         halves = start if made.packs else VECTOR_BYTES
         if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
@@ -267,12 +267,14 @@ def _declare(
     elif made.late:
         other = Instead(Program(run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
     else:
-        plain = may_be_few and len(outputs) == 1 and "2n" not in weight
+        plain = may_be_small and len(outputs) == 1 and "2n" not in weight
         biased = plain and not attrs and {t.dtype for t in (acc, *outputs.values())} == {"T"}
         begins = multiplied._replace(read_as=ACC, bias=made.bias if biased else "")
         program = Program(run, apart.program.ops) if apart.program else Program(run, (apart,), begins)
         adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
-        other = instead(program, config, lambda p: (GemmSize.of(p, SIZES), demand(p)), after=not adds, few_rows=plain)
+        other = instead(
+            program, config, lambda p: (GemmSize.of(p, SIZES), epilogue_cost(p)), after=not adds, small_m=plain
+        )
 
     def batched() -> Op:
         known: dict[str, Any] = {key: value for key, value in more.items() if key != "cases"}
@@ -295,7 +297,8 @@ def _declare(
         name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
         reference=reference, static=(),
         tuning=Tuning(
-            config, space_of(SIZES, demand, is_batch), sums_of_few_rows(SIZES, 1 + made.packed) if may_be_few else rows
+            config, space_of(SIZES, epilogue_cost, is_batch),
+            sums_of_small_m(SIZES, 1 + made.packed) if may_be_small else rows,
         ),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if made.by_element and not is_batch else None,
@@ -456,7 +459,7 @@ class _Epilogue:
         read = [f"{name}%{period(shape)}" if period(shape) else name for name, shape in self.operands.items()]
         return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
-    def demand(self, problem: Problem, start: int, blocks: int) -> Demand:
+    def epilogue_cost(self, problem: Problem, start: int, blocks: int) -> EpilogueCost:
         """What the epilogue needs of an SM, where ``start`` bytes, at most 16, divide the offset of second halves, and
         ``blocks`` columns of the weight share a row of shared memory.
         """
@@ -478,7 +481,7 @@ class _Epilogue:
         outputs = [name.partition("[")[0] for name in self.writes]
         outputs = [name for name in outputs if self.outputs[name] not in COLUMNS]
         mufu, fma = expression.cost
-        return Demand(
+        return EpilogueCost(
             tuple(ITEMSIZE[problem.dtypes[name]] for name in outputs), tuple(tiles), self.packed, blocks, vectors,
             _live(expression), mufu, fma + len(words), math.lcm(*sizes(expression)),
         )  # fmt: skip

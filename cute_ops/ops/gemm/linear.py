@@ -25,7 +25,7 @@ from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import instead
-from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, space_of, without_tma
+from cute_ops.ops.gemm.config import SMALL_M, SWIZZLED, EpilogueCost, GemmSize, choose, small_m, space_of, without_tma
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
@@ -71,17 +71,17 @@ def declare(
         out = exact(xp, multiplied, a, b)
         return out if multiplied.dtype else xp.astype(out, a.dtype)
 
-    def demand(problem: Problem) -> Demand:
+    def epilogue_cost(problem: Problem) -> EpilogueCost:
         _, blocks = loads(problem, list(inputs), sizes[2])
-        return Demand((ITEMSIZE[problem.dtypes[next(iter(outputs))]],), blocks=blocks)
+        return EpilogueCost((ITEMSIZE[problem.dtypes[next(iter(outputs))]],), blocks=blocks)
 
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
         vectors, _ = loads(problem, list(inputs), sizes[2])
-        chosen = of_few_rows(problem, vectors, sizes) if may_be_few else None
+        chosen = of_small_m(problem, vectors, sizes) if may_be_small else None
         if chosen:
             return replace(chosen, writes=next(iter(outputs)))
-        return configure(problem, vectors, sizes, demand(problem))
+        return configure(problem, vectors, sizes, epilogue_cost(problem))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         return {out: multiply(xp, multiplied, *inputs.values())}
@@ -95,7 +95,7 @@ def declare(
             f"{name}_batched", f"Batched{kernel}", sizes, each(inputs), each(outputs), called=name, **(more | known)
         )
 
-    is_batch, may_be_few = kernel.startswith("Batched"), kernel in ("Linear", "LinearDx")
+    is_batch, may_be_small = kernel.startswith("Batched"), kernel in ("Linear", "LinearDx")
     ((out, tensor),) = outputs.items()
     multiplied = product_of(kernel, tensor.dtype)
     summed = Accumulation((sizes[2],))
@@ -104,9 +104,11 @@ def declare(
         dtypes={"T": HALVES}, static=(), reference=reference, cases=BATCHES if is_batch else CASES,
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
-        tuning=Tuning(config, space_of(sizes, demand, is_batch), sums_of_few_rows(sizes) if may_be_few else None),
+        tuning=Tuning(
+            config, space_of(sizes, epilogue_cost, is_batch), sums_of_small_m(sizes) if may_be_small else None
+        ),
         instead=instead(
-            Program(run, product=multiplied), config, lambda p: (GemmSize.of(p, sizes), demand(p)), after=False,
+            Program(run, product=multiplied), config, lambda p: (GemmSize.of(p, sizes), epilogue_cost(p)), after=False,
             anywhere=tuple(inputs),
         ),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
@@ -144,7 +146,7 @@ def check_rows(op: Op, problem: Problem) -> None:
 
 
 def configure(
-    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], demand: Demand
+    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], cost: EpilogueCost
 ) -> GemmConfig:
     """The config of a product with these dims of rows, columns and terms; ``vectors`` is what :func:`vector` gives for
     both operands.
@@ -153,23 +155,23 @@ def configure(
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
         size = GemmSize.of(problem, sizes)
-        chosen = choose(size, demand, problem.arch, problem.sm_count)
+        chosen = choose(size, cost, problem.arch, problem.sm_count)
     return chosen or without_tma(vec_a, vec_b)
 
 
-def of_few_rows(
+def of_small_m(
     problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], halves: int = 1
 ) -> GemmConfig | None:
     """The config of a product of few rows with ``halves * n`` columns; None for more rows, and where TMA cannot load
     both operands.
     """
-    if sm(problem.arch) != 90 or problem.size("m") > FEW_ROWS or not all(by_tma for _, by_tma in vectors):
+    if sm(problem.arch) != 90 or problem.size("m") > SMALL_M or not all(by_tma for _, by_tma in vectors):
         return None
     m, n, k = map(problem.size, sizes)
-    return few_rows(GemmSize(m, n * halves, k), problem.arch, problem.sm_count)
+    return small_m(GemmSize(m, n * halves, k), problem.arch, problem.sm_count)
 
 
-def sums_of_few_rows(
+def sums_of_small_m(
     sizes: tuple[str, str, str], halves: int = 1
 ) -> Callable[[Problem, Config], dict[str, Array | None]]:
     """The workspace of such a product: its partial sums, in rows of whole vectors."""
