@@ -19,7 +19,7 @@ PADDING = 8  # elements between rows in shared memory, so that eight neighbourin
 
 
 class GemmSm80:
-    """``outputs = epilogue(a @ b.T, operands)`` by ``mma.sync`` and plain loads: a ``(m, k)`` and b ``(n, k)`` of 16 bits.
+    """``outputs = epilogue(a @ b.T, operands)`` by ``mma.sync`` without TMA: a ``(m, k)`` and b ``(n, k)`` of 16 bits.
 
     Tile: ``tile_m x tile_n`` of a CTA of 8 warps, ``warps_n`` of them along n. While a step of ``tile_k`` is
     multiplied, each thread holds its vectors of the next step in registers; vectors are as long as alignments and sizes

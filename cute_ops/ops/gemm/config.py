@@ -100,8 +100,8 @@ PLAIN = EpilogueCost()
 
 @lru_cache(maxsize=256)
 def configs(arch: str, sm_count: int, cost: EpilogueCost = PLAIN) -> tuple[GemmConfig, ...]:
-    """All configs whose registers suffice, with as many stages of the operands as shared memory holds. They take most of
-    the time of a choice, and are the same for products of all sizes.
+    """All configs whose registers suffice, with as many stages of the operands as fit in shared memory. They take most
+    of the time of a choice, and are the same for products of all sizes.
     """
     return tuple(_configs(arch, sm_count, cost))
 
