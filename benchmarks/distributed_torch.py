@@ -33,9 +33,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -43,6 +40,9 @@ from torch.distributed.tensor.parallel import (
 import cute_ops_torch
 from cute_ops.jit import cache
 from cute_ops_torch.optim import AdamW
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "llama"))
+from tensor_parallel import sequence_parallel
 
 Tensor = torch.Tensor
 # The largest difference of two contenders' losses in their first steps, in nats.
@@ -264,33 +264,9 @@ def fsdp_compiled(ranks: Ranks, options: Any) -> None:
     fsdp(ranks, options, compiled=True)
 
 
-def sequence_parallel_plan() -> dict[str, Any]:
-    """Norms have slices of the sequence, projections heads or features, the head classes."""
-    rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    return {
-        "model.embed_tokens": RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-        ),
-        "model.norm": SequenceParallel(),
-        "model.layers.*.input_layernorm": SequenceParallel(),
-        "model.layers.*.post_attention_layernorm": SequenceParallel(),
-        "model.layers.*.self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()}, use_local_output=True,
-        ),
-        "model.layers.*.mlp": PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
-        ),
-        **{f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
-        **{f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
-        "model.layers.*.self_attn.o_proj": rows,
-        "model.layers.*.mlp.down_proj": rows,
-    }  # fmt: skip
-
-
 def by_plan(ranks: Ranks, contender: str, tokens: Tensor) -> Callable[[], Tensor]:
     """Tensor parallel with a sharded sequence between layers, and a loss over a sharded vocabulary."""
-    model, plan = build(ranks, torch.bfloat16), sequence_parallel_plan()
+    model, plan = build(ranks, torch.bfloat16), sequence_parallel()
     if contender.startswith("ours"):
         cute_ops_torch.patch(model)
     else:

@@ -11,7 +11,9 @@ any other sharding are redistributed first.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -27,6 +29,7 @@ from cute_ops.jit.layout import compact
 from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice
 from cute_ops_torch.library import framework, program
+from cute_ops_torch.library.nodes import sharing
 from cute_ops_torch.library.reference import fake_kernel, register_fake, run_reference
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.schema import filler, schema
@@ -35,6 +38,36 @@ from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides,
 Tensor = torch.Tensor
 # DTensors by name: the factors of their dims, and their placements.
 Placed = Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]
+
+
+class _Gathered(threading.local):
+    """What the steps of one backward have redistributed: inputs that several of them read.
+
+    Attributes:
+        names: those inputs; none outside of a backward of several steps.
+        known: by name and placements the whole tensor and this rank's slice.
+    """
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+        self.known: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+_gathered = _Gathered()
+
+
+@contextmanager
+def _gather_once(names: frozenset[str]) -> Iterator[None]:
+    """Within the block, which is of one backward, redistribute inputs of these names once."""
+    before = _gathered.names, _gathered.known
+    _gathered.names, _gathered.known = names, {}
+    try:
+        yield
+    finally:
+        _gathered.names, _gathered.known = before
+
+
+sharing[DTensor] = _gather_once
 
 
 def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
@@ -291,10 +324,22 @@ class CallPlacements:
         if tensor.placements != placements:
             if self.binding.op.inputs[name].unread:  # only its shape is used
                 return tensor.to_local().new_empty(self._local_shape(tensor.shape, placements))
-            # Detached: the redistributed tensor would require a gradient, which has no way back.
-            tensor = _with_spec(tensor._local_tensor, tensor._spec).redistribute(placements=placements)
-        local, op = tensor.to_local(), self.binding.op
+            local = self._redistributed(name, tensor, placements)
+        else:
+            local = tensor.to_local()
+        op = self.binding.op
         return local if name in op.mutates else readable(op.inputs[name], local)
+
+    def _redistributed(self, name: str, tensor: DTensor, placements: tuple[Placement, ...]) -> Tensor:
+        known = _gathered.known.get((name, placements))
+        if known is not None and known[0] is tensor:
+            return known[1]
+        # Detached: the redistributed tensor would require a gradient, which has no way back.
+        detached = _with_spec(tensor._local_tensor, tensor._spec)
+        local: Tensor = detached.redistribute(placements=placements).to_local()
+        if name in _gathered.names and name not in self.binding.op.mutates:
+            _gathered.known[name, placements] = tensor, local
+        return local
 
     def _local_shape(self, shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
         """The shape of this rank's slice of an array."""

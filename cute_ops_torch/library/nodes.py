@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,6 +21,9 @@ from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import arrays, readable
 
 Call = Callable[..., Any]
+# By the type of tensors: a context in which several steps of one backward run that read the inputs of these names.
+# `cute_ops_torch.distributed` puts one here, so that ranks gather such an input once.
+sharing: dict[type, Callable[[frozenset[str]], AbstractContextManager[None]]] = {}
 # What a context stores besides tensors.
 _SLOTS = ("required", "given", "numbers")
 
@@ -155,8 +160,16 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     inputs = dict(sorted(every, key=lambda each: not each[1].optional))
     outputs = tuple(name for step in steps for name in step.outputs)
     scalars = tuple(dict.fromkeys(name for step in steps for name in step.scalars))
+    often = frozenset(name for name, count in Counter(n for step in steps for n in step.inputs).items() if count > 1)
 
     def run(*given: Any) -> tuple[Any, ...]:
+        within = sharing.get(type(given[0])) if given else None
+        if within is None:
+            return in_turn(given)
+        with within(often):
+            return in_turn(given)
+
+    def in_turn(given: tuple[Any, ...]) -> tuple[Any, ...]:
         known = dict(zip((*inputs, *scalars), given, strict=True))
         for step in steps:
             found = [known[name] for name in step.inputs]
