@@ -34,11 +34,12 @@ from cute_ops.declaration.op import Op
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import signature
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.gemm.choice import whole_vectors
 from cute_ops.ops.gemm.config import GemmSize, busy, cycles
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu
 from cute_ops_torch import registry
-from cute_ops_torch.library.tensors import bind_tensors, memory
+from cute_ops_torch.library.tensors import array, bind_tensors, memory
 
 OPS = {op.name: op for op in (linear, linear_gelu, linear_add, gated_linear, linear_dx, linear_dweight)}
 SIZES = {"linear_dx": ("m", "k", "n"), "linear_dweight": ("n", "k", "m")}
@@ -71,11 +72,11 @@ def inputs(point: Point) -> list[torch.Tensor]:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows begin at multiples of 16 bytes; the tensor itself where its rows do."""
-    rows, columns = tensor.shape
-    if columns % VECTOR == 0:
+    """A copy whose rows begin at whole vectors, as ``fused="auto"`` makes it; the tensor itself where its rows do."""
+    strides = whole_vectors(array(tensor), tensor.stride())
+    if strides is None or strides == tensor.stride():
         return tensor
-    return tensor.new_empty(rows, -(-columns // VECTOR) * VECTOR)[:, :columns].copy_(tensor)
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def measure(point: Point, rounds: int, stream: torch.cuda.Stream) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
     if binding.empty or binding.dtype_without_kernel or "b" in binding.dims:
         return {}
     size = GemmSize(binding.rows, binding.dims["n"], binding.dims["k"])
-    operands = {n: (a, memory[n].strides, memory[n].address) for n, a in [*binding.inputs.items()][:2] if a}
+    multiplied = {n: a for n in op.instead.anywhere if (a := binding.inputs[n])}
+    operands = {n: (a, memory[n].strides, memory[n].address) for n, a in multiplied.items()}
     found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], size), strict=True) if s}
     if not found or instead(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
         return {}

