@@ -15,8 +15,9 @@ from cute_ops.constants import make_room
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array as Spec
 from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.expression.call import Attrs, key_of
 from cute_ops.ops.gemm import by_call
-from cute_ops.ops.gemm.by_call import Attrs, Epilogue
+from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
 from cute_ops.ops.gemm.halves import APART, PACKED
 from cute_ops.ops.gemm.linear import linear as product
@@ -122,7 +123,7 @@ class Products(ABC, Generic[Array]):
             constants = tuple(attrs.items()) if attrs else ()
             what = caller, layout, save, *[a if a is None else a.shape for a in arrays]
             try:
-                function, fits, as_given = self.known[by_call.key_of(epilogue, constants, *what)]
+                function, fits, as_given = self.known[key_of(epilogue, constants, *what)]
             except (KeyError, TypeError):  # a symbolic shape has no hash
                 function, fits, as_given = self._remembered(make, what, epilogue, arrays, constants)
             if as_given:
@@ -135,12 +136,12 @@ class Products(ABC, Generic[Array]):
         self, make: Maker, what: tuple[Any, ...], epilogue: Epilogue, arrays: Sequence[Any], attrs: Attrs
     ) -> tuple[Function, Fits, bool]:
         """What ``known`` has of a call, which is put there if that is possible."""
-        key, (caller, layout, save, *shapes) = by_call.key_of(epilogue, attrs, *what), what
+        key, (caller, layout, save, *shapes) = key_of(epilogue, attrs, *what), what
         options, fits = self.choose(epilogue, arrays, layout, attrs, caller)
         function = self.function(make(epilogue, *options, layout, save, attrs))
         as_given = all(fit and fit.sizes == shape for shape, fit in zip(shapes[2:], fits, strict=True))
         found = function, fits, as_given and APART not in layout
-        if key and key == by_call.key_of(epilogue, attrs, *what):  # nothing has changed meanwhile
+        if key and key == key_of(epilogue, attrs, *what):  # nothing has changed meanwhile
             try:
                 make_room(self.known)
                 self.known[key] = found

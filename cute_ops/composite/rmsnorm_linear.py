@@ -21,11 +21,12 @@ from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.batches import each
+from cute_ops.ops.expression.call import Attrs
 from cute_ops.ops.expression.formula import Attrs as Attributes
 from cute_ops.ops.expression.formula import ByAttrs, Formula
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.expression.pointwise import pointwise
-from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
+from cute_ops.ops.gemm.by_call import Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gradient import ACC
 from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cache
 
 from cute_ops.declaration.op import Op
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
-from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import is_whole
 from cute_ops.fusion.express import Leaf
-from cute_ops.ops.expression.fused import fused_traced
+from cute_ops.ops.expression.call import op_of
 
 _SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
 
@@ -50,11 +48,7 @@ def _declared(expression: Expression, dtypes: tuple[str, ...], shapes: tuple[str
     own = {i: f"{dtypes[i]} {_SHAPES[str(expression.operands[i])]}" for i in tiles if several}
     operands = {f"x{i}": own.get(i, shape) for i, shape in enumerate(shapes)}
     stored = with_dtypes(expression, tiles, outputs)
-    text = "; ".join([text_of(stored), *operands.values()])
-    name = f"found_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return fused_traced(
-        stored, declared, operands=operands, name=name, no_gradient=(), doc=f"``{text_of(expression)}`` in one pass."
-    )
+    return op_of(stored, operands, name="found")
 
 
 def with_dtypes(expression: Expression, tiles: dict[int, str], outputs: Sequence[str]) -> Expression:

@@ -7,6 +7,7 @@ from functools import cache
 from inspect import signature
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from cute_ops.declaration.op import Op
@@ -75,6 +76,16 @@ def guard(function: Any) -> tuple[str, ...]:
 def whole(function: str | tuple[str, ...]) -> Any:
     """A function from what :func:`guard` returned; a text as it is."""
     return function if isinstance(function, str) else function_of(*function)
+
+
+def attribute(name: str, value: Any) -> Any:
+    """An attribute as a constant. torch.compile takes a number of NumPy as an array, whose value it does not know."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        raise TypeError(
+            f"cute_ops_torch: attribute `{name}` is an array to torch.compile, as numbers of NumPy are, too: give "
+            f"float({name}), int({name}) or bool({name})."
+        )
+    return number(value)
 
 
 def number(value: Any) -> Any:

@@ -10,9 +10,10 @@ import torch
 from cute_ops.composite.public import continued
 from cute_ops.constants import make_room
 from cute_ops.errors import shown
-from cute_ops.ops.expression.broadcast import Fit
-from cute_ops.ops.expression.by_call import DOC, TILES, Attrs, ByCall, decorate, dtype_of, kinds, there
-from cute_ops_torch.composite.constant import constant, guard, number, traced
+from cute_ops.ops.expression.broadcast import TILES, Fit
+from cute_ops.ops.expression.by_call import DOC, ByCall, decorate, dtype_of, kinds, presence
+from cute_ops.ops.expression.call import Attrs, key_of
+from cute_ops_torch.composite.constant import attribute, constant, guard, traced
 from cute_ops_torch.library.nodes import tracked
 from cute_ops_torch.registry import define, register
 
@@ -56,13 +57,13 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
     while_traced = traced(by_call.op, namespace)
 
     @constant
-    def halves(there: str, attrs: Attrs) -> str:
-        return by_call.halves(there, attrs)
+    def halves(presence: str, attrs: Attrs) -> str:
+        return by_call.halves(presence, attrs)
 
     def choose(operands: Sequence[Operand], attrs: Attrs) -> Chosen:
         op, fits = by_call.choose(operands, attrs, torch.Tensor)
         # None of a call whose tiles have several dtypes, which its op declares.
-        tiles = [i for i, how in enumerate(fits) if how is not None and how.shape in TILES.values()]
+        tiles = [i for i, how in enumerate(fits) if how is not None and how.shape in TILES]
         function = define(op, namespace).function
         return function, None if _meet(operands, fits) else fits, [(tiles[0], i) for i in tiles[1:]] if tiles else None
 
@@ -72,7 +73,7 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
         if own in known:
             return known[own]
         chosen = choose(operands, attrs)
-        if key and key == by_call.key(given, attrs):  # nothing has changed meanwhile
+        if key and key == key_of(by_call.function, attrs, given):  # nothing has changed meanwhile
             make_room(known)
             known[own if chosen[2] is None else key] = chosen
         return chosen
@@ -82,14 +83,14 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
         fits: Fits | None
         if torch.compiler.is_dynamo_compiling():
             guard(by_call.function)
-            attrs = tuple((name, number(value)) for name, value in attrs)
+            attrs = tuple((name, attribute(name, value)) for name, value in attrs)
             shapes = by_call.shapes(operands, torch.Tensor)
             dtypes = [dtype_of(t) if isinstance(t, torch.Tensor) else "" for t in operands]
-            fits = by_call.fits(shapes, halves(there(shapes), attrs), dtypes)
+            fits = by_call.fits(shapes, halves(presence(shapes), attrs), dtypes)
             run = while_traced(kinds(fits), attrs)
         else:
             given = tuple([t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands])
-            key = by_call.key(given, attrs)
+            key = key_of(by_call.function, attrs, given)
             try:
                 run, fits, alike = known[key]
             except KeyError:

@@ -10,7 +10,7 @@ from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.composite.rmsnorm_linear import NAMED, rmsnorm_linear
-from cute_ops.ops.gemm.by_call import op_of
+from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops_torch.registry import define
 
@@ -24,4 +24,4 @@ for _name, _bias in product(NAMED, ("n", None)):
     define(rmsnorm_linear(_name, (_bias,)))
 # What modules such as LinearGELU call, with a bias and without.
 for _name, _bias in product(EPILOGUES, ("n", None)):
-    define(op_of(_name, (_bias, "*m n") if _name == "add" else (_bias,), "n k"))
+    define(op_of_call(_name, (_bias, "*m n") if _name == "add" else (_bias,)))

@@ -13,7 +13,7 @@ from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops_torch.composite.autocast import autocast, enabled
-from cute_ops_torch.composite.constant import constant, functions, guard, number, traced, whole
+from cute_ops_torch.composite.constant import attribute, constant, functions, guard, traced, whole
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
@@ -42,7 +42,7 @@ class TorchProducts(Products[Tensor]):
         self, make: Maker, epilogue: Epilogue, attrs: Mapping[str, Any], caller: str, arrays: Sequence[Any],
         layout: str, save: str,
     ) -> tuple[Function, Fits]:  # fmt: skip
-        constants = tuple((name, number(value)) for name, value in attrs.items())
+        constants = tuple((name, attribute(name, value)) for name, value in attrs.items())
         function = epilogue if isinstance(epilogue, str) else guard(epilogue)
         options, fits = self.choose(epilogue, arrays, layout, constants, caller)
         return _traced(make, function, *options, layout, save, constants), fits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
-from cute_ops.ops.expression.by_call import DTYPES
+from cute_ops.ops.expression.call import DTYPES
 from cute_ops.testing import numpy_dtype
 from tests.contract.adapters import Adapter, as_tuple
 from tests.ops import mixing

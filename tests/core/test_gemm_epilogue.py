@@ -26,7 +26,7 @@ from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.expression.broadcast import fit
 from cute_ops.ops.expression.fused import fused
-from cute_ops.ops.gemm.by_call import op_of
+from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.config import EpilogueCost, configs
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, linear_float32
@@ -124,19 +124,19 @@ def test_an_op_of_a_call_is_made_once() -> None:
     def other(xp: Any, y: Any, bias: Any) -> Any:
         return bias + y
 
-    op = op_of(shifted, ("n",), "n k")
-    assert op is op_of(shifted, ("n", None), "n k")
+    op = op_of_call(shifted, ("n",))
+    assert op is op_of_call(shifted, ("n", None))
     other.__name__ = "shifted"
-    assert op is op_of(other, ("n",), "n k")  # what it computes, and how it is called, are the same
+    assert op is op_of_call(other, ("n",))  # what it computes, and how it is called, are the same
     assert op.name == "linear_shifted_1f90a1072368"  # in every process
-    assert {op.name} == {o.name for o in (op, op_of(shifted, ("n",), "n k", "pre", (("slope", 1.0),)))}
-    others = [op_of(shifted, shapes, "n k") for shapes in ((TILE,), ("n", ""), ("n", "*m 1"))]
-    others += [op_of(shifted, ("n",), "k n"), op_of(shifted, ("n",), "n k", "pre", (("slope", 2.0),))]
-    others.append(op_of(shifted, ("n",), "n k", "none"))
+    assert {op.name} == {o.name for o in (op, op_of_call(shifted, ("n",), attrs=(("slope", 1.0),)))}
+    others = [op_of_call(shifted, shapes) for shapes in ((TILE,), ("n", ""), ("n", "*m 1"))]
+    others += [op_of_call(shifted, ("n",), layout="k n"), op_of_call(shifted, ("n",), attrs=(("slope", 2.0),))]
+    others.append(op_of_call(shifted, ("n",), save="none"))
     assert len({op.name for op in (op, *others)}) == 7
     assert repr(others[2]).startswith("Op linear_shifted_")
     assert list(others[2].inputs) == ["x", "weight", "bias", "factor"]
-    beside = op_of(lambda xp, acc, weight, y, _x: acc * weight + y + _x, ("n", "n", "n"), "n k")
+    beside = op_of_call(lambda xp, acc, weight, y, _x: acc * weight + y + _x, ("n", "n", "n"))
     assert list(beside.inputs) == ["x", "weight", "operand0", "y", "operand2"]
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops import Op
-from cute_ops.ops.expression.by_call import DTYPES, ByCall
+from cute_ops.ops.expression.by_call import ByCall
+from cute_ops.ops.expression.call import DTYPES
 
 ROW = {"axis": -1, "keepdims": True}
 

@@ -96,7 +96,7 @@ def _gated_mlp(xp: Any, x: Any, w_gate_up: Any, w_down: Any) -> Any:
 PRODUCTS = (
     _of(linear),
     _of(
-        by_call.op_of(clipped_add, ("n", "*m n"), "n k", attrs=(("limit", 2.0),)), "linear_epilogue", "linear",
+        by_call.op_of_call(clipped_add, ("n", "*m n"), attrs=(("limit", 2.0),)), "linear_epilogue", "linear",
         {"epilogue": clipped_add, "limit": 2.0},
     ),
     *map(_of, NAMED),

@@ -139,7 +139,7 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     if device == "cuda" and not has_cuda_headers():
         pytest.skip("AOTInductor needs the headers of the CUDA toolkit")
     # Of epilogues, one with a name, which a process that loads the package knows.
-    with_name = by_call.op_of("add", ("n", "*m n"), "n k")
+    with_name = by_call.op_of_call("add", ("n", "*m n"))
     ops = [*OPS, *(with_name if product.name == "linear_epilogue" else product.op for product in PRODUCTS)]
     for op in ops:
         cute_ops_torch.register(op)

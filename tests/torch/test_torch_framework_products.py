@@ -28,8 +28,8 @@ from cute_ops_torch.library.tensors import bind_tensors
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
-BIASED = by_call.op_of("bias", ("n",), "n k")
-ACROSS = by_call.op_of("bias", ("n",), "k n")
+BIASED = by_call.op_of_call("bias", ("n",))
+ACROSS = by_call.op_of_call("bias", ("n",), layout="k n")
 # What comes next reads a float32 product, and the weight says the output's dtype.
 WIDE = fused_linear(
     lambda xp, acc, bias: xp.gelu(acc + bias), operands={"bias": "n"}, name="wide_gelu", dtypes={"acc": "float32"}

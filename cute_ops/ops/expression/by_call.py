@@ -18,7 +18,6 @@ the same in every process, and functions with the same expression share an op.
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import math
 import re
@@ -27,33 +26,29 @@ from functools import partial, update_wrapper
 from numbers import Real
 from typing import Any, NoReturn
 
-from cute_ops.constants import Exact, Unknown, constant, state
+from cute_ops.constants import Exact
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import FLOATS
 from cute_ops.errors import header_of, meant, unknown_argument
-from cute_ops.expressions.symbols import HalvesError
-from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression import many
-from cute_ops.ops.expression.broadcast import Fit, fit
-from cute_ops.ops.expression.fused import fused, fused_traced, shape_of
+from cute_ops.ops.expression.broadcast import NUMBER, Fit, Sizes, fits, with_dtypes
+from cute_ops.ops.expression.call import (
+    KINDS,
+    SHAPES,
+    Attrs,
+    Function,
+    check_attributes,
+    declared,
+    of_elements,
+    read_by_halves,
+    readable,
+    remembered,
+)
+from cute_ops.ops.expression.fused import fused, shape_of
 
-TILES = {"t": "*m n", "2t": "*m 2n"}
-DTYPES = {"F": "float32", "H": "float16", "B": "bfloat16"}
-SHAPES: dict[str, str | None] = {
-    **TILES, "e": "any *m n", "2e": "any *m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "", "n": "", "_": None,
-    **{f"{tile}{letter}": f"{dtype} {shape}" for tile, shape in TILES.items() for letter, dtype in DTYPES.items()},
-}  # fmt: skip
-KINDS = {shape: kind for kind, shape in SHAPES.items() if shape is not None and kind != "n"} | {"number": "n"}
-# An argument's shape, "number" for a Python number, or None if it is left out.
-Sizes = Sequence[Any] | str | None
-Attrs = tuple[tuple[str, Any], ...]
-Function = Callable[..., Any]
 _KIND = re.compile(r"2?t[FHB]?|2?[er]|[csn_]")
 _CALL = re.compile(rf"((?:{_KIND.pattern})+)(?:\((.+)\))?")
 _VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
-# Ops by name; functions with the same expression share one.
-_known: dict[str, Op] = {}
 
 DOC = """Operands broadcast as in NumPy. If the result is ``[*m n]``, an operand is a tile ``[*m n]``, a row vector
 ``[n]``, a column vector ``[*m 1]``, a scalar ``[]``, or a Python number, which has no gradient. None means that an
@@ -116,7 +111,7 @@ class ByCall:
     def __init__(self, function: Function, name: str = "") -> None:
         called = str(getattr(function, "__name__", type(function).__name__))
         self.function = function
-        self.name = re.sub(r"\W+", "_", name or called, flags=re.ASCII).strip("_") or "function"
+        self.name = readable(name or called) or "function"
         parameters = list(header_of(function, "cute_ops.fused: argument `function`").parameters.values())[1:]
         own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         if not own or any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
@@ -131,7 +126,7 @@ class ByCall:
         self._defaults = {p.name: p.default for p in own if p.default is not p.empty}
         self._attrs = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         self._halves: dict[Hashable, str] = {}
-        # By all that an op follows from; the last one by kinds and attributes.
+        # By all that an op follows from, and the last one by kinds and attributes.
         self._ops: dict[Hashable, Op] = {}
         self._last: dict[tuple[str, Exact], Op] = {}
 
@@ -189,33 +184,26 @@ class ByCall:
                 problem = "is a bool, on which Python decides: make it an attribute, after a `*`."
                 self._refuse(TypeError, f"argument `{name}` {problem}")
             elif isinstance(value, Real):
-                found.append("number")
+                found.append(NUMBER)
             else:
                 problem = f"must be an array, a number or None, got {type(value).__name__}."
                 self._refuse(TypeError, f"argument `{name}` {problem}")
         return found
 
-    def halves(self, there: str, attrs: Attrs) -> str:
-        """Which operands are read by halves: ``2`` for each that is, ``1`` for each other one; ``there`` is from
-        :func:`there`. Raises TraceError for a function that does what an expression cannot say.
+    def halves(self, presence: str, attrs: Attrs) -> str:
+        """Which operands are read by halves: ``2`` for each that is, ``1`` for each other one; ``presence`` is from
+        :func:`presence`. Raises TraceError for a function that does what an expression cannot say.
         """
-        key = self.key(there, attrs)
-        found = self._halves.get(key) if key else None
-        if found is None:
+
+        def find() -> str:
             self._check(attrs)
             shapes = {
-                name: SHAPES["t" if each == "1" else "_"] for name, each in zip(self.operands, there, strict=True)
+                name: SHAPES["t" if each == "1" else "_"] for name, each in zip(self.operands, presence, strict=True)
             }
-            while True:
-                try:
-                    trace(self.function, shapes, dict(attrs))
-                    break
-                except HalvesError as error:
-                    shapes[error.operand] = SHAPES["2t"]
-            found = "".join("2" if shape == SHAPES["2t"] else "1" for shape in shapes.values())
-            if key and key == self.key(there, attrs):  # nothing has changed meanwhile
-                self._halves[key] = found
-        return found
+            packed = read_by_halves(self.function, shapes, attrs)
+            return "".join("2" if name in packed else "1" for name in self.operands)
+
+        return remembered(self._halves, self.function, attrs, presence, find)
 
     def fits(self, shapes: Sequence[Sizes], halves: str, dtypes: Sequence[str]) -> tuple[Fit | None, ...]:
         """How each operand of a call broadcasts to the result; None for one that is left out. ``dtypes`` has the name
@@ -224,55 +212,11 @@ class ByCall:
         Raises:
             ValueError: they do not broadcast, or none has the shape of the result.
         """
-        whole = self._broadcast(shapes, halves)
-        if not whole:
-            self._refuse(ValueError, "no argument has a last dim, so the result has no rows.", shapes)
-        *rows, n = whole
-        found: list[Fit | None] = []
-        for name, shape, half in zip(self.operands, shapes, halves, strict=True):
-            if shape is None:
-                found.append(None)
-            elif isinstance(shape, str):
-                found.append(Fit(shape, (), ()))
-            else:
-                columns = n * 2 if half == "2" else n
-                how = fit(shape, rows, columns, False)
-                if how is None:  # halves of one column, while others have more
-                    problem = f"argument `{name}` has {shape[-1]} columns, expected {columns}, two halves."
-                    self._refuse(ValueError, problem, shapes)
-                found.append(Fit(how.shape.replace("n", "2n"), how.sizes, how.own) if half == "2" else how)
-        if not any(how is not None and how.shape in ("*m n", "*m 2n") for how in found):
-            (name, *_) = [
-                name for name, shape in zip(self.operands, shapes, strict=True) if not isinstance(shape, str | None)
-            ]
-            problem = (
-                f"no argument has the shape of the result, {whole}; one must, because its dtype is the result's: write "
-                f"broadcast_to({name}, {tuple(whole)})."
-            )
-            self._refuse(ValueError, problem, shapes)
-        return _with_dtypes(found, dtypes)
 
-    def _broadcast(self, shapes: Sequence[Sizes], halves: str) -> list[Any]:
-        """The shape to which all operands broadcast; of an operand with halves, one half does."""
-        whole: list[Any] = []
-        for name, shape, half in zip(self.operands, shapes, halves, strict=True):
-            if shape is None or isinstance(shape, str):
-                continue
-            sizes = [*shape]
-            if half == "2":
-                if not sizes or sizes[-1] % 2:
-                    columns = sizes[-1] if sizes else "no"
-                    problem = f"argument `{name}` has {columns} columns, which two halves cannot share."
-                    self._refuse(ValueError, problem, shapes)
-                sizes[-1] = sizes[-1] // 2
-            for i in range(1, min(len(sizes), len(whole)) + 1):
-                if sizes[-i] == whole[-i] or sizes[-i] == 1:
-                    sizes[-i] = whole[-i]
-                elif whole[-i] != 1:
-                    problem = f"argument `{name}` has shape {[*shape]}, which does not broadcast with those before it."
-                    self._refuse(ValueError, problem, shapes)
-            whole = whole[: max(len(whole) - len(sizes), 0)] + sizes
-        return whole
+        def refuse(problem: str) -> NoReturn:
+            self._refuse(ValueError, problem, shapes)
+
+        return with_dtypes(fits(dict(zip(self.operands, shapes, strict=True)), halves, refuse), dtypes)
 
     def op(self, kinds: str, attrs: Attrs = ()) -> Op:
         """The op of calls with operands of these kinds, and with these attributes.
@@ -281,58 +225,32 @@ class ByCall:
             TraceError: the function does what an expression cannot say.
             ValueError: it does something that cannot be fused yet.
         """
-        key = self.key(kinds, attrs)
-        found = self._ops.get(key) if key else None
-        if found is None:
+
+        def make() -> Op:
             self._check(attrs)
-            found = self._last[kinds, Exact(attrs)] = self._declared(kinds, dict(attrs))
-            many.note(self.function, self.name, found.name)
-            # Nothing has changed meanwhile.
-            self._ops[key if key and key == self.key(kinds, attrs) else (kinds, Exact(attrs))] = found
-        return found
+            op = self._last[kinds, Exact(attrs)] = self._declared(kinds, dict(attrs))
+            many.note(self.function, self.name, op.name)
+            return op
+
+        return remembered(self._ops, self.function, attrs, kinds, make)
 
     def choose(self, operands: Sequence[Any], attrs: Attrs, array: Any) -> tuple[Op, tuple[Fit | None, ...]]:
         """The op of a call, and how its operands broadcast to the result."""
         shapes = self.shapes(operands, array)
         dtypes = [dtype_of(each) if isinstance(each, array) else "" for each in operands]
-        fits = self.fits(shapes, self.halves(there(shapes), attrs), dtypes)
-        return self.op(kinds(fits), attrs), fits
-
-    def key(self, what: Hashable, attrs: Attrs) -> Hashable:
-        """A key of what follows from a call, from its attributes, and from what the function refers to; None where it
-        cannot be known whether that changes: then the function is traced anew.
-        """
-        refers_to = state(self.function)
-        if not attrs or refers_to is None:
-            return refers_to and (what, refers_to)
-        try:
-            return what, refers_to, constant(attrs)
-        except Unknown:
-            return None
+        fitted = self.fits(shapes, self.halves(presence(shapes), attrs), dtypes)
+        return self.op(kinds(fitted), attrs), fitted
 
     def _check(self, attrs: Attrs) -> None:
-        for name, value in attrs:
-            if hasattr(value, "shape") or not isinstance(value, Hashable):
-                problem = (
-                    f"attribute `{name}` is a kernel's constant: give a number or text, not {type(value).__name__}"
-                )
-                self._refuse(TypeError, f"{problem}; an array is an operand, before the `*`.")
+        check_attributes(attrs, "before the `*`", partial(self._refuse, TypeError))
 
     def _declared(self, kinds: str, attrs: Mapping[str, Any]) -> Op:
-        by_name = dict(zip(self.operands, _KIND.findall(kinds), strict=True))
-        operands = {name: shape for name, kind in by_name.items() if (shape := SHAPES[kind]) is not None}
-        known = {**{name: None for name in self.operands if name not in operands}, **attrs}
+        operands = dict(zip(self.operands, map(SHAPES.__getitem__, _KIND.findall(kinds)), strict=True))
+        known = {**{name: None for name, shape in operands.items() if shape is None}, **attrs}
         function = update_wrapper(partial(self.function, **known), self.function) if known else self.function
-        shapes = {name: shape_of(operand) for name, operand in operands.items()}
-        expression = trace(function, shapes)  # once: name and op must be of the same numbers
-        computed = "; ".join([text_of(expression), kinds, *operands])
-        name = f"{self.name}_{kinds}_{hashlib.sha256(computed.encode()).hexdigest()[:12]}"
-        if name not in _known:
-            numbers = tuple(key for key, kind in by_name.items() if kind == "n")
-            doc = inspect.getdoc(self.function) or f"``{self.name}`` in one pass."
-            made = fused_traced(expression, function, operands=operands, name=name, no_gradient=numbers, doc=doc)
-            _known.setdefault(name, made)
-        return _known[name]
+        shapes = {name: shape_of(shape) for name, shape in declared(operands).items()}
+        # Traced once: name and op must be of the same numbers.
+        return of_elements(trace(function, shapes), operands, self.name, function)
 
     def default(self) -> Op:
         """The op whose operands without a default are all tiles.
@@ -395,7 +313,7 @@ class ByCall:
 
 def _has_text(value: Any) -> bool:
     """Whether :meth:`ByCall.find` can read an attribute's value."""
-    if isinstance(value, float):
+    if type(value) is float:
         return math.isfinite(value)
     return value is None or (isinstance(value, bool | int | str) and _VALUE.fullmatch(repr(value)) is not None)
 
@@ -405,25 +323,11 @@ def dtype_of(operand: Any) -> str:
     return str(operand.dtype).rpartition(".")[2]
 
 
-def _with_dtypes(fits: Sequence[Fit | None], dtypes: Sequence[str]) -> tuple[Fit | None, ...]:
-    """The kinds of operands with their dtypes where these matter: an expanded tile has any dtype if another tile is
-    whole, and tiles of several dtypes have each its own.
-    """
-    tiles = {i: how for i, how in enumerate(fits) if how is not None and how.shape in TILES.values()}
-    whole = [i for i, how in tiles.items() if not how.expanded] or [*tiles]
-    different = len({dtypes[i] for i in whole}) > 1 and all(dtypes[i] in FLOATS for i in whole)
-    own = {i: "any" for i in tiles if i not in whole} | {i: dtypes[i] for i in whole if different}
-    return tuple(
-        how._replace(shape=f"{own[i]} {how.shape}") if how is not None and i in own else how
-        for i, how in enumerate(fits)
-    )
-
-
-def there(shapes: Sequence[Sizes]) -> str:
+def presence(shapes: Sequence[Sizes]) -> str:
     """Which operands of a call are given: ``1`` for each that is, ``0`` for each that is left out."""
     return "".join("0" if shape is None else "1" for shape in shapes)
 
 
 def kinds(fits: Sequence[Fit | None]) -> str:
     """The kinds of a call's operands as one text."""
-    return "".join("_" if how is None else KINDS[how.shape] for how in fits)
+    return "".join(KINDS[how and how.shape] for how in fits)

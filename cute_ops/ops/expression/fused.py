@@ -82,12 +82,13 @@ def fused(
 
 
 def fused_traced(
-    expression: Expression, function: Callable[..., Any], *, operands: Mapping[str, str], name: str,
-    no_gradient: tuple[str, ...], doc: str,
+    expression: Expression, operands: Mapping[str, str], name: str, *, no_gradient: tuple[str, ...],
+    function: Callable[..., Any] | None, called: str,
 ) -> Op:  # fmt: skip
-    """The op of a function's expression, which is not traced again. Other arguments as in :func:`fused`."""
+    """The op of an expression, of a ``function`` that it was traced from. Other arguments as in :func:`fused`."""
     made = _Fused(name, ByAttrs(lambda _: expression), operands, (), {}, CASES, no_gradient)
-    return made.op(function.__module__, doc)
+    doc = function and inspect.getdoc(function)
+    return made.op(function.__module__ if function else __name__, doc or f"``{called}`` in one pass.")
 
 
 def fused_again(

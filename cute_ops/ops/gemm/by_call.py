@@ -6,25 +6,26 @@ same in every process. Functions that take epilogues, too, such as ``rmsnorm_lin
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
-from cute_ops.constants import Unknown, constant, make_room, state
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import header_of, meant, shown
-from cute_ops.expressions.symbols import HalvesError
+from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.batches import each
 from cute_ops.ops.expression import many
-from cute_ops.ops.expression.broadcast import Fit, fit
+from cute_ops.ops.expression.broadcast import Fit, Refuse, fit
+from cute_ops.ops.expression.call import Arrays, Attrs, check_attributes, digest, readable, remembered
+from cute_ops.ops.expression.call import Shapes as ByName
+from cute_ops.ops.expression.call import read_by_halves as read_by_halves_of
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
 from cute_ops.ops.gemm.named import EPILOGUES
@@ -32,12 +33,11 @@ from cute_ops.ops.gemm.named import EPILOGUES
 Epilogue = Callable[..., Any] | str
 # Of each operand, as :func:`fused_linear` takes it; None where it is left out.
 Shapes = tuple[str | None, ...]
-Attrs = tuple[tuple[str, Any], ...]
 # What functions that take epilogues have as keywords, besides the epilogue's attributes.
 OPTIONS = ("epilogue", "fused", "packed", "transposed", "save")
 # Names of operands that an op has for something else, and those that it may not have.
 _TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
-# Expressions by :func:`key_of`, with the shapes of operands and weight.
+# What :func:`remembered` has of epilogues, with the shapes of operands and weight.
 _known: dict[Hashable, Traced] = {}
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
@@ -107,6 +107,76 @@ class Traced(NamedTuple):
     operands: tuple[tuple[str, str], ...]
 
 
+class Product(NamedTuple):
+    """The product of a call of ``linear``, or of a declaration, as :func:`cute_ops.ops.expression.call.op_of` takes it.
+
+    Attributes:
+        layout: the weight's shape, as :func:`weight_shape` gives it.
+        batched: whether there is a weight for each example.
+        save: what is kept for the gradient, as :func:`fused_linear` has it.
+        sizes: of a call: leading dims of x, columns of the result, leading dims of the weight.
+    """
+
+    layout: str = "n k"
+    batched: bool = False
+    save: str = "pre"
+    sizes: tuple[Sequence[Any], Any, Sequence[Any]] | None = None
+
+    @classmethod
+    def of(cls, x: Array, weight: Array, layout: str = "n k", save: str = "pre") -> Product:
+        """The product of a call.
+
+        Raises:
+            ValueError: x and the weight do not fit together.
+        """
+
+        def refuse(problem: str) -> NoReturn:
+            raise ValueError(f"cute.linear: {problem}")
+
+        return cls(layout, is_batch(layout, len(weight.shape)), save, _sizes(x.shape, weight.shape, layout, refuse))
+
+    def fits(self, expression: Expression, operands: Arrays) -> dict[str, Fit | None]:
+        """How an epilogue's operands meet the product.
+
+        Raises:
+            ValueError: one does not broadcast.
+        """
+        if self.sizes is None:
+            raise ValueError("cute.linear: operands are arrays, which meet the product of a call: use Product.of.")
+        (rows, n, batch), packed = self.sizes, "2" in self.layout
+        halves = iter(PACKED if operand.packed else "n" for operand in expression.operands[1:])
+        found: dict[str, Fit | None] = {}
+        for key, array in operands.items():
+            found[key] = how = fit(array.shape, rows, n, packed, batch) if isinstance(array, Array) else None
+            if isinstance(array, Array) and how is None:
+                raise ValueError(f"cute.linear: {_unfit(key, array.shape, rows, n, packed)}")
+            if how and packed and n == 0:  # n columns are as many as 2n
+                found[key] = how._replace(shape=how.shape.replace("n", next(halves)))
+        return found
+
+    def op(self, expression: Expression | str, operands: ByName, name: str) -> Op:
+        """The op of the product with an epilogue whose operands have these shapes.
+
+        Raises:
+            NotImplementedError: weights are a batch, and the epilogue reduces rows or looks at groups of columns.
+        """
+        text = expression if isinstance(expression, str) else text_of(expression)
+        return self.of_traced(Traced(name, text, _named([*operands], [*operands.values()])), name or text)
+
+    def of_traced(self, traced: Traced, epilogue: Epilogue) -> Op:
+        """The op of the product with an epilogue that is traced; raises as :meth:`op` does."""
+        one = op_of_traced(traced, self.whole, self.save)
+        op = one.batched if self.batched else one
+        if op is None:
+            refuse_batch(epilogue)
+        return halves_apart(op, whole=one.batched is None) if APART in self.layout else op
+
+    @property
+    def whole(self) -> str:
+        """The weight's shape with both halves in one dim."""
+        return self.layout.replace(APART, PACKED)
+
+
 def fits(
     epilogue: Epilogue, arrays: Sequence[Any], layout: str, attrs: Attrs, spec: Callable[[Any], Array],
     caller: str = "linear",
@@ -118,37 +188,19 @@ def fits(
         TypeError: the epilogue takes more operands, or fewer; x or the weight is None.
         ValueError: an operand does not broadcast.
     """
-    (x, weight, *operands), dims = arrays, layout.split()
+    x, weight, *operands = arrays
     if x is None or weight is None:
         raise TypeError(f"cute.{caller}: argument `{'x' if x is None else 'weight'}` is required, but None was given.")
 
     def refuse(problem: str) -> NoReturn:
         _refuse(problem, [x, weight], (), layout, spec, caller)
 
-    packed, halves = "2" in layout, "2" in dims
-    if not x.shape:
-        refuse("argument `x` has 0 dims, expected 1 or more.")
-    if len(weight.shape) < len(dims):
-        refuse(f"argument `weight` has {len(weight.shape)} dims, expected {len(dims)} or more.")
-    own = dict(zip(dims, weight.shape[-len(dims) :], strict=True))
-    if halves and own["2"] != 2:
-        refuse(f"argument `weight` has {own['2']} in place of 2, its halves.")
-    columns = 2 * own["n"] if halves else own["2n" if packed else "n"]
-    rows, batch = x.shape[:-1], weight.shape[: -len(dims)]
-    if batch and rows[:-1] != batch:
-        refuse(f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows.")
-    if packed and columns % 2:
-        refuse(f"argument `weight` has {columns} columns of the product, which two halves cannot share.")
-    n = columns // 2 if packed else columns
+    (rows, n, batch), packed = _sizes(x.shape, weight.shape, layout, refuse), "2" in layout
     found = tuple(None if a is None else fit(a.shape, rows, n, packed, batch) for a in operands)
     for i, (operand, how) in enumerate(zip(operands, found, strict=True)):
         if operand is not None and how is None:
             names = operand_names(epilogue, len(operands), caller)
-            whole = [f"{[*rows, n]}", *([f"{[*rows, 2 * n]}"] if packed else [])]
-            problem = (
-                f"argument `{names[i]}` has shape {list(operand.shape)}, which does not broadcast to"
-                f" {' or '.join(whole)}."
-            )
+            problem = _unfit(names[i], operand.shape, rows, n, packed)
             _refuse(problem, arrays, names, layout, spec, caller)
     if packed and n == 0:  # n columns are as many as 2n
         read = read_by_halves(epilogue, tuple(fit and fit.shape for fit in found), layout, attrs, caller)
@@ -156,21 +208,43 @@ def fits(
     return found
 
 
+def _sizes(
+    x: Sequence[Any], weight: Sequence[Any], layout: str, refuse: Refuse
+) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+    """The leading dims of x, the columns of the result and the leading dims of the weight, which fit together."""
+    dims, packed = layout.split(), "2" in layout
+    if not x:
+        refuse("argument `x` has 0 dims, expected 1 or more.")
+    if len(weight) < len(dims):
+        refuse(f"argument `weight` has {len(weight)} dims, expected {len(dims)} or more.")
+    own = dict(zip(dims, weight[-len(dims) :], strict=True))
+    if "2" in dims and own["2"] != 2:
+        refuse(f"argument `weight` has {own['2']} in place of 2, its halves.")
+    columns = 2 * own["n"] if "2" in dims else own["2n" if packed else "n"]
+    rows, batch = x[:-1], weight[: -len(dims)]
+    if batch and rows[:-1] != batch:
+        refuse(f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows.")
+    if packed and columns % 2:
+        refuse(f"argument `weight` has {columns} columns of the product, which two halves cannot share.")
+    return rows, columns // 2 if packed else columns, batch
+
+
+def _unfit(name: str, shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool) -> str:
+    """Says that an operand does not broadcast."""
+    result = " or ".join(str([*rows, columns]) for columns in ((n, 2 * n) if packed else (n,)))
+    return f"argument `{name}` has shape {list(shape)}, which does not broadcast to {result}."
+
+
 def read_by_halves(epilogue: Epilogue, shapes: Shapes, layout: str, attrs: Attrs, caller: str) -> tuple[str, ...]:
     """``2n`` for each operand that the epilogue of a packed product reads by halves, ``n`` for each other one."""
     function = _meant(epilogue, caller)
     if isinstance(function, str):
-        declared = iter(parse(function).operands[1:])
-        return tuple(PACKED if shape is not None and next(declared).packed else "n" for shape in shapes)
-    names, found = operand_names(epilogue, len(shapes), caller), [*shapes]
-    while True:
-        try:
-            traced(epilogue, tuple(found), layout.replace(APART, PACKED), attrs, caller)
-        except HalvesError as error:
-            place = names.index(error.operand)
-            found[place] = str(found[place]).replace("n", PACKED)
-        else:
-            return tuple(PACKED if shape and PACKED in shape else "n" for shape in found)
+        operands = iter(parse(function).operands[1:])
+        return tuple(PACKED if shape is not None and next(operands).packed else "n" for shape in shapes)
+    names = operand_names(function, len(shapes), caller)
+    _, acc, *_ = inspect.signature(function).parameters
+    packed = read_by_halves_of(function, {acc: "*m 2n", **dict(zip(names, shapes, strict=True))}, attrs)
+    return tuple(PACKED if name in packed else "n" for name in names)
 
 
 def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: str = "linear") -> str:
@@ -281,17 +355,20 @@ def operand_names(epilogue: Epilogue, count: int, caller: str = "linear") -> tup
     return tuple(p.name for p in parameters[:count])
 
 
-def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, save: str, attrs: Attrs) -> Op:
+def op_of_call(
+    epilogue: Epilogue, shapes: Shapes, batched: bool = False, layout: str = "n k", save: str = "pre",
+    attrs: Attrs = (),
+) -> Op:  # fmt: skip
     """The op of a call, whose weight, of a layout that :func:`weight_shape` gives, may be a batch of them.
 
     Raises:
-        NotImplementedError: it is, and the epilogue reduces rows or looks at groups of columns.
+        TypeError: the epilogue takes more operands, or fewer, or other attributes.
+        TraceError: it does what an expression cannot say.
+        NotImplementedError: weights are a batch, and it reduces rows or looks at groups of columns.
     """
-    one = op_of(epilogue, shapes, layout.replace(APART, PACKED), save, attrs)
-    made = one.batched if batched else one
-    if made is None:
-        refuse_batch(epilogue)
-    return halves_apart(made, whole=one.batched is None) if APART in layout else made
+    check_save(save)
+    product = Product(layout, batched, save)
+    return product.of_traced(traced(epilogue, shapes, product.whole, attrs), epilogue)
 
 
 def refuse_batch(epilogue: Epilogue, caller: str = "linear") -> NoReturn:
@@ -303,18 +380,6 @@ def refuse_batch(epilogue: Epilogue, caller: str = "linear") -> NoReturn:
     )
 
 
-def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", attrs: Attrs = ()) -> Op:
-    """The op of a product with an epilogue, which is traced once for each combination of shapes and attributes.
-    Arguments as in :func:`fused_linear`.
-
-    Raises:
-        TypeError: the epilogue takes more operands, or fewer, or other attributes.
-        TraceError: it does what an expression cannot say.
-    """
-    check_save(save)
-    return op_of_traced(traced(epilogue, shapes, weight, attrs), weight, save)
-
-
 def check_save(save: str, caller: str = "linear") -> None:
     """Raise ValueError for what this option cannot be."""
     if save not in ("pre", "none"):
@@ -324,45 +389,26 @@ def check_save(save: str, caller: str = "linear") -> None:
 def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), caller: str = "linear") -> Traced:
     """An epilogue's expression: the same one every time for the same arguments, which are those of :func:`op_of`."""
     epilogue = _meant(epilogue, caller)
-    for name, value in attrs:
-        if hasattr(value, "shape"):
-            problem = f"attribute `{name}` is part of the kernel, which an array is not: give operands by position."
-            raise TypeError(f"cute.{caller}: {problem}")
-        if not isinstance(value, Hashable):
-            raise TypeError(f"cute.{caller}: attribute `{name}` must be a number, got {shown(value)}.")
+    check_attributes(attrs, "given by position", partial(_refuse_type, caller))
     if isinstance(epilogue, str):
         _refuse_attributes(dict(attrs), (), epilogue, caller)
-        return Traced("", epilogue, _there(operand_names(epilogue, len(shapes), caller), shapes))
-    key = key_of(epilogue, attrs, shapes, weight)
-    found = _known.get(key) if key else None
-    if found is None:
-        names = operand_names(epilogue, len(shapes), caller)
-        _check_attributes(epilogue, len(names), dict(attrs), caller)
-        _, acc, *_ = inspect.signature(epilogue).parameters
-        product = "*m 2n" if "2n" in weight else "*m n"
-        operands = {acc: product, **dict(zip(names, shapes, strict=True))}
-        text = text_of(trace(epilogue, operands, dict(attrs)))
-        found = Traced(_name(epilogue), text, _there(names, shapes))
-        many.note(epilogue, f"the epilogue {found.name} of {caller}", text)
-        if key and key == key_of(epilogue, attrs, shapes, weight):  # nothing has changed meanwhile
-            make_room(_known)
-            _known[key] = found
-    return found
+        return Traced("", epilogue, _named(operand_names(epilogue, len(shapes), caller), shapes))
+    function = epilogue
+
+    def make() -> Traced:
+        names = operand_names(function, len(shapes), caller)
+        _check_attributes(function, len(names), dict(attrs), caller)
+        _, acc, *_ = inspect.signature(function).parameters
+        operands = {acc: "*m 2n" if "2n" in weight else "*m n", **dict(zip(names, shapes, strict=True))}
+        found = Traced(_name(function), text_of(trace(function, operands, dict(attrs))), _named(names, shapes))
+        many.note(function, f"the epilogue {found.name} of {caller}", found.text)
+        return found
+
+    return remembered(_known, function, attrs, (shapes, weight), make)
 
 
-def key_of(epilogue: Epilogue, attrs: Attrs, *what: Hashable) -> Hashable:
-    """A key of what follows from an epilogue, from what it refers to and from its attributes; None where it cannot be
-    known whether that changes: then it is traced anew.
-    """
-    if type(epilogue) is str:  # which has no attributes: some are refused each time
-        return None if attrs else (epilogue, what)
-    refers_to = state(epilogue)
-    if not attrs or refers_to is None:
-        return refers_to and (refers_to, what)
-    try:
-        return refers_to, what, constant(attrs)
-    except Unknown:
-        return None
+def _refuse_type(caller: str, problem: str) -> NoReturn:
+    raise TypeError(f"cute.{caller}: {problem}")
 
 
 def _meant(epilogue: Any, caller: str) -> Epilogue:
@@ -397,17 +443,17 @@ def _name(epilogue: Callable[..., Any]) -> str:
     return str(getattr(epilogue, "__name__", type(epilogue).__name__)).rpartition(".")[2]
 
 
-def _there(names: Sequence[str], shapes: Shapes) -> tuple[tuple[str, str], ...]:
+def _named(names: Sequence[str], shapes: Sequence[str | None]) -> tuple[tuple[str, str], ...]:
     """Operands that are not left out, by names that they may have."""
     allowed = [f"operand{i}" if _TAKEN.fullmatch(name) else name for i, name in enumerate(names)]
     return tuple((name, shape) for name, shape in zip(allowed, shapes, strict=True) if shape is not None)
 
 
 @cache
-def op_of_traced(found: Traced, weight: str, save: Any) -> Op:
+def op_of_traced(traced: Traced, weight: str, save: Any) -> Op:
     """The op of a product with an epilogue that is traced."""
-    text = "; ".join([found.text, *(name for name, _ in found.operands), weight, save])
-    readable = re.sub(r"\W+", "_", found.name).strip("_")
-    full = "_".join(filter(None, ["linear", readable, hashlib.sha256(text.encode()).hexdigest()[:12]]))
-    operands = dict(found.operands)
-    return fused_linear(found.text, operands=operands, weight=weight, name=full, save=save, called="linear")
+    ending = digest(traced.text, *(name for name, _ in traced.operands), weight, save)
+    full = "_".join(filter(None, ["linear", readable(traced.name), ending]))
+    return fused_linear(
+        traced.text, operands=dict(traced.operands), weight=weight, name=full, save=save, called="linear"
+    )
