@@ -139,7 +139,7 @@ def _runs_code(value: Any) -> bool:
 
 def _is_numpy_number(value: Any) -> bool:
     kind = type(value)  # arrays have `__array_finalize__`, and a void is a view of one
-    return kind.__module__ == "numpy" and hasattr(kind, "tobytes") and not (
+    return kind.__module__ in ("numpy", "ml_dtypes") and hasattr(kind, "tobytes") and not (
         hasattr(kind, "__array_finalize__") or kind.__name__ == "void"
     )  # fmt: skip
 

@@ -156,7 +156,7 @@ def _line() -> tuple[str, int]:
 
 def as_number(x: Any) -> float | bool | None:
     """A number of Python or NumPy as a bool or a float, infinity for one beyond float64; None for anything else."""
-    if type(x).__module__ == "numpy" and getattr(x, "ndim", None) == 0:
+    if type(x).__module__ in ("numpy", "ml_dtypes") and getattr(x, "ndim", None) == 0:
         x = x.item()
     try:
         return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ from tests.fuzz.constants import fuzz
 RNG = np.random.default_rng(0)
 X, W = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 6), (8, 6)))
 ONES = np.ones((1, 2), np.float32)
-SCALE = 2.0
+SCALE, NUMPY = 2.0, np.float32(5)
 
 
 @pytest.fixture
@@ -80,6 +82,37 @@ class Layer:
 
     def __call__(self, xp: Any, acc: Any) -> Any:
         return acc * self.scale
+
+
+def test_a_number_of_numpy_is_an_attribute_of_its_own_type(
+    adapter: Adapter, product: Callable[..., np.ndarray]
+) -> None:
+    def scaled(xp: Any, acc: Any, *, k: Any = NUMPY) -> Any:
+        return acc * k + (1 if isinstance(k, np.generic) else 0)
+
+    function, ones, plain = adapter.ours.fused(scaled, name="numbers_of_numpy"), adapter.array(ONES), X @ W.T
+    numbers = (
+        2.0, np.float32(2), np.float64(2), 3, np.int8(3), np.bool_(True), ml_dtypes.bfloat16(2), np.float32(3), 2.0,
+    )  # fmt: skip
+    for k in numbers:
+        more = float(isinstance(k, np.generic))
+        for out in (function(ones, k=k), adapter.ours.fused(functools.partial(scaled, k=k))(ones)):
+            np.testing.assert_array_equal(adapter.numpy(out), float(k) + more)
+        for out in (product(scaled, k=k), product(functools.partial(scaled, k=k))):
+            np.testing.assert_allclose(out, plain * float(k) + more, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(adapter.numpy(function(ones)), 6.0)
+    for wrong in (np.array(2.0), np.ones(2)):
+        with pytest.raises(TypeError, match="attribute `k` is a kernel's constant: give a number or text, not ndarray"):
+            function(ones, k=wrong)
+        with pytest.raises(TypeError, match="attribute `k` is a kernel's constant: give a number or text, not ndarray"):
+            product(scaled, k=wrong)
+    calls = (lambda x: function(x, k=np.float32(5))), (lambda x: adapter.ours.linear(x, x, epilogue=scaled, k=NUMPY))
+    for call in calls:
+        if adapter.name == "torch":  # which takes it as an array
+            with pytest.raises(Exception, match="attribute `k` is an array to torch"):
+                adapter.compiled(call)(ones)
+        else:
+            adapter.compiled(call)(ones)
 
 
 def test_a_method_has_the_numbers_that_its_object_has_now(product: Callable[..., np.ndarray]) -> None:

@@ -144,7 +144,7 @@ WRONG: dict[Call, str] = {
         "cute.linear: `fusd` (did you mean fused?) was given, but no epilogue that reads it."
     ),
     lambda ours, x: ours.linear(x, x[0], epilogue="silu", bias=x): (
-        "cute.linear: attribute `bias` is part of the kernel, which an array is not: give operands by position."
+        "cute.linear: attribute `bias` is a kernel's constant: give a number or text, not "
     ),
     lambda ours, x: ours.linear(x, x[0], epilogue="e1(t) exp 0 -> 1", limit=1.0): (
         "cute.linear: unknown attribute `limit`; the epilogue 'e1(t) exp 0 -> 1' has none."

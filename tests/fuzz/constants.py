@@ -26,6 +26,8 @@ import numpy as np
 from tests.contract.adapters import ADAPTERS, Adapter
 
 VALUES = [0, 1, 2, True, False, 0.0, -0.0, 1.0, 2.0, -3.0, 0.5, math.inf, np.float32(2), "text", None]
+# Attributes may be any number of NumPy. Of captured ones torch.compile guards the type alone.
+ATTRIBUTES = [*VALUES, np.float32(3), np.float64(2), np.int64(2), np.int8(3), np.bool_(True), ml_dtypes.bfloat16(2)]
 DTYPES = ["float32", "bfloat16", "float16"]
 UNITS = {"float32": 2.0**-17, "bfloat16": 2.0**-6, "float16": 2.0**-8}
 ROWS, COLUMNS, INNER = 3, 8, 6
@@ -41,8 +43,8 @@ def apply(x: Any, v: Any) -> Any:
         return x - 5
     if isinstance(v, str):
         return x * 20
-    if isinstance(v, np.floating):
-        return x * 30
+    if isinstance(v, np.generic):
+        return x * (30 + len(type(v).__name__)) + float(v)
     if isinstance(v, int):
         return x * 2 + (v * 3 + 1)
     return x - 11 if v == math.inf else x * v
@@ -183,6 +185,13 @@ def sources() -> list[Source]:
     return found
 
 
+def attributes_of(function: Any) -> Any:
+    """The attributes that a function has, if a call gives no others."""
+    if isinstance(function, functools.partial):
+        return function.keywords.values()
+    return (getattr(function, "__kwdefaults__", None) or {}).values()
+
+
 # Readers of what torch.compile does not know keep the value of then, as docs/fused.md says.
 UNKNOWN = ("environment", "name")
 
@@ -199,7 +208,7 @@ def fuzz(made: Adapter, calls: int, seed: int, compiled: float = 0.05) -> Counte
             value = draw.choice(VALUES)
             told.append(f"{source.name} := {value!r}")
             source.change(value)
-        function, k = source.function(), draw.choice([v for v in VALUES if not isinstance(v, np.generic)])
+        function, k = source.function(), draw.choice(ATTRIBUTES)
         attrs = {"k": k} if draw.random() < 0.7 else {}
         kind, dtype = draw.choice(["fused", "fused", "fused bias", "linear", "rmsnorm_linear"]), draw.choice(DTYPES)
         low = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -221,7 +230,8 @@ def fuzz(made: Adapter, calls: int, seed: int, compiled: float = 0.05) -> Counte
             rows = wide[0] / np.sqrt(np.mean(wide[0] ** 2, axis=-1, keepdims=True) + 1e-6)
             plain = function(np, rows @ wide[1].T, **attrs)
         whole = kind.startswith("fused") and draw.random() < compiled
-        whole = whole and (framework == "jax" or source.name not in UNKNOWN)
+        given_by_numpy = any(isinstance(v, np.generic) for v in (k, *attributes_of(function)))
+        whole = whole and (framework == "jax" or not (source.name in UNKNOWN or given_by_numpy))
         if whole:
             # A jitted function is traced anew: JAX keeps what it has traced, of any function.
             key = f"{source.name} {kind}" if framework == "torch" and not fresh else ""

@@ -16,12 +16,13 @@ from cute_ops.constants import Unknown, constant, make_room, state
 from cute_ops.constants.exact import is_constant
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
+from cute_ops.expressions.graph import SHAPES as OPERANDS
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression.broadcast import NUMBER, Fit, Refuse, fits, with_dtypes
-from cute_ops.ops.expression.fused import fused_traced
+from cute_ops.ops.expression.fused import fused_traced, shape_of
 
 Attrs = tuple[tuple[str, Any], ...]
 Shapes = Mapping[str, str | None]
@@ -112,8 +113,13 @@ def fits_of(
 
 def of_elements(expression: Expression, operands: Shapes, name: str, function: Function | None = None) -> Op:
     """The op of an expression that reads no product. ``function`` is what it was traced from, if there is one."""
-    kinds = "".join(KINDS[shape] for shape in operands.values())
-    shapes = declared(operands)
+    if unknown := [key for key, shape in operands.items() if shape not in KINDS]:
+        raise ValueError(f"cute.{name}: operand `{unknown[0]}` has the shape {operands[unknown[0]]!r}, which none has.")
+    kinds, shapes = "".join(KINDS[shape] for shape in operands.values()), declared(operands)
+    given = tuple(OPERANDS[shape_of(shape)] for shape in shapes.values())
+    if given != expression.operands:
+        takes, has = (",".join(map(str, each)) for each in (expression.operands, given))
+        raise ValueError(f"cute.{name}: the expression takes ({takes}), and the operands are ({has}).")
     full = f"{name}_{kinds}_{digest(text_of(expression), kinds, *shapes)}"
     if full not in _ops:
         numbers = tuple(key for key, shape in operands.items() if shape == NUMBER)
