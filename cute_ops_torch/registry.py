@@ -176,7 +176,7 @@ class Registered:
 
     @cached_property
     def overwriting(self) -> Callable[..., Any]:
-        """The same as :attr:`raw`, but outputs take the memory of the inputs that are donated to them."""
+        """The raw function whose outputs take the memory of the inputs that are donated to them."""
         return inplace_gradient(self.op, self.raw, self.launcher.into)
 
     def lower(self) -> None:

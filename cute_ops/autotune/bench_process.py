@@ -37,7 +37,7 @@ class BenchProcess:
         self._gpu = ""
 
     def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
-        """As :func:`cute_ops.autotune.compare.measure`; configs that end the subprocess are refused.
+        """Measure configs in the subprocess by :func:`cute_ops.autotune.compare.measure`; one that ends it is refused.
 
         Raises:
             RuntimeError: it cannot measure: there is no framework or no GPU, no module holds the op, or the heuristic's

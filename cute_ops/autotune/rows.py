@@ -33,7 +33,7 @@ def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:
 
 
 def resized(binding: Binding, rows: int) -> Binding:
-    """The same call with another number of rows."""
+    """A call with another number of rows."""
     op, lead, given = binding.op, lead_of(binding, rows), {}
     for name, tensor in op.inputs.items():
         array = binding.inputs[name]

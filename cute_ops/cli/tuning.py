@@ -148,7 +148,7 @@ def _trials(
 
 
 def _cases(op: Op) -> list[Case]:
-    """Those with rows that are long enough to be worth it; all where none has."""
+    """The cases with rows that are long enough to be worth tuning; all cases if none has."""
     long = [case for case in op.cases if math.prod(v for v in case.dims.values() if isinstance(v, int)) >= LONG_ROWS]
     return long or list(op.cases)
 

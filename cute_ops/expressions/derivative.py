@@ -262,7 +262,7 @@ class _Backward:
         return Symbol(self.graph, total)
 
     def _without_vanishing(self, cotangent: Symbol) -> Symbol:
-        """Those addends whose sum over the columns is not known to be 0; all, if none is left."""
+        """The addends whose sum over the columns is not known to be 0; all addends if none is left."""
         kept = dropped = None
         for negative, i in self._addends(cotangent._id):
             addend = Symbol(self.graph, i)

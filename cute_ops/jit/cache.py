@@ -141,8 +141,8 @@ def build_all(
 def building(
     variants: Iterable[Variant], each: Callable[[Variant], float] | None = None
 ) -> Iterator[dict[str, Future[Built]]]:
-    """As :func:`build_all`, in threads: yields the results by symbol, to wait for. At the end of the block what is not
-    built is cancelled.
+    """Build kernels in threads; yields a future of each result by symbol. What is not built at the end of the block is
+    cancelled.
     """
     from concurrent.futures import ThreadPoolExecutor, wait  # as above
 

@@ -241,7 +241,7 @@ def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
 
 
 def with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
-    """The same call on views of its arrays with other leading dims; nothing is checked again."""
+    """A call on views of its arrays with other leading dims; nothing is checked again."""
     op, dims = binding.op, dict(binding.dims)
     for name, shape in shapes.items():
         tensor = op.inputs[name]
@@ -253,7 +253,7 @@ def with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
 def with_sizes(
     binding: Binding, dims: Mapping[str, Any], inputs_of: Callable[[Mapping[str, Any]], dict[str, Array | None]]
 ) -> Binding:
-    """The same call with other sizes, which are not checked.
+    """A call with other sizes, which are not checked.
 
     Args:
         dims: the sizes by name; derived ones are computed again.
@@ -268,7 +268,7 @@ def with_sizes(
 
 
 def with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:
-    """The same arrays, with the given shape if there is one."""
+    """Arrays with the shapes that are given for some of them."""
     return {n: a and a._replace(shape=shapes.get(n, a.shape)) for n, a in arrays.items()}
 
 

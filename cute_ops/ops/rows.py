@@ -100,7 +100,7 @@ class RowProblem(NamedTuple):
 
     @property
     def touched_at_most(self) -> int:
-        """As :attr:`touched`, but from the start of a line whatever the row's length: the search space counts so."""
+        """Vectors that are read of a row from the start of a line, whatever its length: the search space counts so."""
         return self.vectors + (0 if self.aligned else LINE_VECTORS)
 
 

@@ -127,7 +127,7 @@ def plain(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shown(op: Op, raw: Any) -> tuple[Any, ...]:
-    """Those of an op's outputs that are not hidden."""
+    """An op's outputs without the hidden ones."""
     named = dict(zip(op.outputs, raw if isinstance(raw, tuple | list) else (raw,), strict=True))
     return tuple(named[name] for name in op.shown)
 
@@ -178,7 +178,7 @@ def _expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], lows:
 
 
 def in_float64(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values in float64; integers stay."""
+    """Values in float64; integers stay."""
     xp = namespace(arrays.values())
     return {n: a if a is None or _is_integer(a) else xp.astype(a, xp.float64) for n, a in arrays.items()}
 
@@ -301,7 +301,7 @@ def check(
 
 
 def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowed: tuple[Any, ...]) -> None:
-    """As :func:`check`, for known expected values and tolerances."""
+    """Check outputs against known expected values and tolerances."""
     for name, got, exact, tolerance in zip(op.results, outputs, expecteds, allowed, strict=True):
         if exact is None or tolerance is None:
             if got is not None:

@@ -66,7 +66,7 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
 
 
 def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]) -> tuple[Binding, dict[str, Memory]]:
-    """The same call with large numbers for symbolic sizes, and where its arrays lie."""
+    """A call with large numbers for symbolic sizes, and where its arrays lie."""
     numbers = _with_numbers(binding)
     return numbers, _places(binding, numbers, memory)
 

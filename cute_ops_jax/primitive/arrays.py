@@ -29,7 +29,7 @@ def spec(array: Any) -> Array:
 
 
 def specs(arrays: Arrays) -> dict[str, Array | None]:
-    """The same for several arrays, by name."""
+    """Shapes and dtype names of several arrays, by name."""
     return {name: spec(a) for name, a in arrays.items()}
 
 

@@ -38,8 +38,8 @@ def device_target() -> target.Target:
 
 
 def target_and_device() -> tuple[target.Target, int | None]:
-    """The same, and the device on which a kernel may be measured, since the program will run there; None if it runs
-    elsewhere.
+    """The architecture to lower for, and the device that the program will run on, where a kernel may be measured; None
+    if it runs elsewhere.
     """
     named = _lowering_for.get() or target.of_environment(env.ARCH.read())
     return (target.of_device(0), 0) if named is None else (named, None)

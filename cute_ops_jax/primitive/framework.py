@@ -29,7 +29,7 @@ def ones(shape: tuple[int, ...], like: Array) -> Array:
 
 
 def rows_of(table: Array, index: Array) -> Array:
-    """As ``jnp.take``: a negative index counts from the end, rows of one out of range are NaN."""
+    """Rows of a table by index: negative ones count from the end, rows of one out of range are NaN."""
     return jnp.take(table, index, axis=0)
 
 

@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., str | tuple[str, ...]])
 
 
 def constant(function: Function) -> Function:
-    """As ``torch.compiler.assume_constant_result``, which imports Dynamo: arguments and result are constants."""
+    """Mark a function whose arguments and result are constants; ``torch.compiler``'s own mark would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -54,7 +54,7 @@ def call_site(op: Op, site: CallSite, launcher: Launcher) -> Run:
 
 
 def any_call(op: Op, site: CallSite, into: Run) -> Run:
-    """The same by ``into(*inputs, *attributes, *outputs)``, whatever the calls are like."""
+    """The call of a site by ``into(*inputs, *attributes, *outputs)``, whatever the calls are like."""
 
     def call(*args: Any) -> None:
         tensors = args[1:] if site.sized else args

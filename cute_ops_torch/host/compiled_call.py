@@ -122,7 +122,7 @@ def _new(
 
 
 def of_reference(binding: Binding, program: Program | None = None) -> CompiledCall:
-    """The same by the reference, or a program. No kernel can be launched on an empty input or output."""
+    """A call by the reference, or a program: no kernel can be launched on an empty input or output."""
     names = [*(name for name, array in binding.inputs.items() if array is not None), *binding.op.scalars]
 
     def run(*given: Any) -> Any:
@@ -187,7 +187,7 @@ def _then(multiply: Run, binding: Binding, after: Op, read_as: str) -> Run:
 
 
 def on_device(call: CompiledCall, device: torch.device) -> CompiledCall:
-    """The same with the tensors' device current: stream and loaded module depend on it."""
+    """A call with the tensors' device current: stream and loaded module depend on it."""
     current = torch.cuda.current_device
 
     def guarded(run: Run) -> Run:

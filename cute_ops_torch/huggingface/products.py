@@ -51,7 +51,7 @@ def swiglu_input_gradient(dout: Tensor, down: Tensor, products: Tensor) -> Tenso
 
 
 def swiglu_gradient_again(dout: Tensor, down: Tensor, products: Tensor, overwrite: bool) -> tuple[Tensor, Tensor]:
-    """The same, and what SwiGLU makes of them, computed again; the gradient may ``overwrite`` the products."""
+    """The gradient of both products, and what SwiGLU makes of them, recomputed; it may ``overwrite`` the products."""
     run = _gated_dgrad_again.overload
     # A subtile is read and then stored by one CTA. Only vectors of halves of a row that start off a vector overlap.
     if overwrite and products.shape[-1] // 2 * products.itemsize % 16 == 0:

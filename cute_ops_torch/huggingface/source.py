@@ -94,7 +94,7 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, function: Any) -> Parameters:
-        """Those of the function beneath decorators, which has a source."""
+        """The parameters of the function beneath decorators, which has a source."""
         tree: Any = definition(function)
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         signature = inspect.signature(inspect.unwrap(function)).parameters

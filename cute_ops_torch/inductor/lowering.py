@@ -74,7 +74,7 @@ def _mark_caches(op: Op) -> None:
 
 
 def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
-    """The same as :attr:`Launcher.into` on a CPU."""
+    """What stands for :attr:`Launcher.into` on a CPU."""
 
     def into(*args: Any) -> None:
         made = overload(*args[:arity])

@@ -76,7 +76,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def leads(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> bool:
-    """As :func:`cute_ops.autotune.dispatch.leads` has it of the tensors' GPU."""
+    """Whether our kernel is to run, see :func:`cute_ops.autotune.dispatch.leads`, on the tensors' GPU."""
     first = next(iter(inputs.values()))
     places = tuple((name, array(t), t.stride(), t.data_ptr() % 16) for name, t in inputs.items())
     exactly = of_attributes(tuple(attrs.values()))

@@ -95,8 +95,8 @@ class _Place:
 
 
 def apart(op: Op, tensors: Tensors) -> tuple[list[str], dict[str, int]]:
-    """The same as source, and the numbers in it by name, for calls with tensors like these at other addresses. Calls of
-    other sizes have the same source.
+    """Source of the check that written tensors share no memory, and the numbers in it by name, for calls with tensors
+    like these at other addresses. Calls of other sizes have the same source.
     """
     given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
     source: list[str] = []

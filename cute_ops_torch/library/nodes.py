@@ -304,7 +304,7 @@ class _Cotangents:
         self.required = [] if len(declared) == 1 else required
 
     def __call__(self, ctx: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same, contiguous, with zeros for those that are required; empty where all are None."""
+        """The cotangents, contiguous, with zeros for those that are required; empty where all are None."""
         some = next((d for d in cotangents if d is not None), None)
         if some is None:
             return ()

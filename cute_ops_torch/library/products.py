@@ -75,7 +75,7 @@ def writing(into: Call, copying: Call) -> Call:
 
 
 def without_autocast(function: Call) -> Call:
-    """The same outside of autocast: a declaration says which dtypes there are."""
+    """A function that runs outside of autocast: a declaration says which dtypes there are."""
 
     def run(*given: Any) -> Any:
         if autocast():

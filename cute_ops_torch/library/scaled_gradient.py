@@ -55,7 +55,7 @@ def scale(gradient: Tensor, dloss: Tensor) -> Tensor:
 
 
 def scale_(gradient: Tensor, dloss: Tensor) -> Tensor:
-    """The same in place. Where dloss is one, the kernel moves nothing: only the device needs to know its value."""
+    """``gradient *= dloss``. Where dloss is one, the kernel moves nothing: only the device needs to know its value."""
     row = _as_row(gradient)
     if row is None:
         return gradient.copy_(scale(gradient, dloss))

@@ -230,7 +230,7 @@ def elapsed(action: Callable[[], Any]) -> float:
 
 
 def _events(action: Callable[[], Any], count: int) -> list[float]:
-    """The same of each of ``count`` runs, after some to warm up; all are enqueued before the first wait."""
+    """Microseconds of each of ``count`` runs, after some to warm up; all are enqueued before the first wait."""
     for _ in range(3):
         action()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]

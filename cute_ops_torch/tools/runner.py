@@ -96,7 +96,7 @@ def functional(op: Op, call: Callable[..., Any] | None = None) -> Callable[..., 
 
 
 def on_device(arrays: Arrays) -> dict[str, torch.Tensor | None]:
-    """The same values as tensors, on the GPU if there is one."""
+    """Arrays as tensors, on the GPU if there is one."""
     return {name: None if a is None else to_torch(a) for name, a in arrays.items()}
 
 

@@ -41,7 +41,7 @@ def column_vectors(mW, key, tile, first, ks=None):
 
 
 def column_elements(mW, key, v, first, n):
-    """As :func:`column_vectors`, for one vector, which begins inside the row or, with shifted rows, before it."""
+    """A parameter's elements at one vector, which begins inside the row or, with shifted rows, before it."""
     itemsize = ITEMSIZE[key.dtype]
     rW = fragment(mW.element_type, v.vec)
     address = mW.iterator.toint() + Int64(first) * itemsize

@@ -90,8 +90,8 @@ def load_if(valid: Boolean, rX: cute.Tensor, address: Int64, shared: cutlass.Con
 def load_inside(
     valid: Boolean, rX: cute.Tensor, address: Int64, room: Int32, shared: cutlass.Constexpr = False
 ):  # fmt: skip
-    """As :func:`load_if`, for a vector of which only the first ``room`` elements may be read: one load if these are all
-    of it, else one load per element.
+    """Load a vector, if ``valid``, of which only the first ``room`` elements may be read: one load if these are all of
+    it, else one load per element.
 
     The rest is on the same page, so reading it would not fault, but memory checkers report it.
     """
@@ -220,7 +220,7 @@ def compiler_barrier(rX):
 
 
 def compiler_barrier_value(number):
-    """The same number, with its origin hidden from the compiler, so that it is not computed again."""
+    """A number with its origin hidden from the compiler, so that it is not recomputed."""
     kind = type(number)
     ptx = f"mov.b{kind.width} {{$w0}}, {{$r0}};"
     return cute.arch.inline_ptx(ptx, write_only_types=[kind], read_only_args=[number])

@@ -73,7 +73,7 @@ def settle(rPair, past):
 
 @cute.jit
 def settle_all(pairs: cutlass.Constexpr, past: Int32):
-    """As :func:`settle` for several pairs, by a branch that all threads of a row take together.
+    """The vectors that begin ``past`` bytes into several pairs, by a branch that all threads of a row take together.
 
     Each word goes through a byte permutation, even if it is copied whole: libNVVM merges branches that only copy words,
     see :mod:`cute_ops.kernels.lib.column_params`.

@@ -16,9 +16,9 @@ from cute_ops.kernels.lib.row_layout import Vectors, present
 
 
 class ColumnVectors(Vectors):
-    """As :class:`Vectors`, but never shifted, and narrower than the widest only if the alignment allows ``least``
-    elements or rows are short. ``apart``: tensors whose vectors do not start on one of memory, with the bytes of a
-    vector.
+    """Vectors that start with the row: never shifted, and narrower than the widest only if the alignment allows
+    ``least`` elements or rows are short. ``apart``: tensors whose vectors do not start on one of memory, with the bytes
+    of a vector.
     """
 
     def __init__(self, variant, names, n, align_vectors, least):

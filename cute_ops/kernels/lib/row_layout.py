@@ -207,7 +207,7 @@ def row_address(mX, key, row, n):
 
 
 def element_address(mX, key, row):
-    """The same of a row's element in a tensor that holds one number per row."""
+    """Byte address of a row's element in a tensor that holds one number per row, in 64 bits throughout."""
     return _address(mX, key, row, 1, len(mX.shape))
 
 

@@ -42,7 +42,7 @@ def exponentials(x, m):
 
 
 class RowLogSum(RowSum):
-    """As :class:`RowSum`; the values are those of a :class:`LogSum`."""
+    """Exchanges the values of a :class:`LogSum` over the threads of each row of a tile."""
 
     def __init__(self, tile, values, stages):
         super().__init__(tile, values, stages)

@@ -192,7 +192,7 @@ class Moments(Statistics):
         return cutlass.max(cutlass.min(first + width, n) - cutlass.max(first, 0), 0)
 
     def thread(self, read, first, counts):
-        """As :meth:`MeanSquare.thread`; the sums include the counts."""
+        """A thread's sums, the counts included; arguments as those of :meth:`MeanSquare.thread`."""
         tile, (count, inverse) = self.tile, counts[0]
         inner = [k for k in range(tile.per_thread) if not (tile.starts_outside(k) or tile.ends_outside(k))]
         if self.narrow and inner:
@@ -259,7 +259,7 @@ class Moments(Statistics):
         return counts, *sums
 
     def add(self, sums, vectors, first, n):
-        """As :meth:`MeanSquare.add`."""
+        """A thread's sums after one more vector, whose first column is ``first``, of a row of n elements."""
         count, mean, squares, gradients, products = sums
         inside = Float32(self._inside(first, n, self.tile.vec))
         after = count + inside
@@ -274,7 +274,7 @@ class Moments(Statistics):
         return after, mean + step, squares, gradients, products
 
     def whole(self, sums):
-        """As :meth:`MeanSquare.whole`."""
+        """The sums of :meth:`add` in the form that :meth:`thread` returns."""
         together = self.warp_sum(sums[0])
         return ((sums[0], None), (together, _reciprocal(together)), Int32(0)), *sums[1:]
 

@@ -209,7 +209,7 @@ class QuantizeRows:
         return inverse
 
     def _block_scale(self, largest, base, first, speaks):
-        """As :meth:`_row_scale`, for the block of this thread's vector."""
+        """The reciprocal of a block's scale; the thread for which ``speaks`` is true stores the scale."""
         factor, inverse = scale_of(lanes_max(largest, self.lanes))
         store_number_if(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
         return inverse

@@ -199,7 +199,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1].first[k])
 
     def _own(self, given, k):
-        """As :meth:`_hidden`, or the vector that this thread has copied, which serves a sum as well."""
+        """This thread's k-th vector of h, or the one that it has copied, which serves a sum as well."""
         if not self.apart:
             return self._hidden(given, k)
         ((sX, address),) = given[0]

@@ -181,7 +181,7 @@ def subtract_at(rX: cute.Tensor, place: Int32, amount: Float32):
 
 @cute.jit
 def subtract_within(rX: cute.Tensor, place: Int32, amount: Float32):
-    """As :func:`subtract_at`, by a branch, which is faster if instructions limit the kernel."""
+    """Subtract from the element at a place by a branch, which is faster if instructions limit the kernel."""
     if (place >= 0) & (place < cute.size(rX)):
         subtract_at(rX, place, amount)
 

@@ -92,7 +92,7 @@ class PointwiseShifted:
         return address + Int64(n) * (piece.index * ITEMSIZE[self.keys[piece.name].dtype])
 
     def _edge(self, piece, n, row, rows):
-        """As :meth:`RowTile.edge`, for a piece of a row: a compact row is followed by the next one."""
+        """(bound, tail) of a piece of a row, see :meth:`RowTile.edge`: a compact row is followed by the next one."""
         # Rows shorter than a vector are never loaded whole.
         tail = Boolean(n < self.vec)
         if self.keys[piece.name].layout != "flat":

@@ -17,7 +17,7 @@ KEYS = {128: 128, 192: 96, 256: 80}
 
 
 def append_kv(problem: Problem) -> AppendConfig:
-    """As few threads for a token as copy its keys, and its values, at once."""
+    """A token has the fewest threads that copy its keys, and its values, at once."""
     vectors = max(_vectors(problem, "k", "d"), _vectors(problem, "v", "e"))
     return AppendConfig(THREADS, threads_for(vectors, UNROLL, THREADS), UNROLL)
 

@@ -360,7 +360,7 @@ class _Epilogue:
         self.bias = next(iter(operands)) if text_of(found) == "e1(t,r) add 0 1 -> 2" else ""
 
     def with_acc(self) -> _Epilogue:
-        """The same epilogue, with the product as one more output."""
+        """The epilogue with the product as one more output."""
         made = copy(self)
         made.saves, shape = True, self.shapes[ACC]
         made.outputs = {**self.outputs, ACC: shape}
@@ -494,7 +494,7 @@ class _Epilogue:
 
 
 def _with_acc(expression: Expression) -> Expression:
-    """The same, with the first operand as one more output."""
+    """An expression with its first operand as one more output."""
     graph = Graph(expression.operands)
     nodes = copied(expression, graph)
     acc = [graph.operand(0, half) for half in expression.operands[0].halves]

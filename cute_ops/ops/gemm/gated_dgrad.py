@@ -33,7 +33,7 @@ def _gated_dgrad(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, A
 
 
 def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any, Any]:
-    """The same, and ``h``."""
+    """Gradients of gate and up, and ``h``, which is recomputed."""
     gate, up = halves(pre)
     value, slope = _value_and_slope(xp, gate, activation)
     return dh * up * slope, dh * value, value * up
@@ -47,7 +47,7 @@ def gated_dgrad(transposed: bool) -> Op:
 
 @cache
 def gated_dgrad_again(transposed: bool) -> Op:
-    """The same, and ``h``."""
+    """The op of :func:`gated_dgrad` that also returns ``h``."""
     return _declared(_gated_dgrad_again, transposed, "_again", dpre="*m 2n", hidden="*m n")
 
 

@@ -19,8 +19,8 @@ OF_PRODUCTS = frozenset({"acc", "dacc", "weight", "dweight"})
 
 
 def halves_apart(op: Op, whole: bool = False) -> Op:
-    """The same op with a dim for both halves in each tensor that has ``2n``, of which devices may share n: an output
-    that lacks that dim is a sum of what they get. It reads the same memory.
+    """An op with a dim for both halves in each tensor that has ``2n``, of which devices may share n. An output without
+    that dim is a sum of what they get. The op reads the same memory.
 
     Args:
         op: of packed weights.

@@ -134,7 +134,7 @@ def _one_pass(row: RowProblem) -> ReduceConfig:
 
 
 def normalised_in_place(problem: Problem) -> ReduceConfig:
-    """As :func:`normalised`, for a kernel that overwrites its rows with the output."""
+    """The config of a kernel that overwrites its rows with the output."""
     heuristic = normalised(problem)
     if problem.n is None:
         return heuristic
@@ -186,7 +186,7 @@ def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
 
 
 def filled(problem: Problem) -> MapConfig:
-    """As :func:`mapped`, for a kernel that reads no rows. A CTA that wrote little would end before the next starts."""
+    """The config of a kernel that reads no rows. A CTA that wrote little would end before the next starts."""
     if problem.n is None:
         return mapped(problem)
     row = row_of(problem)
