@@ -72,8 +72,8 @@ class AppendKV:
         self.depth = max(config.threads // self.lanes, 1)
         self.size = {"k": variant.dims["d"], "v": variant.dims["e"]}
         self.vec = {name: self._elements(name) for name in self.size}
-        turned = self.keys.get("cos") is not None
-        self.rotary = Rotary(variant, ("k", "k_cache"), variant.attrs["interleaved"]) if turned else None
+        rotated = self.keys.get("cos") is not None
+        self.rotary = Rotary(variant, ("k", "k_cache"), variant.attrs["interleaved"]) if rotated else None
         self.pairs = max(self.unroll // 2, 1)
         self.pdl = can_use_pdl(variant.arch)
 
@@ -147,7 +147,7 @@ class AppendKV:
             load_if(vector < count, rX, source.address(head, column))
             held.append((rX, vector < count, head, column))
         target = Heads(mCache, self.keys[f"{name}_cache"], slot, size)
-        wanted = self._is_place(slot, mCache)
+        wanted = self._has_slot(slot, mCache)
         for rX, there, head, column in held:
             store_if(there & wanted, rX, target.address(head, column))
 
@@ -161,21 +161,20 @@ class AppendKV:
         for u in range(self.pairs):
             index = (segment * self.pairs + u) * self.lanes + lane
             head = index // rotary.chunks(d, r)
-            chunk = index - head * rotary.chunks(d, r)
-            place = rotary.place(chunk, d, r)
-            rX = rotary.load(dtype, source.address(head, 0), index < count, place)
-            held.append((rX, index < count, head, place))
+            chunk = rotary.chunk(index - head * rotary.chunks(d, r), d, r)
+            rX = rotary.load(dtype, source.address(head, 0), index < count, chunk)
+            held.append((rX, index < count, head, chunk))
         # As they are: to widen one would wait for it before the next one is asked for.
         row, tables = rotary.row(tensors.cos, token), []
-        for _, there, _, place in held:
+        for _, there, _, chunk in held:
             each = enumerate((tensors.cos, tensors.sin))
-            tables.append([rotary.table(m, i, row, place, there & place.rotated) for i, m in each])
-        target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._is_place(slot, mCache)
-        for (rX, there, head, place), rTables in zip(held, tables):
+            tables.append([rotary.table(m, i, row, chunk, there & chunk.rotated) for i, m in each])
+        target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._has_slot(slot, mCache)
+        for (rX, there, head, chunk), rTables in zip(held, tables):
             rX = wide(rX)
-            rotary.rotate(rX, *map(wide, rTables), place.rotated)
-            rotary.store(rX, dtype, target.address(head, 0), there & wanted, place, streaming=False)
+            rotary.rotate(rX, *map(wide, rTables), chunk.rotated)
+            rotary.store(rX, dtype, target.address(head, 0), there & wanted, chunk, streaming=False)
 
-    def _is_place(self, slot, mCache):
-        """Whether the cache has a slot."""
+    def _has_slot(self, slot, mCache):
+        """Whether the cache has the slot."""
         return (slot >= 0) & (slot < extent(mCache, 0) * extent(mCache, 1))

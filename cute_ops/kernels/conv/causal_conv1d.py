@@ -127,7 +127,7 @@ class CausalConv1d(Walk):
     def kernel(self, tensors, cuts):
         mX = tensors.x
         ring = self.ring(cutlass.utils.SmemAllocator(), mX)
-        group, channel, level, inside = self.place(mX)
+        group, channel, level, inside = self.coordinate(mX)
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         index = group * self.depth + level
@@ -253,7 +253,7 @@ class CausalConv1dBackward(Walk):
         mX = tensors.x
         smem = cutlass.utils.SmemAllocator()
         ring = self.ring(smem, mX)
-        group, channel, level, inside = self.place(mX)
+        group, channel, level, inside = self.coordinate(mX)
         seqlen = self.seqlen(mX)
         rows = Int64(seqlen) + self.ahead
         first = (Int64(group) * self.depth + level) * shares.share
@@ -276,7 +276,7 @@ class CausalConv1dBackward(Walk):
                 left, sequence, start = rest, sequence + 1, Int32(-self.ahead)
         let_next_start(self.pdl)
         # A thread's place in its CTA, from its channel: otherwise its index is in a register all the time.
-        start, channel = self.ctas_place(mX)[1], compiler_barrier_value(channel)
+        start, channel = self.cta_coordinate(mX)[1], compiler_barrier_value(channel)
         self._fold(sums)
         if const_expr(self.depth > 1):
             cute.arch.barrier()

@@ -90,15 +90,15 @@ class Walk:
     def seqlen(self, mX):
         return Int32(extent(mX, len(mX.shape) - 2))
 
-    def place(self, mX):
+    def coordinate(self, mX):
         """(row of CTAs, first channel, depth in the CTA, whether the channel exists) of this thread."""
         lane, level, _ = cute.arch.thread_idx()
         level = 0 if self.depth == 1 else level
-        group, first = self.ctas_place(mX)
+        group, first = self.cta_coordinate(mX)
         channel = first + lane * self.vec
         return group, channel, level, channel < self.channels(mX)
 
-    def ctas_place(self, mX):
+    def cta_coordinate(self, mX):
         """(row of CTAs, first channel) of this thread's CTA."""
         bidx, _, _ = cute.arch.block_idx()
         group = bidx // self.blocks(mX)

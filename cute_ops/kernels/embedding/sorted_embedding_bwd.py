@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
     partials: Any
 
 
-class Place(NamedTuple):
+class Coordinate(NamedTuple):
     """Where a thread works: a block of classes, a group of threads in it, the group's columns from ``column`` on, and
     whether these are ``inside`` the row.
     """
@@ -104,14 +104,14 @@ class EmbeddingBackward:
     def _columns(self, mDweight):
         return Int32(extent(mDweight, 1)) if self.n is None else self.n
 
-    def _place(self, mDweight):
+    def _coordinate(self, mDweight):
         """The :class:`Place` of this thread."""
         tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         segments = self._segments(mDweight)
         block = bidx // segments
         column = ((bidx - block * segments) * self.lanes + tidx % self.lanes) * self.vec
         group = tidx // self.lanes
-        return Place(block, group, column, (group < self.groups) & (column < self._columns(mDweight)))
+        return Coordinate(block, group, column, (group < self.groups) & (column < self._columns(mDweight)))
 
     def _allocate(self):
         smem = cutlass.utils.SmemAllocator()
@@ -125,15 +125,15 @@ class EmbeddingBackward:
     @cute.kernel
     def sum_chunks(self, mClasses, mOrder, mDout, mPartials):
         sSum, _ = self._allocate()
-        place = self._place(mPartials)
-        chunk, group, column, inside = place
+        coord = self._coordinate(mPartials)
+        chunk, group, column, inside = coord
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         first = chunk * self.chunk
         if first + self.chunk <= Int32(extent(mClasses, 0)):
             if mClasses[first] == mClasses[first + self.chunk - 1]:
                 rSum = fragment(Float32, self.vec, 0.0)
-                self._add_tokens(mOrder, mDout, place, rSum, Tokens(first, Int32(self.chunk), Int32(0), self.chunk))
+                self._add_tokens(mOrder, mDout, coord, rSum, Tokens(first, Int32(self.chunk), Int32(0), self.chunk))
                 self._combine(rSum, sSum, group)
                 store_if(inside & (group == 0), rSum, self._address(mPartials, "partials", chunk, column))
 
@@ -141,8 +141,8 @@ class EmbeddingBackward:
     def write_rows(self, tensors):
         mEnds, mDweight = tensors.ends, tensors.dweight
         sSum, sLong = self._allocate()
-        place = self._place(mDweight)
-        block, group, column, inside = place
+        coord = self._coordinate(mDweight)
+        block, group, column, inside = coord
         if cute.arch.thread_idx()[0] == 0:
             sLong[0] = 0
         wait_for_previous(self.pdl)
@@ -158,10 +158,10 @@ class EmbeddingBackward:
             address = self._address(mDweight, "dweight", first + i, column)
             store_if(inside & (first + i < count) & empty, rZero, address)
         end = ends[self.classes - 1]
-        self._walk(tensors, place, sLong, begin, end)
+        self._walk(tensors, coord, sLong, begin, end)
         cute.arch.barrier()
         if sLong[0] != 0:
-            self._together(tensors, place, sSum)
+            self._together(tensors, coord, sSum)
 
     def _blocks(self, mEnds):
         of_block = self.groups * self.classes
@@ -188,10 +188,10 @@ class EmbeddingBackward:
         return rX
 
     @cute.jit
-    def _walk(self, tensors, place: cutlass.Constexpr, sLong: cute.Tensor, begin: Int32, end: Int32):
+    def _walk(self, tensors, coord: cutlass.Constexpr, sLong: cute.Tensor, begin: Int32, end: Int32):
         """Add one token after another if there is no whole chunk of them; else mark the group in ``sLong``."""
         _, mClasses, mOrder, mDout, mDweight, _ = tensors
-        column, inside = place.column, place.inside
+        column, inside = coord.column, coord.inside
         if inside & (end - begin >= self.chunk):
             sLong[0] = 1
         if inside & (end > begin) & (end - begin < self.chunk):
@@ -220,9 +220,9 @@ class EmbeddingBackward:
         store_if(predicate, rOut, self._address(mDweight, "dweight", c, column))
 
     @cute.jit
-    def _together(self, tensors, place: cutlass.Constexpr, sSum: cute.Tensor):
+    def _together(self, tensors, coord: cutlass.Constexpr, sSum: cute.Tensor):
         """The classes of all marked groups, one after another, by the whole CTA."""
-        mEnds, (block, group, column, inside) = tensors.ends, place
+        mEnds, (block, group, column, inside) = tensors.ends, coord
         count = Int32(extent(mEnds, 0))
         for g in cutlass.range(self.groups, unroll=1):
             first = self._first(mEnds, block, g)
@@ -232,19 +232,19 @@ class EmbeddingBackward:
                     begin, end = self._begin(mEnds, c, count), mEnds[c]
                     if end > begin:
                         rSum = fragment(Float32, self.vec, 0.0)
-                        self._add_class(tensors, place, rSum, begin, end)
+                        self._add_class(tensors, coord, rSum, begin, end)
                         self._combine(rSum, sSum, group)
                         self._store(tensors.dweight, rSum, c, column, inside & (group == 0))
 
     @cute.jit
-    def _add_class(self, tensors, place: cutlass.Constexpr, rSum: cute.Tensor, begin: Int32, end: Int32):
+    def _add_class(self, tensors, coord: cutlass.Constexpr, rSum: cute.Tensor, begin: Int32, end: Int32):
         """Add this group's share of a class: of the tokens before and after the whole chunks, and of these chunks."""
-        mPartials, (_, group, column, inside) = tensors.partials, place
+        mPartials, (_, group, column, inside) = tensors.partials, coord
         low = (begin + (self.chunk - 1)) // self.chunk
         whole = cutlass.max(end // self.chunk - low, 0)
         head = cutlass.min(low * self.chunk, end) - begin
         tokens = Tokens(begin, head, whole * self.chunk, end - begin - whole * self.chunk)
-        self._add_tokens(tensors.order, tensors.dout, place, rSum, tokens)
+        self._add_tokens(tensors.order, tensors.dout, coord, rSum, tokens)
         # Of a class as common as padding there may be a hundred thousand chunks.
         rTotal = fragment(Float32, self.vec, 0.0)
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
@@ -261,10 +261,10 @@ class EmbeddingBackward:
 
     @cute.jit
     def _add_tokens(
-        self, mOrder, mDout, place: cutlass.Constexpr, rSum: cute.Tensor, tokens: cutlass.Constexpr
+        self, mOrder, mDout, coord: cutlass.Constexpr, rSum: cute.Tensor, tokens: cutlass.Constexpr
     ):  # fmt: skip
         """Add this group's share of some tokens."""
-        (_, group, column, inside), (begin, head, gap, count) = place, tokens
+        (_, group, column, inside), (begin, head, gap, count) = coord, tokens
         for k in cutlass.range(group, count, self.groups * UNROLL, unroll=1):
             places = [cutlass.min(k + u * self.groups, count - 1) for u in range(UNROLL)]
             rows = [mOrder[begin + p + cutlass.select_(p >= head, gap, Int32(0))] for p in places]

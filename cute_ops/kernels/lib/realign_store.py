@@ -17,8 +17,10 @@ from cute_ops.kernels.lib.row_layout import Vectors, present
 
 class ColumnVectors(Vectors):
     """Vectors that start with the row: never shifted, and narrower than the widest only if the alignment allows
-    ``least`` elements or rows are short. ``apart``: tensors whose vectors do not start on one of memory, with the bytes
-    of a vector.
+    ``least`` elements or rows are short.
+
+    Attributes:
+        unaligned: tensors whose vectors do not start on one of memory, with the bytes of a vector.
     """
 
     def __init__(self, variant, names, n, align_vectors, least):
@@ -26,12 +28,12 @@ class ColumnVectors(Vectors):
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         widest = VECTOR_BYTES // max(sizes)
-        self.apart = {}
+        self.unaligned = {}
         if self.shifted or (self.vec < max(widest // 2, least) and n >= 8 * widest):
             self.shifted, self.masked = False, True
             self.vec = self.unit = widest
             vectors = [(t, widest * size) for t, size in zip(tensors, sizes)]
-            self.apart = {t.name: size for t, size in vectors if min(t.align, t.row_align) < size}
+            self.unaligned = {t.name: size for t, size in vectors if min(t.align, t.row_align) < size}
 
 
 class ColumnStore:

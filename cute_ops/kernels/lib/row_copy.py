@@ -43,7 +43,7 @@ def _each_tail(held, first, tile, bound):
                 load_first_if(inside, rX, gRow.at(first[k]), tile.n - first[k])
 
 
-class Place(NamedTuple):
+class Coordinate(NamedTuple):
     """Which of ``count`` rows a thread works on: as thread ``t`` of those of its CTA, the CTA ``rank`` of its cluster,
     on the vectors from the columns ``first`` on.
     """
@@ -87,8 +87,8 @@ class RowAccess:
         self.n = tile.n
         self.empty = empty
 
-    def place(self, row, count, t, rank):
-        return Place(row, count, t, rank, self.tile.columns(t, rank, row))
+    def coord(self, row, count, t, rank):
+        return Coordinate(row, count, t, rank, self.tile.columns(t, rank, row))
 
     def row(self, mX, name, row):
         """A row of a tensor."""
@@ -98,33 +98,33 @@ class RowAccess:
         """A row of each of several tensors, one after another: an address is computed where its loads are."""
         return (self.row(mX, name, row) for mX, name in zip(tensors, names))
 
-    def fetch_ahead(self, rows, place, predicate):
+    def fetch_ahead(self, rows, coord, predicate):
         """Prefetch this thread's vectors of rows that exist to L2."""
         for gRow in rows:
-            for start in place.first:
+            for start in coord.first:
                 fetch_ahead(gRow.at(start), predicate & (start >= 0) & (start < self.n))
 
-    def readable(self, place):
+    def readable(self, coord):
         """The place with a row that may be read: past the last row it is the last one again, so that no load depends on
         a condition, except where rows start anywhere in a vector.
         """
-        return place if self.tile.v.shifted else place._replace(row=cutlass.min(place.row, place.count - 1))
+        return coord if self.tile.v.shifted else coord._replace(row=cutlass.min(coord.row, coord.count - 1))
 
-    def load(self, rows, place, predicate=None):
+    def load(self, rows, coord, predicate=None):
         """This thread's vectors of each of some rows, all in flight together; ``empty`` outside them. Without a
         predicate those rows that exist are loaded, and may be taken at the :meth:`readable` place.
         """
-        held, (bound, tail) = [], self.tile.edge(place.row, place.count)
-        valid = place.valid if self.tile.v.shifted else True
+        held, (bound, tail) = [], self.tile.edge(coord.row, coord.count)
+        valid = coord.valid if self.tile.v.shifted else True
         for gRow in rows:
-            vectors = [fragment(gRow.element_type, self.tile.vec, self.empty) for _ in place.first]
+            vectors = [fragment(gRow.element_type, self.tile.vec, self.empty) for _ in coord.first]
             if predicate is None:
-                self._load(vectors, gRow, place.first, bound, valid)
+                self._load(vectors, gRow, coord.first, bound, valid)
             else:
-                self._load_if(predicate, vectors, gRow, place.first, bound)
+                self._load_if(predicate, vectors, gRow, coord.first, bound)
             held.append((vectors, gRow))
         if self.tile.v.masked:
-            load_tails(held, place.first, self.tile, (bound, tail & (valid if predicate is None else predicate)))
+            load_tails(held, coord.first, self.tile, (bound, tail & (valid if predicate is None else predicate)))
         return [vectors for vectors, _ in held]
 
     @cute.jit
@@ -139,24 +139,24 @@ class RowAccess:
             else:
                 load(rX, gRow.at(first[k]))
 
-    def columns(self, mWeight, mBias, place, ks=None):
+    def columns(self, mWeight, mBias, coord, ks=None):
         """(weight, bias) at the columns of each of this thread's vectors, or of some of them; None if absent."""
         ks = range(self.tile.per_thread) if ks is None else ks
         loaded = [
-            [None] * len(ks) if m is None else column_vectors(m, self.variant.tensors[name], self.tile, place.first, ks)
+            [None] * len(ks) if m is None else column_vectors(m, self.variant.tensors[name], self.tile, coord.first, ks)
             for m, name in ((mWeight, "weight"), (mBias, "bias"))
         ]
         return list(zip(*loaded))
 
-    def trim(self, rX, k, place):
+    def trim(self, rX, k, coord):
         """Overwrite a loaded vector's elements of neighbouring rows with ``empty``."""
         if self.tile.predicated(k):
-            trim(rX, place.first[k], Int32(self.n), self.empty)
+            trim(rX, coord.first[k], Int32(self.n), self.empty)
 
-    def store(self, gRow, rX, place, k, predicate=None):
+    def store(self, gRow, rX, coord, k, predicate=None):
         """Store this thread's k-th vector of a row; by default only if the row exists."""
-        predicate = place.valid if predicate is None else predicate
-        first, address = place.first[k], gRow.at(place.first[k])
+        predicate = coord.valid if predicate is None else predicate
+        first, address = coord.first[k], gRow.at(coord.first[k])
         end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))
         if self.tile.predicated(k):
             store_masked(rX, address, first, end)

@@ -69,19 +69,19 @@ class NormForward:
         count = row_count(mX)
         group = Int64(bidx // self.period * (self.period * self.unroll) + bidx % self.period)
         rows = [(group + u * self.period) * self.tile.rows + local for u in range(self.unroll)]
-        first = self.access.place(rows[0], count, t, rank)
-        places = [first._replace(row=row) for row in rows]
+        first = self.access.coord(rows[0], count, t, rank)
+        coords = [first._replace(row=row) for row in rows]
         inputs = [mX] if const_expr(mResidual is None) else [mX, mResidual]
 
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            for place in places:
-                rows = self.access.rows(inputs, ROW_TENSORS, cutlass.min(place.row, count - 1))
-                self.access.fetch_ahead(rows, place, few)
+            for coord in coords:
+                rows = self.access.rows(inputs, ROW_TENSORS, cutlass.min(coord.row, count - 1))
+                self.access.fetch_ahead(rows, coord, few)
         wait_for_previous(self.pdl)
         held = [
-            self.access.load(self.access.rows(inputs, ROW_TENSORS, self.access.readable(place).row), place)
-            for place in places
+            self.access.load(self.access.rows(inputs, ROW_TENSORS, self.access.readable(coord).row), coord)
+            for coord in coords
         ]
         columns = None
         if const_expr(not self.delay_weight_load):
@@ -89,28 +89,28 @@ class NormForward:
         let_next_start(self.pdl)
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
-            rH, mean, rstd = self._statistics(held[u], mResidualOut, places[u], shared, u)
+            rH, mean, rstd = self._statistics(held[u], mResidualOut, coords[u], shared, u)
             if const_expr(self.delay_weight_load):
                 columns = self.access.columns(mWeight, mBias, first)
-            self._postprocess(rH, mean, rstd, columns, mOut, places[u])
+            self._postprocess(rH, mean, rstd, columns, mOut, coords[u])
 
-    def _statistics(self, held, mResidualOut, place, shared, step):
+    def _statistics(self, held, mResidualOut, coord, shared, step):
         """The row's h, which is stored if there is a residual, its mean and its rstd."""
         for k in range(self.tile.per_thread):
             for vectors in held:
-                self.access.trim(vectors[k], k, place)
+                self.access.trim(vectors[k], k, coord)
         rH = held[0]
         if len(held) > 1:
             rH = [narrow(widen(a) + widen(b), mResidualOut.element_type, self.tile.vec) for a, b in zip(*held)]
-            gRow = self.access.row(mResidualOut, "residual_out", place.row)
+            gRow = self.access.row(mResidualOut, "residual_out", coord.row)
             for k, rX in enumerate(rH):
-                self.access.store(gRow, rX, place, k)
-        return rH, *self.sum.row(lambda k: (widen(rH[k]),), place.first, shared, step)
+                self.access.store(gRow, rX, coord, k)
+        return rH, *self.sum.row(lambda k: (widen(rH[k]),), coord.first, shared, step)
 
-    def _postprocess(self, rH, mean, rstd, columns, mOut, place):
+    def _postprocess(self, rH, mean, rstd, columns, mOut, coord):
         for k, (rWeight, rBias) in enumerate(columns):
             if self.keep_dtype:
                 compiler_barrier(rH[k])
             y = affine(normalised(widen(rH[k]), mean, rstd), rWeight, rBias, self.weight_offset)
             rOut = narrow(y, mOut.element_type, self.tile.vec)
-            self.access.store(self.access.row(mOut, "out", place.row), rOut, place, k)
+            self.access.store(self.access.row(mOut, "out", coord.row), rOut, coord, k)

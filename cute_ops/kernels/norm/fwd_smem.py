@@ -40,38 +40,38 @@ class NormForwardSmem(NormForward):
 
         count = row_count(mX)
         row = Int64(bidx) * self.tile.rows + local
-        place = self.access.place(row, count, t, rank)
+        coord = self.access.coord(row, count, t, rank)
 
         wait_for_previous(self.pdl)
         columns = None
         if const_expr(not self.delay_weight_load):
-            columns = self.access.columns(mWeight, mBias, place)
-        sources = self.ring.sources(inputs, slots, row, place.first, place.valid)
+            columns = self.access.columns(mWeight, mBias, coord)
+        sources = self.ring.sources(inputs, slots, row, coord.first, coord.valid)
         self.ring.fetch_rows(sources, self.tile.edge(row, count), Int32(0))
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
-        mean, rstd = self._statistics_from_smem(slots, mResidualOut, place, shared)
+        mean, rstd = self._statistics_from_smem(slots, mResidualOut, coord, shared)
         gOut = self.access.row(mOut, "out", row)
         gSum = None if const_expr(mResidual is None) else self.access.row(mResidualOut, "residual_out", row)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
-                self.access.store(gSum, rH, place, k)
+                self.access.store(gSum, rH, coord, k)
             y = normalised(widen(rH), mean, rstd)
             delayed = const_expr(self.delay_weight_load)
-            rWeight, rBias = self.access.columns(mWeight, mBias, place, [k])[0] if delayed else columns[k]
+            rWeight, rBias = self.access.columns(mWeight, mBias, coord, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
                 compiler_barrier(rWeight)  # kept in its own dtype until here
             y = affine(y, rWeight, rBias, self.weight_offset)
-            self.access.store(gOut, narrow(y, mOut.element_type, self.tile.vec), place, k)
+            self.access.store(gOut, narrow(y, mOut.element_type, self.tile.vec), coord, k)
         let_next_start(self.pdl)
 
-    def _statistics_from_smem(self, slots, mResidualOut, place, shared):
+    def _statistics_from_smem(self, slots, mResidualOut, coord, shared):
         for k in range(self.tile.per_thread):
             if self.tile.predicated(k):
-                self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), place.first[k])
-        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), place.first, shared, 0)
+                self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), coord.first[k])
+        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), coord.first, shared, 0)
 
     def _hidden(self, slots, mResidualOut, k):
         """This thread's k-th vector of h."""

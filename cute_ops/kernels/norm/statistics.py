@@ -240,14 +240,14 @@ class Moments(Statistics):
     def _deviate(self, sums, read, first, middle, k):
         """Add the k-th vectors to a thread's sums."""
         x, *g = read(k)
-        apart = x - middle
+        deviation = x - middle
         if self.tile.starts_outside(k) or self.tile.ends_outside(k):
-            apart = trimmed(apart, first[k], self.tile.n)
-        sums[0].add(apart)
-        sums[1].add(apart, apart)
+            deviation = trimmed(deviation, first[k], self.tile.n)
+        sums[0].add(deviation)
+        sums[1].add(deviation, deviation)
         if g:
             sums[2].add(*g)
-            sums[3].add(apart, *g)
+            sums[3].add(deviation, *g)
 
     def begin(self):
         return (Float32(0.0),) * 5
@@ -264,12 +264,12 @@ class Moments(Statistics):
         inside = Float32(self._inside(first, n, self.tile.vec))
         after = count + inside
         own = _quotient(total(vectors[0]), inside, _reciprocal(inside))
-        apart = trimmed(vectors[0] - own, first, n)
+        deviation = trimmed(vectors[0] - own, first, n)
         step = (own - mean) * (inside * _reciprocal(after))
-        squares = squares + total(apart * apart) + (own - mean) * step * count
+        squares = squares + total(deviation * deviation) + (own - mean) * step * count
         if self.backward:
             g = total(vectors[1])
-            products = products - step * gradients + total(apart * vectors[1]) + (own - mean - step) * g
+            products = products - step * gradients + total(deviation * vectors[1]) + (own - mean - step) * g
             gradients = gradients + g
         return after, mean + step, squares, gradients, products
 
@@ -283,9 +283,9 @@ class Moments(Statistics):
         origin = self._of_lane(mean, lane)
         if not self.dense:
             origin = origin + _quotient(self.warp_sum((mean - origin) * count), together, inverse)
-        apart = mean - origin
-        moved = apart * count
-        squares, products = squares + apart * moved, products + apart * gradients
+        deviation = mean - origin
+        moved = deviation * count
+        squares, products = squares + deviation * moved, products + deviation * gradients
         if not self.backward:
             moved, squares = self.warp_sum(moved), self.warp_sum(squares)
             shift = _quotient(moved, together, inverse)
@@ -305,8 +305,8 @@ class Moments(Statistics):
 
     def _of_lane(self, value, lane):
         """The value of a lane among those that share a row and a warp."""
-        apart = WARP - min(self.tile.threads_per_row, WARP)
-        return cute.arch.shuffle_sync(value, offset=lane, mask_and_clamp=apart << 8 | WARP - 1)
+        others = WARP - min(self.tile.threads_per_row, WARP)
+        return cute.arch.shuffle_sync(value, offset=lane, mask_and_clamp=others << 8 | WARP - 1)
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
@@ -341,11 +341,11 @@ class Moments(Statistics):
             inverse = _reciprocal(across(count))
         moved, gradients, squares, products = (Float32(0.0) for _ in range(4))
         for partial in partials:
-            apart = partial[1] - pivot
-            step = apart * partial[0]
-            moved, squares = moved + step, squares + partial[3 if self.backward else 2] + apart * step
+            deviation = partial[1] - pivot
+            step = deviation * partial[0]
+            moved, squares = moved + step, squares + partial[3 if self.backward else 2] + deviation * step
             if self.backward:
-                gradients, products = gradients + partial[2], products + partial[4] + apart * partial[2]
+                gradients, products = gradients + partial[2], products + partial[4] + deviation * partial[2]
         moved, squares = across(moved), across(squares)
         shift = moved * inverse
         mean, squares = pivot + shift, squares - shift * moved
@@ -394,10 +394,10 @@ class TwoPass(Statistics):
         # Divided, not multiplied by the reciprocal, so that equal numbers are their own mean, whatever their number.
         mean = _quotient(found, float(tile.n), 1.0 / tile.n)
         for k in range(tile.per_thread):
-            apart = read(k)[0] - mean
+            deviation = read(k)[0] - mean
             if tile.starts_outside(k) or tile.ends_outside(k):
-                apart = trimmed(apart, first[k], tile.n)
-            squares.add(apart, apart)
+                deviation = trimmed(deviation, first[k], tile.n)
+            squares.add(deviation, deviation)
         (found,) = self((squares.value(),), shared, Int32(2 * step + 1))
         return mean, cute.math.rsqrt(found * (1.0 / tile.n) + self.eps, fastmath=True)
 

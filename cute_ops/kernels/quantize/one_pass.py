@@ -48,8 +48,8 @@ class QuantizeRows:
         self.lanes = BLOCK // self.tile.vec
         if not self.by_row and (self.lanes > WARP or self.tile.threads_per_row % self.lanes != 0):
             raise ValueError(f"{self.tile.threads_per_row} threads of a row share a block of {self.lanes} vectors")
-        bytes_apart = [v.apart[name] for name in ("out", "residual_out") if name in v.apart]
-        self.column_store = ColumnStore(self.tile, max(bytes_apart)) if bytes_apart else None
+        vector_bytes = [v.unaligned[name] for name in ("out", "residual_out") if name in v.unaligned]
+        self.column_store = ColumnStore(self.tile, max(vector_bytes)) if vector_bytes else None
         self.unroll = 1 if self.column_store else config.unroll
         stages = min(self.unroll, 2)
         self.sum = row_statistics(False, self.tile, source.eps, backward=False, stages=stages)
@@ -81,49 +81,49 @@ class QuantizeRows:
         group, count = Int64(bidx), row_count(mOut)
         sRow = sRows[None, local] if const_expr(self.column_store is not None) else None
         rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
-        places = [self.access.place(row, count, t, rank) for row in rows]
+        coords = [self.access.coord(row, count, t, rank) for row in rows]
 
         wait_for_previous(self.pdl)
-        held = [self._load(inputs, place) for place in places]
+        held = [self._load(inputs, coord) for coord in coords]
         loaded = None
         if const_expr(not self.delay_weight_load):
-            loaded = self.access.columns(*columns, places[0])
+            loaded = self.access.columns(*columns, coords[0])
         let_next_start(self.pdl)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         for u in cutlass.range_constexpr(self.unroll):
             vectors, rstd = [self._in_place(rX) for rX in held[u]], None
             if const_expr(self.source.normed):
-                rH, rstd = self._normed(vectors, mResidualOut, sums, u, places[u], sRow)
+                rH, rstd = self._normed(vectors, mResidualOut, sums, u, coords[u], sRow)
                 vectors = [rH]
             if const_expr(self.delay_weight_load):
-                loaded = self.access.columns(*columns, places[0])
-            values = self._values(vectors, rstd, loaded, places[u])
-            self._quantise(values, (mOut, mScale), maxima, u, places[u], sRow)
+                loaded = self.access.columns(*columns, coords[0])
+            values = self._values(vectors, rstd, loaded, coords[u])
+            self._quantise(values, (mOut, mScale), maxima, u, coords[u], sRow)
 
-    def _load(self, inputs, place):
+    def _load(self, inputs, coord):
         """This thread's vectors of a row of each input; for an input whose rows start anywhere (pairs of aligned
         vectors, bytes to skip).
         """
         held = []
         for m, name in zip(inputs, self.source.names):
-            if m is not None and name in self.tile.v.apart:
-                held.append(self._load_pairs(m, name, place))
+            if m is not None and name in self.tile.v.unaligned:
+                held.append(self._load_pairs(m, name, coord))
             elif m is not None:
-                (vectors,) = self.access.load([self.access.row(m, name, self.access.readable(place).row)], place)
+                (vectors,) = self.access.load([self.access.row(m, name, self.access.readable(coord).row)], coord)
                 held.append(vectors)
         return held
 
-    def _load_pairs(self, mX, name, place):
+    def _load_pairs(self, mX, name, coord):
         vec, dtype, itemsize = self.tile.vec, mX.element_type, mX.element_type.width // 8
-        base = row_address(mX, self.variant.tensors[name], place.row, self.n)
+        base = row_address(mX, self.variant.tensors[name], coord.row, self.n)
         past = bytes_past(base, dtype, vec)
-        end = cutlass.select_(place.valid, Int32(self.n), Int32(-2 * vec))
+        end = cutlass.select_(coord.valid, Int32(self.n), Int32(-2 * vec))
         pairs = []
-        for start in place.first:
+        for start in coord.first:
             rPair = fragment(dtype, 2 * vec)
             begin = start - past // itemsize
-            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(place.row, place.count))
+            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(coord.row, coord.count))
             pairs.append(rPair)
         return pairs, past
 
@@ -133,36 +133,36 @@ class QuantizeRows:
         pairs, past = loaded
         return settle_all(pairs, past)
 
-    def _normed(self, held, mResidualOut, shared, step, place, sRow):
+    def _normed(self, held, mResidualOut, shared, step, coord, sRow):
         """The row's h, which is stored if there is a residual, and its rstd."""
         for vectors in held:
             for k, rX in enumerate(vectors):
-                self.access.trim(rX, k, place)
+                self.access.trim(rX, k, coord)
         rH = held[0]
         if len(held) > 1:
             sums = [widen(a) + widen(b) for a, b in zip(*held)]
             rH = [narrow(h, mResidualOut.element_type, self.tile.vec) for h in sums]
-            self._put(rH, mResidualOut, "residual_out", place, sRow)
-        given = self.sum.thread(lambda k: (widen(rH[k]),), place.first, None)
+            self._put(rH, mResidualOut, "residual_out", coord, sRow)
+        given = self.sum.thread(lambda k: (widen(rH[k]),), coord.first, None)
         _, rstd = self.sum.forward_terms(self.sum(given, shared, Int32(step)), 1.0 / self.n)
         return rH, rstd
 
-    def _put(self, vectors, mX, name, place, sRow):
+    def _put(self, vectors, mX, name, coord, sRow):
         """Store this thread's vectors of a row."""
-        if name in self.tile.v.apart:
-            if name == "out" and "residual_out" in self.tile.v.apart:
+        if name in self.tile.v.unaligned:
+            if name == "out" and "residual_out" in self.tile.v.unaligned:
                 cute.arch.barrier()
-            address = row_address(mX, self.variant.tensors[name], place.row, self.n)
-            self.column_store(vectors, sRow, address, place.t, place.rank, place.valid)
+            address = row_address(mX, self.variant.tensors[name], coord.row, self.n)
+            self.column_store(vectors, sRow, address, coord.t, coord.rank, coord.valid)
         else:
-            gRow = self.access.row(mX, name, place.row)
+            gRow = self.access.row(mX, name, coord.row)
             for k, rX in enumerate(vectors):
-                self.access.store(gRow, rX, place, k)
+                self.access.store(gRow, rX, coord, k)
 
-    def _values(self, vectors, rstd, columns, place):
+    def _values(self, vectors, rstd, columns, coord):
         """This thread's vectors of a row in fp32."""
         return [
-            self._value([widen(rX[k]) for rX in vectors], rstd, *columns[k], place.first[k], k)
+            self._value([widen(rX[k]) for rX in vectors], rstd, *columns[k], coord.first[k], k)
             for k in range(self.tile.per_thread)
         ]
 
@@ -184,22 +184,22 @@ class QuantizeRows:
             self.sum.prepare(sums)
         return sums, maxima
 
-    def _quantise(self, values, outputs, maxima, step, place, sRow):
+    def _quantise(self, values, outputs, maxima, step, coord, sRow):
         mOut, mScale = outputs
-        base = row_address(mScale, self.variant.tensors["scale"], place.row, self.blocks)
+        base = row_address(mScale, self.variant.tensors["scale"], coord.row, self.blocks)
         if self.by_row:
             largest = Float32(0.0)
             for found in largest_of_each(values):
                 largest = cute.arch.fmax(largest, found)
-            inverse = self._row_scale(largest, maxima, base, step, (place.t == 0) & (place.rank == 0) & place.valid)
+            inverse = self._row_scale(largest, maxima, base, step, (coord.t == 0) & (coord.rank == 0) & coord.valid)
             for rY in values:
                 rY.store(rY.load() * inverse)
         else:
-            for rY, start, found in zip(values, place.first, largest_of_each(values)):
-                inverse = self._block_scale(found, base, start, (place.t % self.lanes == 0) & place.valid)
+            for rY, start, found in zip(values, coord.first, largest_of_each(values)):
+                inverse = self._block_scale(found, base, start, (coord.t % self.lanes == 0) & coord.valid)
                 rY.store(rY.load() * inverse)
         out = [to_fp8(rY.load(), self.tile.vec) for rY in values]
-        self._put(out, mOut, "out", place, sRow)
+        self._put(out, mOut, "out", coord, sRow)
 
     def _row_scale(self, largest, maxima, base, step, speaks):
         """The reciprocal of a row's scale; the thread for which ``speaks`` is true stores the scale."""

@@ -34,21 +34,23 @@ class QuantizeRowsInSmem(QuantizeRows):
     def __init__(self, variant, config, source):
         super().__init__(variant, config, source)
         keys = present(variant, source.names)
-        self.windowed = bool(self.tile.v.apart)
+        self.windowed = bool(self.tile.v.unaligned)
         self.ring = WindowRing(self.tile, keys) if self.windowed else RowRing(self.tile, keys, 1)
         self.carveout = 100
         # A factor of all elements can be applied after the largest is known; a bias that is added after it cannot.
         bias = variant.tensors.get("bias") is not None
         self.together = source.normed and self.by_row and not bias and self.tile.rows == 1
         # The sum needs neither the order of the columns nor the vectors that other threads have copied.
-        self.apart = self.windowed and source.normed and not self.together and len(keys) == 1 and self.ring.complete
+        self.own_copies = (
+            self.windowed and source.normed and not self.together and len(keys) == 1 and self.ring.complete
+        )
         if self.together:
             self.sum_and_max = RowMax(self.tile, stages=1, values=2)
 
     def _vectors(self, variant, names):
         v = Vectors(variant, names, self.n, self.config.align_vectors)
         if self.by_row and v.shifted:
-            v.apart = {}
+            v.unaligned = {}
             return v
         return super()._vectors(variant, names)
 
@@ -62,7 +64,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         sums, maxima = self._exchange(smem)
         bidx, local, t, rank = self.tile.here()
         count, row = row_count(mOut), Int64(bidx) * self.tile.rows + local
-        place = self.access.place(row, count, t, rank)
+        coord = self.access.coord(row, count, t, rank)
         base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)
         bases = [
             None if m is None else row_address(m, self.variant.tensors[name], row, self.n)
@@ -74,43 +76,43 @@ class QuantizeRowsInSmem(QuantizeRows):
         edge = self.tile.edge(row, count)
         # One group per vector, so that the first vectors are read while the last ones are in flight.
         for k in cutlass.range_constexpr(self.tile.per_thread):
-            self._fetch(held, place, row < count, edge, k)
+            self._fetch(held, coord, row < count, edge, k)
             cute.arch.cp_async_commit_group()
         # After the row's copies, since for unaligned rows these loads are waited for.
-        loaded = None if const_expr(self.delay_weight_load) else self._columns(columns, place)
+        loaded = None if const_expr(self.delay_weight_load) else self._columns(columns, coord)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
-        if const_expr(self.windowed and not self.apart):
+        if const_expr(self.windowed and not self.own_copies):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-        given = held, mResidualOut, columns, loaded, place
+        given = held, mResidualOut, columns, loaded, coord
         targets = memory, mOut, mResidualOut, base
         speaks = (t == 0) & (rank == 0) & (row < count)
         if const_expr(self.together):
             self._at_once(given, both, sums, maxima, speaks, targets)
         else:
             rstd = self._rstd(given, sums) if const_expr(self.source.normed) else None
-            if const_expr(self.apart):
+            if const_expr(self.own_copies):
                 cute.arch.barrier()
             self._one_by_one(given, rstd, maxima, speaks, targets)
         let_next_start(self.pdl)
 
-    def _columns(self, columns, place):
+    def _columns(self, columns, coord):
         """Weight and bias at this thread's columns; loaded two vectors at a time, since until unaligned ones are in
         place they take twice their registers.
         """
         pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
-        return [found for ks in pairs for found in self.access.columns(*columns, place, ks)]
+        return [found for ks in pairs for found in self.access.columns(*columns, coord, ks)]
 
-    def _fetch(self, held, place, valid, edge, k):
+    def _fetch(self, held, coord, valid, edge, k):
         """Start loading this thread's k-th vectors; with the last ones also the vector past the CTA's own."""
         tails = []
         for sX, address in held:
-            begins = self.ring.begins(sX, address, place.first) if self.windowed else place.first
+            begins = self.ring.begins(sX, address, coord.first) if self.windowed else coord.first
             tails.append(Source(sX, address, begins, valid))
             self.ring.fetch(tails[-1], edge[0], Int32(0), [k])
             if self.windowed and k == self.tile.per_thread - 1:
-                self.ring.fetch_last(sX, address, place.rank, valid, edge[0])
+                self.ring.fetch_last(sX, address, coord.rank, valid, edge[0])
         self.ring.fetch_tails(tails, edge, Int32(0), [k])
 
     @cute.jit
@@ -121,7 +123,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             self._arrive(given, k)
             h = widen(self._hidden(given, k))
             squares.add(h, h)
-            largest = magnitude(self._again(given, Float32(1.0), k), largest)
+            largest = magnitude(self._y(given, Float32(1.0), k), largest)
         squares, largest = self.sum_and_max((squares.value(), largest), both, Int32(0))
         _, rstd = self.sum.forward_terms((squares,), 1.0 / self.n)
         factor, inverse = scale_of(largest * rstd)
@@ -130,9 +132,9 @@ class QuantizeRowsInSmem(QuantizeRows):
             self._write(given, rstd * inverse, None, targets)
         else:
             # This is rare, so nothing is kept for it: the weight is loaded again.
-            held, mResidualOut, columns, _, place = given
-            place = place._replace(first=[compiler_barrier_value(f) for f in place.first])
-            again = held, mResidualOut, columns, None, place
+            held, mResidualOut, columns, _, coord = given
+            coord = coord._replace(first=[compiler_barrier_value(f) for f in coord.first])
+            again = held, mResidualOut, columns, None, coord
             self._one_by_one(again, rstd, maxima, speaks, targets)
 
     def _one_by_one(self, given, rstd, maxima, speaks, targets):
@@ -143,7 +145,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             for k in range(self.tile.per_thread):
                 if not self.source.normed:
                     self._arrive(given, k)
-                largest = cute.arch.fmax(largest, *largest_of_each([self._again(given, rstd, k)]))
+                largest = cute.arch.fmax(largest, *largest_of_each([self._y(given, rstd, k)]))
             inverse = self._row_scale(largest, maxima, targets[3], 0, speaks)
         self._write(given, rstd, inverse, targets)
 
@@ -158,41 +160,41 @@ class QuantizeRowsInSmem(QuantizeRows):
 
     def _write(self, given, rstd, inverse, targets):
         memory, mOut, mResidualOut, base = targets
-        place, through = given[-1], {}
+        coord, through = given[-1], {}
         for k in range(self.tile.per_thread):
             if not self.source.normed and not self.by_row:
                 self._arrive(given, k)
-            rY = self._again(given, rstd, k)
+            rY = self._y(given, rstd, k)
             if not self.by_row:
-                speaks = (place.t % self.lanes == 0) & place.valid
-                inverse = self._block_scale(*largest_of_each([rY]), base, place.first[k], speaks)
+                speaks = (coord.t % self.lanes == 0) & coord.valid
+                inverse = self._block_scale(*largest_of_each([rY]), base, coord.first[k], speaks)
             y = rY.load() if inverse is None else rY.load() * inverse
             outputs = {"out": (mOut, to_fp8(y, self.tile.vec))}
             if mResidualOut is not None:
                 outputs["residual_out"] = mResidualOut, self._hidden(given, k)
             for name, (m, rX) in outputs.items():
-                if name in self.tile.v.apart:
+                if name in self.tile.v.unaligned:
                     through.setdefault(name, (m, []))[1].append(rX)
                 else:
-                    self.access.store(self.access.row(m, name, place.row), rX, place, k)
+                    self.access.store(self.access.row(m, name, coord.row), rX, coord, k)
         for name, (m, vectors) in through.items():
             # The inputs have been read, so their memory serves for one output after the other.
             cute.arch.barrier()
-            address = row_address(m, self.variant.tensors[name], place.row, self.n)
-            self.column_store(vectors, self.column_store.view(memory), address, place.t, place.rank, place.valid)
+            address = row_address(m, self.variant.tensors[name], coord.row, self.n)
+            self.column_store(vectors, self.column_store.view(memory), address, coord.t, coord.rank, coord.valid)
 
-    def _again(self, given, rstd, k):
+    def _y(self, given, rstd, k):
         """This thread's k-th vector of y."""
-        _, _, columns, loaded, place = given
-        parameters = self.access.columns(*columns, place, [k])[0] if loaded is None else loaded[k]
+        _, _, columns, loaded, coord = given
+        parameters = self.access.columns(*columns, coord, [k])[0] if loaded is None else loaded[k]
         for rW in parameters:
             if rW is not None:
                 compiler_barrier(rW)  # kept in its own dtype until here
-        return self._value(self._wide(given, k), rstd, *parameters, place.first[k], k)
+        return self._value(self._wide(given, k), rstd, *parameters, coord.first[k], k)
 
     def _arrive(self, given, k):
         """Wait for this thread's k-th vectors, before they are first read."""
-        if self.windowed and not self.apart:
+        if self.windowed and not self.own_copies:
             return
         cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
         if not self.windowed and self.tile.predicated(k):
@@ -200,7 +202,7 @@ class QuantizeRowsInSmem(QuantizeRows):
 
     def _own(self, given, k):
         """This thread's k-th vector of h, or the one that it has copied, which serves a sum as well."""
-        if not self.apart:
+        if not self.own_copies:
             return self._hidden(given, k)
         ((sX, address),) = given[0]
         return self.ring.read_own(sX, address, given[-1].first, k)
@@ -211,8 +213,8 @@ class QuantizeRowsInSmem(QuantizeRows):
 
     def _hidden(self, given, k):
         """This thread's k-th vector of h."""
-        held, mResidualOut, *_, place = given
-        vectors = [self._read(one, place.first, k) for one in held]
+        held, mResidualOut, *_, coord = given
+        vectors = [self._read(one, coord.first, k) for one in held]
         if mResidualOut is None:
             return vectors[0]
         return narrow(widen(vectors[0]) + widen(vectors[1]), mResidualOut.element_type, self.tile.vec)

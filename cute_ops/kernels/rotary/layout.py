@@ -66,7 +66,7 @@ class Rotary:
         """Chunks of a head: rotated ones, then those that pass through."""
         return r // self.vec + (d - 2 * r + 2 * self.vec - 1) // (2 * self.vec)
 
-    def place(self, index, d, r):
+    def chunk(self, index, d, r):
         """The chunk of that index in a head of d elements with r pairs."""
         rotated = index < r // self.vec
         neighbour = index * (2 * self.vec)
@@ -176,7 +176,7 @@ def sequence_and_block():
     return Int64(sequence), Int64(plane) * MAX_LINES + line
 
 
-def apart(start, more, size):
+def split_index(start, more, size):
     """(row, place in the row) of item ``start + more`` where rows have ``size`` items. One division in 64 bits, which
     all of a CTA share, the rest in 32.
     """

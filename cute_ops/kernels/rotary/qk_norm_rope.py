@@ -16,10 +16,10 @@ from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     Rotary,
-    apart,
     head_address,
     head_count,
     sequence_and_block,
+    split_index,
     table_grid,
     wide,
 )
@@ -77,7 +77,7 @@ class HeadRows:
     def unit(self, mX, block, tokens):
         """(token, first head, whether there is such a token) of this thread's unit of a block of them."""
         groups = self.groups(mX)
-        token, group = apart(block * self.units, cute.arch.thread_idx()[0] // self.lanes, groups)
+        token, group = split_index(block * self.units, cute.arch.thread_idx()[0] // self.lanes, groups)
         return token, group, token < tokens
 
     def blocks(self, mX, tokens):
@@ -93,7 +93,7 @@ class HeadRows:
         for c in range(self.per_thread):
             index = self.lane() + c * self.lanes
             inside = Boolean(True) if self.whole else index < self.rotary.chunks(d, r)
-            found.append(self.rotary.place(index, d, r)._replace(inside=inside))
+            found.append(self.rotary.chunk(index, d, r)._replace(inside=inside))
         return found
 
     def total(self, x):
@@ -195,12 +195,12 @@ class QKNormRope(HeadRows):
         count = Int32(self.rotary.chunks(d, r))
         squares = Float32(0.0)
         for index in cutlass.range(self.lane(), count, self.lanes, unroll=1):
-            chunk = self.rotary.place(index, d, r)
+            chunk = self.rotary.chunk(index, d, r)
             rX = wide(self.rotary.load(mX.element_type, address, head.valid, chunk))
             squares = squares + _dot(rX, rX)
         rstd = cute.math.rsqrt(self.total(squares) / Float32(d) + self.eps, fastmath=True)
         for index in cutlass.range(self.lane(), count, self.lanes, unroll=1):
-            chunk = self.rotary.place(index, d, r)._replace(inside=Boolean(True))
+            chunk = self.rotary.chunk(index, d, r)._replace(inside=Boolean(True))
             rX = wide(self.rotary.load(mX.element_type, address, head.valid, chunk))
             rWeight = self.rotary.column(mWeight, self.key(f"{name}_weight"), chunk.inside, chunk)
             rX.store(rX.load() * rstd * rWeight.load())
@@ -388,7 +388,7 @@ class QKNormRopeBackward(HeadRows):
         units = row_count(mX, inner=2) * Int64(head_count(mX))
         steps = Int32((units - Int64(partial) + Int64(partials - 1)) // Int64(partials))
         for index in cutlass.range(self.lane(), count, self.lanes, unroll=1):
-            chunk = self.rotary.place(index, d, r)
+            chunk = self.rotary.chunk(index, d, r)
             zero = fragment(Float32, 2 * self.rotary.vec, 0.0)
             self._set_partial(mPartials, partial, zero, chunk)
         for step in cutlass.range(steps, unroll=1):
@@ -419,7 +419,7 @@ class QKNormRopeBackward(HeadRows):
         """(x, the cotangent rotated back, that times the weight, the chunk) of a chunk of a head."""
         yes = Boolean(True)
         d, r = self.rotary.sizes(side.x, tables.cos)
-        chunk = self.rotary.place(index, d, r)._replace(inside=yes)
+        chunk = self.rotary.chunk(index, d, r)._replace(inside=yes)
         rX = wide(self.rotary.load(side.x.element_type, addresses[0], yes, chunk))
         rDout = wide(self.rotary.load(side.dout.element_type, addresses[1], yes, chunk))
         self.rotary.rotate(rDout, *self.angles(tables, row, chunk, yes), chunk.rotated, -1.0)

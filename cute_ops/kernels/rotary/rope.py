@@ -11,10 +11,10 @@ from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     Rotary,
-    apart,
     head_address,
     head_count,
     sequence_and_block,
+    split_index,
     table_grid,
     wide,
 )
@@ -71,7 +71,7 @@ class Rope:
         """(row of the tables, token, whether there is such a row, chunk, heads) of this thread."""
         sequence, block = sequence_and_block()
         items, chunks, groups = self._items(mX, d, r), self.rotary.chunks(d, r), self._groups(mX)
-        row, item = apart(block * self.threads, cute.arch.thread_idx()[0], items)
+        row, item = split_index(block * self.threads, cute.arch.thread_idx()[0], items)
         token = sequence * row_count(mCos) + row
         group = item // chunks
         heads = [group + u * groups for u in range(self.per_thread)]
@@ -82,7 +82,7 @@ class Rope:
         rotary = self.rotary
         d, r = rotary.sizes(sources[0], mCos)
         row, token, valid, index, heads = self._place(mOut, mCos, d, r)
-        chunk = rotary.place(index, d, r)
+        chunk = rotary.chunk(index, d, r)
         inside = [valid & (head < self._heads(mOut)) for head in heads]
         wait_for_previous(self.pdl)
         loaded = []

@@ -103,11 +103,11 @@ class HeldRows(RowPieces):
         held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in columns)]
         return lambda j: {i: vector[j] for (i, _), vector in held}
 
-    def _emit(self, values, elements, targets, place, k, valid=None):
+    def _emit(self, values, elements, targets, coord, k, valid=None):
         """Store a thread's k-th vectors of the tiles."""
         vectors = self.computed(values, self.outputs["t"], elements, self.tile.vec)
         for rOut, gOut in zip(vectors, targets):
-            self.access.store(gOut, narrow(rOut.load(), gOut.element_type, self.tile.vec), place, k, valid)
+            self.access.store(gOut, narrow(rOut.load(), gOut.element_type, self.tile.vec), coord, k, valid)
 
 
 class RowsInRegisters(HeldRows):
@@ -154,13 +154,13 @@ class RowsInRegisters(HeldRows):
         row = Int64(bidx) * self.tile.rows + local
         count = self.shape(tensors)[0]
         valid = row < count
-        place = self.access.place(row, count, t, rank)
-        first = place.first
+        coord = self.access.coord(row, count, t, rank)
+        first = coord.first
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            self.access.fetch_ahead(self.rows(tensors, self.tiles, cutlass.min(row, count - 1), self.n), place, few)
+            self.access.fetch_ahead(self.rows(tensors, self.tiles, cutlass.min(row, count - 1), self.n), coord, few)
         wait_for_previous(self.pdl)
-        held = self._load(tensors, place)
+        held = self._load(tensors, coord)
         columns = self._columns(tensors, first, [each for each in self.vectors if each not in self.late])
         values = self.emit.begin(self.row_numbers(tensors, row, valid), self.n)
         let_next_start(self.pdl)
@@ -169,43 +169,43 @@ class RowsInRegisters(HeldRows):
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), shared)
         columns += self._columns(tensors, first, self.late)
-        found = self._store(tensors, values, read, columns, place)
+        found = self._store(tensors, values, read, columns, coord)
         totals = lambda s: found if s == self.awaited else self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), shared, last=True)
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
 
-    def _store(self, tensors, values, read, columns, place):
+    def _store(self, tensors, values, read, columns, coord):
         """Store a row's columns. Returns this thread's share of the next stage, which the same registers serve."""
-        targets = self.rows(tensors, self.outputs["t"], place.row, self.n)
+        targets = self.rows(tensors, self.outputs["t"], coord.row, self.n)
         last = self.awaited < len(self.emit.words)
         totals = self.nothing(self.awaited) if last else ()
         for k in range(self.tile.per_thread if targets or last else 0):
             elements = self._elements(read, columns, k)
             if targets:
-                self._emit(values, elements, targets, place, k)
+                self._emit(values, elements, targets, coord, k)
             if last:
-                totals = self._more(totals, values, self.awaited, elements, place.first[k], k)
+                totals = self._more(totals, values, self.awaited, elements, coord.first[k], k)
         return totals
 
-    def _load(self, tensors, place):
+    def _load(self, tensors, coord):
         """This thread's vectors of each tile, all on their way together."""
-        rows = dict(zip([piece for _, piece in self.tiles], self.rows(tensors, self.tiles, place.row, self.n)))
-        pairs = {piece: self._load_pairs(rows[piece], piece, place) for piece in rows if piece in self.apart}
+        rows = dict(zip([piece for _, piece in self.tiles], self.rows(tensors, self.tiles, coord.row, self.n)))
+        pairs = {piece: self._load_pairs(rows[piece], piece, coord) for piece in rows if piece in self.apart}
         others = [piece for piece in rows if piece not in pairs]
-        loaded = dict(zip(others, self.access.load([rows[piece] for piece in others], place, place.valid)))
+        loaded = dict(zip(others, self.access.load([rows[piece] for piece in others], coord, coord.valid)))
         return [settle_all(*pairs[piece]) if piece in pairs else loaded[piece] for piece in rows]
 
-    def _load_pairs(self, gRow, piece, place):
+    def _load_pairs(self, gRow, piece, coord):
         """The pairs that hold this thread's vectors of a half, and how many bytes past their beginning these begin."""
         vec, itemsize, base = self.tile.vec, gRow.element_type.width // 8, gRow.address
-        past = bytes_past(base + Int64(place.first[0]) * itemsize, gRow.element_type, vec)
-        end, bound, tail = cutlass.select_(place.valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
+        past = bytes_past(base + Int64(coord.first[0]) * itemsize, gRow.element_type, vec)
+        end, bound, tail = cutlass.select_(coord.valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
         if piece.index + 1 == piece.count:  # behind it lies no other half
             flat = self.variant.tensors[piece.name].layout == "flat"
-            tail = place.row + 1 >= place.count if flat else Boolean(True)
+            tail = coord.row + 1 >= coord.count if flat else Boolean(True)
             bound = cutlass.select_(tail, Int32(self.n - vec + 1), bound)
-        pairs = [fragment(gRow.element_type, 2 * vec, 0) for _ in place.first]
-        for rPair, start in zip(pairs, place.first):
+        pairs = [fragment(gRow.element_type, 2 * vec, 0) for _ in coord.first]
+        for rPair, start in zip(pairs, coord.first):
             begin = start - past // itemsize
             fetch(rPair, base + Int64(begin) * itemsize, begin, end, bound, tail)
         return pairs, past
@@ -281,8 +281,8 @@ class RowsInRing(HeldRows):
         steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
         start, stride = Int64(group) * self.tile.rows + local, Int64(groups) * self.tile.rows
         row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
-        place = self.access.place(start, count, t, rank)
-        first = place.first
+        coord = self.access.coord(start, count, t, rank)
+        first = coord.first
         for stage in cutlass.range_constexpr(self.config.stages - 1):
             self._fetch(tensors, slots, first, row_of(Int32(stage)), count, Int32(stage))
         columns = self._columns(tensors, first, self.vectors) if const_expr(len(self.outputs["r"]) > 0) else []
@@ -301,7 +301,7 @@ class RowsInRing(HeldRows):
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
             self._reduced(values, totals, step, shared)
             if row < count:
-                self._postprocess(held, values, columns, sums, place._replace(row=row))
+                self._postprocess(held, values, columns, sums, coord._replace(row=row))
             self._reduced(values, totals, step, shared, last=True)
             if row < count:
                 self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
@@ -349,24 +349,24 @@ class RowsInRing(HeldRows):
             totals, values, stage, held.elements(k, held.columns(k)), self.tile.v, held.first(k), Int32(self.n)
         )
 
-    def _postprocess(self, held, values, columns, sums, place):
+    def _postprocess(self, held, values, columns, sums, coord):
         """Store a row's columns and add to their sums over rows."""
         vectors = self.outputs["r"]
         if vectors:
-            targets = self.rows(held.tensors, self.outputs["t"], place.row, self.n)
+            targets = self.rows(held.tensors, self.outputs["t"], coord.row, self.n)
             for k in range(self.tile.per_thread):
                 elements = self._elements(held.read, columns, k)
-                self._emit(values, elements, targets, place, k, True)
+                self._emit(values, elements, targets, coord, k, True)
                 for rSums, rX in zip(sums, self.computed(values, vectors, elements, self.tile.vec)):
                     rSums[k].store(rSums[k].load() + rX.load())
         elif self.outputs["t"]:
-            self._emit_walked(held, values, self.rows(held.tensors, self.outputs["t"], place.row, self.n))
+            self._emit_walked(held, values, self.rows(held.tensors, self.outputs["t"], coord.row, self.n))
 
     def _finish(self, tensors, values, sums, row, alone):
         """Store a row's numbers and add to their sums over rows."""
         self.store_numbers(tensors, values, row, alone)
-        for rSum, (place, _) in zip(sums, self.outputs["s"]):
-            rSum[0] = rSum[0] + values.number(place)
+        for rSum, (coord, _) in zip(sums, self.outputs["s"]):
+            rSum[0] = rSum[0] + values.number(coord)
 
     @cute.jit
     def _emit_walked(self, held: cutlass.Constexpr, values: cutlass.Constexpr, targets: cutlass.Constexpr):
@@ -379,9 +379,9 @@ class RowsInRing(HeldRows):
 
     def _emit_batch(self, held, values, targets, start):
         """Some vectors, whose row vectors are on their way together: no load may overtake a store."""
-        places = [start + b for b in range(BATCH)]
-        columns = [held.columns(cutlass.min(k, held.vectors - 1)) for k in places]
-        for k, each in zip(places, columns):
+        coords = [start + b for b in range(BATCH)]
+        columns = [held.columns(cutlass.min(k, held.vectors - 1)) for k in coords]
+        for k, each in zip(coords, columns):
             self._emit_if(k < held.vectors, held, values, targets, k, each)
 
     @cute.jit
@@ -422,11 +422,11 @@ class RowsInRing(HeldRows):
             self.tile_sum(rSums, base, address, group, rank)
 
     @cute.jit
-    def _store_scalars(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, place: Int64, alone: Boolean):
+    def _store_scalars(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, coord: Int64, alone: Boolean):
         """The sums of each of a cluster's rows."""
         if alone:
             for rSum, (_, piece) in zip(sums, self.outputs["s"]):
-                store(rSum, tensors[self.partials_of(piece)].iterator.toint() + place * 4)
+                store(rSum, tensors[self.partials_of(piece)].iterator.toint() + coord * 4)
 
 
 class Slot:
@@ -439,14 +439,14 @@ class Slot:
     def __init__(self, rows, tensors, slots, stage, t, rank, shift):
         tile = rows.tile
         self.rows, self.tensors, self.slots, self.stage, self.shift = rows, tensors, slots, stage, shift
-        self.place = rank * tile.span + t
-        left = rows.n + shift - self.place * tile.vec
+        self.coord = rank * tile.span + t
+        left = rows.n + shift - self.coord * tile.vec
         apart = tile.threads_per_row * tile.vec
         self.vectors = cutlass.max(cutlass.min((left + (apart - 1)) // apart, tile.per_thread), Int32(0))
 
     def first(self, k):
         tile = self.rows.tile
-        return (self.place + k * tile.threads_per_row) * tile.vec - self.shift
+        return (self.coord + k * tile.threads_per_row) * tile.vec - self.shift
 
     def read(self, k):
         return [widen(self.rows.ring.read(sX, k, self.stage)) for sX in self.slots]

@@ -51,33 +51,33 @@ class Segments:
         bidx, local, t, rank = self.tile.here()
         row = Int64(bidx) * self.tile.rows + local
         count = row_count(outputs[0])
-        place = None
+        coord = None
         if const_expr(self.known):
-            place = self.access.place(row, count, t, rank)
+            coord = self.access.coord(row, count, t, rank)
         if const_expr(self.known and self.pdl):
-            self._fetch_ahead(inputs, place, bidx)
+            self._fetch_ahead(inputs, coord, bidx)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, row < count)
         if const_expr(self.known):
-            self._vectors(inputs, outputs, place, predicate, context)
+            self._vectors(inputs, outputs, coord, predicate, context)
         else:
             self._elements(inputs, outputs, t, row, context)
 
-    def _fetch_ahead(self, inputs, place, bidx):
-        index = bidx if self.segments == 1 else bidx + place.rank * cute.arch.grid_dim()[0]
-        rows = self.access.rows(inputs, self.function.inputs, place.row)
-        self.access.fetch_ahead(rows, place, place.valid & (index < AHEAD))
+    def _fetch_ahead(self, inputs, coord, bidx):
+        index = bidx if self.segments == 1 else bidx + coord.rank * cute.arch.grid_dim()[0]
+        rows = self.access.rows(inputs, self.function.inputs, coord.row)
+        self.access.fetch_ahead(rows, coord, coord.valid & (index < AHEAD))
 
-    def _vectors(self, inputs, outputs, place, predicate, context):
+    def _vectors(self, inputs, outputs, coord, predicate, context):
         function = self.function
-        held = self.access.load(self.access.rows(inputs, function.inputs, place.row), place, predicate)
+        held = self.access.load(self.access.rows(inputs, function.inputs, coord.row), coord, predicate)
         let_next_start(self.pdl)
-        for k, first in enumerate(place.first):
+        for k, first in enumerate(coord.first):
             values = tuple(rX[k].load().to(Float32) for rX in held)
             emitted = function.emit(values, (), context, Columns(first, self.tile.vec))
             for x, mX, name in zip(emitted, outputs, function.outputs):
                 rOut = narrow(x, mX.element_type, self.tile.vec)
-                self.access.store(self.access.row(mX, name, place.row), rOut, place, k)
+                self.access.store(self.access.row(mX, name, coord.row), rOut, coord, k)
 
     @cute.jit
     def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):

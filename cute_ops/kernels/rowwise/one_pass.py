@@ -61,15 +61,15 @@ class OnePassRows:
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         count = row_count(inputs[0])
         valid = row < count
-        place = self.access.place(row, count, t, rank)
-        first = place.first
+        coord = self.access.coord(row, count, t, rank)
+        first = coord.first
         if const_expr(self.pdl and self.ring is None):
             few = cute.arch.grid_dim()[0] <= AHEAD
             rows = self.access.rows(inputs, self.function.inputs, cutlass.min(row, count - 1))
-            self.access.fetch_ahead(rows, place, few)
+            self.access.fetch_ahead(rows, coord, few)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, valid)
-        held = self._load(inputs, slots, place, predicate)
+        held = self._load(inputs, slots, coord, predicate)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
         insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
         values = self.function.tied(self._gather(gets, insides), context)
@@ -83,25 +83,25 @@ class OnePassRows:
                 emitted = self.function.emit(self._read(held, k), results, context, columns)
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
-                    self.access.store(self.access.row(mX, name, row), rOut, place, k)
+                    self.access.store(self.access.row(mX, name, row), rOut, coord, k)
 
-    def _load(self, inputs, slots, place, predicate):
+    def _load(self, inputs, slots, coord, predicate):
         """This thread's vectors of a row, in registers or in the slots of shared memory."""
         if slots is None:
-            held = self.access.load(self.access.rows(inputs, self.function.inputs, place.row), place, predicate)
+            held = self.access.load(self.access.rows(inputs, self.function.inputs, coord.row), coord, predicate)
             let_next_start(self.pdl)
             for k in range(self.tile.per_thread):
                 for rX in held:
-                    self.access.trim(rX[k], k, place)
+                    self.access.trim(rX[k], k, coord)
             return held
-        sources = self.ring.sources(inputs, slots, place.row, place.first, predicate)
-        self.ring.fetch_rows(sources, self.tile.edge(place.row, place.count), Int32(0))
+        sources = self.ring.sources(inputs, slots, coord.row, coord.first, predicate)
+        self.ring.fetch_rows(sources, self.tile.edge(coord.row, coord.count), Int32(0))
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         let_next_start(self.pdl)
         for k in range(self.tile.per_thread):
             if self.tile.predicated(k):
-                self.ring.trim(slots, k, Int32(0), place.first[k], self.function.reduction.empty)
+                self.ring.trim(slots, k, Int32(0), coord.first[k], self.function.reduction.empty)
         return slots
 
     def _gather(self, gets, insides):

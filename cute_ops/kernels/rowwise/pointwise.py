@@ -159,8 +159,8 @@ class Pointwise:
         inside = self._inside(n, segment, lanes)
         sources = []
         for lane, here in zip(lanes, inside):
-            place = lane if const_expr(here is True) else cutlass.select_(here, lane, 0)
-            sources.append([self._vector(mX, piece, n, row, segment, place) for mX, piece in zip(inputs, self.inputs)])
+            coord = lane if const_expr(here is True) else cutlass.select_(here, lane, 0)
+            sources.append([self._vector(mX, piece, n, row, segment, coord) for mX, piece in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
             for vectors in sources:
                 for tXgX, piece in zip(vectors, self.inputs):
@@ -226,20 +226,20 @@ class Pointwise:
         bidx, _, _ = cute.arch.block_idx()
         rows, n = self._shape(outputs[0])
         start = Int64(bidx) * self.block
-        places = []
+        coords = []
         for u in cutlass.range_constexpr(self.unroll):
-            places.append(self._place(start, Int32(u * self.threads) + tidx, rows, n))
+            coords.append(self._coordinate(start, Int32(u * self.threads) + tidx, rows, n))
         sources = []
-        for row, first, _ in places:
+        for row, first, _ in coords:
             sources.append([self._address(mX, piece, n, row, first) for mX, piece in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
-            for (row, _, _), addresses in zip(places, sources):
+            for (row, _, _), addresses in zip(coords, sources):
                 for address, piece in zip(addresses, self.inputs):
                     fetch_ahead(address, self._fetches(piece, bidx, tidx, row))
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         loaded = []
-        for (_, _, left), addresses in zip(places, sources):
+        for (_, _, left), addresses in zip(coords, sources):
             vectors = [fragment(mX.element_type, self.vec if p.columns else 1) for mX, p in zip(inputs, self.inputs)]
             for rX, address in zip(vectors, addresses):
                 if const_expr(self.whole):
@@ -248,10 +248,10 @@ class Pointwise:
                     rX.fill(0)
                     load_inside(left > 0, rX, address, left)
             loaded.append(vectors)
-        for place, vectors in zip(places, loaded):
+        for coord, vectors in zip(coords, loaded):
             results = self._computed([widen(rX) for rX in vectors])
             for mX, piece, rX in zip(outputs, self.outputs, results):
-                self._store(rX, mX, piece, n, place)
+                self._store(rX, mX, piece, n, coord)
 
     def _computed(self, given):
         """fp32 fragments of the outputs."""
@@ -262,7 +262,7 @@ class Pointwise:
                 rX[j] = x
         return results
 
-    def _place(self, start, index, rows, n):
+    def _coordinate(self, start, index, rows, n):
         """Where a vector lies: (its row, the element of the row it starts at, elements left in that row).
 
         A vector past the end, with no elements left, gets the place of another one, which is loaded but not stored.
@@ -292,8 +292,8 @@ class Pointwise:
             return mX.iterator.toint() + first * itemsize
         return row_address(mX, self.keys[piece.name], row, mX.shape[-1]) + first * itemsize
 
-    def _store(self, rX, mX, piece, n, place):
-        row, first, left = place
+    def _store(self, rX, mX, piece, n, coord):
+        row, first, left = coord
         rOut = narrow(rX.load(), mX.element_type, self.vec)
         address = self._address(mX, piece, n, row, first)
         if self.whole:

@@ -33,13 +33,13 @@ class PointwiseShifted:
         self.groups = []
         for i, piece in enumerate(outputs):
             for group in self.groups:
-                if self._apart(piece, outputs[group[0]]) == 0:
+                if self._distance(piece, outputs[group[0]]) == 0:
                     group.append(i)
                     break
             else:
                 self.groups.append([i])
 
-    def _apart(self, piece, other):
+    def _distance(self, piece, other):
         """By how many elements a piece's rows start later in a vector than another's; None if that is not known."""
         keys = self.keys[piece.name], self.keys[other.name]
         same = keys[0].dtype == keys[1].dtype and piece.count == other.count
@@ -72,19 +72,19 @@ class PointwiseShifted:
         start = Int64(bidx) * (self.threads * self.unroll)
         above = start // Int64(per_row)
         local = Int32(start - above * per_row) + tidx
-        places = []
+        coords = []
         for u in cutlass.range_constexpr(self.unroll):
             below = (local + u * self.threads) // per_row
             column = (local + u * self.threads - below * per_row) * self.vec
             row = above + below
             # A row past the last one gets an end below all columns.
-            places.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
+            coords.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
         wait_for_previous(self.pdl)
-        loaded = [[self._load(inputs, outputs, group, n, rows, place) for group in self.groups] for place in places]
+        loaded = [[self._load(inputs, outputs, group, n, rows, coord) for group in self.groups] for coord in coords]
         let_next_start(self.pdl)
-        for place, groups in zip(places, loaded):
+        for coord, groups in zip(coords, loaded):
             for group, (shift, pairs) in zip(self.groups, groups):
-                self._postprocess(outputs, group, n, place, shift, pairs)
+                self._postprocess(outputs, group, n, coord, shift, pairs)
 
     def _row(self, mX, piece, n, row):
         """Byte address of the first element of a piece of a row."""
@@ -101,11 +101,11 @@ class PointwiseShifted:
             tail = tail | (row + 1 >= rows)
         return cutlass.select_(tail, Int32(n - self.vec + 1), Int32(n)), tail
 
-    def _load(self, inputs, outputs, group, n, rows, place):
+    def _load(self, inputs, outputs, group, n, rows, coord):
         """The inputs' data for the vector at a column of a group's outputs: (how far rows start in a vector, the pairs
         of vectors that contain it and where in them it begins).
         """
-        (row, column, end), target, mOut = place, self.outputs[group[0]], outputs[group[0]]
+        (row, column, end), target, mOut = coord, self.outputs[group[0]], outputs[group[0]]
         out = self._row(mOut, target, n, row)
         shift = bytes_past(out, mOut.element_type, self.vec) // ITEMSIZE[self.keys[target.name].dtype]
         first = column - shift
@@ -115,7 +115,7 @@ class PointwiseShifted:
             rPair = fragment(mX.element_type, 2 * self.vec)
             address = self._row(mX, piece, n, row) + Int64(first) * itemsize
             bound, tail = self._edge(piece, n, row, rows)
-            past = self._apart(piece, target)
+            past = self._distance(piece, target)
             if past == 0:
                 low = cute.make_tensor(rPair.iterator, cute.make_layout(self.vec))
                 load_if((first + self.vec > 0) & (first < cutlass.min(end, bound)), low, address)
@@ -126,8 +126,8 @@ class PointwiseShifted:
             pairs.append((rPair, past))
         return first, pairs
 
-    def _postprocess(self, outputs, group, n, place, first, pairs):
-        row, _, end = place
+    def _postprocess(self, outputs, group, n, coord, first, pairs):
+        row, _, end = coord
         given = [widen(settle(rPair, past)) for rPair, past in pairs]
         results = [[] for _ in self.outputs]
         for j in range(self.vec):
