@@ -1,4 +1,4 @@
-"""Machine code of matrix products at two states of the sources: what a refactoring of their kernels must not change.
+"""Machine code of kernels at two states of the sources: what a refactoring of them must not change.
 
     python benchmarks/machine_code.py out/now.json --before HEAD~3
 
@@ -7,6 +7,8 @@ checkout), without a GPU. It prints instructions, registers and bytes of local m
 differ, and lists by how many of which instruction. An earlier state that was recorded is read from its file instead:
 
     python benchmarks/machine_code.py out/now.json --before out/before.json
+
+Variants are those of products; with ``--rows`` those of the ops on rows, by their heuristics, some 600.
 """
 
 from __future__ import annotations
@@ -217,10 +219,54 @@ VARIANTS = (
 )
 
 
+class Rows(NamedTuple):
+    """A call of an op on rows, which runs with the config of its heuristic.
+
+    Attributes:
+        name: of its line in the table.
+        op: the op.
+        layout: of its inputs, see :func:`cute_ops.testing.kernel_calls.place`.
+    """
+
+    name: str
+    op: Any
+    dtype: str
+    rows: int
+    n: int
+    layout: str
+
+
+# Of the ops on rows: so that each form is among them, with aligned rows and with others.
+SIZES = (
+    ("bfloat16", 8192, 4096, "compact"), ("bfloat16", 8192, 4096, "spaced"), ("bfloat16", 64, 4096, "compact"),
+    ("bfloat16", 8192, 4099, "compact"), ("bfloat16", 8192, 1000, "apart"), ("float32", 8192, 8192, "compact"),
+    ("bfloat16", 8192, 50257, "compact"), ("bfloat16", 300, 131_072, "compact"),
+    ("bfloat16", 8192, 1_000_003, "compact"), ("bfloat16", 8192, 96, "compact"), ("float32", 8192, 777, "compact"),
+)  # fmt: skip
+
+
+def calls_on_rows() -> list[Rows]:
+    from cute_ops.testing.kernel_calls import ALL
+
+    ops = [op for op in ALL if "gemm" not in str(op.kernel)]
+    return [Rows(" ".join([op.name, *map(str, size)]), op, *size) for op in ops for size in SIZES]
+
+
 # --- compiled and counted
 
 
-def variant_of(product: Product) -> Any:
+def variant_of(call: Product | Rows) -> Any:
+    return _of_product(call) if isinstance(call, Product) else _on_rows(call)
+
+
+def _on_rows(call: Rows) -> Any:
+    from cute_ops.testing import kernel_calls
+
+    _, plan = kernel_calls.shaped(call.op, call.rows, call.n, call.dtype, call.layout).planned()
+    return plan.variant
+
+
+def _of_product(product: Product) -> Any:
     from cute_ops import Case, testing
     from cute_ops.declaration.binding import bind
     from cute_ops.jit.plan import plan
@@ -257,14 +303,14 @@ class Kernel(NamedTuple):
         return sum(number for name, number in self.instructions.items() if whole.fullmatch(name))
 
 
-def compiled(product: Product) -> list[Kernel]:
+def compiled(call: Product | Rows) -> list[Kernel]:
     """A variant's kernels, the largest first."""
     from cute_ops.jit.compile_pool import worker
     from cute_ops.tools import sass
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
-        worker.compile(variant_of(product), path)
+        worker.compile(variant_of(call), path)
         used, text = sass.resources(path), sass.sass(path)
     found = []
     _, *pieces = re.split(r"Function : (\S+)", text)
@@ -277,42 +323,42 @@ def compiled(product: Product) -> list[Kernel]:
     return sorted(found, key=lambda kernel: -kernel.total)
 
 
-def record(path: Path, only: str) -> None:
-    products = [product for product in VARIANTS if re.search(only, product.name)]
+def record(path: Path, only: str, rows: bool) -> None:
+    calls = [call for call in (calls_on_rows() if rows else VARIANTS) if re.search(only, call.name)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        kernels = list(pool.map(compiled, products))
+        kernels = list(pool.map(compiled, calls))
     path.parent.mkdir(parents=True, exist_ok=True)
-    named = {product.name: [k._asdict() for k in found] for product, found in zip(products, kernels, strict=True)}
+    named = {call.name: [k._asdict() for k in found] for call, found in zip(calls, kernels, strict=True)}
     path.write_text(json.dumps(named), encoding="utf-8")
 
 
 # --- compared
 
 
-def recorded(before: str, only: str) -> Path:
+def recorded(before: str, only: str, rows: bool) -> Path:
     """The file of an earlier state: itself, or recorded of a checkout's folder or of a commit."""
     path = Path(before)
     if path.is_file():
         return path
     out = Path(tempfile.mkdtemp()) / "before.json"
     if path.is_dir():
-        _record_there(path, out, only)
+        _record_there(path, out, only, rows)
         return out
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder, "checkout")
         subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "-q", "--detach", checkout, before], check=True)
         try:
-            _record_there(checkout, out, only)
+            _record_there(checkout, out, only, rows)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", checkout], check=True)
     return out
 
 
-def _record_there(checkout: Path, out: Path, only: str) -> None:
-    """By the checkout's own script, which knows its modules; by this one where it has none."""
+def _record_there(checkout: Path, out: Path, only: str, rows: bool) -> None:
+    """By the checkout's own script, which knows its modules; by this one where it has none, or measures no rows."""
     own = checkout / "benchmarks" / "machine_code.py"
-    script = own if own.exists() else Path(__file__)
-    command = [sys.executable, str(script), str(out), "--only", only, "--checkout", str(checkout)]
+    script = own if own.exists() and ("--rows" in own.read_text() or not rows) else Path(__file__)
+    command = [sys.executable, str(script), str(out), "--only", only, "--checkout", str(checkout), *["--rows"] * rows]
     subprocess.run(command, check=True)
 
 
@@ -365,13 +411,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="where to write what was counted here")
     parser.add_argument("--before", help="a commit, the folder of a checkout, or the file of a recorded state")
     parser.add_argument("--only", default="", help="a regular expression that variants' names contain")
+    parser.add_argument("--rows", action="store_true", help="variants of the ops on rows in place of products")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="the folder whose sources are compiled")
     given = parser.parse_args(arguments)
     # Not an installed package. The processes that compile find the sources in the same place.
     sys.path.insert(0, str(given.checkout.resolve()))
     os.environ["PYTHONPATH"] = sys.path[0]
-    record(given.out, given.only)
-    before = read(recorded(given.before, given.only)) if given.before else None
+    record(given.out, given.only, given.rows)
+    before = read(recorded(given.before, given.only, given.rows)) if given.before else None
     lines, differing = table(read(given.out), before)
     print("\n".join(lines))
     if before is not None:
