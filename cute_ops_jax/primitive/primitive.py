@@ -317,13 +317,13 @@ class Composite(OpPrimitive):
     def _outputs(self, call: Call, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
         """The outputs that exist."""
         xp: Any = with_others(framework, shared=True) if axes else framework
-        run = partial(_together, call, self.op, axes) if axes else call
+        run = partial(_together, call=call, program=self.op, axes=axes) if axes else call
         found = self.program.run(xp, run, {n: inputs.get(n) for n in self.op.inputs}, attrs)
         return slices.present({n: found.get(n) for n in self.op.outputs})
 
 
 def _together(
-    call: Call, program: Op, axes: Axes, op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False
+    op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False, *, call: Call, program: Op, axes: Axes
 ) -> Arrays:
     """An op in a program whose devices along the axes have slices of a dim: run together where it splits that, too."""
     each = partial(call, op, inplace=inplace)

@@ -45,7 +45,7 @@ class _SiluMLP(torch.autograd.Function):
     @staticmethod
     @once("silu_mul in a gated MLP")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return _silu_mlp_bwd(ctx, dout, *ctx.saved_tensors)
+        return _silu_mlp_bwd(ctx, dout, ctx.saved_tensors)
 
 
 def silu_mlp_add_rmsnorm(
@@ -74,7 +74,7 @@ class _SiluMLPAddRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         *mlp, total, norm_weight = ctx.saved_tensors
         dresidual, dnorm_weight = _stream_bwd(ctx, total, norm_weight, dnormed, dtotal, ctx.needs_input_grad[5])
-        return *_silu_mlp_bwd(ctx, dresidual, *mlp), dresidual, dnorm_weight, None
+        return *_silu_mlp_bwd(ctx, dresidual, mlp), dresidual, dnorm_weight, None
 
 
 def _swiglu(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,10 +86,11 @@ def _swiglu(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return functions.swiglu(gate_up), gate_up
 
 
-def _silu_mlp_bwd(
-    ctx: Any, dout: Tensor, x: Tensor | None, gate: Tensor, up: Tensor, down: Tensor, gate_up: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, gate, up and down, which come first in ``ctx``."""
+def _silu_mlp_bwd(ctx: Any, dout: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of x, gate, up and down, which come first in ``ctx``; ``saved``: x or None, these weights, and the
+    products with gate and up.
+    """
+    x, gate, up, down, gate_up = saved
     dout, ddown = dout.reshape(-1, down.shape[0]), None
     if ctx.needs_input_grad[3]:
         dgate_up, product = _swiglu_gradient_again(dout, down, gate_up)

@@ -93,7 +93,7 @@ class RowsOfGroups(RowsInPasses):
         return totals
 
     def _with(self, totals, walk, values, stage, first):
-        return self.added(totals, values, stage, self._elements(walk, first), self.tile.v, first, walk.n)
+        return self.added(totals, values, stage, self._elements(walk, first), first, walk.n)
 
     def _outputs(self, walk, values, sums, group, tidx):
         if self.steps == 0:

@@ -297,7 +297,8 @@ class RowsInRing(HeldRows):
             cute.arch.cp_async_wait_group(self.config.stages - 1)
             if const_expr(self.config.clusters == 0):
                 let_next_start(self.pdl)
-            held = Slot(self, tensors, slots, step % self.config.stages, t, rank, self.tile.v.shift(row, self.n))
+            stage, shift = step % self.config.stages, self.tile.v.shift(row, self.n)
+            held = Slot(self, tensors, slots, stage, rank * self.tile.span + t, shift)
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
             self._reduced(values, totals, step, shared)
             if row < count:
@@ -307,7 +308,9 @@ class RowsInRing(HeldRows):
                 self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
         cute.arch.cp_async_wait_group(0)
         for (_, piece), rSums in zip(self.outputs["r"], sums):
-            self._store_columns(tensors[self.partials_of(piece)], piece, rSums, base, group, rank, first)
+            mPartials = tensors[self.partials_of(piece)]
+            address = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + piece.index * self.n) * 4
+            self._store_columns(address, rSums, base, group, rank, first)
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], start, (t == 0) & (rank == 0))
 
     def _numbers(self, tensors, row, count):
@@ -345,9 +348,8 @@ class RowsInRing(HeldRows):
         return totals
 
     def _with(self, totals, held, values, stage, k):
-        return self.added(
-            totals, values, stage, held.elements(k, held.columns(k)), self.tile.v, held.first(k), Int32(self.n)
-        )
+        elements = held.elements(k, held.columns(k))
+        return self.added(totals, values, stage, elements, held.first(k), Int32(self.n))
 
     def _postprocess(self, held, values, columns, sums, coord):
         """Store a row's columns and add to their sums over rows."""
@@ -407,11 +409,10 @@ class RowsInRing(HeldRows):
 
     @cute.jit
     def _store_columns(
-        self, mPartials: cute.Tensor, piece: cutlass.Constexpr, rSums: cutlass.Constexpr, base: cutlass.Constexpr,
-        group: Int32, rank, first: cutlass.Constexpr,
+        self, address: Int64, rSums: cutlass.Constexpr, base: cutlass.Constexpr, group: Int32, rank,
+        first: cutlass.Constexpr,
     ):  # fmt: skip
         """A cluster's sums of a row vector, those of a CTA's rows added up, to its row of the workspace."""
-        address = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + piece.index * self.n) * 4
         if const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 if const_expr(self.tile.v.masked):
@@ -436,17 +437,17 @@ class Slot:
         vectors: how many of them begin inside the row or before it.
     """
 
-    def __init__(self, rows, tensors, slots, stage, t, rank, shift):
+    def __init__(self, rows, tensors, slots, stage, begin, shift):
         tile = rows.tile
         self.rows, self.tensors, self.slots, self.stage, self.shift = rows, tensors, slots, stage, shift
-        self.coord = rank * tile.span + t
-        left = rows.n + shift - self.coord * tile.vec
+        self.begin = begin  # the first of them
+        left = rows.n + shift - begin * tile.vec
         apart = tile.threads_per_row * tile.vec
         self.vectors = cutlass.max(cutlass.min((left + (apart - 1)) // apart, tile.per_thread), Int32(0))
 
     def first(self, k):
         tile = self.rows.tile
-        return (self.coord + k * tile.threads_per_row) * tile.vec - self.shift
+        return (self.begin + k * tile.threads_per_row) * tile.vec - self.shift
 
     def read(self, k):
         return [widen(self.rows.ring.read(sX, k, self.stage)) for sX in self.slots]

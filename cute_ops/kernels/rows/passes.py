@@ -92,7 +92,7 @@ class RowsInPasses(RowPieces):
         return totals
 
     def _with(self, totals, walk, values, stage, first):
-        return self.added(totals, values, stage, walk.elements(first), self.tile.v, first, walk.n)
+        return self.added(totals, values, stage, walk.elements(first), first, walk.n)
 
     def _begin(self, tensors, group, n, long_n):
         """The sums over rows that are in registers: none, but those in the workspaces are cleared."""
@@ -115,7 +115,7 @@ class RowsInPasses(RowPieces):
     def _emit(self, walk, values, group, first):
         outputs = [*self.outputs["t"], *self.outputs["r"]]
         vectors = self.computed(values, outputs, walk.elements(first), self.tile.vec)
-        self.store_inside(vectors, walk.targets, self.tile.v, first, walk.n)
+        self.store_inside(vectors, walk.targets, first, walk.n)
         for rX, (_, piece) in zip(vectors[len(self.outputs["t"]) :], self.outputs["r"]):
             self._add_to(walk.tensors[self.partials_of(piece)], piece, rX, group, first, walk.n)
 

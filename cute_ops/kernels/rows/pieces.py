@@ -147,11 +147,13 @@ class RowPieces:
         """The neutral elements of a stage's reductions."""
         return tuple(Float32(NEUTRAL[word]) for word in self.emit.words[stage])
 
-    def added(self, totals, values, stage, elements, v, first, n):
+    def added(self, totals, values, stage, elements, first, n):
         """A stage's reductions with one more vector, of which some elements may lie outside the row."""
         found = []
-        for word, total, rTerm in zip(self.emit.words[stage], totals, self.terms(values, stage, elements, v.vec)):
-            if v.masked:
+        for word, total, rTerm in zip(
+            self.emit.words[stage], totals, self.terms(values, stage, elements, self.tile.vec)
+        ):
+            if self.tile.v.masked:
                 trim(rTerm, first, n, NEUTRAL[word])
             found.append(COMBINE[word](total, combined(COMBINE[word], rTerm)))
         return tuple(found)
