@@ -14,6 +14,8 @@ from cute_ops.kernels.norm.fwd_persistent import NormForwardPersistent
 from cute_ops.kernels.norm.fwd_smem import NormForwardSmem
 from cute_ops.kernels.norm.two_pass import NormBackwardTwoPass, NormForwardTwoPass
 
+# Forms of their own beside those of expressions (kernels/rows): a layer norm merges moments where those add plain sums,
+# and of an RMS norm's backward they take 5% longer (16384 x 4097, benchmarks/results).
 FORWARD = {
     "one_pass": NormForward, "smem": NormForwardSmem, "persistent": NormForwardPersistent,
     "two_pass": NormForwardTwoPass,

@@ -7,6 +7,8 @@ from cute_ops.kernels.rowwise.map import Segments
 from cute_ops.kernels.rowwise.one_pass import OnePassRows
 from cute_ops.kernels.rowwise.two_pass import WalkedRows
 
+# Forms of their own beside those of expressions (kernels/rows): a row function also loads single elements of a row and
+# stores a number of each row, as losses do, which no expression says.
 FORMS = {
     "one_pass": OnePassRows, "smem": OnePassRows, "two_pass": WalkedRows,
     "rows": Segments, "segments": Segments, "elements": Segments,
