@@ -23,7 +23,7 @@ def append_kv(problem: Problem) -> AppendConfig:
 
 
 def attention(problem: Problem) -> AttentionConfig:
-    """As many keys as registers and shared memory hold."""
+    """A tile of as many keys as registers and shared memory hold."""
     if not problem.arch.startswith("sm_90"):
         raise NotImplementedError(
             f"cute.attention: its kernel is for SM 9.0 (H100, H200), the target is {problem.arch}."
