@@ -132,8 +132,8 @@ def _install(source: Any, holds: Callable[[Any], bool], said: str) -> None:
     from torch._dynamo.guards import install_guard
     from torch._dynamo.source import GlobalStateSource
 
-    def CUTE_OPS_MATCH(builder: Any, guard: Any) -> None:
+    def CUTE_MATCH(builder: Any, guard: Any) -> None:
         manager = builder.guard_manager.root if source is None else builder.get_guard_manager(guard)
         manager.add_lambda_guard(holds, [said], guard.user_stack)
 
-    install_guard((source or GlobalStateSource()).make_guard(CUTE_OPS_MATCH))
+    install_guard((source or GlobalStateSource()).make_guard(CUTE_MATCH))
