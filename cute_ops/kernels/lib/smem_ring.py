@@ -86,11 +86,13 @@ class RowRing:
                 for stage in cutlass.range_constexpr(self.stages):
                     sX[None, None, tidx, k, stage].fill(value)
 
-    def sources(self, tensors, slots, row, first, valid):
-        """A row of each tensor that is present, one after another: an address is computed where its copies are."""
+    def sources(self, tensors, slots, row, first, count, valid=None):
+        """A row of each tensor that is present, of ``count`` rows, one after another: an address is computed where its
+        copies are. ``valid``: whether the row is read, by default if it exists.
+        """
         present = [(mX, sX) for mX, sX in zip(tensors, slots) if mX is not None]
         return (
-            Source(sX, row_address(mX, key, row, self.tile.n), first, valid)
+            Source(sX, row_address(mX, key, row, self.tile.n), first, row < count if valid is None else valid)
             for (mX, sX), key in zip(present, self.keys)
         )
 

@@ -46,7 +46,7 @@ class NormForwardSmem(NormForward):
         columns = None
         if const_expr(not self.delay_weight_load):
             columns = self.access.columns(mWeight, mBias, coord)
-        sources = self.ring.sources(inputs, slots, row, coord.first, coord.valid)
+        sources = self.ring.sources(inputs, slots, row, coord.first, count)
         self.ring.fetch_rows(sources, self.tile.edge(row, count), Int32(0))
         cute.arch.cp_async_commit_group()
         self.sum.ready()

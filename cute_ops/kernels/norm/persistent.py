@@ -181,7 +181,7 @@ class RowWalk:
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
-        sources = self.ring.sources(inputs, slots, row, first, row < count)
+        sources = self.ring.sources(inputs, slots, row, first, count)
         self.ring.fetch_rows(sources, self.tile.edge(row, count), stage)
         cute.arch.cp_async_commit_group()
 

@@ -115,7 +115,7 @@ class RowsInPasses(RowPieces):
     def _emit(self, walk, values, group, first):
         outputs = [*self.outputs["t"], *self.outputs["r"]]
         vectors = self.computed(values, outputs, walk.elements(first), self.tile.vec)
-        self.store_inside(vectors, walk.targets, first, walk.n)
+        self.store_inside(vectors, walk.targets, self.tile.v, first, walk.n)
         for rX, (_, piece) in zip(vectors[len(self.outputs["t"]) :], self.outputs["r"]):
             self._add_to(walk.tensors[self.partials_of(piece)], piece, rX, group, first, walk.n)
 

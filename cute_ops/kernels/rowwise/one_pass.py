@@ -94,7 +94,7 @@ class OnePassRows:
                 for rX in held:
                     self.access.trim(rX[k], k, coord)
             return held
-        sources = self.ring.sources(inputs, slots, coord.row, coord.first, predicate)
+        sources = self.ring.sources(inputs, slots, coord.row, coord.first, coord.count, predicate)
         self.ring.fetch_rows(sources, self.tile.edge(coord.row, coord.count), Int32(0))
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
