@@ -5,7 +5,8 @@ device outside of the timed region, and divides. Samples of all entries are inte
 "in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Buffers of such a
 row take turns, so no op allocates; an allocation is an entry of its own. Their `compile_ms` is what one more op takes
 to compile, without caches. Those "in a program" are the same of a jitted JAX program, until its results are there: as
-XLA runs it, in a command buffer (a CUDA graph), and launched op by op.
+XLA runs it, in a command buffer (a CUDA graph), and launched op by op. Composites stand beside their parts, called one
+by one, and torch's functions; with a gradient their time includes the backward.
 
     python benchmarks/host_time.py --out out/benchmarks
 """
@@ -17,6 +18,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +96,86 @@ def apart_in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor
         return lambda: compiled(xs, weights)
 
     return Chain.of(calls)
+
+
+def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]]:
+    """Composites, their parts one by one, and torch's functions; where a gradient is wanted, backward included."""
+    n, heads, columns = 512, 3, 64
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_(grad)
+
+    # So few rows that products end before the host has started the next.
+    x, residual, norm, bias = made(16, n), made(16, n), made(n), made(n)
+    up, down, weight = made(2 * n, n), made(n, n), made(n, n)
+    qkv, head = made((heads + 1) * columns, n), made(1024, n)
+    cos, sin = torch.rand(2, 16, columns // 2, device=device, dtype=torch.bfloat16).unbind()
+    target = torch.arange(16, device=device)
+
+    def rotated(y: torch.Tensor) -> torch.Tensor:
+        first, second = y.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+        return y * torch.cat([cos, cos], -1).unsqueeze(1) + turned * torch.cat([sin, sin], -1).unsqueeze(1)
+
+    def by_torch(name: str) -> Any:
+        def gated_mlp() -> Any:
+            gate, value = F.linear(x, up).chunk(2, -1)
+            return F.linear(F.silu(gate) * value, down)
+
+        def linear_add_rmsnorm() -> Any:
+            total = F.linear(x, weight) + residual
+            return F.rms_norm(total, (n,), norm, EPS), total
+
+        def qkv_rope() -> Any:
+            return rotated(F.linear(x, qkv).unflatten(-1, (heads + 1, columns))[:, :heads])
+
+        return {
+            "gated_mlp": gated_mlp, "linear_add_rmsnorm": linear_add_rmsnorm, "qkv_rope": qkv_rope,
+            "rmsnorm_linear": lambda: F.linear(F.rms_norm(x, (n,), norm, EPS), weight, bias),
+            "linear_cross_entropy": lambda: F.cross_entropy(F.linear(x, head), target),
+        }[name]  # fmt: skip
+
+    def by_parts(name: str) -> Any:
+        import cute_ops_torch as ours
+
+        def qkv_rope() -> Any:
+            return ours.rope(ours.linear(x, qkv).unflatten(-1, (heads + 1, columns))[:, :heads], cos, sin)
+
+        return {
+            "gated_mlp": lambda: ours.linear(ours.gated_linear(x, up), down), "qkv_rope": qkv_rope,
+            "linear_add_rmsnorm": lambda: ours.add_rmsnorm(ours.linear(x, weight), residual, norm, eps=EPS),
+            "rmsnorm_linear": lambda: ours.linear(ours.rmsnorm(x, norm, eps=EPS), weight, bias, epilogue="bias"),
+            "linear_cross_entropy": lambda: ours.cross_entropy(ours.linear(x, head), target),
+        }[name]  # fmt: skip
+
+    def as_one(name: str) -> Any:
+        import cute_ops_torch as ours
+
+        given: dict[str, tuple[Any, ...]] = {
+            "gated_mlp": (x, up, down), "linear_add_rmsnorm": (x, weight, residual, norm, EPS),
+            "qkv_rope": (x, qkv, cos, sin, heads), "rmsnorm_linear": (x, norm, weight, bias),
+            "linear_cross_entropy": (x, head, target),
+        }  # fmt: skip
+        return partial(getattr(ours, name), *given[name])
+
+    def entry(make: Callable[[str], Call], name: str) -> Callable[[], Call]:
+        if not grad:
+            return lambda: make(name)
+
+        def both() -> Call:
+            forward = make(name)
+
+            def run() -> None:
+                outs = [out] if isinstance(out := forward(), torch.Tensor) else list(out)
+                torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+
+            return run
+
+        return both
+
+    kinds: dict[str, Callable[[str], Call]] = {"": as_one, ", its parts": by_parts, ", by torch": by_torch}
+    names = "gated_mlp", "rmsnorm_linear", "linear_add_rmsnorm", "qkv_rope", "linear_cross_entropy"
+    return {f"cute_ops_torch.{name}{kind}": entry(make, name) for name in names for kind, make in kinds.items()}
 
 
 def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call | Chain]]:
@@ -232,25 +314,29 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
         "in a graph: Liger RMSNorm": graph_of_liger,
         "in a graph: F.rms_norm": graph_of_rms_norm,
     }
-    return ({} if grad else only_forward) | {
-        "torch.add": lambda: lambda: torch.add(x, x),
-        YARDSTICK: lambda: lambda: F.rms_norm(x, x.shape[-1:], weight, EPS),
-        "torch.nn.RMSNorm": own_module,
-        "torch.ops.cute.rmsnorm": raw,
-        "cute_ops_torch.rmsnorm": front,
-        "cute_ops_torch.nn.RMSNorm": module,
-        "torch.compile of F.rms_norm": own_compiled,
-        "torch.compile of cute_ops_torch.rmsnorm": compiled,
-        "quack.rmsnorm": quack,
-        "Liger RMSNorm": liger,
-        "F.linear": lambda: lambda: F.linear(rows, matrix),
-        "cute_ops_torch.linear": linear("auto"),
-        'cute_ops_torch.linear, fused="always"': linear("always"),
-        "F.linear, with a bias": lambda: lambda: F.linear(rows, matrix, bias),
-        "cute_ops_torch.linear, with a bias": linear_with_bias,
-        "F.gelu of F.linear": lambda: lambda: F.gelu(F.linear(rows, matrix, bias)),
-        "cute_ops_torch.linear_gelu": linear_gelu,
-    }
+    return (
+        ({} if grad else only_forward)
+        | composites(device, grad)
+        | {
+            "torch.add": lambda: lambda: torch.add(x, x),
+            YARDSTICK: lambda: lambda: F.rms_norm(x, x.shape[-1:], weight, EPS),
+            "torch.nn.RMSNorm": own_module,
+            "torch.ops.cute.rmsnorm": raw,
+            "cute_ops_torch.rmsnorm": front,
+            "cute_ops_torch.nn.RMSNorm": module,
+            "torch.compile of F.rms_norm": own_compiled,
+            "torch.compile of cute_ops_torch.rmsnorm": compiled,
+            "quack.rmsnorm": quack,
+            "Liger RMSNorm": liger,
+            "F.linear": lambda: lambda: F.linear(rows, matrix),
+            "cute_ops_torch.linear": linear("auto"),
+            'cute_ops_torch.linear, fused="always"': linear("always"),
+            "F.linear, with a bias": lambda: lambda: F.linear(rows, matrix, bias),
+            "cute_ops_torch.linear, with a bias": linear_with_bias,
+            "F.gelu of F.linear": lambda: lambda: F.gelu(F.linear(rows, matrix, bias)),
+            "cute_ops_torch.linear_gelu": linear_gelu,
+        }
+    )
 
 
 # XLA makes command buffers of at least so many operations.

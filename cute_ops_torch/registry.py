@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from importlib import import_module
 from itertools import count
@@ -15,6 +15,7 @@ import torch
 from cute_ops.declaration.headers import check_declaration
 from cute_ops.declaration.op import Op
 from cute_ops.errors import suggesting
+from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher
@@ -114,6 +115,7 @@ def _define(op: Op, namespace: str) -> Registered:
     packet = getattr(names, name)
     made = _registered[key] = Registered(op, packet.default, gradient)
     program.functions.setdefault(op, lambda inplace: made.overwriting if inplace else made.raw)
+    program.planned.setdefault(op, made.plan)
     if known is not None:
         setattr(names, op.name, packet)
     if op.numbers:
@@ -173,6 +175,12 @@ class Registered:
             nodes = Nodes(self.op, lambda step: self.beside(step).overwriting)
             inplace = make_inplace(self.op, self.overload, self.launcher, nodes)
         return make_function(self.op, self.overload, self.fast_path, inplace=inplace, devices=self._devices)
+
+    def plan(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> CompiledCall | None:
+        """The planned call; None where kernels do not take the tensors."""
+        if self.op.numbers or any(t is not None and t.device.type not in self._devices for t in tensors):
+            return None
+        return self.launcher.find(tensors, attrs)
 
     @cached_property
     def overwriting(self) -> Callable[..., Any]:

@@ -95,8 +95,10 @@ def loss(
 # --- programs ------------------------------------------------------------------------------------------------------
 
 
-def _rows(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    """Loss of each row, and its log-sum-exp as two numbers."""
+def _rows(
+    xp: Any, call: Call, inputs: Arrays, attrs: Arrays, wanted: Collection[str] = tuple(cross_entropy.outputs)
+) -> Arrays:
+    """Loss of each row, and its log-sum-exp as two numbers, as far as they are wanted."""
     chunks: Chunks = xp.chunks(_flat(inputs), attrs, ())
 
     def body(found: dict[str, Any], at: Any) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def _rows(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
         made = call(cross_entropy, given, _of_loss(attrs))
         return {name: chunks.put(array, at, made[name]) for name, array in found.items()}
 
-    found = chunks.each({name: chunks.new_rows() for name in cross_entropy.outputs}, body)
+    found = chunks.each({name: chunks.new_rows() for name in wanted}, body)
     return {name: array.reshape(inputs["target"].shape) for name, array in found.items()}
 
 
@@ -122,7 +124,7 @@ def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attr
 
 def _total(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The sum of the losses, or their mean over ``count`` rows."""
-    return {"loss": _mean(_rows(xp, call, inputs, attrs)["loss"].sum(), inputs["count"])}
+    return {"loss": _mean(_rows(xp, call, inputs, attrs, ("loss",))["loss"].sum(), inputs["count"])}
 
 
 def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:

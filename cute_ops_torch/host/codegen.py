@@ -1,9 +1,10 @@
 """Python source that is generated at run time: the functions of the hot path.
 
-A loop over a call's arguments costs more host time than the rest of a warm call (2 us), so three functions are written
-out with the arguments of their op: the public function, a guarded call and the call of a compiled kernel. All other
-host code is plain Python. Tracebacks and debuggers show the generated lines, because each source is in ``linecache``
-under a file name of its own, ``<cute_ops rmsnorm.guarded>``, for as long as a function of it exists.
+A loop over a call's arguments costs more host time than the rest of a warm call (2 us), so four functions are written
+out with the arguments of their op: the public function, a guarded call, the call of a compiled kernel and the calls of
+a program. All other host code is plain Python. Tracebacks and debuggers show the generated lines, because each source
+is in ``linecache`` under a file name of its own, ``<cute_ops rmsnorm.guarded>``, for as long as a function of it
+exists.
 
 Names that do not come from the op start with an underscore, which no argument does.
 """
@@ -56,6 +57,14 @@ def make({values}):
     def {name}({parameters}):
 {allocations}        _kernel({arguments})
 {finish}        return {outputs}
+    return {name}
+"""
+
+# Repeats what a program ran, one call a line.
+RECORDED = """
+def make({values}):
+    def {name}({parameters}):
+{body}        return {returned}
     return {name}
 """
 

@@ -14,6 +14,7 @@ from cute_ops.declaration.program import Program
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
 from cute_ops_torch.host import codegen
+from cute_ops_torch.host.recorded import recorded
 from cute_ops_torch.library import products
 from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.reference import run_reference
@@ -29,13 +30,15 @@ class CompiledCall(NamedTuple):
         run: ``run(*inputs, *scalars)`` takes the inputs that are not None, allocates the outputs and returns them.
         fill: ``fill(wanted)`` makes ``call(*inputs, *outputs, *scalars)``, which takes outputs of these names to write
             to, allocates the others and returns those, None for what is absent.
-        without_autocast: a shorter ``run`` for calls while autocast is off; None where that does not matter.
+        unobserved: a shorter ``run`` for calls while autocast is off and no mode is active; None where there is none.
+        anywhere: whether tensors may lie at any address, since torch's own function reads them.
         differentiable: whether both are functions of torch, which its autograd differentiates.
     """
 
     run: Run
     fill: Callable[[tuple[str, ...]], Run]
-    without_autocast: Run | None = None
+    unobserved: Run | None = None
+    anywhere: bool = False
     differentiable: bool = False
 
 
@@ -131,7 +134,10 @@ def of_reference(binding: Binding, program: Program | None = None) -> CompiledCa
             call = binding._replace(attrs={**binding.attrs, **numbers})
         return run_reference(call, [there.get(name) for name in binding.inputs], program)
 
-    return CompiledCall(run, partial(_copying, binding, run))
+    fill, repeats = partial(_copying, binding, run), program or binding.op.program
+    if repeats is None or binding.empty or binding.op.mutates or binding.op.scalars:
+        return CompiledCall(run, fill)
+    return CompiledCall(run, fill, recorded(binding, repeats, run))
 
 
 def _copying(binding: Binding, run: Run, wanted: tuple[str, ...]) -> Run:
@@ -166,7 +172,7 @@ def of_program(binding: Binding, program: Program) -> CompiledCall:
         copying = _copying(binding, run, wanted)
         return products.without_autocast(products.writing(into, copying)) if into and wanted else copying
 
-    return CompiledCall(run, cache(fill), multiply, alone)
+    return CompiledCall(run, cache(fill), multiply, True, alone)
 
 
 def _then(multiply: Run, binding: Binding, after: Op, read_as: str) -> Run:

@@ -57,7 +57,7 @@ class FastPath:
         more = None if node is None or self._saving is None else node.saving
         launcher = self._saving(more) if more and self._saving else self.launcher()
         call = launcher.find(tensors, attrs)
-        key = call, kinds(tensors), by_torch, call.without_autocast and autocast()
+        key = call, kinds(tensors), by_torch, call.unobserved and autocast()
         known = self._calls.put(tensors, key, lambda: self._guard(call, tensors, attrs, differentiated, by_torch))
         out = known(*args)
         if out is not None:
@@ -74,8 +74,8 @@ class FastPath:
         given = ", ".join([*names, *op.scalars])
         values: dict[str, Any] = {"_run": call.run, "_ad": forward_ad}
         conditions, result = ["_ad._current_level < 0"], f"_run({given})"
-        if call.without_autocast and not autocast():  # which the guard sees by the dispatch keys
-            values["_run"] = call.without_autocast
+        if call.unobserved and not autocast():  # which the guard sees by the dispatch keys, as all modes
+            values["_run"] = call.unobserved
         if any(t is not None and t.requires_grad for t in tensors) and not by_torch:
             values["_grad_enabled"] = torch.is_grad_enabled
             node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])
@@ -87,7 +87,7 @@ class FastPath:
                     conditions.append("_grad_enabled()")
                 result = f"_node(_run, {given}) if _grad_enabled() else {result}"
         return guarded(
-            op, tensors, attrs, conditions, values, bool(call.without_autocast), parameters=parameters(op),
+            op, tensors, attrs, conditions, values, call.anywhere, parameters=parameters(op),
             arguments=", ".join((*op.inputs, *op.keywords)), result=result,
         )  # fmt: skip
 

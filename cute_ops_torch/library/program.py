@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,13 @@ from cute_ops_torch.library.tensors import Tensors, readable
 
 # Makes the raw function of an op that is registered, or the one whose outputs take the memory of donated inputs.
 functions: dict[Op, Callable[[bool], Callable[..., Any]]] = {}
+# Plans a call of an op that is registered; gives None where its kernels do not take the tensors.
+planned: dict[Op, Callable[[Tensors, Sequence[Any]], Any]] = {}
 _resolver = cache(resolver)
 
 
-def run(program: Program, binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
-    """What a program returns for a call, in declared order."""
+def run(program: Program, binding: Binding, tensors: Tensors, call: Callable[..., Any]) -> tuple[Any, ...]:
+    """What a program returns for a call, in declared order; it runs other ops by ``call``."""
     op = binding.op
     with torch._C._DisableAutocast():  # the declaration says which dtypes there are
         found = program.run(framework, call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)

@@ -90,12 +90,16 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def run_reference(binding: Binding, tensors: Tensors, program: Program | None = None) -> Any:
-    """The outputs of the reference, or a program, as the raw op returns them, new and compact; mutates inputs."""
+def run_reference(
+    binding: Binding, tensors: Tensors, program: Program | None = None, call: Callable[..., Any] = programs.call
+) -> Any:
+    """The outputs of the reference, or a program, as the raw op returns them, new and compact; mutates inputs. A
+    program runs other ops by ``call``.
+    """
     op = binding.op
     taken = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
     results: list[Any] = []
-    for (name, declared), result in zip(op.results.items(), _results(binding, tensors, program), strict=True):
+    for (name, declared), result in zip(op.results.items(), _results(binding, tensors, program, call), strict=True):
         if binding.results[name] is None:
             like = next(t for t in tensors if t is not None)
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
@@ -110,14 +114,16 @@ def run_reference(binding: Binding, tensors: Tensors, program: Program | None = 
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def _results(binding: Binding, tensors: Tensors, program: Program | None = None) -> tuple[Any, ...]:
+def _results(
+    binding: Binding, tensors: Tensors, program: Program | None = None, call: Callable[..., Any] = programs.call
+) -> tuple[Any, ...]:
     """What the program returns, the op's own or one that runs instead, or else the reference; None where absent.
 
     Raises:
         TypeError: it is not what the op declares.
     """
     if (program := program or binding.op.program) is not None:
-        results = programs.run(program, binding, tensors)
+        results = programs.run(program, binding, tensors, call)
     else:
         from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
 

@@ -1,0 +1,217 @@
+"""The program of a composite as one function: what its first call ran, without the program's Python.
+
+A program chooses what it runs by the shapes, the strides and the alignment of its tensors and by its attributes. The
+guard of a call compares all of these, so a call like an earlier one runs the same ops and the same functions of torch.
+The first run writes them down as a line of source each: of an op with a kernel the planned call, which needs no guard
+of its own. Later runs cost the host what these calls cost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops_torch.host import codegen
+from cute_ops_torch.library import program as programs
+from cute_ops_torch.library.reference import run_reference
+from cute_ops_torch.library.schema import resolver
+from cute_ops_torch.library.tensors import readable
+
+Tensor = torch.Tensor
+Run = Callable[..., Any]
+# Functions that read no element: those that return no tensor, those that may return a view, and those that only
+# allocate.
+_FACTS = {
+    "__get__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_contiguous", "is_floating_point",
+    "is_neg", "ndimension", "nelement", "numel", "size", "storage_offset", "stride", "untyped_storage",
+}  # fmt: skip
+_VIEWS = {
+    "__get__", "__getitem__", "as_strided", "broadcast_to", "contiguous", "detach", "expand", "flatten", "permute",
+    "reshape", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view",
+}  # fmt: skip
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_ones", "new_zeros"}
+_PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    slice,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(None),
+    type(...),
+)
+
+
+def recorded(binding: Binding, program: Program, otherwise: Run) -> Run:
+    """``run(*inputs)`` of a program's calls like this one, on the inputs that are there, for calls that no mode of
+    torch and no autocast observes. What cannot be repeated, such as a program that reads elements, runs by
+    ``otherwise``.
+    """
+    repeat: Run | None = None
+
+    def run(*given: Any) -> Any:
+        nonlocal repeat
+        if repeat is not None:
+            return repeat(*given)
+        if len({id(t) for t in given}) < len(given):  # which of two inputs is read cannot be told
+            return otherwise(*given)
+        record = _Record(given)
+        out = record.run(binding, program)
+        repeat = record.function(binding.op, out) or otherwise
+        return out
+
+    return run
+
+
+class _Line(NamedTuple):
+    """A call as source, with the names of the tensors that it reads and makes; ``pure``: it writes no other one."""
+
+    text: str
+    reads: list[str]
+    makes: list[str]
+    pure: bool = False
+
+
+class _Record(TorchFunctionMode):
+    """Notes what a program runs on these inputs, while it runs.
+
+    Attributes:
+        lines: what ran.
+        values: what the source refers to.
+        complete: whether the lines repeat all that ran.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.given = given, [f"_in{k}" for k, _ in enumerate(given)]
+        self.lines: list[_Line] = []
+        self.values: dict[str, Any] = {"_as_strided": torch.as_strided}
+        self.complete = True
+        self._number = count()
+        # By identity, which another tensor may get later.
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        for name, t in zip(self.given, given, strict=True):
+            self._named(t, name)
+
+    def run(self, binding: Binding, program: Program) -> Any:
+        tensors, there = iter(self.tensors), [a is not None for a in binding.inputs.values()]
+        with self:
+            return run_reference(binding, [next(tensors) if given else None for given in there], program, self.run_op)
+
+    def function(self, op: Op, out: Any) -> Run | None:
+        """What runs all lines and returns ``out`` of that; None where nothing can."""
+        outputs = [self._name(t) for t in (out if isinstance(out, tuple) else (out,))]
+        if not self.complete or None in outputs:
+            return None
+        body, read = list[str](), {*outputs, *self.given}
+        for line in reversed(self.lines):
+            if line.pure and read.isdisjoint(line.makes):
+                continue
+            # Memory is given back as early as by a program.
+            last = [name for name in dict.fromkeys([*line.reads, *line.makes]) if name not in read]
+            read.update(last)
+            body += [f"        del {', '.join(last)}\n"] if last else []
+            body.append(f"        {line.text}\n")
+        make = codegen.maker(
+            codegen.RECORDED, f"{op.name}.program", self.values, name="run", parameters=", ".join(self.given),
+            body="".join(reversed(body)), returned=", ".join(map(str, outputs)),
+        )  # fmt: skip
+        made: Run = make(**self.values)
+        return made
+
+    def run_op(self, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False) -> Any:
+        """Run another op, as :func:`cute_ops_torch.library.program.call` does."""
+        tensors = [None if (t := inputs.get(name)) is None else readable(d, t) for name, d in op.inputs.items()]
+        values = [*{**op.keywords, **attrs}.values()]
+        mode: Any = self
+        mode.__exit__(None, None, None)  # the op's own functions are no part of the program
+        try:
+            planned = None if inplace else programs.planned[op](tensors, values)
+            if planned is None:
+                function, arguments = programs.functions[op](inplace), [*tensors, *values]
+            else:
+                function = planned.unobserved or planned.run
+                arguments = [*(t for t in tensors if t is not None), *values[len(op.attrs) :]]
+            raw = function(*arguments)
+        finally:
+            mode.__enter__()
+        self._note(function, arguments, {}, raw)
+        made = resolver(op)(tensors, raw if isinstance(raw, tuple) else (raw,))
+        return dict(zip(op.outputs, made, strict=True))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        out = func(*args, **kwargs)
+        tensors = [isinstance(t, Tensor) for t in (out if isinstance(out, tuple | list) else (out,))]
+        if not any(tensors) and name in _FACTS:
+            return out
+        self.complete &= all(tensors) or (out is None and name == "__setitem__")
+        is_view = self.complete and name in _VIEWS and isinstance(out, Tensor) and self._view(args[0], out)
+        if self.complete and not is_view:
+            self._note(func, args, kwargs, out, name in _VIEWS | _ALLOCATIONS)
+        return out
+
+    def _view(self, of: Tensor, out: Tensor) -> bool:
+        """Note a view by its sizes and strides; whether it is one, and begins where its tensor does."""
+        source = self._name(of)
+        if out is of or source is None:
+            return out is of
+        if of.dtype != out.dtype or of.data_ptr() != out.data_ptr() or of.is_neg() != out.is_neg() or not out.numel():
+            return False
+        if of.shape == out.shape and of.stride() == out.stride():
+            self._named(out, source)
+        else:
+            sizes, strides = self._constant(tuple(out.shape)), self._constant(out.stride())
+            name = self._named(out)
+            self.lines.append(_Line(f"{name} = _as_strided({source}, {sizes}, {strides})", [source], [name], True))
+        return True
+
+    def _note(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, pure: bool = False
+    ) -> None:  # fmt: skip
+        several = isinstance(out, tuple | list)
+        reads, results = list[str](), [t for t in (out if several else (out,)) if t is not None]
+        texts = [self._text(a, reads) for a in args] + [f"{n}={self._text(a, reads)}" for n, a in kwargs.items()]
+        written = all(self._name(t) for t in results)  # in place: it has its name already
+        makes = [self._name(t) or self._named(t) for t in results]
+        target = "" if written else f"{', '.join(makes)}{',' * several} = "
+        text = f"{target}{self._constant(function)}({', '.join(texts)})"
+        self.lines.append(_Line(text, reads, makes, pure and not written))
+
+    def _text(self, value: Any, reads: list[str]) -> str:
+        """Source of an argument."""
+        if isinstance(value, Tensor):
+            reads.append(self._name(value) or "")
+            self.complete &= bool(reads[-1])
+            return reads[-1]
+        if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+            texts = "".join(f"{self._text(each, reads)}, " for each in value)
+            return f"({texts})" if isinstance(value, tuple) else f"[{texts}]"
+        self.complete &= isinstance(value, _PLAIN)
+        return repr(value) if value is None or type(value) in (bool, int, str) else self._constant(value)
+
+    def _name(self, tensor: Tensor) -> str | None:
+        known, name = self._names.get(id(tensor), (None, None))
+        return name if known is not None and known() is tensor else None
+
+    def _named(self, tensor: Tensor, name: str = "") -> str:
+        """Give a tensor a name."""
+        name = name or f"_t{next(self._number)}"
+        self._names[id(tensor)] = weakref.ref(tensor), name
+        return name
+
+    def _constant(self, value: Any) -> str:
+        name = f"_c{len(self.values)}"
+        self.values[name] = value
+        return name

@@ -1,0 +1,189 @@
+"""Composites' calls that are like an earlier one: what the program ran is run again, without its Python."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops import Op, Program, Tensor
+from cute_ops_torch.host import compiled_call, launch, recorded
+from tests.ops import offered_products
+
+PRODUCTS = [p for p in offered_products.PRODUCTS if p.op.program]
+number = itertools.count()
+Run = Callable[..., Any]
+
+
+def of_run(run: Run, **more: Any) -> Op:
+    """A composite of two matrices whose program is ``run(xp, call, x, y)``."""
+
+    def program(xp: Any, call: Any, inputs: Any, attrs: Any) -> Any:
+        return run(xp, call, inputs["x"], inputs["y"])
+
+    rows = Tensor("m n", "T")
+    return Op(
+        f"recorded_{next(number)}", inputs={"x": rows, "y": rows}, outputs={"out": rows}, dtypes={"T": ("float32",)},
+        kernel=Program(program), **more,
+    )  # fmt: skip
+
+
+def repeated(op: Op, *tensors: torch.Tensor) -> str:
+    """The source that repeats a program."""
+    call = launch.Launcher(op).find(tensors, ())
+    assert call.unobserved is not None
+    call.unobserved(*tensors)
+    (source,) = (lines for _, _, lines, file in linecache.cache.values() if file == f"<cute_ops {op.name}.program>")
+    return "".join(source)
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.name)
+def test_calls_of_a_composite_give_the_same_bits(product: offered_products.Product) -> None:
+    """The first call, one like it with other numbers, and one by the program; with gradients, too."""
+    function = product.of(cute_ops_torch)
+    for grad in (False, True):
+        for seed in (1, 2, 3):
+            given = [torch.from_numpy(a) for a in product.arrays((3, 5 + grad), seed=seed)]
+            for place in product.differentiable if grad else ():
+                given[place].requires_grad_()
+            results = []
+            for observed in (False, True):
+                with torch.autograd.profiler.profile(enabled=observed):
+                    found = function(*given)
+                    found = found if isinstance(found, tuple) else (found,)
+                    douts = [torch.ones_like(t) for t in found]
+                    wanted = [t for t in given if t.requires_grad]
+                    results.append([*found, *(torch.autograd.grad(found, wanted, douts) if grad else ())])
+            for ours, theirs in zip(*results, strict=True):
+                np.testing.assert_array_equal(ours.detach().numpy(), theirs.detach().numpy())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_loss_of_a_head_in_chunks(reduction: str) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        hidden, weight = torch.randn(300, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+        target = torch.randint(0, 20, (300,))
+        for rows in (None, 128):
+            loss = cute_ops_torch.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_rows=rows)
+            expected = torch.nn.functional.cross_entropy(hidden @ weight.T, target, reduction=reduction)
+            torch.testing.assert_close(loss, expected)
+            found, wanted = (torch.autograd.grad(out.sum(), (hidden, weight)) for out in (loss, expected))
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_known_call_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, norm = torch.randn(4, 16), torch.randn(8, 16), torch.ones(16)
+    expected = [cute_ops_torch.rmsnorm_linear(x, norm, weight) for _ in range(2)][-1]
+    for module in (recorded, compiled_call):
+        monkeypatch.setattr(module, "run_reference", None)
+    assert torch.equal(cute_ops_torch.rmsnorm_linear(x, norm, weight), expected)
+
+
+def test_the_source_is_what_ran() -> None:
+    """Views without copies are one instruction or none, and memory is given back after its last use."""
+
+    def run(xp: Any, call: Any, x: Any, y: Any) -> Any:
+        rows = x.reshape(-1, x.shape[-1])  # nothing is left of it
+        product = torch.mm(rows, y.T)
+        product.add_(1.0)
+        unread = x.new_empty(3)
+        assert unread.numel() == 3
+        return {"out": torch.where(product > 0, product, y[:, :1])}
+
+    op = of_run(run)
+    source = repeated(op, torch.randn(3, 3), torch.randn(3, 3)).partition("_in1):\n")[2].split("\n")
+    assert [re.sub(r"_c\d+", "_c", line.strip()) for line in source if "return run" not in line] == [
+        "_t0 = _as_strided(_in1, _c, _c)", "_t1 = _c(_in0, _t0)", "del _t0", "_c(_t1, _c)",
+        "_t3 = _c(_t1, 0)", "_t4 = _as_strided(_in1, _c, _c)", "_t5 = _c(_t3, _t1, _t4)", "del _t3, _t1, _t4",
+        "return _t5", "",
+    ]  # fmt: skip
+
+
+def test_a_program_that_reads_elements_always_runs() -> None:
+    ran = list[bool]()
+
+    def run(xp: Any, call: Any, x: Any, y: Any) -> Any:
+        ran.append(bool((x > y).all()))
+        return {"out": x + y if ran[-1] else x - y}
+
+    function = cute_ops_torch.register(of_run(run), "recorded")
+    one, two = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    for _ in range(2):
+        assert torch.equal(function(two, one), two + one)
+        assert torch.equal(function(one, two), one - two)
+    assert len(ran) == 4
+
+
+def test_tensors_from_elsewhere_are_not_remembered() -> None:
+    held = [torch.ones(3)]
+
+    def run(xp: Any, call: Any, x: Any, y: Any) -> Any:
+        return {"out": x + y * held[0]}
+
+    function = cute_ops_torch.register(of_run(run), "recorded")
+    x = torch.ones(2, 3)
+    for factor in (1.0, 2.0, 3.0):
+        held[0] = torch.full((3,), factor)
+        assert torch.equal(function(x, x.clone()), torch.full((2, 3), 1 + factor))
+
+
+def test_one_tensor_as_both_inputs() -> None:
+    function = cute_ops_torch.register(of_run(lambda xp, call, x, y: {"out": x - 2 * y}), "recorded")
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    for first, second in ((x, x), (x, y), (x, x), (y, x)):
+        assert torch.equal(function(first, second), first - 2 * second)
+
+
+def test_outputs_are_new_tensors() -> None:
+    function = cute_ops_torch.register(of_run(lambda xp, call, x, y: {"out": x.view(-1).view(x.shape)}), "recorded")
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        out = function(x, x.clone())
+        assert torch.equal(out, x) and out.data_ptr() != x.data_ptr()
+
+
+def test_nothing_that_ran_is_kept_alive() -> None:
+    seen = list[weakref.ref[torch.Tensor]]()
+
+    def run(xp: Any, call: Any, x: Any, y: Any) -> Any:
+        made = x + y
+        seen.append(weakref.ref(made))
+        return {"out": made * 2}
+
+    function, x = cute_ops_torch.register(of_run(run), "recorded"), torch.ones(2, 3)
+    out = [function(x, x.clone()) for _ in range(2)]
+    assert len(seen) == 1 and seen[0]() is None and torch.equal(out[0], out[1])
+
+
+def test_observers_see_the_ops_of_a_program() -> None:
+    x, weight, norm = torch.randn(4, 16), torch.randn(8, 16), torch.ones(16)
+    for _ in range(2):
+        cute_ops_torch.rmsnorm_linear(x, norm, weight)
+    with torch.autograd.profiler.profile() as found:
+        cute_ops_torch.rmsnorm_linear(x, norm, weight)
+    assert {"cute::rmsnorm_linear", "cute::rmsnorm", "cute::linear"} <= {event.name for event in found.function_events}
+
+
+def test_an_error_in_a_first_call_leaves_nothing() -> None:
+    broken = [True]
+
+    def run(xp: Any, call: Any, x: Any, y: Any) -> Any:
+        if broken:
+            raise RuntimeError("out of luck")
+        return {"out": x + y}
+
+    function, x = cute_ops_torch.register(of_run(run), "recorded"), torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        function(x, x.clone())
+    assert torch._C._len_torch_function_stack() == 0
+    broken.clear()
+    assert [float(function(x, x.clone()).sum()) for _ in range(2)] == [12.0, 12.0]
