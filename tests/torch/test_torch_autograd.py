@@ -306,8 +306,9 @@ def test_steps_of_a_gradient_run_where_somebody_reads_them(product: Any, way: st
         expected = torch.autograd.grad(torch.tanh(x @ w.T).sin().sum(), some)
         loss = function(x, w).sin().sum()
         product.ran.clear()
-        for keep in (True, False):
-            torch.testing.assert_close(torch.autograd.grad(loss, some, retain_graph=keep), expected)
+        with torch.autograd.profiler.profile():  # programs that nothing observes run their Python once
+            for keep in (True, False):
+                torch.testing.assert_close(torch.autograd.grad(loss, some, retain_graph=keep), expected)
         again = {"product", "tanh"} if way == "checkpoint" else set()
         assert product.ran - again == {"inner", *({"x": "dgrad", "w": "wgrad"}[name] for name in wanted)}
 
