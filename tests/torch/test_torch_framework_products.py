@@ -89,9 +89,7 @@ def test_what_is_remembered_is_the_program(product: Op, dtype: torch.dtype, m: t
         call = compiled_call.of_program(bind_tensors(product, given, attrs), product.instead.program)
         assert call.unobserved is not None
         outs = as_tuple(call.run(*given))
-        for out, other, wanted in zip(
-            outs, as_tuple(call.unobserved(*given)), exact(product, given), strict=True
-        ):
+        for out, other, wanted in zip(outs, as_tuple(call.unobserved(*given)), exact(product, given), strict=True):
             assert out.is_contiguous() and out.dtype == wanted.dtype and torch.equal(out, other)
             torch.testing.assert_close(out, wanted, rtol=2**-6, atol=2**-6)
         fill = call.fill(tuple(product.outputs))
