@@ -38,19 +38,10 @@ _VIEWS = {
     "reshape", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_ones", "new_zeros"}
-_PLAIN = (
-    bool,
-    int,
-    float,
-    str,
-    slice,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    type(None),
+_PLAIN: tuple[type, ...] = (
+    bool, int, float, str, slice, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
     type(...),
-)
+)  # fmt: skip
 
 
 def recorded(binding: Binding, program: Program, otherwise: Run) -> Run:

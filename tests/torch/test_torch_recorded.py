@@ -7,6 +7,7 @@ import linecache
 import re
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,43 @@ def test_the_loss_of_a_head_in_chunks(reduction: str) -> None:
             torch.testing.assert_close(found, wanted)
 
 
-def test_a_known_call_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, norm = torch.randn(4, 16), torch.randn(8, 16), torch.ones(16)
-    expected = [cute_ops_torch.rmsnorm_linear(x, norm, weight) for _ in range(2)][-1]
-    for module in (recorded, compiled_call):
-        monkeypatch.setattr(module, "run_reference", None)
-    assert torch.equal(cute_ops_torch.rmsnorm_linear(x, norm, weight), expected)
+def gradients(call: Run, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What a call returns, and the gradients of what is float."""
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    found = call(*leaves)
+    found = found if isinstance(found, tuple) else (found,)
+    wanted = [t for t in leaves if t.requires_grad]
+    grads = torch.autograd.grad(found, wanted, [torch.ones_like(t) for t in found], allow_unused=True)
+    return [*(t.detach() for t in found), *(t for t in grads if t is not None)]
+
+
+HEAD = torch.randn(6, 8), torch.randn(20, 8), torch.arange(6)
+CALLS: dict[str, tuple[Run, tuple[torch.Tensor, ...]]] = {
+    p.name: (p.of(cute_ops_torch), tuple(map(torch.from_numpy, p.arrays((2, 3))))) for p in PRODUCTS
+} | {
+    "embedding": (cute_ops_torch.embedding, (torch.arange(6), torch.randn(9, 8))),
+    "gated_mlp, again": (
+        partial(cute_ops_torch.gated_mlp, save="none"), (torch.randn(3, 8), torch.randn(12, 8), torch.randn(8, 6)),
+    ),
+    **{
+        f"linear_cross_entropy, {reduction}": (
+            partial(cute_ops_torch.linear_cross_entropy, reduction=reduction, chunk_rows=rows), HEAD,
+        )
+        for reduction, rows in (("none", 4), ("mean", None), ("sum", 4))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_call_runs_no_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any composite, in the forward and in the backward."""
+    call, tensors = CALLS[name]
+    for run in (call, partial(gradients, call)):
+        expected = [run(*tensors) for _ in range(3)][-1]
+        with monkeypatch.context() as patch:
+            for module in (recorded, compiled_call):
+                patch.setattr(module, "run_reference", None)
+            torch.testing.assert_close(run(*tensors), expected, rtol=0, atol=0)
 
 
 def test_the_source_is_what_ran() -> None:
