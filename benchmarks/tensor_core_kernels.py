@@ -31,8 +31,8 @@ class NoStore(Store):
         alive = acc.acc[0, 0]
         for block in range(1, acc.repeats_m):
             alive += acc.acc[2 * block, 0]
-        (sD,) = stages.sD
-        sD[tile.thread % self.subtile[0], 0, 0] = alive.to(sD.element_type)
+        (sD,) = stages.outputs.sD
+        sD[tile.thread % self.subtiles.shape[0], 0, 0] = alive.to(sD.element_type)
         return consumer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Mapping
@@ -10,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_ops import Case, testing
+from cute_ops import Case, Op, testing
 from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.kernels.gemm.config import REGISTERS
+from cute_ops.jit.variant import Variant
+from cute_ops.kernels.gemm.config import REGISTERS, GemmConfig
 from cute_ops.kernels.tensor_core.shared_struct import Buffer, SharedStruct, mbarriers
 from cute_ops.kernels.tensor_core.sizes import RegisterBudget
 from cute_ops.tools import sass
@@ -33,6 +35,15 @@ def check_code(folder: Path, instructions: Mapping[str, int], loads: int) -> Non
     assert len(re.findall(r"\bUTMALDG\b", code)) == loads
 
 
+def check_shared(folder: Path, buffers: tuple[Buffer, ...]) -> None:
+    """The kernel takes the shared memory that its config has counted."""
+    assert json.loads((folder / "shared.json").read_text()) == [SharedStruct(buffers).bytes]
+
+
+def variant_of(op: Op, case: Case) -> Variant:
+    return plan(bind(op, testing.specs(op, case, op.dtypes["T"][0])), {}, parse("sm_90a")).variant
+
+
 @products.emulated
 @pytest.mark.parametrize("case", fp8_product.cases, ids=lambda case: case.name)
 def test_products_of_8_bits(case: Case, tmp_path: Path) -> None:
@@ -42,6 +53,7 @@ def test_products_of_8_bits(case: Case, tmp_path: Path) -> None:
     testing.check(fp8_product, given, {}, tuple(out.values()))
     blocks = 2 if case.name == "pingpong" else 1  # of 64 rows of a warpgroup
     check_code(tmp_path, {"QGMMA.64x128x32.F32.E4M3.E4M3": 2 * blocks * 128 // 32}, 2)
+    check_shared(tmp_path, GemmConfig.of(variant_of(fp8_product, case).config).buffers((2,), operands=(1, 1)))
 
 
 @products.emulated
@@ -51,8 +63,7 @@ def test_scores(tmp_path: Path) -> None:
     """
     (case,) = scores.cases
     given = testing.inputs(scores, case, "bfloat16")
-    variant = plan(bind(scores, testing.specs(scores, case, "bfloat16")), {}, parse("sm_90a")).variant
-    worker.compile(variant, tmp_path / "kernel.cubin", tmp_path)
+    worker.compile(variant_of(scores, case), tmp_path / "kernel.cubin", tmp_path)
     (ptx,) = tmp_path.glob("*.ptx")
     arrays = {**given, "out": np.full(given["q"].shape, np.nan, given["q"].dtype)}
     address = {name: i << 32 for i, name in enumerate(arrays, start=1)}
@@ -77,6 +88,8 @@ def test_a_part_with_memory_and_tma_of_its_own(case: Case, tmp_path: Path) -> No
     given = testing.inputs(with_part, case, "bfloat16")
     out = products.run(with_part, given, tmp_path, "sm_90a")
     testing.check(with_part, given, {}, tuple(out.values()))
+    config = GemmConfig.of(variant_of(with_part, case).config)
+    check_shared(tmp_path, (*config.buffers((2,)), Buffer("twice", 128 * 32 * 2)))  # of two groups, or of 128 rows
 
 
 def test_a_struct_has_the_bytes_of_its_buffers() -> None:

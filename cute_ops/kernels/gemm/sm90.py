@@ -90,7 +90,7 @@ class GemmSm90:
                 producer.tail()
             elif const_expr(len(epilogue.tiles) > 0):
                 if warp <= config.groups:
-                    self.store.load(subtiles, warp - 1, tiles)
+                    self.store.tiles.load(subtiles.tiles, warp - 1, tiles)
         else:
             cute.arch.setmaxregister_increase(REGISTERS.multiply)
             steps = cute.ceil_div(cute.size(operands.a.tensor, mode=[1]), config.tile_k)
@@ -108,7 +108,7 @@ class GemmSm90:
         thread, group = tidx % self.store.threads, warpgroup if pingpong else 0
         fragments = self.mainloop.fragments(mma, stages, warpgroup)
         acc = AccumulatorTile.of(mma, fragments.acc, thread, (config.tile_m, config.tile_n), self.store.epilogue.halves)
-        consumer, tile_consumer = self.mainloop.consumer(stages), self.store.consumer(subtiles, group)
+        consumer, tile_consumer = self.mainloop.consumer(stages), self.store.tiles.consumer(subtiles.tiles, group)
         work = persistent(tiles.count, config.groups, group)
         if const_expr(pingpong):
             if group == 1:
@@ -117,8 +117,8 @@ class GemmSm90:
         for index in cutlass.range(work.first, work.end, work.step, unroll=1):
             tile = OutputTile(tiles.coordinate(index), shape, thread, group)
             # Operands of the first subtile are loaded while the tile is accumulated.
-            loads = OperandLoads(self.store.epilogue, subtiles.arguments.operands)
-            loads.take(self.store.chunk(acc, tile, 0))
+            loads = OperandLoads(self.store.epilogue, subtiles.operands)
+            loads.take(self.store.subtiles.chunk(acc, tile, 0))
             if const_expr(pingpong):
                 # A stage's phase is one bit, so a warpgroup may wait for its stages only after the other warpgroup has
                 # waited for all of its own.

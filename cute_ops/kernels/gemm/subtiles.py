@@ -1,0 +1,254 @@
+"""Subtiles, in which an output's tile goes through shared memory: those that TMA loads and those that are stored."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
+from cute_ops.kernels.tensor_core.scheduler import persistent
+from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
+from cute_ops.kernels.tensor_core.tma import TmaTensor, load_tensor, store_tensor, tma_copy
+
+
+# The compiler takes frozen dataclasses for values that loops do not change.
+@dataclass(frozen=True)
+class Subtiles:
+    """How a tile is cut: into 64 rows of each warpgroup and 64 bytes of columns, of the tensor with the smallest
+    elements.
+
+    Attributes:
+        config: of the product.
+        columns: of an output's tile.
+        shape: of a subtile.
+    """
+
+    config: GemmConfig
+    columns: int
+    shape: tuple[int, int]
+
+    @property
+    def across(self):
+        """Subtiles along a tile's row."""
+        return self.columns // self.shape[1]
+
+    @property
+    def count(self):
+        """Subtiles of a tile.
+
+        Raises:
+            ValueError: they cannot take the output's stages in turn.
+        """
+        sub_m, sub_n = self.shape
+        count, left = divmod(self.config.tile_m * self.columns, sub_m * sub_n)
+        stages = self.config.store_stages
+        if left or stages < 2 or count % stages:
+            raise ValueError(f"{count} subtiles of {sub_m} x {sub_n} cannot take {stages} slots in turn")
+        return count
+
+    def coordinate(self, tile, i):
+        """Of the i-th subtile of a tile: row, column and, of a batch, the matrix, in subtiles."""
+        row, column, *batch = tile
+        repeats = self.config.tile_m // self.shape[0]
+        return row * repeats + i // self.across, column * self.across + i % self.across, *batch
+
+    def chunk(self, acc, tile, i):
+        """The coordinates of a thread's accumulators in the i-th subtile."""
+        (row, column, *batch), pairs = tile.coordinate, self.shape[1] // 8
+        repeat_m, repeat_n = divmod(i, self.across)
+        origin = row * self.config.tile_m, column * self.columns
+        return acc.chunk(repeat_m, range(repeat_n * pairs, (repeat_n + 1) * pairs), origin, tile.shape, batch)
+
+    def tensor(self, make, tensor, m, stages):
+        """A tensor in subtiles as the kernel takes it: with a TMA copy that ``make`` makes, where TMA can take it."""
+        layout = hopper.make_smem_layout_epi(
+            m.element_type, LayoutEnum.ROW_MAJOR, self.shape, stages * self.config.groups
+        )
+        matrix = tensor.matrix(m)
+        return make(matrix, layout, self.shape) if tensor.by_tma else TmaTensor(None, matrix, layout)
+
+    def of(self, tensor):
+        """A matrix in subtiles: (sub_m, sub_n, rest_m, rest_n), of a batch more."""
+        return cute.local_tile(tensor.tensor, self.shape, (None,) * cute.rank(tensor.tensor))
+
+
+class TileStages(NamedTuple):
+    """Subtiles of the epilogue's tiles on their way in.
+
+    Attributes:
+        tensors: in memory.
+        sC: for each tile ``(sub_m, sub_n, groups * tile_stages)``; a group of warps goes round its own stages.
+        pipeline: of the stages of all tiles; None without tiles.
+    """
+
+    tensors: tuple[TmaTensor, ...]
+    sC: tuple[Any, ...]
+    pipeline: Any
+
+
+class OperandTiles:
+    """The epilogue's operands that TMA loads, by one warp for each group of warps that computes.
+
+    Args:
+        operands: the epilogue's operands.
+        by_tma: indices of those that TMA loads.
+    """
+
+    def __init__(self, config, subtiles, operands, by_tma):
+        self.config, self.subtiles = config, subtiles
+        self.operands, self.by_tma = [operands[i] for i in by_tma], by_tma
+
+    def arguments(self, operands):
+        """At launch: the tiles among all operands, as the kernel takes them."""
+        loaded, stages = [operands[i] for i in self.by_tma], self.config.tile_stages
+        self.dtypes = [m.element_type for m in loaded]
+        return tuple([self.subtiles.tensor(load_tensor, t, m, stages) for t, m in zip(self.operands, loaded)])
+
+    def stages(self, tensors, shared):
+        """In the kernel: all tiles' stages in shared memory."""
+        sC, pipeline = _stages("tile", tensors, self.dtypes, shared), None
+        if const_expr(len(sC) > 0):
+            (sub_m, sub_n), count = self.subtiles.shape, self.config.groups * self.config.tile_stages
+            bytes_, threads = (
+                sub_m * sub_n * sum(s.element_type.width // 8 for s in sC),
+                self.config.sharing * WARPGROUP,
+            )
+            pipeline = tma_pipeline(shared.mbarriers("tiles"), count, bytes_, threads)
+        return TileStages(tensors, sC, pipeline)
+
+    @cute.jit
+    def load(self, stages: cutlass.Constexpr, group, tiles: cutlass.Constexpr):
+        """The role of the warp that loads subtiles for a group of warps, in the order in which the group takes them."""
+        config = self.config
+        copies = [tma_copy(t.atom, s, self.subtiles.of(t)) for t, s in zip(stages.tensors, stages.sC)]
+        producer = Producer(stages.pipeline, config.tile_stages, group * config.tile_stages)
+        work = persistent(tiles.count, config.groups, group)
+        for index in cutlass.range(work.first, work.end, work.step, unroll=1):
+            coordinate = tiles.coordinate(index)
+            for i in cutlass.range(self.subtiles.count, unroll=1):
+                stage = producer.acquire_and_advance()
+                for copy in copies:
+                    copy.load(self.subtiles.coordinate(coordinate, i), stage)
+
+    def consumer(self, stages, group):
+        """The participant of a group of warps; None without tiles."""
+        if stages.pipeline is None:
+            return None
+        return Consumer(stages.pipeline, self.config.tile_stages, group * self.config.tile_stages)
+
+    def read(self, stages, acc, thread, consumer):
+        """A thread's elements of the next subtile of each tile, in the order of its accumulators."""
+        stage, found = consumer.wait(), []
+        for sC in stages.sC:
+            copy = _by_accumulators(acc, _load_atom(sC.element_type), thread)
+            tSsC = copy.partition_S(sC)  # (copy, copies_m, copies_n, stages)
+            rC = cute.make_rmem_tensor(copy.partition_D(sC).shape[:3], sC.element_type)
+            cute.copy(copy, tSsC[None, None, None, stage], copy.retile(rC))
+            found.append(cute.make_tensor(rC.iterator, cute.make_layout(cute.size(rC))))
+        # TMA fills the stage again once it is released, so these reads must be done before.
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        consumer.release_and_advance()
+        return found
+
+
+class OutputStages(NamedTuple):
+    """Subtiles of outputs on their way out.
+
+    Attributes:
+        tensors: in memory; without a TMA copy where threads store.
+        sD: for each output ``(sub_m, sub_n, groups * store_stages)``; a group of warps goes round its own stages.
+    """
+
+    tensors: tuple[TmaTensor, ...]
+    sD: tuple[Any, ...]
+
+
+class OutputTiles:
+    """The outputs, which one thread of a group of warps stores by TMA, or all of them where TMA cannot."""
+
+    def __init__(self, config, subtiles, outputs):
+        self.config, self.subtiles, self.outputs = config, subtiles, outputs
+        self.threads = config.sharing * WARPGROUP  # of a group
+
+    def arguments(self, outputs):
+        """At launch: the outputs as the kernel takes them."""
+        self.dtypes, stages = [m.element_type for m in outputs], self.config.store_stages
+        return tuple([self.subtiles.tensor(store_tensor, t, m, stages) for t, m in zip(self.outputs, outputs)])
+
+    def stages(self, tensors, shared):
+        """In the kernel: all outputs' stages in shared memory."""
+        return OutputStages(tensors, _stages("output", tensors, self.dtypes, shared))
+
+    def copies(self, stages):
+        """TMA copies of subtiles, None where threads store."""
+        return [
+            None if t.atom is None else tma_copy(t.atom, s, self.subtiles.of(t))
+            for t, s in zip(stages.tensors, stages.sD)
+        ]
+
+    def write(self, stages, results, acc, thread, stage):
+        """Write a thread's results of a subtile to shared memory, rounded."""
+        for sD, rX in zip(stages.sD, results):
+            copy = _by_accumulators(acc, _store_atom(sD.element_type), thread)
+            rD = cute.make_rmem_tensor(copy.partition_S(sD).shape[:3], sD.element_type)
+            rD.store(cute.make_tensor(rX.iterator, rD.layout).load().to(sD.element_type))
+            cute.copy(copy, rD, copy.partition_D(sD)[None, None, None, stage])
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def send(self, stages: cutlass.Constexpr, copies: cutlass.Constexpr, stage, at: cutlass.Constexpr, thread):
+        """Store a subtile of all outputs from shared memory; those by TMA go on while later ones are computed."""
+        for tensor, output, sD in zip(self.outputs, stages.tensors, stages.sD):
+            if const_expr(output.atom is None):
+                self._store_rows(tensor, sD[None, None, stage], output.tensor, at, thread)
+        if const_expr(any(copy is not None for copy in copies)):
+            if cute.arch.make_warp_uniform(thread // WARP) == 0:
+                for copy in copies:
+                    if const_expr(copy is not None):
+                        copy.store(at, stage)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(self.config.store_stages - 2, read=True)
+
+    @cute.jit
+    def _store_rows(self, tensor: cutlass.Constexpr, sD, mD, at: cutlass.Constexpr, thread):
+        """Store a subtile of an output whose rows TMA cannot take, in vectors that their alignment allows."""
+        vec = tensor.align // tensor.key.itemsize
+        across = self.subtiles.shape[1] // vec
+        threads = cute.make_layout((self.threads // across, across), stride=(across, 1))
+        bits = vec * mD.element_type.width
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), mD.element_type, num_bits_per_copy=bits)
+        rows = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vec))).get_slice(thread)
+        tSsD = rows.partition_S(sD)  # (copy, copies_m, 1)
+        tSgD = rows.partition_D(cute.local_tile(mD, self.subtiles.shape, at))
+        tScD = rows.partition_D(cute.local_tile(cute.make_identity_tensor(mD.shape), self.subtiles.shape, at))
+        rD = cute.make_rmem_tensor_like(tSsD)
+        cute.copy(atom, tSsD, rD)
+        for i in cutlass.range_constexpr(cute.size(tSgD, mode=[1])):
+            if cute.elem_less(tScD[0, i, 0], mD.shape):
+                cute.copy(atom, rD[None, i, 0], tSgD[None, i, 0])
+
+
+def _stages(name, tensors, dtypes, shared):
+    named = [(f"{name}{i}", dtype, tensor.layout) for i, (dtype, tensor) in enumerate(zip(dtypes, tensors))]
+    return tuple([shared.tensor(*each) for each in named])
+
+
+def _by_accumulators(acc, atom, thread):
+    """A thread's copy between shared memory and registers in the order of its accumulators."""
+    by_matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), cutlass.Float16)
+    return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(by_matrix, acc.mma)).get_slice(thread)
+
+
+def _store_atom(dtype):
+    return hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, cutlass.Float32)
+
+
+def _load_atom(dtype):
+    return cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype) if dtype.width == 16 else _store_atom(dtype)
