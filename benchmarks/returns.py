@@ -1,8 +1,11 @@
 """How often a first call moves between our source files, which is what a reader who follows it has to do.
 
-Three first calls of rmsnorm are counted, each in a process of its own: in PyTorch with an empty cache (the kernel is
-compiled), in PyTorch with the kernel on disk, and the lowering of a JAX program with an empty cache; and the first call
-of JAX's ``linear``. The packages are imported before the count begins.
+Each of these is counted in a process of its own, after the packages are imported:
+
+- three first calls of rmsnorm: in PyTorch with an empty cache (the kernel is compiled), in PyTorch with the kernel on
+  disk, and the lowering of a JAX program with an empty cache;
+- the first call of JAX's ``linear``;
+- the declaration of an op with a gradient, ``examples/custom_op/softcap.py``, and its registration in each framework.
 
 A file counts as *entered* when Python calls a function in it and the call before was in another file of ours. It is a
 *return* when that file had been entered earlier. Calls in other packages, and in code that we generate, do not count;
@@ -21,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
@@ -117,10 +122,20 @@ def jax_linear() -> Walk:
     return walk(lambda: linear(x, weight))
 
 
-WALKS = {"torch cold": torch_call, "torch warm": torch_call, "jax lowering": jax_lowering, "jax linear": jax_linear}
+def register(framework: str) -> Walk:
+    """The declaration and the registration of an op and its gradient."""
+    adapter = import_module(f"cute_ops_{framework}")
+    sys.path.insert(0, str(ROOT / "examples" / "custom_op"))
+    return walk(lambda: adapter.register(import_module("softcap").softcap))
+
+
+WALKS = {
+    "torch cold": torch_call, "torch warm": torch_call, "jax lowering": jax_lowering, "jax linear": jax_linear,
+    "torch register": partial(register, "torch"), "jax register": partial(register, "jax"),
+}  # fmt: skip
 CALLS = tuple(WALKS)
 # Registering an op is no part of a call of ``linear``.
-MOST_RETURNS = dict.fromkeys(CALLS, 40) | {"jax linear": 12}
+MOST_RETURNS = dict.fromkeys(CALLS, 40) | {"jax linear": 12, "torch register": 25, "jax register": 25}
 
 
 def count(*calls: str) -> list[Walk]:

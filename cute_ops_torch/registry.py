@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import count
@@ -24,8 +25,8 @@ from cute_ops_torch.library import program
 from cute_ops_torch.library.autograd import autograd_kernel
 from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.nodes import Nodes
-from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, register_fake
-from cute_ops_torch.library.schema import returning, schema
+from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, implement
+from cute_ops_torch.library.schema import schema
 from cute_ops_torch.library.vmap import vmap_rule
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -100,10 +101,10 @@ def _define(op: Op, namespace: str) -> Registered:
     known = _registered.get(key)
     if known is not None and known.op is op:
         return known
-    # torch cannot change a definition, and what was made of the one before lives on: the new one has another name in
+    # torch cannot change a definition, and what follows from the earlier one lives on: the new one has another name in
     # programs, and `torch.ops.<namespace>.<name>` leads to it.
     name = op.name if known is None else next(n for k in count(2) if not hasattr(names, n := f"{op.name}_v{k}"))
-    gradient = {step: _define(step, namespace) for step in _computing(op)}
+    origin, gradient = _origin(op), {step: _define(step, namespace) for step in _computing(op)}
     for called in op.without_kernel.ops if op.without_kernel else ():
         if called not in program.functions:
             _define(called, namespace)
@@ -113,32 +114,40 @@ def _define(op: Op, namespace: str) -> Registered:
     # Exact strides: Inductor must not pass a layout that eager would have refused.
     library.define(schema(op, name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     packet = getattr(names, name)
-    made = _registered[key] = Registered(op, packet.default, gradient)
-    program.functions.setdefault(op, lambda inplace: made.overwriting if inplace else made.raw)
-    program.planned.setdefault(op, made.plan)
+    nodes = Nodes(op, lambda step: found.beside(step).raw)
+    fast_path: FastPath | ListCalls = (
+        ListCalls(op, lambda one: define(one, namespace).raw)
+        if op.numbers
+        else FastPath(op, lambda: found.launcher, nodes, lambda more: found.beside(more).launcher)
+    )
+    found = _registered[key] = Registered(op, packet.default, origin, nodes, fast_path, gradient)
+    program.functions.setdefault(op, lambda inplace: found.overwriting if inplace else found.raw)
+    program.planned.setdefault(op, found.plan)
     if known is not None:
         setattr(names, op.name, packet)
     if op.numbers:
         # It is made of the unrolled ops, in every transform: these have all that is below.
-        for decomposed in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
-            library.impl(name, returning(op, made.fast_path.specialize), decomposed)
-        return made
-    library.impl(name, returning(op, lambda *args: made.launcher.launch(*args)), "CUDA")
-    library.impl(name, returning(op, cpu_kernel(op)), "CPU")
-    kernel = autograd_kernel(
-        op, made.overload, made.fast_path, made.nodes, saving=lambda more: made.beside(more).overload
-    )
-    library.impl(name, returning(op, kernel), "Autograd")
-    register_fake(library, name, returning(op, fake_kernel(op, made.lower)))
-    vmap = vmap_rule(op, made.overload, lambda batched: define(batched, namespace).overload)
-    torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
-    if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
-        distributed.shard(op, made.overload, library)
-    return made
+        kernels = dict.fromkeys(("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"), fast_path.specialize)
+    else:
+        kernels = {
+            "Autograd": autograd_kernel(
+                op, found.overload, fast_path, nodes, saving=lambda more: found.beside(more).overload
+            ),
+            "CUDA": lambda *args: found.launcher.launch(*args), "CPU": cpu_kernel(op),
+            "Fake": fake_kernel(op, found.lower),
+        }  # fmt: skip
+    implement(library, name, kernels, bool(op.outputs))
+    if not op.numbers:
+        vmap = vmap_rule(op, found.overload, lambda batched: define(batched, namespace).overload)
+        torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
+        if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
+            distributed.shard(op, found.overload, library)
+    return found
 
 
+@dataclass(eq=False)
 class Registered:
-    """A declaration as an op of torch. Its parts are made when they are first used.
+    """A declaration as an op of torch. What few programs need is made on first use.
 
     Attributes:
         op: the declaration.
@@ -146,16 +155,20 @@ class Registered:
         origin: where the declaration came from.
         nodes: its autograd nodes.
         fast_path: the way past the dispatcher.
+        gradient: the ops that compute its gradient.
     """
 
-    def __init__(self, op: Op, overload: Any, gradient: dict[Op, Registered]) -> None:
-        self.op, self.overload, self.origin = op, overload, _origin(op)
-        self._gradient = gradient
-        self.nodes = Nodes(op, lambda step: self.beside(step).raw)
-        path = FastPath(op, lambda: self.launcher, self.nodes, lambda more: self.beside(more).launcher)
-        self.fast_path = ListCalls(op, lambda one: define(one, overload.namespace).raw) if op.numbers else path
-        self._devices = ("cpu", "cuda") if op.program else ("cuda",)
-        self._lowered = False
+    op: Op
+    overload: Any
+    origin: tuple[str, Any, Any]
+    nodes: Nodes
+    fast_path: FastPath | ListCalls
+    gradient: dict[Op, Registered]
+    _lowered: bool = False
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        return ("cpu", "cuda") if self.op.program else ("cuda",)
 
     @cached_property
     def launcher(self) -> Launcher:
@@ -208,9 +221,9 @@ class Registered:
     def beside(self, step: Op) -> Registered:
         """An op of the gradient; one that is narrowed to some outputs is registered when it is first needed."""
         with _lock:
-            if step not in self._gradient:
-                self._gradient[step] = _define(step, self.overload.namespace)
-            return self._gradient[step]
+            if step not in self.gradient:
+                self.gradient[step] = _define(step, self.overload.namespace)
+            return self.gradient[step]
 
 
 def register_lowerings() -> None:

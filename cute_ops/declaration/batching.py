@@ -35,42 +35,58 @@ class OneCall(NamedTuple):
         return output.reshape(*self.lead, *output.shape[2:]) if self.lead and declared.rows else output
 
 
-def as_one_call(xp: Any, op: Op, given: Mapping[str, tuple[Any, bool]], size: Any) -> OneCall | None:
+def as_one_call(xp: Any, op: Op, arguments: Mapping[str, tuple[Any, bool]], size: Any) -> OneCall | None:
     """All examples as one call; None where each needs one of its own.
 
     Args:
         xp: has ``broadcast_to``.
         op: the declaration.
-        given: inputs by name, each with whether it is batched, then in its first dim.
+        arguments: inputs by name, each with whether it is batched, then in its first dim.
         size: how many examples there are.
     """
-    inputs = {name: (op.inputs[name], array, batched) for name, (array, batched) in given.items()}
-    groups = {declared.rows for declared, _, batched in inputs.values() if batched}
-    groups |= {t.rows for n, t in op.results.items() if (n if n in op.mutates else t.given) in (None, *given)}
-    folds = len(groups) == 1 and None not in groups
-    own = [each for each in inputs.values() if each[0].rows in groups] if folds else [*inputs.values()]
-    lead = next((_lead(*each) for each in own if each[0].rows and not each[0].broadcast), ())
-    if folds:
-        # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all of
-        # them get all leading dims.
-        keep = not any(declared.broadcast and batched for declared, _, batched in inputs.values())
-        found = {name: array for name, (array, _) in given.items()}
-        for name, (declared, array, batched) in inputs.items():
-            if declared.rows in groups and not (declared.broadcast and keep):
-                ones = (None,) * (batched + len(lead) + len(declared.dims) - array.ndim)
-                whole = size, *lead, *array.shape[array.ndim - len(declared.dims) :]
-                found[name] = xp.broadcast_to(array[(*[slice(None)] * batched, *ones)], whole)
-        return OneCall(op, found)
+    inputs = {name: _Input(op.inputs[name], array, batched) for name, (array, batched) in arguments.items()}
+    groups = {i.declared.rows for i in inputs.values() if i.batched}
+    groups |= {t.rows for n, t in op.results.items() if (n if n in op.mutates else t.given) in (None, *arguments)}
+    if len(groups) == 1 and None not in groups:
+        return OneCall(op, _folded(xp, {n: i for n, i in inputs.items() if i.declared.rows in groups}, size, arguments))
     if op.batched is None:
         return None
-    found = {}
+    lead = _lead(inputs)
+    whole = {}
     for name, (declared, array, batched) in inputs.items():
         if declared.rows:  # as one dim
             array = array.reshape(*array.shape[:batched], math.prod(lead), *array.shape[batched + len(lead) :])
-        found[name] = array if batched else xp.broadcast_to(array, (size, *array.shape))
-    return OneCall(op.batched, found, (size, *lead))
+        whole[name] = array if batched else xp.broadcast_to(array, (size, *array.shape))
+    return OneCall(op.batched, whole, (size, *lead))
 
 
-def _lead(declared: Tensor, array: Any, batched: bool) -> tuple[Any, ...]:
+class _Input(NamedTuple):
+    declared: Tensor
+    array: Any
+    batched: bool
+
+
+def _folded(
+    xp: Any, inputs: Mapping[str, _Input], size: Any, arguments: Mapping[str, tuple[Any, bool]]
+) -> dict[str, Any]:
+    """All arguments, of these inputs with the batch as one more leading dim.
+
+    Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all of them get
+    all leading dims.
+    """
+    lead, whole = _lead(inputs), {name: array for name, (array, _) in arguments.items()}
+    keep = not any(i.declared.broadcast and i.batched for i in inputs.values())
+    for name, (declared, array, batched) in inputs.items():
+        if not (declared.broadcast and keep):
+            ones = (None,) * (batched + len(lead) + len(declared.dims) - array.ndim)
+            shape = size, *lead, *array.shape[array.ndim - len(declared.dims) :]
+            whole[name] = xp.broadcast_to(array[(*[slice(None)] * batched, *ones)], shape)
+    return whole
+
+
+def _lead(inputs: Mapping[str, _Input]) -> tuple[Any, ...]:
     """The leading dims of one example."""
-    return tuple(array.shape[batched : array.ndim - len(declared.dims)])
+    for declared, array, batched in inputs.values():
+        if declared.rows and not declared.broadcast:
+            return tuple(array.shape[batched : array.ndim - len(declared.dims)])
+    return ()

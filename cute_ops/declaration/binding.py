@@ -22,8 +22,6 @@ INT64 = 2**63
 _CAST = " Kernels compute in float32: cast `{name}` to it, or take the framework's own function where float64 matters."
 # An argument, one of its dims, and the size that it came with.
 Declared = tuple[str, Dim, Any]
-# Makes the error that :func:`bind` raises, from its type and the problem.
-Fail = Callable[[type[Exception], str], Exception]
 
 
 class Binding(NamedTuple):
@@ -91,138 +89,163 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
     """
     if op.numbers:
         raise TypeError(f"cute.{op.name}: it has lists of tensors, so its `unrolled` op is called")
-    given = {name: inputs.get(name) for name in op.inputs}
-    dims: dict[str, Any] = {}
-    dtypes: dict[str, str] = {}
-    where: dict[str, str] = {}
-    later: list[Declared] = []
-
-    def fail(kind: type[Exception], problem: str) -> Exception:
-        return kind(message(op, problem, given, dims, dtypes))
-
-    unknown = inputs.keys() - op.inputs.keys()
-    if unknown:
-        raise fail(TypeError, f"unknown argument {_unknown(unknown, op.inputs)}; it takes {_quoted(op.inputs)}.")
-    for name, tensor in op.inputs.items():
-        array = given[name]
-        if array is None:
-            if not tensor.optional:
-                raise fail(TypeError, f"argument `{name}` is required, but None was given.")
-            continue
-        choices = op.accepts.get(tensor.dtype, (tensor.dtype,))
-        if array.dtype not in choices:
-            what_to_do = _CAST.format(name=name) if array.dtype == "float64" and "float32" in choices else ""
-            raise fail(
-                TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.{what_to_do}"
-            )
-        if tensor.dtype in op.dtypes:
-            first = dtypes.setdefault(tensor.dtype, array.dtype)
-            if first != array.dtype:
-                conflict = f"has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`."
-                raise fail(TypeError, f"argument `{name}` {conflict}")
-            where.setdefault(tensor.dtype, name)
-        later += _bind_dims(fail, name, tensor, array, dims)
-    for name, dim, size in _bind_expressions(fail, later, dims) if later else ():
-        free = next(n for n in dim.names if n not in dims)
-        raise fail(ValueError, f"argument `{name}` has {dim}={size}, from which {free} does not follow.")
-    _check_together(fail, op, given, dims)
-    full_attrs = _attributes(op, attrs or {}, fail)
-    dtypes |= {t.dtype: full_attrs[t.dtype] for t in op.outputs.values() if t.dtype in full_attrs}
-    binding = Binding(op, dims, dtypes, full_attrs, given, {}, {})
-    problem = op.check(binding)
-    if problem:
-        raise fail(ValueError, problem)
-    constants = {name: full_attrs[name] for name in op.attrs}
+    call = _Call(op, inputs)
+    if unknown := inputs.keys() - op.inputs.keys():
+        raise call.error(TypeError, f"unknown argument {_unknown(unknown, op.inputs)}; it takes {_quoted(op.inputs)}.")
+    call.bind_inputs()
+    call.check_together()
+    values = call.attributes(attrs or {})
+    dims, dtypes, absent = call.dims, call.dtypes, call.absent_outputs(values)
+    binding = Binding(op, dims, dtypes, values, call.inputs, {}, {})
+    if problem := op.check(binding):
+        raise call.error(ValueError, problem)
+    constants = {name: values[name] for name in op.attrs}
     dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-    outputs: dict[str, Array | None] = {}
-    for name, tensor in op.outputs.items():
-        absent = tensor.given is not None and given[tensor.given] is None
-        if tensor.same_as is not None:
-            absent |= binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
-        for dim in () if absent else tensor.dims:
-            if not dim.name and (wrong := dim.wrong(dims)):
-                raise fail(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
-        outputs[name] = None if absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
-    results = {**{name: given[name] for name in op.mutates}, **outputs}
-    return Binding(op, dims, dtypes, full_attrs, given, outputs, results)
+    present = {name: tensor for name, tensor in op.outputs.items() if name not in absent}
+    for name, dim in ((name, dim) for name, tensor in present.items() for dim in tensor.dims if not dim.name):
+        if wrong := dim.wrong(dims):
+            raise call.error(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
+    shapes = {name: Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype)) for name, tensor in present.items()}
+    outputs = {name: shapes.get(name) for name in op.outputs}
+    return binding._replace(outputs=outputs, results={**{name: call.inputs[name] for name in op.mutates}, **outputs})
 
 
-def _bind_dims(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
-    """Check an argument's dims and bind names; returns the dims that cannot be checked before other arguments."""
-    names, shape = tensor.dims, tuple(array.shape)
-    if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
-        least = "at least " if tensor.rows else ""
-        raise fail(
-            ValueError, f"argument `{name}` has {len(shape)} dims, expected {least}{len(names)}: {tensor.declared}."
-        )
-    split = len(shape) - len(names)
-    if tensor.rows is not None and not tensor.broadcast:
-        lead = shape[:split]
-        first = dims.setdefault(tensor.rows, lead)
-        if len(first) != split or any(a != b for a, b in zip(first, lead, strict=True)):
-            raise fail(ValueError, f"argument `{name}` has leading dims {lead}, but *{tensor.rows}={first}.")
-    expressions = []
-    for dim, size in zip(names, shape[split:], strict=True):
-        if not dim.name:
-            expressions.append((name, dim, size))
-            continue
-        first = dims.setdefault(dim.name, size)
-        if size != first:
-            raise fail(ValueError, f"argument `{name}` has {dim}={size}, but {dim.name}={first}.")
-    return _bind_expressions(fail, expressions, dims) if expressions else expressions
+class _Call:
+    """A call that is checked: its inputs by name, and the dims and dtypes that are bound so far."""
 
+    def __init__(self, op: Op, inputs: Mapping[str, Array | None]) -> None:
+        self.op, self.inputs = op, {name: inputs.get(name) for name in op.inputs}
+        self.dims: dict[str, Any] = {}
+        self.dtypes: dict[str, str] = {}
+        self._binds: dict[str, str] = {}  # the argument that binds a dtype variable
 
-def _bind_expressions(fail: Fail, sizes: list[Declared], dims: dict[str, Any]) -> list[Declared]:
-    """Check dims that are expressions and bind what follows from them; returns those that cannot be checked yet."""
-    while later := [each for each in sizes if not _bind_expression(fail, each, dims)]:
-        if len(later) == len(sizes):
-            break
-        sizes = later
-    return later
+    def error(self, kind: type[Exception], problem: str) -> Exception:
+        return kind(message(self.op, problem, self.inputs, self.dims, self.dtypes))
 
+    def bind_inputs(self) -> None:
+        later: list[Declared] = []
+        for name, tensor in self.op.inputs.items():
+            array = self.inputs[name]
+            if array is not None:
+                self._bind_dtype(name, tensor, array.dtype)
+                later += self._bind_dims(name, tensor, tuple(array.shape))
+            elif not tensor.optional:
+                raise self.error(TypeError, f"argument `{name}` is required, but None was given.")
+        for name, dim, size in self._bind_expressions(later) if later else ():
+            free = next(n for n in dim.names if n not in self.dims)
+            raise self.error(ValueError, f"argument `{name}` has {dim}={size}, from which {free} does not follow.")
 
-def _bind_expression(fail: Fail, declared: Declared, dims: dict[str, Any]) -> bool:
-    """Check a dim whose names all have sizes, or bind the one that has none; False if neither is possible yet."""
-    name, dim, size = declared
-    expected = dim.of(dims)
-    if expected is not None:
-        wrong = dim.wrong(dims)
-        if wrong or size != expected:
-            has = f"{dim}={size}, but {dim.bound(dims)}" if dim.names else f"a dim of {size}, expected {dim}"
-            raise fail(ValueError, f"argument `{name}` has {has}{wrong and f': expected {wrong}'}.")
-        return True
-    if free := dim.binds(dims):
+    def _bind_dtype(self, name: str, tensor: Tensor, dtype: str) -> None:
+        choices = self.op.accepts.get(tensor.dtype, (tensor.dtype,))
+        problem = ""
+        if dtype not in choices:
+            advice = _CAST.format(name=name) if dtype == "float64" and "float32" in choices else ""
+            problem = f"expected {_one_of(choices)}.{advice}"
+        elif tensor.dtype in self.op.dtypes:
+            first, other = self.dtypes.setdefault(tensor.dtype, dtype), self._binds.setdefault(tensor.dtype, name)
+            problem = "" if first == dtype else f"but {tensor.dtype}={first} from `{other}`."
+        if problem:
+            raise self.error(TypeError, f"argument `{name}` has dtype {dtype}, {problem}")
+
+    def _bind_dims(self, name: str, tensor: Tensor, shape: tuple[Any, ...]) -> list[Declared]:
+        """Check an argument's dims and bind names; returns the dims that cannot be checked before other arguments."""
+        names, dims = tensor.dims, self.dims
+        lead = len(shape) - len(names)
+        if lead < 0 or (tensor.rows is None and lead):
+            least = "at least " if tensor.rows else ""
+            problem = f"has {len(shape)} dims, expected {least}{len(names)}: {tensor.declared}."
+            raise self.error(ValueError, f"argument `{name}` {problem}")
+        if tensor.rows is not None and not tensor.broadcast:
+            first = dims.setdefault(tensor.rows, shape[:lead])
+            if len(first) != lead or any(a != b for a, b in zip(first, shape, strict=False)):
+                problem = f"has leading dims {shape[:lead]}, but *{tensor.rows}={first}."
+                raise self.error(ValueError, f"argument `{name}` {problem}")
+        expressions = []
+        for dim, size in zip(names, shape[lead:], strict=True):
+            if not dim.name:
+                expressions.append((name, dim, size))
+            elif size != (first := dims.setdefault(dim.name, size)):
+                raise self.error(ValueError, f"argument `{name}` has {dim}={size}, but {dim.name}={first}.")
+        return self._bind_expressions(expressions) if expressions else expressions
+
+    def _bind_expressions(self, sizes: list[Declared]) -> list[Declared]:
+        """Check dims that are expressions and bind what follows from them; returns those that cannot be checked yet."""
+        while later := [each for each in sizes if not self._bind_expression(*each)]:
+            if len(later) == len(sizes):
+                break
+            sizes = later
+        return later
+
+    def _bind_expression(self, name: str, dim: Dim, size: Any) -> bool:
+        """Check a dim whose names all have sizes, or bind the one that has none; False if neither is possible yet."""
+        dims = self.dims
+        expected = dim.of(dims)
+        if expected is not None:
+            wrong = dim.wrong(dims)
+            if wrong or size != expected:
+                has = f"{dim}={size}, but {dim.bound(dims)}" if dim.names else f"a dim of {size}, expected {dim}"
+                raise self.error(ValueError, f"argument `{name}` has {has}{wrong and f': expected {wrong}'}.")
+            return True
+        free = dim.binds(dims)
         try:
-            found = dim.solve(size, dims)
+            found = dim.solve(size, dims) if free else None
         except ValueError as error:
-            raise fail(ValueError, f"argument `{name}` has {dim}={size}, expected {error}.") from None
+            raise self.error(ValueError, f"argument `{name}` has {dim}={size}, expected {error}.") from None
         if found is not None:
             dims[free] = found
-            return True
-    return False
+        return found is not None
 
+    def check_together(self) -> None:
+        """Check inputs that come in pairs, and those that broadcast; all inputs must be bound."""
+        for name, tensor in self.op.inputs.items():
+            array = self.inputs[name]
+            if tensor.given and (array is None) != (self.inputs[tensor.given] is None):
+                present, missing = (tensor.given, name) if array is None else (name, tensor.given)
+                raise self.error(ValueError, f"argument `{present}` is given without `{missing}`.")
+            if tensor.broadcast and array is not None:
+                self._check_broadcast(name, tensor, array)
 
-def _check_together(fail: Fail, op: Op, given: Mapping[str, Array | None], dims: dict[str, Any]) -> None:
-    """Check inputs that come in pairs, and those that broadcast; all inputs must be bound."""
-    for name, tensor in op.inputs.items():
-        array = given[name]
-        if tensor.given and (array is None) != (given[tensor.given] is None):
-            given_one, missing = (tensor.given, name) if array is None else (name, tensor.given)
-            raise fail(ValueError, f"argument `{given_one}` is given without `{missing}`.")
-        if tensor.broadcast and array is not None:
-            _check_broadcast(fail, name, tensor, array, dims)
+    def _check_broadcast(self, name: str, tensor: Tensor, array: Array) -> None:
+        """Check that leading dims are the last ones of the op, or 1."""
+        whole = self.dims[tensor.rows or ""]
+        lead = own_lead(tensor, array)
+        last = whole[max(len(whole) - len(lead), 0) :]
+        if len(lead) > len(whole) or any(a != b and a != 1 for a, b in zip(lead, last, strict=True)):
+            came = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
+            problem = f"has leading dims {came}, expected the last ones of *{tensor.rows}={whole}, or 1."
+            raise self.error(ValueError, f"argument `{name}` {problem}")
 
+    def attributes(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """All attributes and scalars, in the types of their defaults."""
+        known = self.op.keywords
+        if unknown := attrs.keys() - known.keys():
+            takes = _quoted(known) or "none"
+            raise self.error(TypeError, f"unknown attribute {_unknown(unknown, known)}; it takes {takes}.")
+        return {name: self._attribute(name, attrs.get(name, default)) for name, default in known.items()}
 
-def _check_broadcast(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
-    """Check that leading dims are the last ones of the op, or 1; all other inputs must be bound."""
-    whole = dims[tensor.rows or ""]
-    lead = own_lead(tensor, array)
-    if len(lead) > len(whole) or any(
-        a != b and a != 1 for a, b in zip(lead, whole[len(whole) - len(lead) :], strict=True)
-    ):
-        came = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
-        problem = f"argument `{name}` has leading dims {came}, expected the last ones of *{tensor.rows}={whole}, or 1."
-        raise fail(ValueError, problem)
+    def _attribute(self, name: str, value: Any) -> Any:
+        kind, choices = type(self.op.keywords[name]), self.op.choices.get(name)
+        if type(value) is not kind and (problem := wrong_attribute(self.op, name, value)):
+            raise self.error(TypeError, problem)
+        if choices is not None and value not in choices:
+            expected = _one_of(tuple(map(repr, choices)))
+            near = meant(value, choices) if kind is str else ""
+            raise self.error(ValueError, f"attribute `{name}` must be {expected}, got {shown(value)}{near}.")
+        if isinstance(value, int) and not (-INT64 <= value < INT64 or (kind is float and value.bit_length() < 1024)):
+            what = "scalar" if name in self.op.scalars else "attribute"
+            raise self.error(ValueError, f"{what} `{name}` is {shown(value)}, expected a number of 64 bits.")
+        if kind is float and math.isnan(value) and name in self.op.attrs:
+            problem = f"attribute `{name}` is nan, expected a number: kernels are found by equal attributes."
+            raise self.error(ValueError, problem)
+        return kind(value)
+
+    def absent_outputs(self, attrs: Mapping[str, Any]) -> set[str]:
+        """The outputs that the call does not have, once dtypes that attributes name are bound."""
+        outputs = self.op.outputs
+        self.dtypes |= {t.dtype: attrs[t.dtype] for t in outputs.values() if t.dtype in attrs}
+        dtype = {name: self.dtypes.get(t.dtype, t.dtype) for name, t in outputs.items()}
+        absent = {name for name, t in outputs.items() if t.given is not None and self.inputs[t.given] is None}
+        return absent | {n for n, t in outputs.items() if t.same_as is not None and dtype[n] == dtype[t.same_as]}
 
 
 def expanded_shape(tensor: Tensor, array: Array, dims: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -244,36 +267,6 @@ def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
         while lead and lead[0] == 1:
             lead = lead[1:]
     return lead
-
-
-def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
-    unknown = attrs.keys() - op.keywords.keys()
-    if unknown:
-        raise fail(
-            TypeError, f"unknown attribute {_unknown(unknown, op.keywords)}; it takes {_quoted(op.keywords) or 'none'}."
-        )
-    full = {}
-    for name, default in op.keywords.items():
-        value = attrs.get(name, default)
-        kind = type(default)
-        if type(value) is not kind and (problem := wrong_attribute(op, name, value)):
-            raise fail(TypeError, problem)
-        if name in op.choices and value not in op.choices[name]:
-            values = _one_of(tuple(repr(v) for v in op.choices[name]))
-            near = meant(value, op.choices[name]) if kind is str else ""
-            raise fail(ValueError, f"attribute `{name}` must be {values}, got {shown(value)}{near}.")
-        if isinstance(value, int) and not (-INT64 <= value < INT64 or (kind is float and value.bit_length() < 1024)):
-            what = "scalar" if name in op.scalars else "attribute"
-            raise fail(ValueError, f"{what} `{name}` is {shown(value)}, expected a number of 64 bits.")
-        if kind is float and math.isnan(value) and name in op.attrs:
-            raise fail(
-                ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by equal attributes."
-            )
-        if name in op.scalars:
-            full[name] = kind(value)
-            continue
-        full[name] = kind(value)
-    return full
 
 
 def as_outputs(op: Op, returned: Any) -> tuple[Any, ...]:

@@ -152,17 +152,13 @@ class Tuning(NamedTuple):
     space: Space | None = None
     workspace: Callable[[Problem, Config], Mapping[str, Array | None]] | None = None
 
-    def heuristic(self, op: str) -> Callable[[Problem], dict[str, Any]]:
-        """The heuristic of the op with this name, which messages name. Its configs are flat."""
-
-        def config(problem: Problem) -> dict[str, Any]:
-            try:
-                found = self.config(problem)
-            except KeyError as error:
-                raise _looked_up(op, "its heuristic", error, problem) from error
-            return flat(found, op)
-
-        return config
+    def heuristic(self, op: str, problem: Problem) -> dict[str, Any]:
+        """The heuristic's config, flat. ``op``: its name, for messages."""
+        try:
+            config = self.config(problem)
+        except KeyError as error:
+            raise _looked_up(op, "its heuristic", error, problem) from error
+        return flat(config, op)
 
 
 def _looked_up(op: str, who: str, error: KeyError, problem: Problem, config: Config | None = None) -> KeyError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any, Self
 
-from cute_ops.declaration.attributes import OneOf, defaults_of
+from cute_ops.declaration.attributes import OneOf
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import DEFAULT, Tuning
 from cute_ops.declaration.finish import Finish
@@ -37,6 +38,7 @@ class Declaration:
         shown: the outputs that a Python function returns.
         steps: the backward ops in the order in which they run; none if no gradient is declared.
         template: the op with lists that this one is unrolled from, for ``counts`` tensors, or None.
+        without_kernel: the program that runs in place of a kernel: of a composite always, of ``instead`` at times.
     """
 
     @suggesting
@@ -77,20 +79,19 @@ class Declaration:
         self.name, self.doc, self.cases, self.inference_only = name, doc, cases, inference_only
         self.aliases: Mapping[str, str] = {name: called} if called else {}
         self.inputs, self.outputs = dict(inputs), dict(outputs)
-        self.kernel_outputs = tuple(outputs)
         self._check_kinds(kernel=kernel, tuning=tuning, sharding=sharding)
         self._set_kernel(kernel, reference)
-        self.instead, self.mutates, self.finish = instead, _as_tuple(mutates), finish
+        self.kernel_outputs, self.mutates = tuple(outputs), _as_tuple(mutates)
+        self.instead, self.finish, self.derived = instead, finish, dict(derived or {})
+        self.without_kernel = self.program or (instead.program if instead else None)
         self.dtypes = {variable: _as_tuple(names) for variable, names in dtypes.items()}
-        self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
-        self.attrs, self.scalars, self.derived = defaults_of(attrs or {}), dict(scalars or {}), dict(derived or {})
-        self.keywords = {**self.attrs, **self.scalars}
-        self.static, self.few = static_dims(static, [t for t in inputs.values() if not t.optional])
+        self._set_attributes(attrs or {}, scalars or {})
         self.parallel, self.contracted, self.inner, self.whole, self.split = (
             _as_tuple(sharding.parallel), _as_tuple(sharding.contracted), _as_tuple(sharding.inner), sharding.whole,
             sharding.split,
         )  # fmt: skip
-        self.config, self.space, self.workspace = tuning.heuristic(name), tuning.space, tuning.workspace
+        self.config: Callable[..., dict[str, Any]] = partial(tuning.heuristic, name)
+        self.space, self.workspace = tuning.space, tuning.workspace
         self.grad, self.saving, self.narrow, self.make_batched = grad, saving, narrow, batched
         self.handed_on, self.scaled = dict(handed_on or {}), dict(scaled or {})
         self.no_gradient = _as_tuple(no_gradient)
@@ -98,6 +99,7 @@ class Declaration:
         self.template: Self | None = None
         self.counts: Mapping[str, int] = {}
         self.derive()
+        self.static, self.few = static_dims(static, [t for t in inputs.values() if not t.optional])
         self.validate()
 
     def _check_kinds(self, **given: Any) -> None:
@@ -116,22 +118,26 @@ class Declaration:
         run = reference or (self.program and self.program.run)
         if run is None:
             raise ValueError(f"op {self.name}: it has a kernel, so it must have a reference")
-        self.reference = run
-        try:
-            self.kernel = importable(source.name)
-        except ValueError as error:
-            raise ValueError(f"op {self.name}: {error}") from None
+        self.reference, self.kernel = run, source.name
+        if source.name.startswith("__main__:"):
+            try:
+                self.kernel = importable(source.name)
+            except ValueError as error:
+                raise ValueError(f"op {self.name}: {error}") from None
+
+    def _set_attributes(self, attrs: Mapping[str, Any], scalars: Mapping[str, float]) -> None:
+        self.choices = {name: value.values for name, value in attrs.items() if isinstance(value, OneOf)}
+        self.attrs = {name: self.choices[name][0] if name in self.choices else v for name, v in attrs.items()}
+        self.scalars = dict(scalars)
+        self.keywords = {**self.attrs, **self.scalars}
 
     def derive(self) -> None:
         """Set what follows from the other fields."""
         beyond = self.instead.dtypes if self.instead else {}
         self.accepts = {name: (*choices, *beyond.get(name, ())) for name, choices in self.dtypes.items()}
         self.numbers = tuple(dict.fromkeys(t.many for t in self.inputs.values() if t.many))
-        steps = self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
-        if not all(isinstance(step, Declaration) for step in steps):
-            raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
-        self.steps: tuple[Self, ...] = steps
-        gradients = {name: tensor for step in steps for name, tensor in step.outputs.items()}
+        self.steps: tuple[Self, ...] = self._steps()
+        gradients = {name: tensor for step in self.steps for name, tensor in step.outputs.items()}
         free = self.handed_on.keys() | self.scaled.keys()
         self.differentiable = tuple(name for name in self.inputs if f"d{name}" in gradients or name in free)
         self.results = {**{name: self.inputs[name] for name in self.mutates if name in self.inputs}, **self.outputs}
@@ -139,6 +145,14 @@ class Declaration:
         self.options: dict[str, Any] = self.finish.defaults if self.finish else {}
         if any(tensor.donates for tensor in gradients.values()):
             self.options["inplace_backward"] = False
+
+    def _steps(self) -> tuple[Self, ...]:
+        steps: tuple[Self, ...] = (
+            self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
+        )
+        if not all(isinstance(step, Declaration) for step in steps):
+            raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
+        return steps
 
     def validate(self) -> None:
         """Raise ValueError for the first thing that is wrong with the declaration."""
@@ -158,11 +172,6 @@ class Declaration:
     def declared_attrs(self) -> dict[str, Any]:
         """The attributes as another declaration takes them."""
         return {name: OneOf(*self.choices[name]) if name in self.choices else v for name, v in self.attrs.items()}
-
-    @property
-    def without_kernel(self) -> Program | None:
-        """The program that runs in place of a kernel: of a composite always, of ``instead`` at times."""
-        return self.program or (self.instead.program if self.instead else None)
 
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
         """The dtypes that an input or output may have."""

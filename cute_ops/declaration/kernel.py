@@ -32,14 +32,12 @@ class Kernel(NamedTuple):
 
 def importable(name: str) -> str:
     """``__main__:Class`` as another process can import it: by the name of the program's module or file, or of a module
-    made from a notebook's cells. Other names are returned unchanged, as are those of a program without a known source.
+    made from a notebook's cells. The name of a program without a known source is returned unchanged.
 
     Raises:
         ValueError: a notebook's class that refers to what no module can hold.
     """
     module, _, attribute = name.partition(":")
-    if module != "__main__":
-        return name
     program = sys.modules[module]
     spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
     if spec:

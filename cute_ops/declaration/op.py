@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cute_ops.declaration import lists
-from cute_ops.declaration.checks import check
+from cute_ops.declaration import checks, lists
 from cute_ops.declaration.gradient import Differentiable, once
+from cute_ops.declaration.messages import renamed
 
 
 class Op(Differentiable):
@@ -90,7 +90,9 @@ class Op(Differentiable):
 
     def validate(self) -> None:
         """Raise ValueError for the first thing that is wrong with the declaration."""
-        check(self)
+        for problems in checks.OF_LISTS if self.numbers else checks.ALL:
+            for problem in problems(self):
+                raise ValueError(renamed(f"op {self.name}: {problem}", self.aliases))
         if self.numbers:
             self.unrolled(dict.fromkeys(self.numbers, 2))
 

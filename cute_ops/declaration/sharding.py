@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
@@ -72,31 +72,34 @@ def with_others(framework: Any, **others: Any) -> Any:
     return SimpleNamespace(**{**vars(framework), **others})
 
 
-def run_on_terms(
-    framework: Any, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], terms: Set[str],
-    call: Callable[..., Mapping[str, Any]], add: Callable[[Any, Iterable[str]], Any],
-) -> Mapping[str, Any]:  # fmt: skip
+class OnTerms(NamedTuple):
     """An op on one device's slices of its inner dims: a product with an epilogue, whose terms devices share.
 
     No kernel can stop between the product and the epilogue to add up what devices have, so the op's program runs.
 
-    Args:
+    Attributes:
         framework: what it offers to programs.
-        inputs: the device's slices, None where absent.
         terms: the inner dims of which devices have slices.
         call: ``call(op, inputs, attrs)``: another op on this device.
         add: ``add(partial, dims)``: adds up the devices' partial sums over these dims.
     """
 
-    def product(a: Any, b: Any, dtype: str | None = None) -> Any:
-        return add(framework.product(a, b, dtype), terms)
+    framework: Any
+    terms: Set[str]
+    call: Callable[..., Mapping[str, Any]]
+    add: Callable[[Any, Iterable[str]], Any]
 
-    def nested(called: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not terms.isdisjoint(called.inner):
-            return run_on_terms(framework, called, inputs, {**called.keywords, **attrs}, terms, call, add)
-        found, over = call(called, inputs, attrs), [dim for dim in called.contracted if dim in terms]
-        return {name: add(a, over) for name, a in found.items()} if over else found
+    def run(self, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The op's outputs from the device's slices of its inputs, None where absent."""
+        program = op.without_kernel
+        assert program is not None  # a declaration with inner dims has one
+        return program.run(with_others(self.framework, product=self._product), self._nested, inputs, attrs)
 
-    instead = op.without_kernel
-    assert instead is not None  # a declaration with inner dims has one
-    return instead.run(with_others(framework, product=product), nested, inputs, attrs)
+    def _product(self, a: Any, b: Any, dtype: str | None = None) -> Any:
+        return self.add(self.framework.product(a, b, dtype), self.terms)
+
+    def _nested(self, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.terms.isdisjoint(op.inner):
+            return self.run(op, inputs, {**op.keywords, **attrs})
+        outputs, over = self.call(op, inputs, attrs), [dim for dim in op.contracted if dim in self.terms]
+        return {name: self.add(a, over) for name, a in outputs.items()} if over else outputs

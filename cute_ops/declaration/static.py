@@ -23,7 +23,8 @@ def static_dims(static: Any, required: Iterable[Tensor]) -> tuple[tuple[str, ...
     What is no tuple of names is returned unchanged, so that validation refuses it.
     """
     if static is None:
-        static = WhileFew("n") if any("n" in dim.names for t in required for dim in t.dims) else ()
+        few: tuple[str, ...] = ("n",) if any("n" in dim.names for t in required for dim in t.dims) else ()
+        return few, few
     if isinstance(static, str):
         return static, ()  # type: ignore[return-value]
     words = (static,) if isinstance(static, WhileFew) else tuple(static)

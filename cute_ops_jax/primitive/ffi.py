@@ -7,7 +7,7 @@ every target until the process ends, and jax-tvm-ffi has room for 1024.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -77,6 +77,13 @@ def cuda_devices() -> list[int]:
         return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
     except RuntimeError:
         return []
+
+
+def aliases(operands: Sequence[str], results: Sequence[str], donated: Mapping[str, str | None]) -> dict[int, int]:
+    """The index of the result that takes an operand's memory, by the operand's index. XLA copies an operand that is
+    read later.
+    """
+    return {operands.index(source): results.index(n) for n, source in donated.items() if source in operands}
 
 
 def attributes(scalars: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,35 +67,25 @@ def kernel(
     """
     op, given, chosen = binding.op, by_name(binding, arrays), choose(binding, transposed)
     variant = chosen.plan.variant
-    ffi.ensure(variant)
     given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
     orders = {n: key.order for n, key in zip(variant.names, variant.args, strict=True) if key and key.order}
-    views = _views(given, chosen.folded, orders)
+    views = {n: given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None}
+    views |= {n: jnp.transpose(views[n], order) for n, order in orders.items()}
     made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
-    written = {n: a for n in op.mutates if (a := chosen.folded.inputs[n]) is not None}
-    written |= {n: a._replace(shape=tuple(a.shape[i] for i in orders[n])) for n, a in written.items() if n in orders}
-    numbers = ffi.attributes(op.scalars, binding.attrs) if op.scalars else {}
+    every = chosen.folded.inputs
+    written = {n: a._replace(shape=views[n].shape) for n in op.mutates if (a := every[n]) is not None}
     scratch = chosen.plan.workspaces
     results = {**made, **scratch, **written}
     shapes = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in results.values()]
     donated = {n: op.outputs[n].donates for n in made if op.outputs[n].donates not in orders} if inplace else {}
-    aliases = _aliases(list(given), list(results), {**donated, **{n: n for n in written}})
+    aliases = ffi.aliases(list(given), list(results), {**donated, **{n: n for n in written}})
+    numbers = ffi.attributes(op.scalars, binding.attrs)
+    ffi.ensure(variant)
     call = jax.ffi.ffi_call(variant.symbol, list(shapes), input_output_aliases=aliases)
     found = dict(zip(results, call(*views.values(), **numbers), strict=True))
     for name in written.keys() & orders.keys():
         found[name] = jnp.transpose(found[name], [orders[name].index(i) for i in range(found[name].ndim)])
     return [found[n].reshape(a.shape) for n, a in binding.results.items() if a is not None]
-
-
-def _views(given: Mapping[str, Any], folded: Binding, orders: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The inputs as the kernel takes them: their leading dims folded, and the contiguous dim last."""
-    views = {n: given[n].reshape(a.shape) for n, a in folded.inputs.items() if a is not None}
-    return views | {n: jnp.transpose(views[n], order) for n, order in orders.items()}
-
-
-def _aliases(given: list[str], results: list[str], donated: Mapping[str, str | None]) -> dict[int, int]:
-    """The result that takes the memory of an operand, by their places. XLA copies an operand that is read later."""
-    return {given.index(source): results.index(n) for n, source in donated.items() if source in given}
 
 
 class Chosen(NamedTuple):

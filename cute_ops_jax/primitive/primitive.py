@@ -22,7 +22,7 @@ from cute_ops.declaration.binding import Binding, bind
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
-from cute_ops.declaration.sharding import run_on_terms, with_others
+from cute_ops.declaration.sharding import OnTerms, with_others
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
@@ -244,7 +244,7 @@ class OpPrimitive:
         def add(sums: jax.Array, dims: Iterable[str]) -> Any:
             return jax.lax.psum(sums, tuple(axis for dim in dims for axis in terms[dim]))
 
-        return run_on_terms(framework, self.op, given, attrs, terms.keys(), call, add)
+        return OnTerms(framework, terms.keys(), call, add).run(self.op, given, attrs)
 
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),

@@ -24,7 +24,7 @@ from cute_ops.constants import of_attributes
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.sharding import factors, run_on_terms, tied
+from cute_ops.declaration.sharding import OnTerms, factors, tied
 from cute_ops.jit.layout import compact
 from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice
@@ -290,7 +290,8 @@ class CallPlacements:
         """Raw outputs for this rank's rows, from its slices of the inputs, whose inner dims ranks share."""
         op, given = self.binding.op, dict(zip(self.binding.op.inputs, local, strict=True))
         with torch._C._DisableAutocast():  # the declaration sets the dtypes
-            found = run_on_terms(framework, op, given, self.binding.attrs, self.terms, program.call, self._add)
+            on_terms = OnTerms(framework, self.terms, program.call, self._add)
+            found = on_terms.run(op, given, self.binding.attrs)
         return [found[name] for name in op.results]
 
     def _add(self, partial: Tensor, dims: Iterable[str]) -> Tensor:

@@ -75,6 +75,7 @@ def make_function(
         "_profiled": torch.autograd._profiler_enabled,  # type: ignore[attr-defined]
         "_exact": EXACT, "_get": fast_path.table.get, "_overload": overload, "_specialize": specialize,
     }  # fmt: skip
+    header = parameters(op) if raw else f"{parameters(op, options=True, required='=_missing')}, **_others"
     arguments, before = ", ".join((*op.inputs, *op.keywords)), ""
     returned = "_out" if op.outputs else "None"
     if not raw and (op.options or any(t.given or t.same_as or t.hidden for t in op.outputs.values())):
@@ -88,14 +89,12 @@ def make_function(
     if not raw and takes_out(op) and isinstance(fast_path, FastPath):
         values["_write"] = GivenOutputs(op, overload, fast_path.launcher, devices)
         before = f"if out is not None:\n            return _write(out, {arguments})\n        {before}"
-    taken = parameters(op)
     if not raw:
         # Python's own error suggests no name. This takes 40 ns of a call.
         values |= {"_refuse": partial(_refuse, op), "_missing": _MISSING}
-        taken = f"{parameters(op, options=True, required='=_missing')}, **_others"
         before = f"if _more or _others:\n            _refuse(_more, _others)\n        {before}"
     make = codegen.maker(
-        codegen.FUNCTION, op.name, values, name=op.name, parameters=taken, before=before, first=next(iter(op.inputs)),
+        codegen.FUNCTION, op.name, values, name=op.name, parameters=header, before=before, first=next(iter(op.inputs)),
         arguments=arguments, returned=returned,
     )  # fmt: skip
     function = make(**values)

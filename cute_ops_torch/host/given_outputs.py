@@ -31,7 +31,6 @@ class GivenOutputs:
 
     def __init__(self, op: Op, overload: Call, launcher: Callable[[], Launcher], devices: tuple[str, ...]) -> None:
         self.op, self.overload, self.launcher, self.devices = op, overload, launcher, devices
-        self.resolve = resolver(op)
 
     def __call__(self, out: Any, *args: Any) -> Any:
         op, arity = self.op, len(self.op.inputs)
@@ -71,10 +70,11 @@ class GivenOutputs:
         """Make the outputs anew and copy them to the given ones."""
         tensors = args[: len(self.op.inputs)]
         raw = self.overload(*args)
-        made = dict(zip(self.op.outputs, self.resolve(tensors, raw if isinstance(raw, tuple) else (raw,)), strict=True))
-        expected = {n: None if (t := made[n]) is None else (t.dtype, tuple(t.shape)) for n in outputs}
+        results = resolver(self.op)(tensors, raw if isinstance(raw, tuple) else (raw,))
+        found = dict(zip(self.op.outputs, results, strict=True))
+        expected = {n: None if (t := found[n]) is None else (t.dtype, tuple(t.shape)) for n in outputs}
         for name, out in self._checked(outputs, expected, tensors).items():
-            out.copy_(made[name])
+            out.copy_(found[name])
 
     def _checked(
         self, outputs: Mapping[str, Any], expected: Mapping[str, Expected], tensors: Sequence[Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,27 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
         return run_reference(binding, tensors, None if binding.empty else instead(binding, {}, None))
 
     return run
+
+
+def implement(
+    library: torch.library.Library, name: str, kernels: Mapping[str, Callable[..., Any]], returns: bool
+) -> None:
+    """Give an op its kernels, by dispatch key, ``"Fake"`` among them; ``returns`` says whether it has outputs."""
+    for key, kernel in kernels.items():
+        run = kernel if returns else _returning_none(kernel)
+        if key == "Fake":
+            register_fake(library, name, run)
+        else:
+            library.impl(name, run, key)
+
+
+def _returning_none(kernel: Callable[..., Any]) -> Callable[..., None]:
+    """A kernel of an op without outputs, as the dispatcher takes it: it returns None, not an empty tuple."""
+
+    def call(*args: Any) -> None:
+        kernel(*args)
+
+    return call
 
 
 def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:

@@ -39,15 +39,6 @@ def _default(value: Any) -> str:
     return '"' + "".join(f"\\{ord(c):03o}" if c in '"\\' or c < " " else c for c in value) + '"'
 
 
-def returning(op: Op, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel as the dispatcher takes it: of an op without outputs it returns None, not an empty tuple."""
-
-    def call(*args: Any) -> None:
-        kernel(*args)
-
-    return kernel if op.outputs else call
-
-
 def parameters(op: Op, options: bool = False, required: str = "") -> str:
     """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``, also the options that only Python functions have;
     ``required`` follows the name of an input that is not optional.

@@ -22,7 +22,7 @@ from cute_ops_torch.library.tensors import arrays, readable
 
 def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..., Any]:
     """The rule that ``torch.library.register_vmap`` takes; ``define`` registers an op and returns its overload."""
-    fill, arity, resolve = filler(op), len(op.inputs), resolver(op)
+    fill, arity = filler(op), len(op.inputs)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         args = fill(args)
@@ -43,7 +43,7 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
         whole = [one.inputs.get(name) for name in op.inputs]
         raw = _outputs((overload if one.op is op else define(one.op))(*_read(one.op, whole), *attrs))
         results = [one.unfolded(t, out) for t, out in zip(op.outputs.values(), raw, strict=True)]
-        real = resolve(whole, results) if one.op is op else results
+        real = resolver(op)(whole, results) if one.op is op else results
         return _with_places(results, [0 if o is r else None for o, r in zip(results, real, strict=True)])
 
     return rule

@@ -19,8 +19,8 @@ from cute_ops_torch.host import fast_path, function, launch
 from cute_ops_torch.library import autograd, reference, remembered
 from cute_ops_torch.library import tensors as binding
 from cute_ops_torch.library.nodes import Nodes
-from cute_ops_torch.library.reference import fake_kernel
-from cute_ops_torch.library.schema import returning, schema
+from cute_ops_torch.library.reference import fake_kernel, implement
+from cute_ops_torch.library.schema import schema
 from cute_ops_torch.tools import runner
 from tests.ops import writing
 from tests.ops.epilogues import BY_NAME
@@ -51,11 +51,13 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             launcher, nodes = launch.Launcher(op), Nodes(op, lambda step: one(step).function)
             fast = fast_path.FastPath(op, lambda: launcher, nodes, lambda more: one(more).launcher)
             compiled.ops[op.name] = op
-            library.impl(op.name, returning(op, lambda *args: launcher.launch(*args)), "CPU")
             kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr(), lambda more: one(more).raw)
-            library.impl(op.name, returning(op, kernel), "Autograd")
-            fake = returning(op, fake_kernel(op, lambda: None))
-            torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)
+            kernels = {
+                "CPU": lambda *args: launcher.launch(*args),
+                "Autograd": kernel,
+                "Fake": fake_kernel(op, lambda: None),
+            }
+            implement(library, op.name, kernels, bool(op.outputs))
             call = function.make_function(op, overload, fast, raw=True, devices=("cpu",))
             made[op.name] = Made(overload, call, fast, nodes, launcher)
         return made[op.name]

@@ -94,7 +94,7 @@ def _buckets(op: Declaration, known: set[str]) -> Iterator[str]:
 def _shared_dims(op: Declaration, dims: set[str]) -> Iterator[str]:
     """Dims that devices share."""
     for name, t in op.outputs.items():
-        if lost := [dim for dim in op.parallel if not t.has(dim) and not op.sums(name, dim)]:
+        if lost := [dim for dim in op.parallel if not (t.has(dim) or op.sums(name, dim))]:
             yield (
                 f"parallel has {lost[0]!r}, which output {name!r} lacks: a slice of it gives no slice of {name!r}; "
                 f"a dim that {name!r} is a sum over is contracted"
@@ -103,7 +103,10 @@ def _shared_dims(op: Declaration, dims: set[str]) -> Iterator[str]:
         yield f"inner has {op.inner[0]!r}, over which only a program can add up, and the op has none"
     if op.split is not None and op.split.dim not in dims:
         yield f"it splits {op.split.dim!r}, which is no dim of an input"
-    shared, split = {*op.parallel, *op.contracted, *op.inner}, {op.split.dim} if op.split else set()
+    yield from _slices(op, {*op.parallel, *op.contracted, *op.inner}, {op.split.dim} if op.split else set())
+
+
+def _slices(op: Declaration, shared: set[str], split: set[str]) -> Iterator[str]:
     for name, t in [*op.inputs.items(), *op.outputs.items()] if shared or split else ():
         if any(shared.intersection(d.names) - {d.outer} or split.intersection(d.names) - {d.name} for d in t.dims):
             yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"

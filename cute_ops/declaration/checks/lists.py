@@ -15,11 +15,7 @@ def problems(op: Declaration) -> Iterator[str]:
     tensors = {**op.inputs, **op.outputs}
     for name, tensor in tensors.items():
         yield from _fields(name, tensor)
-    for step in op.steps:
-        if unknown := [name for name in step.numbers if name not in op.numbers]:
-            yield f"gradient {step.name} has lists of {unknown[0]!r}, but {op.name} has lists of {[*op.numbers]}"
-    if op.program and (called := [other.name for other in op.program.ops if other.numbers]):
-        yield f"its program calls {called[0]}, which has lists: let it call the `unrolled` op"
+    yield from _other_ops(op)
     if not op.numbers:
         yield from (f"output {n!r} is a list of {t.many}, but no input is" for n, t in op.outputs.items() if t.many)
         return
@@ -29,11 +25,23 @@ def problems(op: Declaration) -> Iterator[str]:
         yield from _refused_fields(op, name, tensor)
     yield from _names(op, [*(name for name, t in tensors.items() if t.many), *owned])
     yield from _refused(op, owned)
-    for name, output in op.handed_on.items():
-        gives, takes = (tensors[each].many if each in tensors else None for each in (output, name))
-        if gives and gives != takes:
-            yield f"handed_on gives {name!r} the cotangents of {output!r}, a list of {gives}"
+    yield from _handed_on(op, {name: tensor.many for name, tensor in tensors.items()})
     yield from _cases(op, owned)
+
+
+def _other_ops(op: Declaration) -> Iterator[str]:
+    """Ops with lists that this one calls, or that compute its gradient."""
+    for step in op.steps:
+        if unknown := [name for name in step.numbers if name not in op.numbers]:
+            yield f"gradient {step.name} has lists of {unknown[0]!r}, but {op.name} has lists of {[*op.numbers]}"
+    if op.program and (called := [other.name for other in op.program.ops if other.numbers]):
+        yield f"its program calls {called[0]}, which has lists: let it call the `unrolled` op"
+
+
+def _handed_on(op: Declaration, many: Owned) -> Iterator[str]:
+    for name, output in op.handed_on.items():
+        if many.get(output) and many.get(output) != many.get(name):
+            yield f"handed_on gives {name!r} the cotangents of {output!r}, a list of {many[output]}"
 
 
 def _fields(name: str, tensor: Tensor) -> Iterator[str]:

@@ -102,34 +102,44 @@ def _outputs(op: Declaration) -> Iterator[str]:
         if len(set(narrowed)) < len(narrowed):
             yield f"narrowed to some outputs it has one name twice: {narrowed}"
     for name, t in op.outputs.items():
-        if words := [word for word in _OF_INPUTS if getattr(t, word)]:
-            yield f"output {name!r} has {words[0]!r}, which inputs have"
-        if t.accumulates and t.accumulates.dtype not in ACCUMULATORS:
-            yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
-        yield from _other_tensors(op, name, t)
-        returned = ("donates", "same_as", *(() if op.narrow else ("skippable",)))
-        if op.program and (words := [word for word in returned if getattr(t, word)]):
-            yield f"output {name!r} has {words[0]!r}, but a program returns all outputs, each in memory of its own"
-        if t.skippable and op.split is not None and op.split.merge is not None:
-            yield f"output {name!r} is skippable, but the merge of slices takes all outputs"
+        yield from _output(op, name, t)
+        yield from _named_inputs(op, name, t)
+        if t.same_as is not None:
+            yield from _same_as(op.outputs.get(t.same_as), name, t)
 
 
-def _other_tensors(op: Declaration, name: str, t: Tensor) -> Iterator[str]:
-    """The inputs and the output that an output names."""
+def _output(op: Declaration, name: str, t: Tensor) -> Iterator[str]:
+    refused = ("donates", "same_as", *(() if op.narrow else ("skippable",))) if op.program else ()
+    for words, problem in (
+        (_OF_INPUTS, "which inputs have"),
+        (refused, "but a program returns all outputs, each in memory of its own"),
+    ):
+        if has := [word for word in words if getattr(t, word)]:
+            yield f"output {name!r} has {has[0]!r}, {problem}"
+    if t.accumulates and t.accumulates.dtype not in ACCUMULATORS:
+        yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
+    if t.skippable and op.split is not None and op.split.merge is not None:
+        yield f"output {name!r} is skippable, but the merge of slices takes all outputs"
+
+
+def _named_inputs(op: Declaration, name: str, t: Tensor) -> Iterator[str]:
+    """The inputs that an output names."""
     if t.given is not None and (t.given not in op.inputs or not op.inputs[t.given].optional):
         optional = [other for other, i in op.inputs.items() if i.optional]
         yield f"output {name!r} is given with {t.given!r}, which is no optional input; there are {optional}"
-    if t.same_as is not None:
-        other, problem = op.outputs.get(t.same_as), f"output {name!r} has same_as={t.same_as!r}: "
-        if other is None or other is t or other.same_as or other.shape != t.shape:
-            yield f"{problem}that must be another output of its shape"
-        elif other.skippable:
-            yield f"{problem}an output that stands for two cannot be skippable"
     like = op.inputs.get(t.strided_like) if t.strided_like else None
     if t.strided_like and not (op.program and like and like.shape == t.shape):
         yield f"output {name!r} has strided_like={t.strided_like!r}: it takes an input of its shape, and a program"
     if t.donates and (t.donates not in op.inputs or op.inputs[t.donates].declared != t.declared):
         yield f"{name} donates {t.donates!r}, which is no input of its shape and dtype"
+
+
+def _same_as(other: Tensor | None, name: str, t: Tensor) -> Iterator[str]:
+    problem = f"output {name!r} has same_as={t.same_as!r}: "
+    if other is None or other is t or other.same_as or other.shape != t.shape:
+        yield f"{problem}that must be another output of its shape"
+    elif other.skippable:
+        yield f"{problem}an output that stands for two cannot be skippable"
 
 
 def _memory(name: str, t: Tensor, is_output: bool, is_mutated: bool) -> Iterator[str]:
