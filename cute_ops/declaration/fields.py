@@ -146,10 +146,8 @@ class Declaration:
         if any(tensor.donates for tensor in gradients.values()):
             self.options["inplace_backward"] = False
 
-    def _steps(self) -> tuple[Self, ...]:
-        steps: tuple[Self, ...] = (
-            self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
-        )
+    def _steps(self) -> Any:
+        steps = self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
         if not all(isinstance(step, Declaration) for step in steps):
             raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
         return steps

@@ -181,6 +181,11 @@ def has_contiguous(tensor: Tensor) -> bool:
     return bool(tensor.dims if tensor.contiguous is None else tensor.contiguous)
 
 
+def vector_alignment(declared: Tensor, key: TensorKey) -> int:
+    """Bytes by which a tensor limits the vector width; one without a contiguous dim does not."""
+    return min(key.align, key.row_align) if declared.dims and declared.contiguous != () else VECTOR_BYTES
+
+
 def contiguous_axis(tensor: Tensor, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
     """:meth:`Tensor.contiguous_axis`."""
     if tensor.contiguous is not None:

@@ -13,12 +13,11 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.shapes import Array
-from cute_ops.declaration.tensor import Tensor
-from cute_ops.hardware import VECTOR_BYTES, sm
+from cute_ops.hardware import sm
 from cute_ops.jit import source_digest, toolchain
-from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key
+from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key, vector_alignment
 from cute_ops.jit.target import Target
-from cute_ops.jit.variant import TensorKey, Variant
+from cute_ops.jit.variant import Variant
 
 
 class Signature(NamedTuple):
@@ -83,20 +82,16 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
     tensors = layout(binding, memory, static)
     present = {name: key for name, key in tensors.keys.items() if key}
     declared = {name: op.inputs.get(name) or op.outputs[name] for name in present}
+    aligns = {name: vector_alignment(declared[name], key) for name, key in present.items()}
     choices = {name: t for name, t in declared.items() if isinstance(t.contiguous, tuple) and len(t.contiguous) > 1}
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
-        aligns={n: _alignment(declared[n], key) for n, key in present.items()},
+        aligns=aligns,
         attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
-
-
-def _alignment(declared: Tensor, key: TensorKey) -> int:
-    """Bytes by which a tensor limits the vector width; one without a contiguous dim does not."""
-    return min(key.align, key.row_align) if declared.dims and declared.contiguous != () else VECTOR_BYTES
 
 
 def _refuse_old(binding: Binding, target: Target) -> None:

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from inspect import Signature, signature
 from itertools import count
 from types import CodeType
 from typing import Any
@@ -78,6 +79,12 @@ def maker(template: str, label: str, values: Iterable[str], **texts: str) -> Cal
     source = template.format(values=", ".join(values), **texts)
     # torch.compile limits recompiles per code object, so public functions do not share theirs.
     return _compiled(source, label) if template is FUNCTION else _shared(source, label)
+
+
+def public_signature(function: Call, missing: object) -> Signature:
+    """The parameters of a function that users give; a default that is ``missing`` stands for none."""
+    own = [p for p in signature(function).parameters.values() if p.name not in ("_more", "_others")]
+    return Signature([p.replace(default=p.empty) if p.default is missing else p for p in own])
 
 
 @lru_cache(1024)

@@ -6,7 +6,6 @@ is active, and all inputs are exactly Tensor or Parameter. Autocast does not mat
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -99,7 +98,7 @@ def make_function(
     )  # fmt: skip
     function = make(**values)
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
-    function.__signature__ = _signature(function)
+    function.__signature__ = codegen.public_signature(function, _MISSING)
     return function  # type: ignore[no-any-return]
 
 
@@ -107,12 +106,6 @@ def _postprocessed(op: Op) -> str:
     """Source of what a function returns where that is not what the raw op returns."""
     attributes, options = ("".join(f"{name}, " for name in names) for names in (op.keywords, _own_options(op)))
     return f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
-
-
-def _signature(function: Call) -> inspect.Signature:
-    """The parameters of a function that users give."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("_more", "_others")]
-    return inspect.Signature([p.replace(default=p.empty) if p.default is _MISSING else p for p in own])
 
 
 def _check_attributes(op: Op, values: Iterable[Any]) -> None:
