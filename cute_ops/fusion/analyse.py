@@ -42,7 +42,21 @@ class Found:
 
     @cached_property
     def meaning(self) -> Meaning | None:
-        return meaning_of(self.expression)
+        return meaning_of(self.expression) or self._rotation_of_pairs()
+
+    def _rotation_of_pairs(self) -> Meaning | None:
+        """``rope`` of neighbouring pairs, which no word of expressions turns: ``x * cos + rotate_pairs(x) * sin``."""
+        if self.text != "e1(t,t,t,t) multiply 0 1; multiply 2 3; add 4 5 -> 6":
+            return None
+        nodes = [leaf.node for leaf in self.leaves]
+        for k, turned in enumerate(nodes):
+            if turned.op == "word" and turned.attr[0] == "rotate_pairs":
+                other = (2, 3, 0, 1)[k], (3, 2, 1, 0)[k]
+                x = next((i for i in other if nodes[i] is _uncast(turned.args[0])), None)
+                if x is not None:
+                    names = {k: "rotated", k ^ 1: "sin", x: "x", x ^ 1: "cos"}
+                    return Meaning("rope", tuple(names[i] for i in range(4)), ("out",), {"interleaved": True})
+        return None
 
 
 class Analysis(NamedTuple):
@@ -79,6 +93,12 @@ class Analysis(NamedTuple):
                 else:
                     readers.add(user)
         return readers
+
+
+def _uncast(node: Node) -> Node:
+    while node.op == "cast":
+        node = node.args[0]
+    return node
 
 
 def is_linear(node: Node) -> bool:

@@ -169,7 +169,20 @@ class Graph:
         return self.make("reduce", [x], (word, axes, keepdims), shape, dtype)
 
     def reshape(self, x: Node, shape: Shape) -> Node:
-        return x if x.shape == shape else self.make("reshape", [x], None, shape, x.dtype)
+        """Another shape. A product of rows that were joined before is the product of the rows as they were, and pairs
+        of which each was turned are the word ``rotate_pairs``.
+        """
+        if x.shape == shape:
+            return x
+        if x.op == "concat" and (turned := _turned_pairs(x, shape)) is not None:
+            return self.make("word", [turned], ("rotate_pairs", shape[-1]), shape, x.dtype)
+        if x.op == "contract" and x.args[0].op == "reshape" and x.attr[2] == ((), ()):
+            left, right = x.args
+            rows = left.args[0]
+            joined = x.attr[0] == (len(left.shape) - 1,) and rows.shape[-1:] == left.shape[-1:]
+            if joined and len(shape) == len(rows.shape) and shape == (*rows.shape[:-1], x.shape[-1]):
+                return self.make("contract", [rows, right], ((len(rows.shape) - 1,), *x.attr[1:]), shape, x.dtype)
+        return self.make("reshape", [x], None, shape, x.dtype)
 
     def broadcast(self, x: Node, shape: Shape, dims: Sequence[int] | None = None) -> Node:
         """``dims``: for each dim of x that of the result; by default they are the last ones, as in NumPy."""
@@ -229,6 +242,19 @@ def _as_it_lies(x: Node, axis: int) -> tuple[Node, int]:
     if x.op == "transpose" and len(x.shape) == 2:
         return x.args[0], 1 - axis
     return x, axis
+
+
+def _turned_pairs(x: Node, shape: Shape) -> Node | None:
+    """``x`` of ``stack([-x[..., 1::2], x[..., ::2]], axis=-1)`` with the pairs joined to this shape."""
+    if len(x.args) != 2 or x.attr != len(x.shape) - 1 or any(part.op != "reshape" for part in x.args):
+        return None
+    odd, even = (part.args[0] for part in x.args)
+    if odd.op != "word" or odd.attr != "negative" or even.op != "slice" or odd.args[0].op != "slice":
+        return None
+    whole, n, last = even.args[0], shape[-1], len(shape) - 1
+    bounds = (odd.args[0].attr, even.attr)
+    same = odd.args[0].args[0] is whole and whole.shape == shape
+    return whole if same and bounds == ((last, 1, n, 2), (last, 0, n, 2)) else None
 
 
 def rotation(parts: Sequence[Node], axis: int) -> Node | None:

@@ -58,7 +58,7 @@ class _Pattern(NamedTuple):
         found = dict(self.attrs)
         for own, given in zip(self.numbers, numbers, strict=True):
             if math.isclose(own, EPS, rel_tol=_CLOSE):
-                if found.setdefault("eps", shortest(given)) != shortest(given) or not 0 <= given < 1:
+                if found.setdefault("eps", shortest(given)) != shortest(given) or not 0 <= given < math.inf:
                     return None
             elif own == SIZE:
                 found["size"] = int(given)

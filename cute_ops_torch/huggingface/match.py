@@ -54,7 +54,7 @@ def by_source(
     def matches(module: nn.Module, model: nn.Module) -> bool:
         return source_digest(type(module).forward) == digest and also(module)
 
-    return Replacement(op, matches, lambda original: _named_as(forward, original), unused, lambda module: packed)
+    return Replacement(op, matches, lambda original: named_as(forward, original), unused, lambda module: packed)
 
 
 def innermost(forward: Any) -> Any:
@@ -98,7 +98,7 @@ def hands_on(forward: Any) -> bool:
 
 
 @cache
-def _named_as(function: Any, original: Any) -> Forward:
+def named_as(function: Any, original: Any) -> Forward:
     """``function`` whose arguments may be given by the names that they have in ``original``."""
     code, count = function.__code__, function.__code__.co_argcount
     names = original.__code__.co_varnames[:count]

@@ -21,6 +21,7 @@ from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.left import find_left, is_causal
 from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
+from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 
@@ -126,7 +127,7 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
     if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
-    first = next((each for each in known if each.matches(module, model)), None)
+    first = next((each for each in known if each.matches(module, model)), None) or replacement_of(module)
     return [each for each in (first, EAGER_ATTENTION if EAGER_ATTENTION.matches(module, model) else None) if each]
 
 

@@ -1,0 +1,253 @@
+"""Modules recognised by what they compute, where the source of their ``forward`` is not known.
+
+A norm, an activation or a gated MLP is traced on fake tensors, and the canonical text of its graph says which op it
+equals, whatever it is written with. Before it is used once, op and original are run on random numbers, gradients
+included. What is known holds for a class and for the numbers, flags and texts that its instances have as attributes:
+an instance whose attributes have changed since runs its original ``forward``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cute_ops.fusion.analyse import Found, analyse
+from cute_ops.fusion.graph import Node
+from cute_ops_torch import functions
+from cute_ops_torch.huggingface.bypass import calls, declined, takes
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
+
+log = logging.getLogger("cute_ops")
+# In which dtypes, and whether in training, modules are traced.
+_TRACES = ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.float16, False))
+_LEAVES = ("rmsnorm", "layernorm", "gelu", "relu2")
+_GATES = ("silu_mul", "gelu_mul", "swiglu", "geglu")
+_ROWS = (2, 3)
+# By class and attributes; None of those that are no op of ours.
+_known: dict[Any, Replacement | None] = {}
+
+
+class Meaning(NamedTuple):
+    """What a module computes.
+
+    Attributes:
+        op: the op's name.
+        tensors: for each argument of the op the parameter that it is, or the linear layer whose output it is; empty
+            for the module's input.
+        attrs: the op's attributes.
+        last: of an MLP the linear layer that follows.
+    """
+
+    op: str
+    tensors: tuple[tuple[str, str], ...]
+    attrs: tuple[tuple[str, Any], ...]
+    last: str = ""
+
+
+def replacement_of(module: nn.Module) -> Replacement | None:
+    """What replaces a module by its meaning; None where no op of ours has it."""
+    shape = _shape(module)
+    if shape is None or not _takes_one(type(module).forward):
+        return None
+    state = _state(module)
+    key = (type(module), type(module).forward, state, tuple(type(child) for child in module.modules()))
+    if key not in _known:
+        _known[key] = _replacement(module, shape, state)
+    return _known[key]
+
+
+def meaning_of(module: nn.Module, n: int) -> Meaning | None:
+    """What a module computes of rows of n elements, in every dtype, in training and in evaluation; None where that is
+    no op of ours.
+    """
+    modes = {child: child.training for child in module.modules()}
+    try:
+        found = {_traced_meaning(module.train(mode), n, dtype) for dtype, mode in _TRACES}
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+    return found.pop() if len(found) == 1 else None
+
+
+def _shape(module: nn.Module) -> int | None:
+    """The length of the rows that a module of one of the three kinds takes; None of other modules."""
+    layers = [child for child in module.modules() if isinstance(child, nn.Linear)]
+    if layers:
+        within = all(not [*child.parameters(recurse=False)] for child in module.modules() if child not in layers)
+        return layers[0].in_features if len(layers) > 1 and within else None
+    if [*module.children()]:
+        return None
+    tensors = [*module.parameters(), *module.buffers()]
+    if not tensors:
+        return 12
+    sizes = {tuple(tensor.shape) for tensor in tensors}
+    return next(iter(sizes))[0] if len(sizes) == 1 and tensors[0].ndim == 1 else None
+
+
+@cache
+def _takes_one(forward: Any) -> bool:
+    """Whether a ``forward`` that is written in Python and is not torch's takes one tensor."""
+    forward = innermost(forward)
+    if forward is None or forward.__module__.startswith("torch."):
+        return False
+    parameters = [*inspect.signature(forward).parameters.values()][1:]
+    if not parameters or parameters[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return False
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[1:])
+
+
+def _state(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The numbers, flags and texts that a module and the modules in it have as attributes."""
+    return tuple(
+        (f"{name}.{key}", value)
+        for name, child in module.named_modules() for key, value in vars(child).items()
+        if isinstance(value, (int, float, str, type(None))) and key not in ("training", "_is_hf_initialized")
+        and not key.startswith("_cute")
+    )  # fmt: skip
+
+
+def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
+    try:
+        meaning = meaning_of(module, n)
+        if meaning is None or not _agrees(module, meaning, n):
+            return None
+    except Exception as error:  # a forward may raise, or branch on what a trace does not know
+        log.debug("%s is not recognised: %s: %s", type(module).__name__, type(error).__name__, error)
+        return None
+    log.debug("%s computes %s", type(module).__name__, meaning.op)
+    ours = _forward(meaning, dict(state), {name: type(child) for name, child in module.named_modules()})
+    others = [
+        name for name, _ in module.named_children() if name not in {meaning.last, *dict(meaning.tensors).values()}
+    ]
+    unused = others[0] if len(others) == 1 else ""
+    return Replacement(meaning.op, lambda module, model: True, lambda original: named_as(ours, original), unused)
+
+
+def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | None:
+    from cute_ops_torch.inductor.front import Front  # importing Inductor's neighbours takes a second
+    from cute_ops_torch.inductor.trace import traced
+
+    with torch.device("meta"):
+        x = torch.empty(*_ROWS, n, dtype=dtype)
+    graph, names = traced(module, (x,), dtype=dtype)
+    front = Front(graph)
+    analysis = analyse(front.graph)
+    if len(front.graph.outputs) != 1 or front.graph.outputs[0].dtype != str(dtype).removeprefix("torch."):
+        return None
+    places = dict(zip(front.inputs, [*names, ""], strict=True))
+    gates = [found for found in analysis.found if found.meaning is not None and found.meaning.op in _GATES]
+    if gates and not analysis.reasons:
+        return _of_mlp(gates, front.graph.outputs[0], places, module)
+    (found,) = analysis.found if len(analysis.found) == 1 else (None,)
+    if found is None or analysis.reasons or found.roots != (front.graph.outputs[0],):
+        return None
+    meaning = found.meaning
+    if meaning is None or meaning.op not in _LEAVES or not all(leaf.node in places for leaf in found.leaves):
+        return None
+    tensors = tuple((name, places[leaf.node]) for name, leaf in zip(meaning.operands, found.leaves, strict=True))
+    return Meaning(meaning.op, tensors, tuple(sorted(meaning.attrs.items())))
+
+
+def _of_mlp(gates: list[Found], output: Node, places: Mapping[Node, str], module: nn.Module) -> Meaning | None:
+    """A gated MLP without biases: the linear layers whose outputs the gate reads, and the one that follows."""
+    (gate, *more), last = gates, _layer(output, places, module)
+    if more or last is None or output.args[0] is not gate.roots[0] or gate.meaning is None:
+        return None
+    layers = [_layer(leaf.node, places, module) for leaf in gate.leaves]
+    of_input = all(places.get(leaf.node.args[0], None) == "" for leaf in gate.leaves if leaf.node.op == "contract")
+    if not of_input or any(layer is None for layer in layers):
+        return None
+    tensors = tuple((name, str(layer)) for name, layer in zip(gate.meaning.operands, layers, strict=True))
+    return Meaning(gate.meaning.op, tensors, tuple(sorted(gate.meaning.attrs.items())), last)
+
+
+def _layer(product: Node, places: Mapping[Node, str], module: nn.Module) -> str | None:
+    """The name of the linear layer that a product is the output of."""
+    if product.op != "contract":
+        return None
+    owner, _, own = places.get(product.args[1], "").rpartition(".")
+    plain = own == "weight" and product.attr[1] == (1,) and isinstance(module.get_submodule(owner), nn.Linear)
+    return owner if plain else None
+
+
+def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, type[nn.Module]]) -> Forward:
+    """A ``forward`` that runs the op. It leaves to the original what the recognised module was not."""
+    function = getattr(functions, meaning.op)
+    attrs, arguments = dict(meaning.attrs), dict(meaning.tensors)
+    layers = {*arguments.values(), meaning.last} - {""}
+    others = tuple((name, cls) for name, cls in types.items() if name and name not in layers)
+    checked = tuple((name.rpartition("."), value) for name, value in state.items())
+
+    def same(self: nn.Module) -> bool:
+        for (owner, _, key), value in checked:
+            if getattr(self.get_submodule(owner) if owner else self, key) != value:
+                return False
+        for name, cls in others:
+            child = self.get_submodule(name)
+            kind = type(child)
+            if getattr(kind, "_cute_original", kind) is not cls or not calls(child, kind.forward):
+                return False
+        return True
+
+    def of_leaf(self: nn.Module, x: torch.Tensor) -> Any:
+        tensors = {name: getattr(self, place) if place else x for name, place in arguments.items()}
+        if torch.is_autocast_enabled(x.device.type):
+            return NotImplemented
+        return function(**tensors, **attrs) if _alike(x, *tensors.values()) else declined(self, *tensors.values())
+
+    def of_mlp(self: nn.Module, x: torch.Tensor) -> Any:
+        tensors = {name: self.get_submodule(layer)(x) for name, layer in arguments.items()}
+        first, *rest = tensors.values()
+        if not takes(*tensors.values()) or any((t.dtype, t.shape) != (first.dtype, first.shape) for t in rest):
+            return NotImplemented
+        return self.get_submodule(meaning.last)(function(**tensors, **attrs))
+
+    run = of_mlp if meaning.last else of_leaf
+
+    def forward(self: nn.Module, hidden_states: torch.Tensor, *more: Any, **options: Any) -> Any:
+        return NotImplemented if more or options or not same(self) else run(self, hidden_states)
+
+    return forward
+
+
+def _alike(x: torch.Tensor, *tensors: torch.Tensor) -> bool:
+    """Whether our op takes a module's input and parameters, which have an element for each column and its dtype."""
+    fits = all(t is x or (t.shape == x.shape[-1:] and t.dtype == x.dtype) for t in tensors)
+    return x.ndim > 0 and fits and takes(*tensors)
+
+
+def _agrees(module: nn.Module, meaning: Meaning, n: int) -> bool:
+    """Whether op and original give the same results and gradients for random numbers."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(shape: Any) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).requires_grad_()
+
+    own = {name: random(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    x = random((*_ROWS, n))
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        want = torch.func.functional_call(module, own, (x,))
+        got = _computed(meaning, own, x)
+        cotangent = torch.randn(want.shape, generator=draw)
+        wanted: Any = torch.autograd.grad(want, [x, *own.values()], cotangent, allow_unused=True)
+        given: Any = torch.autograd.grad(got, [x, *own.values()], cotangent, allow_unused=True)
+    pairs = [(got, want), *zip(given, wanted, strict=True)]
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=1e-3, atol=1e-4))
+        for a, b in pairs
+    )
+
+
+def _computed(meaning: Meaning, own: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    function: Callable[..., torch.Tensor] = getattr(functions, meaning.op)
+    if not meaning.last:
+        return function(**{name: own[place] if place else x for name, place in meaning.tensors}, **dict(meaning.attrs))
+    linear = nn.functional.linear
+    tensors = {name: linear(x, own[f"{layer}.weight"]) for name, layer in meaning.tensors}
+    return linear(function(**tensors, **dict(meaning.attrs)), own[f"{meaning.last}.weight"])

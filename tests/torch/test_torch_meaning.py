@@ -1,0 +1,223 @@
+"""Modules and graphs by meaning: fx graphs give the texts of jaxprs, and `patch` finds what a module computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import cute_ops_torch
+from cute_ops.expressions import evaluate
+from cute_ops.fusion import analyse
+from cute_ops.fusion.analyse import Found
+from cute_ops_torch.huggingface.meaning import replacement_of
+from cute_ops_torch.inductor.front import Front
+from cute_ops_torch.inductor.trace import traced
+
+N = 16
+RMS = "e1(t,r) square 0; mean 2; add 3 9.999999974752427e-07; rsqrt 4; multiply 0 5; multiply 1 6 -> 7"
+
+
+class Norm(nn.Module):
+    """A norm whose ``forward`` no digest knows; ``how`` says which way it is written."""
+
+    def __init__(self, how: str, n: int = N, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(n))
+        self.how, self.eps = how, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "written out":
+            wide = x.float()
+            mean = (wide * wide).sum(-1, keepdim=True) / x.shape[-1]
+            return (wide / torch.sqrt(mean + self.eps)).to(x.dtype) * self.gain
+        if self.how == "torch's":
+            return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
+        if self.how == "squeezed":
+            r = torch.rsqrt(x.float().pow(2).mean(-1) + self.eps)
+            return (self.gain.float() * (x.float() * r.unsqueeze(-1))).to(x.dtype)
+        if self.how == "twice":
+            return 2 * F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
+        return F.rms_norm(x, x.shape[-1:], None, self.eps) * (self.gain + 1)
+
+
+class MLP(nn.Module):
+    """A gated MLP, apart or packed, with names of its own."""
+
+    def __init__(self, packed: bool, act: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.both = nn.Linear(N, 64, bias=False) if packed else None
+        self.one, self.two = (None, None) if packed else (nn.Linear(N, 32, bias=False), nn.Linear(N, 32, bias=False))
+        self.out, self.nonlinearity, self.dropout = nn.Linear(32, N, bias=False), act, dropout
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(h).chunk(2, -1) if self.both is not None else (self.one(h), self.two(h))  # type: ignore[misc]
+        return self.out(F.dropout(self.nonlinearity(gate) * up, self.dropout, self.training))
+
+
+def found(module: nn.Module, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Found]:
+    graph, _ = traced(module, tuple(torch.empty(shape, device="meta", dtype=dtype) for shape in shapes), dtype=dtype)
+    return analyse(Front(graph).graph).found
+
+
+@pytest.mark.parametrize("how", ["written out", "torch's", "squeezed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_have_one_text(how: str, dtype: torch.dtype) -> None:
+    assert [each.text for each in found(Norm(how), (2, 3, N), dtype=dtype)] == [RMS]
+
+
+def test_texts_of_transformers() -> None:
+    """The texts that JAX's programs have in tests/jax/test_jax_fuse.py."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
+    cohere = pytest.importorskip("transformers.models.cohere.modeling_cohere")
+    assert [each.text for each in found(llama.LlamaRMSNorm(N), (2, 3, N))] == [RMS]
+    (one_more,) = found(gemma.GemmaRMSNorm(N), (2, 3, N))
+    assert one_more.meaning is not None and one_more.meaning.attrs == {"weight_offset": 1.0, "eps": 1e-6}
+    config = phi3.Phi3Config(hidden_size=N, intermediate_size=32, pad_token_id=0)
+    assert [each.text for each in found(phi3.Phi3MLP(config), (2, 3, N))] == [
+        "e1(2t) silu 0[:n]; multiply 0[n:] 1 -> 2"
+    ]
+
+    class Rotated(nn.Module):
+        def __init__(self, function: Callable[..., Any]) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, *args: torch.Tensor) -> Any:
+            return self.function(*args)
+
+    shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
+    halves = found(Rotated(llama.apply_rotary_pos_emb), *shapes)
+    assert [each.meaning and each.meaning.attrs for each in halves] == [{"size": 8}] * 2
+    pairs = found(Rotated(cohere.apply_rotary_pos_emb), *shapes)
+    assert [each.meaning and each.meaning.attrs for each in pairs if each.meaning] == [{"interleaved": True}] * 2
+
+
+def test_regions_of_training_graphs_compute_what_the_graph_does() -> None:
+    """Forward and backward of a DiT block: each region's expression is evaluated beside the graph."""
+    from functorch.compile import make_boxed_func
+    from torch._decomp import core_aten_decompositions
+    from torch._dynamo.backends.common import aot_autograd
+
+    xp = pytest.importorskip("array_api_compat.torch")
+    seen: list[str] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.shift = nn.Linear(N, 32), nn.Linear(32, N), nn.Linear(N, 3 * N)
+
+        def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            scale, shift, gate = self.shift(F.silu(c)).chunk(3, -1)
+            y = F.layer_norm(x, (N,)) * (1 + scale[:, None]) + shift[:, None]
+            return x + gate[:, None] * self.down(F.gelu(self.up(y)))
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            interpreter = torch.fx.Interpreter(graph, garbage_collect_values=False)
+            out = interpreter.run(*args)
+            front = Front(graph)
+            nodes = {value: node for node, value in front.values.items() if not isinstance(value, tuple)}
+            for each in analyse(front.graph).found:
+                if all(leaf.node in nodes for leaf in each.leaves) and all(root in nodes for root in each.roots):
+                    _compare(each, {value: interpreter.env[node] for value, node in nodes.items()}, xp)
+                    seen.append(each.text)
+            return out
+
+        return make_boxed_func(run)
+
+    torch.manual_seed(3)
+    block, decompositions = Block(), core_aten_decompositions()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=decompositions)
+    torch.compile(block, backend=backend)(torch.randn(2, 5, N), torch.randn(2, N)).square().mean().backward()
+    assert len(seen) >= 6
+    assert any("gelu" in text or "erf" in text for text in seen)
+
+
+def _compare(each: Found, values: dict[Any, torch.Tensor], xp: Any) -> None:
+    arrays = []
+    for leaf in each.leaves:
+        array = values[leaf.node]
+        sizes = [size for size, label in zip(array.shape, leaf.labels, strict=True) if label != -2]
+        own = [size for i, size in enumerate(leaf.rows) if i in leaf.labels]
+        assert sizes[: len(own)] == own
+        there = [size if i in leaf.labels else 1 for i, size in enumerate(leaf.rows)]
+        columns = [array.shape[-1] if -1 in leaf.labels else 1]
+        whole = array.reshape(*there, *columns).expand(*leaf.rows, *columns)
+        arrays.append(
+            whole.reshape(math.prod(leaf.rows), *columns) if leaf.operand.kind.rows else array.reshape(columns)
+        )
+    for root, out in zip(each.roots, evaluate(each.expression, xp, arrays), strict=True):
+        want = values[root]
+        if out.numel() != want.numel():
+            out = out.expand(-1, want.shape[-1])
+        torch.testing.assert_close(out.reshape(want.shape).to(want.dtype), want, rtol=1e-4, atol=1e-5)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "written out": (lambda: Norm("written out"), "rmsnorm"),
+    "squeezed": (lambda: Norm("squeezed"), "rmsnorm"),
+    "1 + gain": (lambda: Norm("1 + gain"), "rmsnorm"),
+    "twice": (lambda: Norm("twice"), None),
+    "gate": (lambda: MLP(False, nn.SiLU()), "silu_mul"),
+    "gelu gate": (lambda: MLP(False, nn.GELU("tanh")), "gelu_mul"),
+    "packed gate": (lambda: MLP(True, nn.SiLU()), "swiglu"),
+    "packed gelu gate": (lambda: MLP(True, nn.GELU()), "geglu"),
+    "another gate": (lambda: MLP(False, nn.Tanh()), None),
+    "dropout": (lambda: MLP(False, nn.SiLU(), dropout=0.5), None),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_patch_finds_what_modules_compute(name: str) -> None:
+    torch.manual_seed(0)
+    make, op = MODULES[name]
+    module = make()
+    model = nn.Sequential(nn.Embedding(7, N), module)
+    replacement = replacement_of(module)
+    assert (replacement and replacement.op) == op
+    ids = torch.randint(7, (2, 5))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        out = model(ids)
+        out.tanh().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    torch.manual_seed(1)
+    want = run()
+    patched = cute_ops_torch.patch(model)
+    assert [each.op for each in patched if each.module == "1"] == ([op] if op else [])
+    torch.manual_seed(1)
+    torch.testing.assert_close(run(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_changes_after_patching_is_computed_by_the_original() -> None:
+    norm, mlp = Norm("written out"), MLP(False, nn.SiLU())
+    model = nn.Sequential(nn.Embedding(7, N), norm, mlp)
+    ids = torch.randint(7, (2, 5))
+    cute_ops_torch.patch(model)
+    norm.eps = 0.5
+    hidden = model[0](ids)
+    torch.testing.assert_close(norm(hidden), F.rms_norm(hidden, (N,), norm.gain, 0.5))
+    assert norm(hidden.double()).dtype == torch.float64
+    mlp.nonlinearity.register_forward_hook(lambda module, args, out: out * 0)
+    torch.testing.assert_close(mlp(hidden), torch.zeros_like(hidden))
+
+
+def test_two_sizes_and_eps_of_one_class() -> None:
+    model = nn.Sequential(
+        nn.Embedding(7, N), Norm("squeezed", eps=1e-3), nn.Linear(N, 8), Norm("squeezed", n=8, eps=1.0)
+    )
+    ids = torch.randint(7, (2, 5))
+    want = model(ids)
+    assert [each.op for each in cute_ops_torch.patch(model)].count("rmsnorm") == 2
+    torch.testing.assert_close(model(ids), want)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(ids), want)
