@@ -187,7 +187,7 @@ def _why_norm(module: Any) -> str:
     if isinstance(module, nn.LayerNorm):
         several = len(module.normalized_shape) > 1
         return "it normalises several dims together" if several else f"{type(module).__name__} is not torch's LayerNorm"
-    return f"{type(module).__name__} does not compute the RMS norm of Llama or Gemma, nor torch's LayerNorm"
+    return f"{type(module).__name__} computes neither an RMS norm nor a layer norm of rows"
 
 
 _ROLES = (
@@ -197,6 +197,6 @@ _ROLES = (
     _Role("layer", ("add_rmsnorm",), _is_layer, _why_layer),
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
     _Role("attention", ("softmax",), _is_eager, _why_attention),
-    _Role("MLP", ("silu_mul", "gelu_mul", "gelu"), _is_mlp, _why_mlp),
+    _Role("MLP", ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu"), _is_mlp, _why_mlp),
     _Role("norm", ("rmsnorm", "layernorm"), _is_norm, _why_norm),
 )
