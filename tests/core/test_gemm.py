@@ -93,6 +93,8 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
         assert bool(config.tile_stages) == bool(cost.tiles)
         assert config.shared(cost.outputs, cost.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert config.stages >= 3
+        without = replace(config, stages=0).shared(cost.outputs, cost.tiles)
+        assert config.shared(cost.outputs, cost.tiles) == without + config.stages * config.stage_bytes
         assert config.accumulators <= 192
         assert columns // config.cluster_m % cost.blocks == 0
         assert 1 <= config.clusters * config.cluster_m * config.cluster_n <= sm_count

@@ -51,8 +51,8 @@ def test_products_of_8_bits(case: Case, tmp_path: Path) -> None:
     given = testing.inputs(fp8_product, case, "float8_e4m3fn")
     out = products.run(fp8_product, given, tmp_path, "sm_90a")
     testing.check(fp8_product, given, {}, tuple(out.values()))
-    blocks = 2 if case.name == "pingpong" else 1  # of 64 rows of a warpgroup
-    check_code(tmp_path, {"QGMMA.64x128x32.F32.E4M3.E4M3": 2 * blocks * 128 // 32}, 2)
+    blocks, kind = (2, "E5M2") if case.name == "pingpong" else (1, "E4M3")  # blocks of 64 rows of a warpgroup
+    check_code(tmp_path, {f"QGMMA.64x128x32.F32.E4M3.{kind}": 2 * blocks * 128 // 32}, 2)
     check_shared(tmp_path, GemmConfig.of(variant_of(fp8_product, case).config).buffers((2,), operands=(1, 1)))
 
 

@@ -25,7 +25,7 @@ MULTIPLY = re.compile(
     r"\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, (\S+), 0;"
     r"\s*wgmma\.mma_async\.(\S+)\s+(\{[^}]*\}), (\{[^}]*\}|\S+), (\S+), p, 1,\s+1(?:,\s+(\d))?(?:, (\d))?;\s*\}"
 )
-ELEMENTS = {**HALVES, "e4m3": ml_dtypes.float8_e4m3fn}
+ELEMENTS = {**HALVES, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma")
 SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
 RANK_BITS = 20  # of an address in another CTA: above these stands the rank, from 1
@@ -260,14 +260,14 @@ class Warp(ptx_cta.Cta):
     def multiply(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
         """This warp's 16 rows of a warpgroup's 64 x n x 32 bytes."""
         sums, a, (b,), (keep,), *across = operands
-        n, kind = int(re.search(r"n(\d+)k", op[3])[1]), ELEMENTS[op[-1]]  # type: ignore[index]
+        n, kinds = int(re.search(r"n(\d+)k", op[3])[1]), [ELEMENTS[name] for name in op[-2:]]  # type: ignore[index]
         (turned_a,), (turned_b,) = across
         if len(a) == 4:
-            first = self.in_registers(a, kind)
+            first = self.in_registers(a, kinds[0])
         else:
             mine = range(self.index % 4 * 16, self.index % 4 * 16 + 16)
-            first = self.operand(int(self.read(a[0])[0]), mine, turned_a == "1", kind)
-        second = self.operand(int(self.read(b)[0]), range(n), turned_b == "1", kind)
+            first = self.operand(int(self.read(a[0])[0]), mine, turned_a == "1", kinds[0])
+        second = self.operand(int(self.read(b)[0]), range(n), turned_b == "1", kinds[1])
         product = (first @ second.T).reshape(2, 8, n // 8, 4, 2)
         found = product.transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
         if self.read(keep)[0]:

@@ -71,16 +71,19 @@ def _fp8_config(problem: Problem) -> GemmConfig:
 fp8_product = Op(
     "fp8_product",
     inputs={
-        "x": Tensor("m k", "T"), "weight": Tensor("n k", "T"), "scale": Tensor("m", "float32"),
+        "x": Tensor("m k", "T"), "weight": Tensor("n k", "W"), "scale": Tensor("m", "float32"),
         "bias": Tensor("n", "bfloat16"),
     },
     outputs={"out": Tensor("m n", "bfloat16")},
-    dtypes={"T": ("float8_e4m3fn",)},
+    dtypes={"T": ("float8_e4m3fn",), "W": ("float8_e4m3fn", "float8_e5m2")},
     static=(),
     reference=_fp8,
     kernel="cute_ops.kernels.gemm.linear:Linear",
     tuning=Tuning(_fp8_config),
-    cases=(Case("cooperative", {"m": 70, "n": 136, "k": 272}), Case("pingpong", {"m": 260, "n": 72, "k": 144})),
+    cases=(
+        Case("cooperative", {"m": 70, "n": 136, "k": 272}),
+        Case("pingpong", {"m": 260, "n": 72, "k": 144}, {"W": "float8_e5m2"}),
+    ),
     doc="``gelu(scale * (x @ weight.T) + bias)`` of 8-bit operands: the kernel of products with operands of 8 bits.",
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Literal
 
 from cute_ops.declaration.config import KernelConfig
-from cute_ops.kernels.tensor_core.shared_struct import Buffer, SharedStruct, mbarriers
+from cute_ops.kernels.tensor_core.shared_struct import MBARRIER_BYTES, Buffer, SharedStruct, mbarriers
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 
 Form = Literal["cooperative", "pingpong", "mma_sync"]
@@ -108,6 +108,12 @@ class GemmConfig(KernelConfig):
     def subtile(self, *itemsizes: int) -> tuple[int, int]:
         """Rows and columns of a tile that are stored at once, for outputs and operands of these sizes."""
         return MMA_M * self.sharing, STORE_BYTES // min(itemsizes)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage of 16-bit operands, with its mbarriers."""
+        a, b = OPERAND_BYTES
+        return (self.tile_m * a + self.tile_n * b) * self.tile_k + 2 * MBARRIER_BYTES
 
     def buffers(
         self, outputs: Sequence[int], tiles: Sequence[int] = (), operands: Sequence[int] = OPERAND_BYTES

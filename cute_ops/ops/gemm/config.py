@@ -135,8 +135,7 @@ def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[
 def _with_most_stages(config: GemmConfig, arch: str, outputs: Sequence[int], tiles: Sequence[int] = ()) -> GemmConfig:
     """A config without stages, with as many as fit beside subtiles of outputs and operands of these sizes."""
     room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(outputs, tiles)
-    stage = replace(config, stages=1).shared(outputs, tiles) - config.shared(outputs, tiles)
-    return replace(config, stages=min(room // stage, MAX_STAGES))
+    return replace(config, stages=min(room // config.stage_bytes, MAX_STAGES))
 
 
 def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> GemmConfig | None:
