@@ -28,6 +28,7 @@ import jax_program
 import linear
 import linear_cross_entropy
 import llama_step
+import machine_code
 import pictures
 import plot
 import prewarm
@@ -772,3 +773,21 @@ def test_what_tuning_found_is_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert (
         row["status"] == "tuned" and row["change"] == "threads 64 -> 128" and row["refused"] == "threads=96: too many"
     )
+
+
+def test_machine_code_tells_what_has_changed() -> None:
+    """Of a product and its second kernel, instructions are counted; one that was not recorded before is new."""
+    code = ("f0", {"HGMMA.64x128x16.F32.BF16": 8, "UTMALDG.2D": 2, "IADD3": 4})
+    before = machine_code.Kernel(code[1], 168, 0, code[0])
+    after = before._replace(instructions={**code[1], "IADD3": 2, "STL": 1}, digest="f1", local=8)
+    small = machine_code.Kernel({"LDG.E": 1}, 20, 0, "a")
+    same = before._replace(digest="f2")
+    now = {"equal": [before, small], "scheduled": [same], "spilled": [after], "new": [small]}
+    old = {"equal": [before, small], "scheduled": [before], "spilled": [before]}
+    (head, *lines), differing = machine_code.table(now, old)
+    assert head.split()[:3] == ["HGMMA", "HMMA", "UTMA"] and differing == 2
+    states = [line.split("  ")[-1] for line in lines]
+    assert states == [
+        "same code", "same code", "same counts", "all 14 -> 13: local 0 -> 8, -2 IADD3, +1 STL", "not there"
+    ]  # fmt: skip
+    assert lines[0].split()[1:4] == ["8", "0", "2"] and lines[3].split()[9] == "1"

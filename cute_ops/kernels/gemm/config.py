@@ -1,4 +1,4 @@
-"""What the kernels of matrix products are configured with."""
+"""The config of the kernels of matrix products."""
 
 from __future__ import annotations
 

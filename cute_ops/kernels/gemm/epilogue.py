@@ -134,7 +134,7 @@ class Epilogue:
         return [tensor.key.itemsize for tensor in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
 
     def coordinate(self, tensor, chunk):
-        """What a chunk reads of an operand, as a key: chunks of a tile with equal keys share what the first one loads.
+        """A key of the elements that a chunk reads of an operand: chunks of a tile with equal keys share one load.
 
         Chunks share a table that repeats itself only where threads load at most two operands with columns, such as
         cosines and sines: with more of them registers would spill.
@@ -146,7 +146,7 @@ class Epilogue:
         return chunk.repeat_m, *(c % tensor.period if shared else c for c in columns)
 
     def load(self, tensor, mX, chunk):
-        """What a thread needs of an operand for a chunk: an element for each accumulator, column or row, or just one.
+        """A thread's elements of an operand for a chunk: one for each accumulator, column or row, or just one.
 
         Loads are unpredicated: coordinates are clamped, results out of bounds are not stored.
         """

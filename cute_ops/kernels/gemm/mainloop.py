@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 
 
 class OperandStages(NamedTuple):
-    """What the roles share: operands, their stages in shared memory, and the pipeline of these.
+    """Both operands in memory and in shared memory, which the roles share.
 
     Attributes:
         operands: in memory.

@@ -24,7 +24,7 @@ class OutputTile(NamedTuple):
 
 
 class Subtile(NamedTuple):
-    """What is stored at once of a tile.
+    """The part of a tile that is stored at once.
 
     Attributes:
         chunk: coordinates of this thread's elements.
@@ -59,12 +59,12 @@ class EpiloguePart:
         return ()
 
     def arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the kernel takes for the tensors of :attr:`names`."""
+        """The kernel's arguments for the tensors of :attr:`names`."""
         return tensors
 
     def setup(self, arguments: tuple[Any, ...], shared: Any) -> Any:
-        """What this part uses in all tiles: by default what the kernel takes. All threads of a CTA run it, before
-        mbarriers that it makes are seen by any of them.
+        """Resources that this part uses in all tiles, by default the arguments. All threads of a CTA run it before any
+        of them waits at an mbarrier, so it may make pipelines.
 
         Args:
             arguments: those of :meth:`arguments`.
@@ -73,7 +73,7 @@ class EpiloguePart:
         return arguments
 
     def begin(self, resources: Any, tile: OutputTile) -> Any:
-        """What this part keeps for a tile, such as registers; ``resources`` is what :meth:`setup` returned."""
+        """State that this part keeps for a tile, such as registers; ``resources`` is what :meth:`setup` returned."""
         return resources
 
     def subtile(self, state: Any, subtile: Subtile, tile: OutputTile) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def bytes_by_grouping(rows: Any, columns: Any, group: int, m: Any, n: Any) -> tuple[Any, Any]:
-    """What is read past L2 with groups of rows and with groups of columns, relative to each other. The grouped operand
+    """Bytes read past L2 with groups of rows and with groups of columns, relative to each other. The grouped operand
     is read once, the other one once for each group.
     """
     return m + (rows + group - 1) // group * n, n + (columns + group - 1) // group * m

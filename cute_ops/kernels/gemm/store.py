@@ -29,7 +29,7 @@ class EpilogueArguments(NamedTuple):
 
 
 class EpilogueStages(NamedTuple):
-    """What the roles share.
+    """The epilogue's operands and outputs in memory and in shared memory, which the roles share.
 
     Attributes:
         operands: those that threads load.

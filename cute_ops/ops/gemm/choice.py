@@ -42,7 +42,7 @@ def instead(
     work: Callable[[Problem], tuple[GemmSize, EpilogueCost]] | None = None, after: bool = True, small_m: bool = False,
     anywhere: tuple[str, ...] = ("x", "weight"),
 ) -> Instead:  # fmt: skip
-    """What may run in place of a product's kernel, and where it does: on GPUs other than Hopper, where TMA cannot load
+    """The fallback of a product's kernel, and where it runs: on GPUs other than Hopper, where TMA cannot load
     the operands, for most products of small m, and where the model expects it to be faster.
 
     Args:

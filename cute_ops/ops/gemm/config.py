@@ -60,7 +60,7 @@ class GemmSize(NamedTuple):
 
 
 class EpilogueCost(NamedTuple):
-    """What a product's epilogue needs besides the accumulators.
+    """The cost of a product's epilogue beside the accumulators.
 
     Attributes:
         outputs: bytes of an element of each output.
