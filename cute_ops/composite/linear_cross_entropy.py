@@ -88,7 +88,9 @@ def loss(
     attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, chunk_rows or 0)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
         return _mean(rows(hidden, weight, target, bias, *attrs, reduction=reduction), count)
-    count = (target != ignore_index).sum() if reduction == "mean" else count
+    # JAX compares int32 with what int32 holds; the op refuses all else.
+    held = str(target.dtype).endswith("int64") or not isinstance(ignore_index, int) or abs(ignore_index) < 2**31
+    count = (target != (ignore_index if held else 0)).sum() if reduction == "mean" else count
     return total(hidden, weight, target, count, bias, *attrs)
 
 

@@ -18,7 +18,6 @@ from cute_ops import Op, Tensor, testing
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import stubs
-from tests.ops import rounding
 
 
 def test_values_against_float64_and_torch(value_problem: Any, run_op: Callable[..., Any], torch_arrays: Any) -> None:
@@ -246,16 +245,6 @@ def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
     q, k = (rng.standard_normal((3, 4, heads, 8), np.float32) for heads in (6, 2))
     np.testing.assert_array_equal(exported.call(q, k, ends), tied_reference(np, q, k, ends))
     np.testing.assert_array_equal(jax.vmap(tied, (1, 1, None), 1)(q[:, None], k[:, None], ends)[:, 0], tied(q, k, ends))
-
-
-def test_an_attribute_names_the_dtype_of_an_output() -> None:
-    op = rounding.double
-    double, x = cute_ops_jax.register(op), np.ones((3, 8), np.float32)
-    for dtype in op.choices["out_dtype"]:
-        assert jax.eval_shape(partial(double, out_dtype=dtype), x).dtype == dtype
-        out, pull = jax.vjp(partial(double, out_dtype=dtype), x)
-        assert out.dtype == dtype
-        np.testing.assert_array_equal(pull(out)[0], 4 * x)
 
 
 def test_a_reference_that_breaks_its_declaration_is_named() -> None:

@@ -42,11 +42,3 @@ def test_tables_broadcast_along_any_leading_dim(
         both = [jnp.stack([t, t]) for t in tables]
         close(jax.vmap(lambda *t, f=function: f(x, *t))(*both), jnp.stack([expected, expected]))
     assert fake_kernels.calls
-
-
-def test_others_are_refused() -> None:
-    x, _, _ = problem((5, 3))
-    with pytest.raises(
-        ValueError, match=r"argument `cos` has leading dims \(5,\), expected the last ones of \*m=\(5, 3\), or 1\."
-    ):
-        cute_ops_jax.rope(x, jnp.ones((5, 4)), jnp.ones((5, 4)))

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cute_ops_torch
 from cute_ops import Op, testing
 from cute_ops.ops import OPS
-from tests.ops.crossed import CROSS
 
 
 def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -148,19 +147,6 @@ def test_selective_checkpoint(op: Op, make_inputs: Callable[..., Any], policy: C
         got = torch.autograd.grad(out, wanted(op, tensors))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert count.calls == calls
-
-
-@pytest.mark.parametrize("dims", [(0, None), (None, 1), (2, 0)], ids=str)
-def test_vmap_of_leading_dims_of_two_names(dims: tuple[int | None, ...]) -> None:
-    """Each example of ``*m`` sees its own ``*p``, and only batched ``*m`` fold into one call."""
-    function = cute_ops_torch.register(CROSS, "cross")
-    x, y = (torch.randn(3, 3, 3, 4) if d is not None else torch.randn(2, 3, 4) for d in dims)
-    one = lambda i: [t if d is None else t.select(d, i).contiguous() for t, d in zip((x, y), dims, strict=True)]  # noqa: E731
-    for transformed in (function, grad(loss_of(function), (0, 1))):
-        got = as_tuple(vmap(transformed, dims)(x, y))
-        looped = zip(*[as_tuple(transformed(*one(i))) for i in range(3)], strict=True)
-        for g, rows in zip(got, looped, strict=True):
-            torch.testing.assert_close(g, torch.stack(rows))
 
 
 @pytest.mark.feature("double backward and forward mode raise")

@@ -89,15 +89,10 @@ def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
         assert out.data_ptr() != rows.data_ptr()
 
 
-def test_an_attribute_names_the_dtype_of_an_output() -> None:
-    op = rounding.double
-    function = cute_ops_torch.register(op, "rounding")
-    for dtype in op.choices["out_dtype"]:
+def test_torch_checks_an_op_whose_attribute_names_a_dtype() -> None:
+    cute_ops_torch.register(rounding.double, "rounding")
+    for dtype in rounding.double.choices["out_dtype"]:
         x = torch.randn(3, 8, requires_grad=True)
-        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-            out = run(x, out_dtype=dtype)
-            (dx,) = torch.autograd.grad(out.sum(), x)
-            assert (str(out.dtype), dx.dtype) == (f"torch.{dtype}", torch.float32) and dx.eq(2).all()
         torch.library.opcheck(torch.ops.rounding.double.default, (x,), {"out_dtype": dtype})
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module, reload
 from pathlib import Path
 from types import ModuleType
@@ -73,28 +71,6 @@ def test_after_a_register_that_failed_the_next_one_works(taken: str) -> None:
     x = torch.ones(2, 3, requires_grad=True)
     cute_ops_torch.register(again, f"with_{taken}")(x).sum().backward()
     assert x.grad is not None and x.grad.eq(2).all()
-
-
-@pytest.mark.fault(
-    "16 threads register one declaration at the same time", "all get the same function", "nothing",
-)  # fmt: skip
-def test_threads_that_register_at_once_get_one_function() -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    ops = [with_gradient(f"threaded_{k}") for k in range(20)]
-    start = threading.Barrier(16)
-
-    def work(_: int) -> list[Any]:
-        start.wait()
-        return [cute_ops_torch.register(op, "threads") for op in ops]
-
-    try:
-        with ThreadPoolExecutor(16) as pool:
-            found = list(pool.map(work, range(16)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert all(functions == found[0] for functions in found)
-    assert found[0][0](torch.ones(2, 3)).eq(2).all()
 
 
 @pytest.mark.parametrize("output", ["gradient", "zeros", "row_major", "mark", "attributes", "grad", "run", "d_out"])
