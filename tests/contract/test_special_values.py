@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,8 @@ from tests.ops import special
 
 WORDS = special.words(None, None)
 NOT_OURS = {"torch": special.NOT_TORCH, "jax": special.NOT_JAX}
+if find_spec("torch") is not None and tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+    NOT_OURS["torch"] = special.NOT_TORCH_2_15
 
 
 @pytest.mark.on_gpus

@@ -166,6 +166,9 @@ NOT_JAX: dict[tuple[str, str], Where] = {
     **{(f"power {k}", what): lambda x: (x == 0) | (x == -np.inf) for k in (0.5, -0.5) for what in ("out", "dx")},
 }  # fmt: skip
 
+# PyTorch 2.15 has other gradients of `clip`: on a bound, of which JAX has half, too, and at NaN.
+NOT_TORCH_2_15 = NOT_TORCH | {key: where for key, where in NOT_JAX.items() if key[0].startswith("clip")}
+
 
 def differ(got: Any, wanted: Any, relative: float = 1e-4) -> Any:
     """Where numbers are not the same, up to rounding; subnormal ones may be 0, and the sign of 0 is not looked at."""
