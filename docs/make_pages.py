@@ -23,14 +23,14 @@ import cute_ops_torch
 from cute_ops import env
 from cute_ops.__main__ import app
 from cute_ops.hardware import ARCHES, GPUS
-from cute_ops.ops import OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_torch import inductor, nn
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 _MADE = "Made by `python docs/make_pages.py`."
-_OPS = {op.name for op in (*OPS, *PRODUCTS)}
+_OPS = {op.name for op in (*OPS, *PRODUCTS, *ATTENTION)}
 _WRITTEN = [
     "module",
     "RMSNorm",
@@ -166,7 +166,7 @@ def gpus() -> str:
         for arch, has in ARCHES.items()
     ]
     needs = defaultdict(list)
-    for op in OPS:
+    for op in (*OPS, *ATTENTION):
         needs[op.least_sm].append(f"`{op.name}`")
     later = [
         f"From SM {least // 10}.{least % 10} on: {', '.join(names)}.\n" for least, names in needs.items() if least > 80
