@@ -70,6 +70,8 @@ def core() -> str:
             "The core: what an op is declared with. It imports neither framework.\n",
             *_shown("cute_ops", (name for name in cute_ops.__all__ if name not in values)),
             *_shown("cute_ops", values),
+            "## Programs\n",
+            *_shown("cute_ops.declaration.program", ["Framework"], level=3),
             "## Testing\n",
             *_shown("cute_ops.testing", ["inputs", "check"], level=3),
         ]

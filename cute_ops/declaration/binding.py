@@ -31,7 +31,7 @@ class Binding(NamedTuple):
         dims: sizes by dim name; leading dims as a tuple.
         dtypes: dtype names by variable, and by attribute that names an output's dtype.
         attrs: all attributes and scalars by name.
-        inputs: the arrays as given, None where absent.
+        inputs: the arguments, None where absent.
         outputs: the arrays to produce, None where absent.
         results: what the reference returns: the inputs that are mutated, then the outputs.
     """
@@ -59,7 +59,7 @@ class Binding(NamedTuple):
 
     @property
     def result_names(self) -> list[str]:
-        """The names of the results that are there."""
+        """The names of the results that are present."""
         return [name for name, array in self.results.items() if array is not None]
 
     @property

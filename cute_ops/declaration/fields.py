@@ -102,11 +102,11 @@ class Declaration:
         self.static, self.few = static_dims(static, [t for t in inputs.values() if not t.optional])
         self.validate()
 
-    def _check_kinds(self, **given: Any) -> None:
+    def _check_kinds(self, **arguments: Any) -> None:
         for argument, tensor in [*self.inputs.items(), *self.outputs.items()]:
             if not isinstance(tensor, Tensor) or not isinstance(tensor.shape, str):
                 raise ValueError(f"op {self.name}: {argument} must be a Tensor with its shape as text, got {tensor!r}")
-        for what, value in given.items():
+        for what, value in arguments.items():
             if not isinstance(value, _KINDS[what]):
                 expected = " or ".join(", ".join(kind.__name__ for kind in _KINDS[what]).rsplit(", ", 1))
                 raise ValueError(f"op {self.name}: {what} must be a {expected}, got {value!r}")
@@ -118,7 +118,8 @@ class Declaration:
         run = reference or (self.program and self.program.run)
         if run is None:
             raise ValueError(f"op {self.name}: it has a kernel, so it must have a reference")
-        self.reference, self.kernel = run, source.name
+        self.reference: Callable[..., Any] = run
+        self.kernel = source.name
         if source.name.startswith("__main__:"):
             try:
                 self.kernel = importable(source.name)

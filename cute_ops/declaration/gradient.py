@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from cute_ops.declaration.fields import Declaration
 
 D = TypeVar("D", bound=Declaration)
-# Ops that follow from others and are made on first use, by the other and how they follow.
+# Ops that follow from others, by the other op and how they follow from it; each is declared on first use.
 _derived: dict[tuple[Declaration, str | tuple[str | int, ...]], Any] = {}
 
 

@@ -18,27 +18,27 @@ Q = '"""'
 
 
 def check_declaration(op: object, caller: str) -> None:
-    """Raise TypeError for what is no declaration; says what ``caller`` was given."""
+    """Raise TypeError for what is no declaration; ``caller`` is the function that it was passed to."""
     if not isinstance(op, Op):
         hint = "; cute_ops.fused makes a declaration of a function" if callable(op) else ""
         raise TypeError(f"{caller}: argument `op` must be a cute_ops.Op, got {type(op).__name__}{hint}.")
 
 
-def header(op: Op, given: str, returned: str, results: Mapping[str, Tensor] | None = None) -> Signature:
+def header(op: Op, takes: str, returns: str, results: Mapping[str, Tensor] | None = None) -> Signature:
     """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with these types as text. The function returns
     the results that are not hidden; by default those of the op.
     """
     kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
     for name, tensor in op.inputs.items():
-        default, annotation = (None, f"{given} | None") if tensor.optional else (Parameter.empty, given)
-        annotation = f"Sequence[{given}]" if tensor.many else annotation
+        default, annotation = (None, f"{takes} | None") if tensor.optional else (Parameter.empty, takes)
+        annotation = f"Sequence[{takes}]" if tensor.many else annotation
         parameters.append(Parameter(name, kind, default=default, annotation=annotation))
     for name, value in {**op.keywords, **op.options}.items():
         parameters.append(Parameter(name, kind, default=value, annotation=type(value).__name__))
     shown = [t for t in (op.results if results is None else results).values() if not t.hidden]
-    types = [f"list[{returned}]" if t.many else f"{returned} | None" if t.given else returned for t in shown]
-    returns = "None" if not types else types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
-    return Signature(parameters, return_annotation=returns)
+    types = [f"list[{returns}]" if t.many else f"{returns} | None" if t.given else returns for t in shown]
+    annotation = "None" if not types else types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]"
+    return Signature(parameters, return_annotation=annotation)
 
 
 def stub(name: str, function: Signature, doc: str = "") -> str:

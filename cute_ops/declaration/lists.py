@@ -1,4 +1,4 @@
-"""Ops with lists of tensors, and the op without lists that each becomes for a given number of tensors.
+"""Ops with lists of tensors, and the op without lists that each becomes for a number of tensors.
 
 An op whose inputs or outputs are lists is *unrolled* first: for three tensors ``add_n`` becomes ``add_n_of_3``, an op
 like any other with the arguments ``xs_0``, ``xs_1`` and ``xs_2``. So the number belongs to a kernel's key, and binding,

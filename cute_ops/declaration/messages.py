@@ -18,14 +18,14 @@ from cute_ops.errors import is_array, shown
 def message(
     op: Declaration,
     problem: str,
-    given: Mapping[str, Array | None] | None = None,
+    inputs: Mapping[str, Array | None] | None = None,
     dims: Mapping[str, object] | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> str:
     """The one message format: a headline, the arguments as they came, what was bound so far."""
     lines = [f"cute.{op.name}: {problem}"]
-    if given:
-        shown = ((n, a) for n, a in given.items() if a is not None)
+    if inputs:
+        shown = ((n, a) for n, a in inputs.items() if a is not None)
         texts = [(f"{n}:", f"{a.dtype}{list(a.shape)}", op.inputs[n].declared) for n, a in shown]
         name_width = max((len(t[0]) for t in texts), default=0)
         text_width = max((len(t[1]) for t in texts), default=0)
@@ -52,14 +52,14 @@ def renamed(text: str, aliases: Mapping[str, str]) -> str:
 
 @contextmanager
 def naming(
-    op: Declaration, given: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
+    op: Declaration, inputs: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
 ) -> Iterator[None]:
     """Add the call, as :func:`message` does, to an error for a GPU that no kernel is built for."""
     try:
         yield
     except NotImplementedError as error:
         problem = f"{str(error).removeprefix('cute_ops: ')}."
-        raise NotImplementedError(message(op, problem, given, dims, dtypes)) from None
+        raise NotImplementedError(message(op, problem, inputs, dims, dtypes)) from None
 
 
 def wrong_attribute(op: Declaration, name: str, value: Any) -> str:

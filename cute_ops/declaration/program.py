@@ -3,12 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from cute_ops.declaration.attributes import OneOf
 
 HOW_FUSED = ("auto", "always", "never")
 FUSED = OneOf(*HOW_FUSED)
+
+
+Arrays = Mapping[str, Any]  # by name, None where absent
+
+
+class Framework(Protocol):
+    """What a program may use of its framework, ``xp``, besides the methods that arrays of both frameworks share, such
+    as ``reshape``. Each adapter has a module of it, which mypy compares with this class.
+    """
+
+    @property
+    def shared(self) -> bool:
+        """Whether devices share the dim that the op splits."""
+
+    def where(self, condition: Any, x: Any, y: Any, /) -> Any: ...
+
+    def broadcast_to(self, x: Any, shape: Any, /) -> Any: ...
+
+    def ones(self, shape: Any, like: Any, /) -> Any:
+        """Ones in float32, on the device of ``like``."""
+
+    def sums(self, x: Any, axes: tuple[int, ...], like: Any, /) -> Any:
+        """Sums in float32 over these axes, counted from the end, in the dtype of ``like``."""
+
+    def sort(self, keys: Any, /) -> tuple[Any, Any]:
+        """The sorted keys and their order; stable."""
+
+    def ends(self, keys: Any, count: int, /) -> Any:
+        """For each of ``range(count)`` how many of the sorted keys do not exceed it, in int32."""
+
+    def rows_of(self, table: Any, index: Any, /) -> Any:
+        """``table[index]``; the framework decides what an index out of range gives."""
+
+    def classes_of(self, index: Any, count: int, /) -> Any:
+        """Indices as int32, ``count`` in place of those out of range."""
+
+    def product(self, a: Any, b: Any, dtype: str | None = None, /) -> Any:
+        """``a @ b`` of a matrix ``b``, or of batches of matrices, with sums in float32, rounded once to this or their
+        own dtype.
+        """
+
+    def add_product(self, total: Any, a: Any, b: Any, /) -> Any:
+        """``total + a @ b`` of matrices, or of batches of matrices, rounded to the dtype of ``total``."""
+
+    def leads(self, op: Any, inputs: Arrays, attrs: Mapping[str, Any], /) -> bool:
+        """Whether our kernel of a product with an epilogue was measured to be at least as fast on this GPU as
+        ``product`` and a pass; False without a GPU.
+        """
+
+    def chunks(self, inputs: Arrays, attrs: Mapping[str, Any], wanted: Any, share: bool = False, /) -> Any:
+        """The rows of a linear layer a few at a time (:class:`cute_ops.composite.chunks.Chunks`)."""
 
 
 class Program(NamedTuple):
@@ -17,27 +68,8 @@ class Program(NamedTuple):
 
     Args:
         run: ``run(xp, call, inputs, attrs) -> outputs``: arrays by name, None where absent; outputs are new arrays.
-            ``call(op, inputs, attrs, inplace=False)`` runs another op, all by name; in place, outputs take the memory
-            of inputs that they donate. Arrays have the methods that both frameworks share, such as ``reshape``. ``xp``
-            has
-
-            - ``where(condition, x, y)``
-            - ``rows_of(table, index)``: ``table[index]``; the framework decides what an index out of range gives
-            - ``classes_of(index, count)``: indices as int32, ``count`` in place of those out of range
-            - ``sort(keys) -> (keys, order)``: stable
-            - ``ends(keys, count)``: int32, for each of ``range(count)`` how many of the sorted keys do not exceed it
-            - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, or of batches of matrices, with sums in
-              float32, rounded once to this or their own dtype
-            - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, or of batches of matrices, rounded to the
-              dtype of ``total``
-            - ``leads(op, inputs, attrs)``: whether our kernel of a product with an epilogue was measured to be at least
-              as fast on this GPU as ``product`` and a pass; False without a GPU
-            - ``broadcast_to(x, shape)``
-            - ``sums(x, axes, like)``: sums in float32 over these axes, counted from the end, in the dtype of ``like``
-            - ``ones(shape, like)``: in float32, where ``like`` is
-            - ``chunks(inputs, attrs, wanted, share=False)``: the rows of a linear layer a few at a time
-              (:class:`cute_ops.composite.chunks.Chunks`)
-            - ``shared``: whether devices share the dim that the op splits
+            ``xp`` is a :class:`cute_ops.declaration.program.Framework`. ``call(op, inputs, attrs, inplace=False)`` runs
+            another op, all by name; in place, outputs take the memory of inputs that they donate.
         ops: the ops that it calls. If there are none, XLA sees the framework's functions and may shard and fuse them.
         product: the product that it begins with, and that is all but the first of ``ops``: an adapter may run both
             without ``run``.
@@ -45,7 +77,7 @@ class Program(NamedTuple):
             itself. Such a program calls none in place.
     """
 
-    run: Callable[..., Mapping[str, Any]]
+    run: Callable[[Framework, Callable[..., Arrays], Arrays, Mapping[str, Any]], Arrays]
     ops: tuple[Any, ...] = ()  # of Op, whose declaration refers to this class
     product: Product | None = None
     maps: bool = False

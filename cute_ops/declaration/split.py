@@ -18,7 +18,7 @@ class Split(NamedTuple):
             ``stacked`` has the slices' outputs, stacked along a new first dim, and ``sizes`` the slices' sizes. Outputs
             with that dim are slices. None if outputs without it are sums of the slices' ones, or if there are none.
         merged: for a program, which has neither function, since each device runs it on its slice, and the devices run
-            the ops in it that split the dim together: the outputs without that dim that are made of merged ones.
+            the ops in it that split the dim together: the outputs without that dim that are computed from merged ones.
     """
 
     dim: str

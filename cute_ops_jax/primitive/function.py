@@ -24,7 +24,7 @@ from cute_ops_jax.primitive.primitive import one_for_each, primitive_of
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
 
 # ``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)`` of an op, with annotations as text.
-signature = partial(header, given="ArrayLike", returned="Array")
+signature = partial(header, takes="ArrayLike", returns="Array")
 
 
 @one_for_each

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cute_ops import env
+from cute_ops.declaration.program import Framework
 from cute_ops.ops import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -91,3 +92,22 @@ def test_every_variable_is_declared_in_one_place() -> None:
     files = ROOT.glob("cute_ops*/**/*.py")
     named = {word for path in files for word in re.findall(r"CUTE_OPS_\w+", path.read_text())}
     assert named == {variable.name for variable in env.VARIABLES}
+
+
+def test_frameworks_offer_what_programs_may_use() -> None:
+    """A program that used more would run in one framework alone. mypy compares the arguments."""
+    members = {name for name in vars(Framework) if not name.startswith("_")}
+    for path in ("cute_ops_torch/library/framework.py", "cute_ops_jax/primitive/framework.py"):
+        body = ast.parse((ROOT / path).read_text()).body
+        names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        names |= {node.targets[0].id for node in body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+        assert {name for name in names if name[0].islower()} == members, path
+    assert {name for path in ROOT.glob("cute_ops/**/*.py") for name in used_by_programs(path)} <= members
+
+
+def used_by_programs(path: Path) -> set[str]:
+    """The names of ``xp`` that functions of ``(xp, call, ...)`` use."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    programs = [f for f in functions if [a.arg for a in f.args.args if a.arg != "self"][:2] == ["xp", "call"]]
+    used = [node for program in programs for node in ast.walk(program) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in used if isinstance(node.value, ast.Name) and node.value.id == "xp"}

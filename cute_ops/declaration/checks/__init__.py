@@ -1,4 +1,5 @@
-"""What is wrong with a declaration, found where it is made: a framework would refuse it later, in other words.
+"""Mistakes of a declaration. They are reported when the op is declared; a framework would refuse it later, in other
+words.
 
 Each of these functions yields problems, basic mistakes first.
 """

@@ -63,8 +63,8 @@ def _output_dims(op: Declaration) -> Iterator[str]:
         if free := [n for d in t.dims for n in d.names if n not in known]:
             yield f"{name} has dim {free[0]}, neither an input's nor in `derived`"
         if t.accumulates and (free := [n for n in t.accumulates.over if n not in known | rows]):
-            there = sorted(known | rows)
-            yield f"output {name!r} accumulates over {free[0]!r}, no dim of an input; there are {there}"
+            dims = sorted(known | rows)
+            yield f"output {name!r} accumulates over {free[0]!r}, no dim of an input; there are {dims}"
         if t.rows and t.rows not in rows:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
 
