@@ -276,6 +276,7 @@ def test_kernels_are_called_by_their_classes() -> None:
     assert author.short(mangled) == "NormBackward" and author.short("kernel_cutlass_kernel_lower_object_at_") == "lower"
 
 
+@pytest.mark.slow
 def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
     op = lookup.find("rmsnorm_bwd")
     variant = foresee(bind(op, calls.example(op, "bfloat16", 4096, {"n": 4096})), {}, parse("sm_90a")).variant
@@ -440,6 +441,7 @@ def test_help_teaches() -> None:
     assert "the group cute_ops.bundles" in invoke("build", "--help").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -66,6 +66,7 @@ def wanted(arch: str = "sm_90a") -> Variant:
     return build.variant_of(CALLS[0], parse(arch))
 
 
+@pytest.mark.slow
 def test_a_bundle_serves_and_nothing_is_compiled_or_written(served: Path, cache_folder: Path) -> None:
     before = cache.counters.bundled, cache.counters.compiled
     for target in TARGETS:
@@ -415,6 +416,7 @@ def test_a_program_may_change_its_working_directory(served: Path, monkeypatch: p
     assert opened.verify() == 4 and callable(bundle.load(build.variant_of(CALLS[1], parse("sm_90a")), named))
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_they_are(served: Path, tmp_path: Path) -> None:
     """What looks like a style, which ended the command, or like a terminal's escape sequence."""
     odd = Path(served.rename(tmp_path / "[bold]bundle[red]"))

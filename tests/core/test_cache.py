@@ -317,6 +317,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a process looks for a kernel of which another has written one of two files", "it waits until both are written",
     "nothing",
@@ -443,6 +444,7 @@ def in_namespace(
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a read-only home", "a warning; kernels in the cache are used", "a compile per process of each other kernel",
 )  # fmt: skip
@@ -466,6 +468,7 @@ def test_a_full_temporary_folder(cache_folder: Path, tmp_path: Path) -> None:
     assert object_file(cache_folder) and not result.stderr, result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a cache folder on a file system that is mounted noexec", "a warning; kernels are loaded from memory", "nothing",
 )  # fmt: skip

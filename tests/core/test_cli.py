@@ -43,6 +43,7 @@ def test_help_teaches() -> None:
     assert "Example: python -m cute_ops compile rmsnorm" in invoke("compile", "--help").stdout
 
 
+@pytest.mark.slow
 def test_compile_fills_the_cache(cache_folder: Path) -> None:
     result = run(
         "compile", "silu_mul", "--dtype", "float16", "--n", "64", "--n", "128", "--arch", "sm_80", "--arch", "sm_90a"
@@ -97,6 +98,7 @@ def test_cache_commands_refuse_an_open_folder(cache_folder: Path) -> None:
     assert result.returncode == 1 and "can be written by others" in result.stdout
 
 
+@pytest.mark.slow
 def test_doctor_passes_here(cache_folder: Path) -> None:
     result = run("doctor")
     assert result.returncode == 0, result.stdout + result.stderr

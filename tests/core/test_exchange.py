@@ -85,6 +85,7 @@ def program(code: str, compiled: Path, where: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
     """Issue 15: 4 of 1454 reads saw files of two bundles, or none."""
     where = tmp_path / "of" / "bundle"
@@ -107,6 +108,7 @@ def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
     assert written > 2 and set(found) == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "kill -9 of a process that replaces a bundle, at random moments",
     "the old or the new one is there, complete; the next writer deletes what was left", "nothing",

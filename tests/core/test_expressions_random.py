@@ -147,6 +147,7 @@ def test_gradients_that_read_sums() -> None:
     assert fewer > 3
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover  # the test above runs the same lines of the core
 @pytest.mark.parametrize("start", range(0, COUNT, CHUNK))
 def test_values_are_the_same_in_all_namespaces(start: int) -> None:
@@ -162,6 +163,7 @@ def test_values_are_the_same_in_all_namespaces(start: int) -> None:
                     close(value, wanted, 1e-9)
 
 
+@pytest.mark.slow
 def test_float32_is_near_in_all_namespaces() -> None:
     steep = {"floor", "sign", "less", "less_equal", "equal"}
     smooth = [s for s in range(100) if not steep & {step.word for step in program(s).steps}]
@@ -177,6 +179,7 @@ def test_float32_is_near_in_all_namespaces() -> None:
                 close(value, wanted, 2e-4)
 
 
+@pytest.mark.slow
 def test_gradients_are_jax_s() -> None:
     jax = pytest.importorskip("jax")
     with jax.enable_x64(True):

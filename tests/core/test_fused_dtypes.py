@@ -148,6 +148,7 @@ def test_every_form_computes_the_reference(letters: str, form: str) -> None:
                 kernel_calls.check(made._replace(tile=in_form(planned, form)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("mixed", DRAWN[:: len(DRAWN) // 6], ids=lambda mixed: f"{mixed.op.name[:-13]}_{mixed.letters}")
 def test_kernels_compile_without_spills_to_wide_accesses(mixed: Mixed, arch: str, tmp_path: Path) -> None:

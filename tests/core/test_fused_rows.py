@@ -319,6 +319,7 @@ def test_kernels_compile_without_spills(op: Op, n: int, arch: str, tmp_path: Pat
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))
 
 
+@pytest.mark.slow
 def test_halves_off_a_vector_are_loaded_in_whole_vectors(tmp_path: Path) -> None:
     op, path = BY_NAME["rms_of_gated"], tmp_path / "kernel.cubin"
     arrays = {name: Array(t.of(op.example((64,), 4097)), "bfloat16") for name, t in op.inputs.items()}

@@ -299,6 +299,7 @@ def variant_of(form: Form) -> Variant:
     return plan(binding, {}, TARGET, config=form.config.flat()).variant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     form = FORMS[name]
@@ -334,6 +335,7 @@ def test_machine_code_of_few_rows(op: Op, m: int, compiled: Callable[[Variant], 
     assert len(re.findall(r"\bHGMMA", code)) == 2 * 4 and code.count("WARPGROUP.DEPBAR") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "arch", "n", "k"),
     [
@@ -352,6 +354,7 @@ def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: C
     assert ("LDSM.16.MT88" in code) == (op is not linear)  # of operands whose rows lie across the sum
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "arch", "dtype", "sizes"),
@@ -372,6 +375,7 @@ def test_results_without_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "form", "tile", "cluster", "sizes"),
@@ -400,6 +404,7 @@ def test_results_with_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("form", ["cooperative", "pingpong"])
 def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) -> None:

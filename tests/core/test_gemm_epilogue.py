@@ -566,12 +566,14 @@ def of_batch(name: str, b: int, m: int, n: int, k: int) -> tuple[Op, dict[str, n
     return op, {key: a for key, a in given.items() if a is not None}
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(("name", "sizes"), [("with_all", (130, 9, 40)), ("gated_saving", (5, 67, 9))])
 def test_results_of_batches_without_tma(name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
     check(*of_batch(name, 2, *sizes), tmp_path, "sm_80")
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("name", "config", "sizes"),
@@ -592,6 +594,7 @@ COOPERATIVE = GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, tile_sta
 PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("name", "config", "sizes", "others"),
@@ -625,6 +628,7 @@ def test_results_with_tma(
     check(BY_NAME[name], made(BY_NAME[name], (m,), n, k, **others), tmp_path, "sm_90a", config)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("columns", [16, 15], ids=["by-tma", "by-threads"])
 def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> None:
@@ -636,6 +640,7 @@ def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> 
     check(op, {**given, "residual": part}, tmp_path, "sm_90a", PINGPONG)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_vectors_in_other_layouts(arch: str, tmp_path: Path) -> None:
@@ -657,6 +662,7 @@ def test_halves_of_packed_operands_alone(tmp_path: Path) -> None:
     check(op, made(op, (35,), 64, 16), tmp_path, "sm_90a", PINGPONG)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_table_that_rows_share(arch: str, tmp_path: Path) -> None:
@@ -701,6 +707,7 @@ SIZES = ((16, 14336, 4096), (1024, 3072, 768), (8192, 14336, 4096))
 OF_FEW_ROWS = ("saving", "with_swiglu", "gated_dgrad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", USUAL)
 def test_machine_code(name: str, tmp_path: Path) -> None:
     """Of every config that is chosen at these sizes: no register is spilled, and matrices come by TMA."""
@@ -744,6 +751,7 @@ def test_what_would_spill_takes_another_config() -> None:
     assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.config["form"] == "mma_sync"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "transposed"), [("silu", False), ("gelu", False), ("gelu_tanh", False), ("gelu_tanh", True)]
 )

@@ -203,6 +203,7 @@ def losing(call: kernel_calls.Call, names: tuple[str, ...]) -> float:
     return found
 
 
+@pytest.mark.slow
 @more_numbers
 def test_sums_of_normed_heads_lose_little_over_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warp adds up all heads, four at a time; without totals it loses 1.7 times what is allowed."""
@@ -223,6 +224,7 @@ def test_sums_of_a_common_class_lose_little() -> None:
     assert losing(kernel_calls.Call(op, arrays, {}, op.attrs, "", lambda _: arrays, config), ("dweight",)) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "s", "activation"), [(1, 1400, "none"), (2, 700, "none"), (100, 13, "silu")])
 def test_sums_of_a_convolution_lose_little_over_many_rows(rows: int, s: int, activation: str) -> None:
     """All rows are one thread's. Added one after another, they lose two to three times what is allowed."""

@@ -122,6 +122,7 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
         assert kernel.registers * variant.config["threads"] <= REGISTERS, kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_strided_caches_and_slices_do_not_spill(arch: str, compiled: Compiled) -> None:
     """Pages of keys and values side by side, tokens of a fused projection; with tables, which are two loads for a pair
@@ -222,6 +223,7 @@ def _disassemble(places: list[Path]) -> None:
         cache_dir.write_whole(path.parent, {path.name: text.encode()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [named(each) for each in ALIGNED])
 def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Callable[[Wanted], str]) -> None:
     (op, dtype, *_), code = wanted, disassembled(wanted)
@@ -252,6 +254,7 @@ def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(
             loaded |= set(range(written, written + 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [named(each) for each in ANYWHERE])
 def test_rows_that_start_anywhere_move_16_bytes_at_a_time(
     wanted: Wanted, disassembled: Callable[[Wanted], str]

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cute_ops.autotune.dispatch import choose, instead
 from cute_ops.hardware import sm
@@ -49,6 +50,7 @@ def planned(call: DrawnCall, arch: int) -> Variant | str:
     return "refused"
 
 
+@pytest.mark.slow
 def test_what_is_planned_compiles(cache_folder: Path) -> None:
     """What no kernel can read is refused before one is compiled, by the name of the op and the argument."""
     rng, counts, kernels = np.random.default_rng(SEED), Counter[str](), dict[str, tuple[Variant, str]]()

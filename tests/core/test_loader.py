@@ -55,6 +55,7 @@ def test_preload_checks_arguments(cache_folder: Path, variant: Make) -> None:
         loader.preload(function, variant(n=128), 0)
 
 
+@pytest.mark.slow
 def test_tvm_ffi_comes_without_torch_and_understands_a_later_one(cache_folder: Path, variant: Make) -> None:
     cache.build(variant())
     (path,) = cache_folder.glob("*.so")

@@ -127,6 +127,7 @@ def test_planning_from_a_manifest_uses_up_no_static_kernels(monkeypatch: pytest.
     assert {v.dims["n"] for v in build.variants_of(manifest.parse(lines), [SM90])} == set(range(8, 80, 8))
 
 
+@pytest.mark.slow
 def test_processes_record_into_one_file(tmp_path: Path) -> None:
     code = textwrap.dedent("""
         import sys

@@ -56,6 +56,7 @@ def test_how_tests_ended(tmp_path: Path) -> None:
     assert "exit code 0" in other_machines.read(report, 0, log).problem
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("make") and shutil.which("git")), reason="neither make nor git")
 def test_a_machine_runs_tests_and_names_what_fails(tmp_path: Path) -> None:
     if subprocess.run(["git", "ls-files"], cwd=TESTS, capture_output=True, check=False).returncode:

@@ -321,6 +321,7 @@ print(json.dumps([missed, reached, len(kernels)]))
 """
 
 
+@pytest.mark.slow
 def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> None:
     """Of a copy of this package, in a process that really imports the kernels."""
     copy = shutil.copytree(

@@ -73,6 +73,7 @@ def test_views_end_where_their_buffers_end(base: str) -> None:
             assert where.strides[-2] % VECTOR_BYTES == 0 and where.strides[-2] > shape[-1]
 
 
+@pytest.mark.slow
 def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(run([scale], "tests.programs.dying_runner", number=0, seed=8, workers=2, fraction=0.03))
     expected = list(sweep.trials(scale, SM90, 0, 8, 0.03))

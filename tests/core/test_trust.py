@@ -53,6 +53,7 @@ def compiled(wanted: Variant) -> int:
     return cache.counters.compiled - before
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "another user plants a kernel or its record while the cache folder is writable for all",
     "the kernel is refused, deleted and built again; a warning", "a compile",

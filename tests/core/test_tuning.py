@@ -648,6 +648,7 @@ def silu_trial() -> Trial:
     return Trial(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {})
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a config that is measured aborts, breaks the CUDA context or never ends",
     "another process continues with the other configs", "nothing",
@@ -763,6 +764,7 @@ print(dict(choose(call, {}, parse("sm_90a"), device=0).variant.config)["threads"
 """
 
 
+@pytest.mark.slow
 def test_of_two_programs_that_call_at_once_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made_up_measurer.py").write_text(MEASURER)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(winners.__file__).parents[1]}", "CUTE_OPS_TUNE": "1"}
@@ -904,6 +906,7 @@ for i in range(40):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault("3 processes store winners at once", "each adds to the file; readers see complete files", "nothing")
 def test_processes_that_write_at_once_lose_nothing(cache_folder: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", ADD, str(k)]) for k in range(3)]

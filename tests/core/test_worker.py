@@ -64,6 +64,7 @@ def test_a_crash_is_reported_with_the_log(worker: Pool, variant: Make, tmp_path:
     assert works(worker, variant(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("kill -9 of the compiler", "an error for that variant", "nothing")
 def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path, begun: Callable[[], int]) -> None:
     worker = Pool(1)
@@ -98,6 +99,7 @@ def test_numbers_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
                 read()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the compiler hangs", "it is killed after CUTE_OPS_COMPILE_TIMEOUT; an error says so", "nothing")
 def test_a_compile_that_hangs_is_ended(
     variant: Make, tmp_path: Path, begun: Callable[[], int], monkeypatch: pytest.MonkeyPatch
@@ -211,6 +213,7 @@ def pool(meeting: Path) -> Iterator[Pool]:
         started.close()
 
 
+@pytest.mark.slow
 def test_a_pool_compiles_at_the_same_time_and_no_more_than_its_size(
     pool: Pool, variant: Make, tmp_path: Path, meeting: Path
 ) -> None:
@@ -307,6 +310,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "kernel"), [(["script.py"], "script:Fill"), (["-m", "package.mine"], "package.mine:Fill")]
 )
@@ -324,6 +328,7 @@ def test_a_program_compiles_its_own_kernel(cache_folder: Path, tmp_path: Path, s
     assert ran.stdout == f"compiled {kernel}\n", ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_program_without_a_file_says_what_to_do(cache_folder: Path) -> None:
     ran = subprocess.run(
         [sys.executable], input=PROGRAM, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -368,6 +373,7 @@ CELL = (
 )
 
 
+@pytest.mark.slow
 def test_a_notebooks_kernel_is_compiled_with_what_it_refers_to(cache_folder: Path) -> None:
     """And again after one of its cells has changed."""
     cells = [IMPORTS, SHARED, CELL + DECLARATION, SHARED.replace("element_type(1)", "element_type(2)"), DECLARATION]

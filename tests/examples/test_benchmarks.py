@@ -86,12 +86,14 @@ def test_grid_has_no_problem_twice_and_all_bind() -> None:
     assert all(p.bytes(d) > 0 for p in problems for d in p.directions)
 
 
+@pytest.mark.slow
 def test_training_step_smoke() -> None:
     rows = [llama_step.measure(name, 1, 33, 1, 2, small=True) for name in ("eager", "ours + AdamW")]
     assert abs(rows[0]["loss_first"] - rows[1]["loss_first"]) <= llama_step.TOLERANCE
     assert all(r["tokens_per_s_min"] <= r["tokens_per_s"] <= r["tokens_per_s_max"] for r in rows)
 
 
+@pytest.mark.slow
 def test_training_steps_in_turns(tmp_path: Path) -> None:
     sizes = ["--batch", "1", "--seqlen", "33", "--steps", "1", "--rounds", "2"]
     assert llama_step.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", "eager", *sizes]) == 0
@@ -101,6 +103,7 @@ def test_training_steps_in_turns(tmp_path: Path) -> None:
     assert float(row["loss_first"]) > float(row["loss_last"])  # six steps on the same tokens
 
 
+@pytest.mark.slow
 def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
     names = [linear_cross_entropy.OURS, linear_cross_entropy.IN_BFLOAT16, "torch eager"]
     linear_cross_entropy.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", *names])
@@ -112,6 +115,7 @@ def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
     assert max(in_float32) < 1.1 * min(in_float32) < min(in_bfloat16[2:])
 
 
+@pytest.mark.slow
 def test_device_time_smoke(tmp_path: Path) -> None:
     names = ["torch eager", "ours (torch)", "XLA (jit)", "ours (JAX)"]
     ops = ["rmsnorm", "add_rmsnorm", "add_rmsnorm_fp8", "cross_entropy", "sum"]
@@ -168,6 +172,7 @@ ONLY = (
 )
 
 
+@pytest.mark.slow
 def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "CHAINS", (1, 2))
     entries = host_time.torch_entries
@@ -197,6 +202,7 @@ def test_fusion_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.slow
 def test_expressions_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is the same function in PyTorch and in JAX, and one graph to torch.compile."""
     real = torch.compile
@@ -235,6 +241,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_that_xla_frees_and_refuses_is_freed_once() -> None:
     """As on a GPU whose context is lost. In a process of its own: freed twice, it would end the process."""
     folder = Path(jax_program.__file__).parent
@@ -256,6 +263,7 @@ def test_figures_of_expressions() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "cache"), [("torch", "cold"), ("jax", "bundle")])
 def test_startup_smoke(scenario: str, cache: str, tmp_path: Path) -> None:
     """Each of its programs and of its ways to start one, once: a process takes seconds."""
@@ -265,6 +273,7 @@ def test_startup_smoke(scenario: str, cache: str, tmp_path: Path) -> None:
     assert {r["phase"] for r in rows} == set(startup.PHASES)
 
 
+@pytest.mark.slow
 def test_pictures_and_tables(tmp_path: Path) -> None:
     """From made-up figures, which never leave this test's folder."""
     columns = (*device_time.COLUMNS, *common.environment())
@@ -395,6 +404,7 @@ def test_a_phase_whose_rank_is_lost_costs_its_own_figures(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ops_on_several_gpus_smoke(tmp_path: Path) -> None:
     """On two ranks with gloo."""
     assert distributed.main(["--device", "cpu", "--out", str(tmp_path), "--rounds", "1", "--phases", "products"]) == 0
@@ -405,6 +415,7 @@ def test_ops_on_several_gpus_smoke(tmp_path: Path) -> None:
     assert max(float(r["error"]) for r in rows) < 1e-6
 
 
+@pytest.mark.slow
 def test_training_steps_on_a_mesh_smoke(tmp_path: Path) -> None:
     """In a process of its own: this one has started JAX with one device."""
     way = "tensor parallel, explicit axes"
@@ -576,6 +587,7 @@ def test_a_contender_that_takes_the_gpu_down_ends_the_run_once(tmp_path: Path, m
     assert len(failing) == 2
 
 
+@pytest.mark.slow
 def test_compiling_ahead_goes_through_all_problems() -> None:
     """In a process of its own; a contender that fails is reported, not raised."""
     tasks = [(p, d) for p in smoke(["silu_mul"]) for d in p.directions]
@@ -668,6 +680,7 @@ def test_products_with_epilogues(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert linear.difference(got, exact) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["cooperative-128x256-cluster2x1", "pingpong-128x128-cluster1x2"])
 def test_parts_of_products(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is switched off is gone from the machine code, the matrix instructions are those of the product."""
@@ -739,6 +752,7 @@ def test_every_benchmark_takes_its_arguments() -> None:
             assert all(f'"{option}"' in text for option in options), command
 
 
+@pytest.mark.slow
 def test_first_calls_are_easy_to_follow() -> None:
     for call, walk in zip(returns.CALLS, returns.count(*returns.CALLS), strict=True):
         assert len(walk.returns) <= returns.MOST_RETURNS[call], call

@@ -25,6 +25,7 @@ import cute_ops_torch
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "steps"), [(nanogpt, 20), (sft, 20), (equinox_decoder, 20)])
 def test_it_learns(program, steps: int) -> None:
     losses = program.main(["--steps", str(steps)])
@@ -61,6 +62,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.gpu)], ids=["cpu", "two_gpus"])
 def test_shards_learn_what_the_whole_learns(devices: str) -> None:
     if devices and torch.cuda.device_count() < 2:
@@ -79,6 +81,7 @@ def test_shards_learn_what_the_whole_learns(devices: str) -> None:
     assert said == pytest.approx([first, last], abs=5e-3)  # by PyTorch's AdamW, which rounds otherwise than ours
 
 
+@pytest.mark.slow
 def test_a_mesh_computes_what_one_device_does() -> None:
     loss, gradient = jax_mesh.main()
     assert loss < 1e-5 and gradient < 1e-6
@@ -91,6 +94,7 @@ def test_a_bundle_is_built_and_named(tmp_path: Path, cache_folder: Path, monkeyp
     assert serve.run(tmp_path) == 0
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cells = json.loads((GALLERY / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]
     known: dict = {}

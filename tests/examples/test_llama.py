@@ -43,6 +43,7 @@ def only_ours_in_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(train.MODES, "torch.compile", make_step)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_layer", "only_ours_in_inductor")
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--steps", "4", "--speed-steps", "0", "--out", str(tmp_path)]) == 0
@@ -85,6 +86,7 @@ def train_with_own_ops_once(mode: str, losses: dict[str, list[float]], monkeypat
     monkeypatch.setattr(train, "MODES", {mode: make_step})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize(
     ("mode", "op"), [*(("torch eager", op) for op in model_torch.Ops._fields), ("jax.jit", "add_rmsnorm")]

@@ -58,6 +58,7 @@ for file in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", OTHERS)
 def test_every_declaration_is_verified(framework: str, tmp_path: Path) -> None:
     files = [file for file in commands() if "gallery" not in file]
@@ -67,6 +68,7 @@ def test_every_declaration_is_verified(framework: str, tmp_path: Path) -> None:
     assert done.stdout.count(f"{framework} on cpu\n") == len(files), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", OTHERS)
 def test_the_scripts_run(framework: str, tmp_path: Path) -> None:
     done = run(framework, tmp_path, f"examples/custom_op/run_{framework}.py")

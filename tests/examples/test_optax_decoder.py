@@ -27,6 +27,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optax_step, "tokens", lambda words: np.minimum(drawn - 1, words - 1).astype(np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*decoder.MODELS, "gemma3-270m --freeze embedding"])
 def test_losses_agree_and_fall(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert optax_step.main(["--model", *options.split(), "--rounds", "1", "--steps", "8"]) == 0
@@ -46,6 +47,7 @@ def test_what_is_frozen_stays() -> None:
     assert frozen[0].shape not in {a.shape for a in trained}
 
 
+@pytest.mark.slow
 def test_it_fails_when_an_op_is_one_percent_off(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(decoder.ours.GatedMLP):
         def __call__(self, x: Any) -> Any:
@@ -56,6 +58,7 @@ def test_it_fails_when_an_op_is_one_percent_off(monkeypatch: pytest.MonkeyPatch)
     assert optax_step.main(["--rounds", "1", "--steps", "4"]) == 1
 
 
+@pytest.mark.slow
 def test_benchmark(tmp_path: Path) -> None:
     benchmark.main(["--cpu-smoke", "--out", str(tmp_path), "--rounds", "1", "--steps", "2"])
     xla, ours = read(tmp_path / "optax_decoder.csv")

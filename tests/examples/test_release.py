@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import kernel_wheel
+import pytest
 import yaml
 
 from cute_ops.aot.build import variants_of
@@ -30,6 +31,7 @@ def test_a_model_is_called_with_and_without_a_batch() -> None:
     assert any(line.startswith("cross_entropy logits:bfloat16[4096,151936] ") for line in lines)
 
 
+@pytest.mark.slow
 def test_every_call_has_a_kernel() -> None:
     calls = {str(call): call for config in MODELS.values() for call in kernel_wheel.calls_of(config)}
     assert len(variants_of(calls.values(), [target.parse("sm_90a")])) > 600  # as docs/shipping.md says

@@ -116,6 +116,7 @@ def run(python: Path | str, where: Path, *arguments: str, **settings: str) -> st
     return result.stdout
 
 
+@pytest.mark.slow
 def test_what_is_not_python_is_in_the_wheel(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     data = {p.relative_to(ROOT).as_posix() for pattern in ("py.typed", "*.pyi", "*.json") for p in
@@ -143,6 +144,7 @@ def test_a_package_index_shows_no_link_that_leads_nowhere(wheel: Path) -> None:
     assert described(page, None) == "`a`  [f](#g) [h](https://i.example)\n```\n[j](k)\n```\n"
 
 
+@pytest.mark.slow
 def test_a_wheel_of_kernels_asks_for_what_they_were_built_with(kernels: Path) -> None:
     text = zipfile.ZipFile(kernels).read(f"cute_ops_kernels_sm90-{__version__}.dist-info/METADATA").decode()
     pinned = dict(re.findall(r"^Requires-Dist: (\S+)==(\S+)$", text, re.MULTILINE))
@@ -166,6 +168,7 @@ def test_a_wheel_of_kernels_is_compared_with_the_sources(kernels: Path, tmp_path
         kernel_wheel.check(damaged, calls, where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frameworks", [("torch",), ("jax",), ("torch", "jax")], ids="+".join)
 def test_examples_run_in_an_empty_environment(frameworks: tuple[str, ...], environment: Make, tmp_path: Path) -> None:
     python, cache = environment(*frameworks), str(tmp_path / "cache")

@@ -144,6 +144,7 @@ def test_linear_in_chunks_of_so_many_rows(chunk_rows: int, close: Callable[..., 
         cute_ops_jax.linear_cross_entropy(*arrays[:2], target, chunk_rows=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_chunks_cost_the_weights_gradient_no_digits(reduction: str) -> None:
     """The weight's gradient is summed in float32 and rounded once."""

@@ -40,6 +40,7 @@ def test_indices_of_no_class() -> None:
     np.testing.assert_allclose(*(gradient(f, index, weight, dout) for f in (cute_ops_jax.embedding, take)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_transforms() -> None:
     index, weight, dout = problem()
     weights = jnp.stack([weight * k for k in range(8)])

@@ -114,6 +114,7 @@ def test_a_function_as_epilogue_of_a_product(residual: tuple[int, ...] | None) -
     np.testing.assert_array_equal(one, linear(x, weight, bias, epilogue=gelu_add))
 
 
+@pytest.mark.slow
 def test_a_batch_of_weights() -> None:
     rng = np.random.default_rng(0)
     shapes = (2, 3, 5, 16), (2, 3, 8, 16), (3, 1, 8), (5, 8)

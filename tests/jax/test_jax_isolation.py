@@ -37,6 +37,7 @@ def run_blocked(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BLOCK + code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+@pytest.mark.slow
 def test_adapter_needs_only_jax() -> None:
     result = run_blocked(USE)
     assert result.returncode == 0, result.stderr
@@ -50,6 +51,7 @@ def test_the_check_can_fail(name: str) -> None:
     assert f"blocked: {name}" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_the_import_loads(what_loads: Callable[[str, str, int], str]) -> None:
     """Rooms of ours, and nothing of others: what is added here is paid at every start."""
     program = what_loads("jax", "cute_ops_jax", 200)
@@ -72,6 +74,7 @@ MISMATCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_a_cuda_lowering_says_what_to_install_and_cpus_need_nothing(name: str) -> None:
     mismatch, sentence = MISMATCHES[name]

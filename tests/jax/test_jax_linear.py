@@ -189,6 +189,7 @@ def test_what_runs_on_a_gpu_of_a_gradient_with_groups(fake_kernels: Any) -> None
     assert called == ["with_qk_norm_saving", "with_qk_norm_bwd_only_dacc", "linear_of_dacc_dx"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gated_mlp(save: str, transposed: bool) -> None:
@@ -215,6 +216,7 @@ def test_gated_mlp(save: str, transposed: bool) -> None:
     np.testing.assert_array_equal(each, run(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_packed_weight_of_no_columns(halves: bool) -> None:
     """A bias of no columns may be one of halves, or one of a half alone."""

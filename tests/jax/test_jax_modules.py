@@ -78,6 +78,7 @@ def test_nnx_mlp(activation: str, function: Callable[..., Any], nnx: Any, x: np.
         GatedMLP(N, 40, activation="relu", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_layers_with_epilogues(bias: bool, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     from cute_ops_jax import equinox
@@ -103,6 +104,7 @@ def test_linear_layers_with_epilogues(bias: bool, nnx: Any, eqx: Any, x: np.ndar
     eqx.filter_jit(eqx.filter_grad(lambda layer, x: layer(x).sum()))(one, x)
 
 
+@pytest.mark.slow
 def test_a_module_for_every_product(nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     """Each has the parameters of the library's own layers, and computes what these do."""
     from cute_ops_jax import equinox
@@ -178,6 +180,7 @@ def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: 
     assert equinox.GatedMLP(N, 40, key=jax.random.key(0)).gate_up.weight.shape == (80, N)
 
 
+@pytest.mark.slow
 def test_halves_that_devices_may_share(nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     """The same numbers in the same order."""
     from cute_ops_jax import equinox
@@ -250,6 +253,7 @@ def test_equinox_add(eqx: Any, x: np.ndarray, close: Close) -> None:
     assert [a.shape for a in jax.tree.leaves(norm)] == [(N,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "library"), [("nnx", "flax"), ("equinox", "equinox")])
 def test_libraries_are_optional(module: str, library: str) -> None:
     code = f"""
@@ -265,6 +269,7 @@ except ImportError as error:
     assert done.stdout.strip() == f"cute_ops_jax.{module} needs {library}: pip install 'cute-ops[{module}]'"
 
 
+@pytest.mark.slow
 def test_they_are_imported_on_demand_only() -> None:
     code = "import sys, cute_ops_jax; print([m for m in ('flax', 'equinox', 'optax') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -170,6 +170,7 @@ def test_calls_broadcast_as_those_of_torch(shapes: tuple[Any, ...], dtype: torch
         torch.testing.assert_close(found.double(), wanted, rtol=loses, atol=4 * loses * max(largest, 1.0))
 
 
+@pytest.mark.slow
 def test_compiled_calls_have_one_graph_for_all_rows() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(by_call, fullgraph=True, dynamic=True, backend=counter)

@@ -287,6 +287,7 @@ def test_what_is_no_pattern_stays() -> None:
     assert not graph_pass.replaced
 
 
+@pytest.mark.slow
 def test_only_the_ops_and_devices_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     x, w = rand(4, 64), rand(64)
     graph_pass.enable()  # cuda only
@@ -325,6 +326,7 @@ def test_a_pass_that_was_there_stays() -> None:
     assert first != torch._inductor.config.pre_grad_custom_pass.uuid()
 
 
+@pytest.mark.slow
 def test_gradients_of_an_untouched_llama() -> None:
     """As AOTAutograd traces them; Inductor would build its own kernels of all that is not ours."""
     from torch._dynamo.backends.debugging import aot_eager

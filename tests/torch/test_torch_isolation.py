@@ -70,6 +70,7 @@ def loaded(run: Run, then: str, forbidden: tuple[str, ...]) -> str:
     return run(PROGRAM.format(then=then, forbidden=forbidden))
 
 
+@pytest.mark.slow
 def test_import_brings_no_other_framework_and_no_compiler(run: Run) -> None:
     assert loaded(run, "", FORBIDDEN) == "[]"
 

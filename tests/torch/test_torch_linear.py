@@ -472,6 +472,7 @@ def test_without_an_epilogue() -> None:
     assert torch.equal(out, cute_ops_torch.linear(x, weight.T.contiguous(), transposed=True))
 
 
+@pytest.mark.slow
 def test_the_function_compiled() -> None:
     """In one graph for any number of rows, with a function of a module and one that is made in what is compiled."""
 

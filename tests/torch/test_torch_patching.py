@@ -314,6 +314,7 @@ def test_gradients_of_fused_parts_are_not_differentiated() -> None:
             gradient.square().sum().backward()
 
 
+@pytest.mark.slow
 def test_a_patched_model_compiles_without_a_break() -> None:
     torch._dynamo.reset()
     model = llama()

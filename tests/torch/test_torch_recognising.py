@@ -244,6 +244,7 @@ def test_a_llama_whose_arguments_and_locals_have_other_names(tmp_path: Path) -> 
     compare(changed_llama(tmp_path, "renamed_llama", *RENAMED), ALL)
 
 
+@pytest.mark.slow
 def test_a_llama_whose_modules_are_decorated(tmp_path: Path) -> None:
     """The decorators change results, so that none may be lost, or skipped by a fused pass."""
     parts = ("LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "LlamaDecoderLayer", "LlamaModel", "LlamaForCausalLM")
