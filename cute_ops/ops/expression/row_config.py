@@ -164,6 +164,20 @@ class RowExpression(NamedTuple):
         return self.expression.cost[0] >= SLOW
 
     @property
+    def dear(self) -> bool:
+        """Whether it takes longer to compute than to load, see :data:`DEAR`."""
+        return self.special >= DEAR
+
+    @property
+    def few_special(self) -> bool:
+        """Whether it takes some special instructions, but is not slow, and outputs wait for two stages at most."""
+        return self.depth <= 2 and 0 < self.special < SLOW
+
+    @property
+    def many_reductions(self) -> bool:
+        return self.read > 1 and sum(map(len, stages(self.expression))) >= MANY_REDUCTIONS
+
+    @property
     def special(self) -> int:
         """Special instructions per element, without those for column vectors, which are computed once per row."""
         nodes, kinds = self.expression.nodes, self.expression.kinds
@@ -186,38 +200,40 @@ class RowExpression(NamedTuple):
         return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
 
     def _in_registers(self, row: RowProblem, cluster: int = 1) -> FusedRowConfig:
-        span, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
-        if self._uneven(row) and not short and cluster == 1:
+        if self._uneven(row) and row.vectors > WARP and cluster == 1:
             return self._unaligned(row)
-        wide = cluster > 1 and self.read == 2 and not dear
-        many = self.read > 1 and sum(map(len, stages(self.expression))) >= MANY_REDUCTIONS
-        if short:
-            share = threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
-        elif self.read > 1 and not wide:
-            single = span <= PAIR_THREADS and not self.special and not many
-            share = threads_for(span, 1 if single else 2)
-        elif self.special >= SLOW:
-            share = threads_for(span, SLOW_VECTORS)
-        elif cluster > 1 or (dear and row.aligned):
-            share = threads_for(span, 4)
-        else:
-            share = row_threads(row)
-        room = max(256 if short else 128, share)
-        threads = room // share * share
-        held = -(-span // share) * row.vector_elements
-        few = self.depth <= 2 and 0 < self.special < SLOW
-        keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few and not self.late else 1)
-        resident = 1
-        if few and (keep or self.late) and not short and (dear or self.read > 1):
-            most = WIDE_THREADS if wide else REGISTER_THREADS
-            if cluster > 1 and self.read == 1:
-                most = DEAR_CLUSTER_THREADS
-            resident = max(most // room, 1)
-        elif many and not (self.special or short) and cluster == 1 and span <= PAIR_THREADS:
-            resident = max(MANY_REDUCED_THREADS // threads, 1)
-        elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
-            resident = 2
+        span = -(-row.touched // cluster)
+        share = self._threads_of_row(row, span, cluster)
+        held = -(-span // share) * row.vector_elements * max(self.read, 1)
+        keep = held <= MOST_KEPT * (2 if self._wide(cluster) and self.few_special and not self.late else 1)
+        threads = _room(row, share) // share * share
+        resident = self._resident(row, cluster, share, keep)
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
+
+    def _wide(self, cluster: int) -> bool:
+        """Whether two tiles in the registers of clusters take :data:`WIDE_THREADS` of an SM."""
+        return cluster > 1 and self.read == 2 and not self.dear
+
+    def _threads_of_row(self, row: RowProblem, span: int, cluster: int) -> int:
+        """Threads of each CTA that hold a row in registers."""
+        if row.vectors <= WARP:
+            return threads_for(row.vectors, 2) if self.dear and row.aligned else row_threads(row)
+        if self.read > 1 and not self._wide(cluster):
+            single = span <= PAIR_THREADS and not self.special and not self.many_reductions
+            return threads_for(span, 1 if single else 2)
+        if self.special >= SLOW:
+            return threads_for(span, SLOW_VECTORS)
+        return threads_for(span, 4) if cluster > 1 or (self.dear and row.aligned) else row_threads(row)
+
+    def _resident(self, row: RowProblem, cluster: int, share: int, keep: bool) -> int:
+        """CTAs of an SM that hold rows in registers, ``share`` threads each; ``keep``: values are kept in float32."""
+        span, short, room = -(-row.touched // cluster), row.vectors <= WARP, _room(row, share)
+        if self.few_special and (keep or self.late) and not short and (self.dear or self.read > 1):
+            most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
+            return max((DEAR_CLUSTER_THREADS if cluster > 1 and self.read == 1 else most) // room, 1)
+        if self.many_reductions and not (self.special or short) and cluster == 1 and span <= PAIR_THREADS:
+            return max(MANY_REDUCED_THREADS // (room // share * share), 1)
+        return 2 if self.read > 1 and share == PAIR_THREADS and not (self.slow or (self.special and keep)) else 1
 
     def _uneven(self, row: RowProblem) -> bool:
         """Whether :meth:`_unaligned` serves such rows."""
@@ -258,21 +274,10 @@ class RowExpression(NamedTuple):
         halved = pair and self.depth and cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
         cluster += halved
         span = -(-row.touched // cluster)
-        per_thread, sm_threads = step(PERSISTENT, span)
         alone = pair and span > HALVED_VECTORS
         if self.read > 2 and self.sums == 1 and row.aligned and cluster == 1 and span >= ALONE_VECTORS:
             alone = True
-        if self.packed and row.n * row.itemsize % ASYNC_BYTES:
-            sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
-        elif self.slow:
-            sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
-        per_thread = max(per_thread // max(self.sums, 1), 1)
-        if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
-            per_thread, sm_threads = min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
-        elif alone:
-            per_thread, sm_threads = -(-span // ALONE_THREADS), ALONE_THREADS
-        elif self._streams(span, cluster):
-            per_thread, sm_threads = 1, STREAMED_THREADS
+        per_thread, sm_threads = self._vectors_of_walk(row, span, cluster, alone)
         share = threads_for(span, per_thread, 1024)
         per_thread = -(-span // share)
         threads = share if cluster > 1 else max(256 // share, 1) * share
@@ -286,6 +291,21 @@ class RowExpression(NamedTuple):
             "ring", threads, share, cluster, resident, row.align_vectors, stages=stages,
             clusters=in_step(clusters, row, row.align_vectors),
         )  # fmt: skip
+
+    def _vectors_of_walk(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
+        """Vectors of a thread of persistent clusters, and threads of an SM; ``alone``: one CTA has an SM to itself."""
+        if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
+            return min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
+        if alone:
+            return -(-span // ALONE_THREADS), ALONE_THREADS
+        if self._streams(span, cluster):
+            return 1, STREAMED_THREADS
+        per_thread, sm_threads = step(PERSISTENT, span)
+        if self.packed and row.n * row.itemsize % ASYNC_BYTES:
+            sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
+        elif self.slow:
+            sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
+        return max(per_thread // max(self.sums, 1), 1), sm_threads
 
     def _streams(self, span: int, cluster: int) -> bool:
         """Whether sums over rows of so many vectors wait for nothing, and two CTAs fit an SM."""
@@ -317,6 +337,11 @@ class RowExpression(NamedTuple):
             if problem.n is None or not self.row(problem).aligned:
                 clusters = min(-(-groups // PERIOD) * PERIOD, config.clusters)
         return clusters, clusters * rows
+
+
+def _room(row: RowProblem, share: int) -> int:
+    """Threads of a CTA that holds rows in registers, ``share`` threads each, before whole rows of it are taken."""
+    return max(256 if row.vectors <= WARP else 128, share)
 
 
 # After PERIOD rows, rows of any length start at the same place of a cache line again.
