@@ -129,6 +129,19 @@ def _dtype(name: str, operand: str) -> str:
     return "T" if _is_tile(shape) and not dtype else f"T_{name}"
 
 
+def _shapes_of(expression: Expression, names: tuple[str, ...]) -> dict[str, str]:
+    """The shapes of outputs by name: tiles, and column vectors for values without columns."""
+    kinds = expression.output_kinds
+    names = names or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
+    columns = {name: "*m 1" for name, kind in zip(names, kinds, strict=False) if not kind.columns}
+    return dict.fromkeys(names, "*m n") | columns
+
+
+def _counts(formula: Formula) -> bool:
+    """Whether it reads the length of a row."""
+    return any(node.word == "n" for node in formula.expression.nodes)
+
+
 class _Fused:
     """A function's expressions by its attributes, and the fields of its declarations."""
 
@@ -143,15 +156,8 @@ class _Fused:
         # The function itself; and the gradients of operands, before sums over the dims that these lack.
         self.forward, self.backward = ByAttrs(self._traced), ByAttrs(self.differentiated)
         defaults = defaults_of(attrs)
-        kinds = expression(defaults).output_kinds
-        names = tuple(outputs) or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
-        # Tiles; column vectors for values without columns.
-        self.outputs = dict.fromkeys(names, "*m n")
-        self.outputs |= {name: "*m 1" for name, kind in zip(names, kinds, strict=False) if not kind.columns}
-        if bools := [key for key, shape in operands.items() if "bool" in shape]:
-            self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
-        if not any(map(_is_tile, operands.values())):
-            self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
+        self.outputs = _shapes_of(expression(defaults), tuple(outputs))
+        self._check_operands()
         tiles = [key for key, shape in operands.items() if _is_tile(shape)]
         self.tile = tiles[0]
         # The tiles on whose dtypes those of outputs depend.
@@ -167,18 +173,27 @@ class _Fused:
         dtypes: dict[str, str] = dict(zip(self.outputs, self.output_dtypes, strict=True))
         self.results = {out: Tensor(shape, dtypes[out]) for out, shape in self.outputs.items()}
         self.gradients = {f"d{key}": self.inputs[key] for key in self.wanted}
-        written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
-        twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
-        self.written_gradients = {key: tensor._replace(same_as=twins.get(key)) for key, tensor in written.items()}
+        self.written_gradients = self._written_gradients()
         self.cotangents = {f"d{out}": tensor for out, tensor in self.results.items()}
         self.grad_inputs = self._kept(operands.keys() if attrs else {*backward.reads}) | self.cotangents
-        counts = any(node.word == "n" for each in (forward, backward) for node in each.expression.nodes)
         alone = forward.by_rows or any("2n" in shape for shape in operands.values())
+        counts = not forward.by_rows and (_counts(forward) or _counts(backward))
         self.common: dict[str, Any] = {
             "attrs": attrs, "cases": cases, "config": Formula.config_alone,
-            "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
-            "sharding": Sharding(parallel=() if alone else ("n",)),
+            "static": ("n",) if counts else WhileFew("n"), "sharding": Sharding(parallel=() if alone else ("n",)),
         }  # fmt: skip
+
+    def _check_operands(self) -> None:
+        if bools := [key for key, shape in self.operands.items() if "bool" in shape]:
+            self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+        if not any(map(_is_tile, self.operands.values())):
+            self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
+
+    def _written_gradients(self) -> dict[str, Tensor]:
+        """The gradients that are not cotangents, each with the other one whose memory it may have."""
+        written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
+        twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
+        return {key: tensor._replace(same_as=twins.get(key)) for key, tensor in written.items()}
 
     def op(self, module: str, doc: str, grad_doc: str = "") -> Op:
         """The op, of a function of this module, with its gradient."""

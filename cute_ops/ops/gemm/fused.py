@@ -146,27 +146,20 @@ def fused_linear(
         TraceError: the function does what an expression cannot say.
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
-    name = name or getattr(epilogue, "__name__", "linear")
-    defaults = defaults_of(attrs or {})
-    if weight not in WEIGHTS:
-        _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
-    if save not in ("pre", "none"):
-        _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
+    name, attrs = name or getattr(epilogue, "__name__", "linear"), attrs or {}
+    defaults = defaults_of(attrs)
+    _check_options(name, weight, save)
     made = _Epilogue(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
     inputs = {"x": Tensor("*m k", "T", merged=True), "weight": Tensor(weight, "T")}
     given = {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
-    known = {ACC, *made.outputs}
-    if wrong := [key for key, dtype in (dtypes or {}).items() if key not in known or dtype not in FLOATS]:
-        _refuse(name, f"dtypes has {wrong[0]!r}; outputs {', '.join(made.outputs)} may have {', '.join(FLOATS)}")
-    usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in made.outputs.items()}
-    usual |= made.said(made.expression(defaults)) | dict(dtypes or {})
+    usual = made.output_dtypes(dtypes or {}, defaults)
     results = {key: Tensor(shape, usual[key]) for key, shape in made.outputs.items()}
     # A pass that reduces rows reads the product as the kernels' epilogues do, unrounded.
     acc = Tensor(made.shapes[ACC], usual.get(ACC, "float32" if made.late else "T"), hidden=True)
     # Where the op is declared.
     module = getattr(epilogue, "__module__", __name__)
     forward = Forward(
-        name, inputs["weight"], given, results, acc, made.expression, attrs or {}, module,
+        name, inputs["weight"], given, results, acc, made.expression, attrs, module,
         by=made.by,
     )  # fmt: skip
     itself = any(f"d{key}" in results for key in given)
@@ -175,7 +168,7 @@ def fused_linear(
     inputs |= {key: t._replace(otherwise="copy") for key, t in given.items()}
     common: dict[str, Any] = {
         "apart": made.apart(forward) if made.by_element or made.late else None, "inputs": inputs, "acc": acc,
-        "attrs": attrs or {}, "cases": cases, "module": module, "check": check, "called": called or name,
+        "attrs": attrs, "cases": cases, "module": module, "check": check, "called": called or name,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip
     saving = (
@@ -185,6 +178,13 @@ def fused_linear(
         name, made, outputs=results, grad=found.steps or None, handed_on=found.handed_on, saving=saving,
         no_gradient=found.no_gradient if found.steps else (), **common,
     )  # fmt: skip
+
+
+def _check_options(name: str, weight: str, save: str) -> None:
+    if weight not in WEIGHTS:
+        _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
+    if save not in ("pre", "none"):
+        _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
 
 
 def _declare(
@@ -319,6 +319,13 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"cute_ops.fused_linear: {name} cannot be fused: {why}")
 
 
+def _usual_outputs(expression: Expression) -> dict[str, str]:
+    """Names and shapes of outputs that are not declared."""
+    kinds = expression.output_kinds
+    names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
+    return {name: "*m n" if kind.columns else "*m 1" for name, kind in zip(names, kinds, strict=True)}
+
+
 class _Epilogue:
     """An epilogue, traced once for each combination of attributes."""
 
@@ -329,23 +336,14 @@ class _Epilogue:
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
         self.shapes = {ACC: "*m 2n" if packed else "*m n"}
         self.shapes |= {key: shape_of(shape) for key, shape in operands.items()}
-        if ACC in operands or ACC in (outputs or {}):
-            _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
-        if bools := [key for key, shape in operands.items() if "bool" in shape]:
-            _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+        self._check_operands(outputs or {})
         self._expressions = None if isinstance(epilogue, str) else self._of_function(epilogue, defaults)
         # Why no kernel computes it behind the product; empty where one does.
         self._traced, self.saves, self.late = ByAttrs(self._trace), False, ""
-        kinds = self._traced(defaults).output_kinds
-        names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
-        shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
-        self.outputs = dict(outputs or zip(names, shapes, strict=True))
+        self.outputs = dict(outputs or _usual_outputs(self._traced(defaults)))
         self.packs = any("2n" in shape for shape in (*self.shapes.values(), *self.outputs.values()))
         self.reduces = any(shape in COLUMNS for shape in self.outputs.values())
-        known = ("*m n", "*m 2n", "*m 1", COLUMN)
-        if wrong := [key for key, shape in self.outputs.items() if shape not in known]:
-            listed = ", ".join(map(repr, known))
-            _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; shapes of outputs are {listed}")
+        self._check_outputs()
         # The tensors that the values are stored in; a packed one takes two.
         self.writes = [f"{key}{half}" for key, shape in self.outputs.items() for half in SHAPES[shape_of(shape)].halves]
         found = self.expression(defaults)
@@ -358,6 +356,27 @@ class _Epilogue:
             self.by = "groups"
         # The row vector that is added to the product, if that is all.
         self.bias = next(iter(operands)) if text_of(found) == "e1(t,r) add 0 1 -> 2" else ""
+
+    def _check_operands(self, outputs: Mapping[str, str]) -> None:
+        if ACC in self.operands or ACC in outputs:
+            _refuse(self.name, f"an operand or an output is called {ACC!r}, as the product is")
+        if bools := [key for key, shape in self.operands.items() if "bool" in shape]:
+            _refuse(self.name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+
+    def _check_outputs(self) -> None:
+        known = ("*m n", "*m 2n", "*m 1", COLUMN)
+        if wrong := [key for key, shape in self.outputs.items() if shape not in known]:
+            listed = ", ".join(map(repr, known))
+            _refuse(self.name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; shapes of outputs are {listed}")
+
+    def output_dtypes(self, given: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, str]:
+        """The dtypes of outputs, or their variables: those given, those that the function says, or the usual ones."""
+        known = {ACC, *self.outputs}
+        if wrong := [key for key, dtype in given.items() if key not in known or dtype not in FLOATS]:
+            listed = ", ".join(self.outputs)
+            _refuse(self.name, f"dtypes has {wrong[0]!r}; outputs {listed} may have {', '.join(FLOATS)}")
+        usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in self.outputs.items()}
+        return usual | self.said(self.expression(defaults)) | dict(given)
 
     def with_acc(self) -> _Epilogue:
         """The epilogue with the product as one more output."""
