@@ -122,8 +122,10 @@ class Products(ABC, Generic[Array]):
         else:
             constants = tuple(attrs.items()) if attrs else ()
             what = caller, layout, save, *[a if a is None else a.shape for a in arrays]
+            # A name refers to nothing that may change.
+            key = (epilogue, what) if type(epilogue) is str and not attrs else key_of(epilogue, constants, *what)
             try:
-                function, fits, as_given = self.known[key_of(epilogue, constants, *what)]
+                function, fits, as_given = self.known[key]
             except (KeyError, TypeError):  # a symbolic shape has no hash
                 function, fits, as_given = self._remembered(make, what, epilogue, arrays, constants)
             if as_given:

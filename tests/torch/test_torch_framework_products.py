@@ -137,7 +137,7 @@ def frames(call: Callable[[], Any]) -> list[str]:
 
 def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public function in what suggests names, the op's, its look at the compiler, and the guard; for an epilogue
-    three more functions and a list find the op.
+    two more functions and a list find the op.
     """
     plain, biased = fast(linear.linear), fast(BIASED)
     monkeypatch.setattr(composites, "plain", plain)
@@ -157,7 +157,7 @@ def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatc
             for _ in range(2):
                 assert torch.equal(call(), torchs())
             seen = frames(call)
-            assert len(seen) == (5 if name == "linear" else 9), seen
+            assert len(seen) == (5 if name == "linear" else 8), seen
             with torch.no_grad():
                 assert len(frames(call)) == len(seen)
 
