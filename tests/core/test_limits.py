@@ -53,7 +53,7 @@ def test_few_functions_have_more_than_15_branches() -> None:
     counts = {where: branches(function) for where, function in functions()}
     many = {where: count for where, count in counts.items() if count > 15}
     assert len(many) <= 20, many
-    assert max(counts.values()) <= 28, max(counts, key=counts.__getitem__)
+    assert max(counts.values()) <= 25, max(counts, key=counts.__getitem__)
 
 
 def test_docstrings_do_not_lean_on_the_one_before() -> None:
