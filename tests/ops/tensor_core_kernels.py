@@ -47,6 +47,7 @@ class Scores:
     def __init__(self, variant):
         self.config, self.d = ScoresConfig.of(variant.config), variant.dims["d"]
         self.epilogue, stages = Epilogue(variant, self.config, batched=False), self.config.stages
+        self.epilogue.even = False  # an output has d columns, operands of scores have n, which may be odd
         REGISTERS.check(1)
         self.struct = SharedStruct((
             Buffer("q", MMA_M * self.d * 2), Buffer("k", KEYS * self.d * 2 * stages),
