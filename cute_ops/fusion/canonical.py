@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import LEAVES, Expression, Node
@@ -42,8 +43,12 @@ class Canonical(NamedTuple):
         return text_of(self.expression)
 
 
+@lru_cache(4096)
 def canonical(expression: Expression, n: int | str | None = None) -> Canonical:
-    """The canonical form of an expression. ``n``, the length of its rows, shows which sums are means."""
+    """The canonical form of an expression. ``n``, the length of its rows, shows which sums are means.
+
+    Layers of a model repeat the same few expressions, so it is computed once for each.
+    """
     flat = _rewritten(expression, n)
     colours = _Colours(flat)
     used = sorted({node.operand for node in flat.nodes if node.word == "operand"})

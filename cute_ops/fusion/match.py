@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression
@@ -36,6 +36,7 @@ class Meaning(NamedTuple):
     attrs: Mapping[str, Any]
 
 
+@lru_cache(4096)
 def meaning_of(expression: Expression) -> Meaning | None:
     """The meaning of an expression in its canonical form; None of one that is no op of ours."""
     text, numbers = with_holes(expression)
