@@ -11,7 +11,11 @@ from typing import Any, NoReturn, cast
 
 import jax
 from jax._src import api_util, linear_util
+from jax._src.core import ClosedJaxpr as ClosedJaxpr
+from jax._src.core import JaxprEqn as JaxprEqn
+from jax._src.core import Literal as Literal
 from jax._src.core import Primitive, get_axis_env  # jax.extend.core has the first, but takes Pallas along: 20 ms
+from jax._src.core import Tracer as Tracer
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax._src.interpreters import partial_eval
 from jax._src.interpreters.batching import BatchTracer

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from cute_ops_jax import _compat
+from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn
 
 # Makes the program of a jaxpr: a function with an attribute ``changed``.
 Make = Callable[[ClosedJaxpr], Any]

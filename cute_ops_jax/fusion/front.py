@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from cute_ops.fusion.graph import FLOATS, Graph, Node
+from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
 
 # Of JAX, words of the same meaning.
 _WORDS = {
@@ -90,7 +89,7 @@ class Front:
 
     def _held(self, constant: Any) -> Any:
         """A constant of a jaxpr: a number, or a value of an array."""
-        if not isinstance(constant, jax.core.Tracer) and np.ndim(constant) == 0 and _dtype(constant) in _VALUES:
+        if not isinstance(constant, Tracer) and np.ndim(constant) == 0 and _dtype(constant) in _VALUES:
             return constant
         return self._value(self.graph.input(_shape(constant), _dtype(constant)), None, 0, constant)
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from cute_ops.expressions.reference import REFERENCE, evaluate
 from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice, choose
 from cute_ops.fusion.graph import Node
 from cute_ops_jax import _compat
+from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of
 from cute_ops_jax.fusion.front import Front, Step, Value
