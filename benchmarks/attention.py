@@ -72,7 +72,9 @@ def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor
     def flex() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        compiled, masks = torch.compile(flex_attention), {}
+        # It is compiled anew for each shape and form, and runs unfused once that was too often.
+        torch._dynamo.config.recompile_limit = 256
+        compiled, masks = torch.compile(flex_attention, dynamic=False), {}
         window = FORMS[form].get("left", math.inf)
 
         def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
