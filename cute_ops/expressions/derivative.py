@@ -1,7 +1,7 @@
 """Reverse derivatives: from an expression, the expression of its operands' gradients.
 
 The derivative's operands are what it reads: operands of the expression, the outputs' cotangents and, where asked for,
-outputs that were saved. Forward values are computed again. A gradient is a sum of addends of the cotangents'
+outputs that were saved. Forward values are recomputed. A gradient is a sum of addends of the cotangents'
 shape. Each addend says over which dims it is still to be summed: a row vector's over the rows, a column vector's over
 the columns, a scalar's over both.
 

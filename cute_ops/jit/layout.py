@@ -261,7 +261,7 @@ def with_sizes(
     """A call with other sizes, which are not checked.
 
     Args:
-        dims: the sizes by name; derived ones are computed again.
+        dims: the sizes by name; derived ones are recomputed.
         inputs_of: from all sizes to the inputs.
     """
     op, constants = binding.op, {name: binding.attrs[name] for name in binding.op.attrs}

@@ -159,7 +159,7 @@ def store_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
 def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, streaming: cutlass.Constexpr = False):
     """Store the columns ``first + j`` that lie in ``[0, n)``: by one store if all do, else one by one."""
     if const_expr(cute.size(rX) * rX.element_type.width % 32 == 0):
-        # Without the barrier every element would be computed again before it is stored.
+        # Without the barrier every element would be recomputed before it is stored.
         compiler_barrier(rX)
     if first >= 0 and first + cute.size(rX) <= n:
         store(rX, address, streaming)

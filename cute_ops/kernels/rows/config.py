@@ -47,7 +47,7 @@ class FusedRowConfig(RowConfig):
     Attributes:
         stages: slots of shared memory.
         clusters: clusters that go from row to row; 0 where each has one group of rows.
-        keep: for ``one_pass``, whether values may be kept from stage to stage; else they are computed again from the
+        keep: for ``one_pass``, whether values may be kept from stage to stage; else they are recomputed from the
             operands, which takes fewer registers.
     """
 

@@ -128,7 +128,7 @@ causal_conv1d_bwd = Op(
     With ``x_t`` the inputs, those of the initial state before them, and ``g_t = dout_t * activation'(...)``:
     ``dx_t = sum_j weight[:, j] * g_(t + w - 1 - j)``, likewise ``dinitial_state``; the last w-1 also get
     ``dfinal_state``. ``dweight[:, j] = sum_t g_t * x_(t - w + 1 + j)``, ``dbias = sum_t g_t``, over all sequences.
-    The convolution is computed again from x. Sums are in float32, in a fixed order: results are deterministic.
+    The convolution is recomputed from x. Sums are in float32, in a fixed order: results are deterministic.
     """,
 )
 

@@ -100,7 +100,7 @@ class EpilogueDerivative(NamedTuple):
 
 def gradient(forward: Forward, save: bool) -> Gradient:
     """How the gradient of a product with an epilogue is computed; with ``save`` the product is saved where the gradient
-    needs it, else it is computed again.
+    needs it, else it is recomputed.
     """
     made = _Gradient(forward)
     d_acc, first = made.d_acc, made.first()

@@ -248,7 +248,7 @@ def linear_acc(dtype: str, across: bool) -> Op:
     name = f"linear{'_kn' if across else ''}_acc{'' if dtype == 'T' else f'_{dtype}'}"
     return declare(
         name, "LinearDx" if across else "Linear", ("m", "n", "k"), {"x": X, "weight": ACROSS if across else WEIGHT},
-        {"acc": OUT._replace(dtype=dtype)}, doc="A product that the forward has not saved, computed again.",
+        {"acc": OUT._replace(dtype=dtype)}, doc="A product that the forward has not saved, recomputed.",
     )  # fmt: skip
 
 

@@ -86,6 +86,6 @@ layernorm = declare(
 
     With ``r = rsqrt(var(x) + eps)``, ``y = (x - mean(x)) * r`` and ``g = dout * weight``:
     ``dx = r * (g - mean(g) - y * mean(g * y))``, ``dweight = sum_rows(dout * y)``, ``dbias = sum_rows(dout)``.
-    Mean and ``r`` are computed again from x. Sums are in float32, in a fixed order: results are deterministic.
+    Mean and ``r`` are recomputed from x. Sums are in float32, in a fixed order: results are deterministic.
     """,
 )

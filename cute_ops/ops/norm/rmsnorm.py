@@ -88,6 +88,6 @@ rmsnorm = declare(
 
     With ``r = rsqrt(mean(x^2) + eps)``, ``y = x * r`` and ``g = dout * (weight_offset + weight)``:
     ``dx = r * (g - y * mean(g * y))``, ``dweight = sum_rows(dout * y)``, ``dbias = sum_rows(dout)``.
-    ``r`` is computed again from x. Sums are in float32, in a fixed order: results are deterministic.
+    ``r`` is recomputed from x. Sums are in float32, in a fixed order: results are deterministic.
     """,
 )
