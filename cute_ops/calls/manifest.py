@@ -177,28 +177,21 @@ def _word(name: str) -> str:
 def _call(words: list[str], files: bool) -> Call:
     word, *rest = words
     name = json_schema.parse(word, str) if word.startswith('"') else word
-    place = name.rpartition(":")[0]
-    if place.endswith(".py") and not files:
+    module = name.rpartition(":")[0]
+    if module.endswith(".py") and not files:
         raise ValueError(
-            f"it names the Python file {place}, which would be executed: --allow-files (files=True) allows that, if "
+            f"it names the Python file {module}, which would be executed: --allow-files (files=True) allows that, if "
             "you trust the manifest and the file"
         )
-    op = lookup.find(name)
-    inputs, memory, attrs = {}, {}, {}
-    dynamic = bool(rest) and rest[-1] == "dynamic"
+    op, dynamic = lookup.find(name), bool(rest) and rest[-1] == "dynamic"
+    inputs: dict[str, Array] = {}
+    memory: dict[str, Memory] = {}
+    attrs: dict[str, Any] = {}
     for word in rest[: len(rest) - dynamic]:
-        match = _INPUT.fullmatch(word)
-        if match:
-            key, dtype, shape, strides, align = match.groups()
-            if dtype not in ITEMSIZE:
-                raise ValueError(f"unknown dtype {dtype!r}{meant(dtype, ITEMSIZE)} in {word!r}")
-            sizes = tuple(ROWS if size == "*" else int(size) for size in shape.split(",") if size)
-            inputs[key] = Array(sizes, dtype)
-            if strides or align:
-                steps = tuple(map(int, strides.split(","))) if strides else compact(sizes)
-                if len(steps) != len(sizes):
-                    raise ValueError(f"{word!r} has {len(steps)} strides for {len(sizes)} dims")
-                memory[key] = Memory(steps, int(align) if align else 0)
+        if match := _INPUT.fullmatch(word):
+            key = match[1]
+            inputs[key], layout = _input(match)
+            memory |= {key: layout} if layout else {}
         elif "=" in word:
             key, _, value = word.partition("=")
             try:
@@ -208,10 +201,21 @@ def _call(words: list[str], files: bool) -> Call:
         else:
             raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
     bound = bind(op, inputs, attrs)
-    call = Call(name, inputs, memory, _differing(op, {n: bound.attrs[n] for n in attrs}), dynamic)
     if bound.empty:
         raise ValueError("an input or output has no element: such a call runs the reference, no kernel")
-    return call
+    return Call(name, inputs, memory, _differing(op, {n: bound.attrs[n] for n in attrs}), dynamic)
+
+
+def _input(match: re.Match[str]) -> tuple[Array, Memory | None]:
+    """An input, and its memory where it is not compact and 16-byte aligned."""
+    word, dtype, shape, strides, align = match[0], match[2], match[3], match[4], match[5]
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"unknown dtype {dtype!r}{meant(dtype, ITEMSIZE)} in {word!r}")
+    sizes = tuple(ROWS if size == "*" else int(size) for size in shape.split(",") if size)
+    steps = tuple(map(int, strides.split(","))) if strides else compact(sizes)
+    if len(steps) != len(sizes):
+        raise ValueError(f"{word!r} has {len(steps)} strides for {len(sizes)} dims")
+    return Array(sizes, dtype), Memory(steps, int(align) if align else 0) if strides or align else None
 
 
 def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,13 +101,14 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         raise call.error(ValueError, problem)
     constants = {name: values[name] for name in op.attrs}
     dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-    present = {name: tensor for name, tensor in op.outputs.items() if name not in absent}
-    for name, dim in ((name, dim) for name, tensor in present.items() for dim in tensor.dims if not dim.name):
-        if wrong := dim.wrong(dims):
-            raise call.error(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
-    shapes = {name: Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype)) for name, tensor in present.items()}
-    outputs = {name: shapes.get(name) for name in op.outputs}
-    return binding._replace(outputs=outputs, results={**{name: call.inputs[name] for name in op.mutates}, **outputs})
+    outputs: dict[str, Array | None] = {}
+    for name, tensor in op.outputs.items():
+        for dim in () if name in absent else tensor.dims:
+            if not dim.name and (wrong := dim.wrong(dims)):
+                raise call.error(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
+        outputs[name] = None if name in absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
+    results = {**{name: call.inputs[name] for name in op.mutates}, **outputs}
+    return Binding(op, dims, dtypes, values, call.inputs, outputs, results)
 
 
 class _Call:
@@ -240,12 +241,17 @@ class _Call:
         return kind(value)
 
     def absent_outputs(self, attrs: Mapping[str, Any]) -> set[str]:
-        """The outputs that the call does not have, once dtypes that attributes name are bound."""
-        outputs = self.op.outputs
-        self.dtypes |= {t.dtype: attrs[t.dtype] for t in outputs.values() if t.dtype in attrs}
-        dtype = {name: self.dtypes.get(t.dtype, t.dtype) for name, t in outputs.items()}
-        absent = {name for name, t in outputs.items() if t.given is not None and self.inputs[t.given] is None}
-        return absent | {n for n, t in outputs.items() if t.same_as is not None and dtype[n] == dtype[t.same_as]}
+        """The outputs that the call does not have; binds the dtypes that attributes name, too."""
+        outputs, dtypes, absent = self.op.outputs, self.dtypes, set()
+        dtypes |= {tensor.dtype: attrs[tensor.dtype] for tensor in outputs.values() if tensor.dtype in attrs}
+        for name, tensor in outputs.items():
+            if tensor.given is not None and self.inputs[tensor.given] is None:
+                absent.add(name)
+            elif tensor.same_as is not None:
+                own, other = tensor.dtype, outputs[tensor.same_as].dtype
+                if dtypes.get(own, own) == dtypes.get(other, other):
+                    absent.add(name)
+        return absent
 
 
 def expanded_shape(tensor: Tensor, array: Array, dims: Mapping[str, Any]) -> tuple[Any, ...] | None:
