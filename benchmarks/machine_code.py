@@ -359,7 +359,7 @@ def _record_there(checkout: Path, out: Path, only: str, rows: bool) -> None:
     own = checkout / "benchmarks" / "machine_code.py"
     script = own if own.exists() and ("--rows" in own.read_text() or not rows) else Path(__file__)
     command = [sys.executable, str(script), str(out), "--only", only, "--checkout", str(checkout), *["--rows"] * rows]
-    subprocess.run(command, check=True)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def read(path: Path) -> dict[str, list[Kernel]]:

@@ -21,11 +21,10 @@ from cute_ops.kernels.tensor_core.accumulators import AccumulatorTile, as_operan
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 from cute_ops.kernels.tensor_core.shared import SharedMemory
 from cute_ops.kernels.tensor_core.shared_struct import Buffer, SharedStruct, mbarriers
-from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP, RegisterBudget
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 from cute_ops.kernels.tensor_core.tma import TmaTensor, load_tensor, store_tensor, tma_copy
 from tests.ops.tensor_cores import ScoresConfig
 
-REGISTERS = RegisterBudget(load=40, multiply=232)
 KEYS = 128  # of a tile
 PAIRS = 4  # of columns that are computed at once
 
@@ -48,7 +47,6 @@ class Scores:
         self.config, self.d = ScoresConfig.of(variant.config), variant.dims["d"]
         self.epilogue, stages = Epilogue(variant, self.config, batched=False), self.config.stages
         self.epilogue.even = False  # an output has d columns, operands of scores have n, which may be odd
-        REGISTERS.check(1)
         self.struct = SharedStruct((
             Buffer("q", MMA_M * self.d * 2), Buffer("k", KEYS * self.d * 2 * stages),
             Buffer("v", KEYS * self.d * 2 * stages), mbarriers("q_full", 1), mbarriers("k_full", stages),
@@ -93,7 +91,6 @@ class Scores:
         pipeline_init_wait(cta)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < WARPGROUP // WARP:
-            cute.arch.setmaxregister_decrease(REGISTERS.load)
             if warp == 0:
                 copies = (
                     tma_copy(q.atom, sQ, cute.local_tile(q.tensor, (MMA_M, self.d), (None, 0))),
@@ -102,7 +99,6 @@ class Scores:
                 )
                 self._load(pipelines, copies, cute.ceil_div(shape[1], KEYS))
         else:
-            cute.arch.setmaxregister_increase(REGISTERS.multiply)
             self._multiply(pipelines, mmas, (sQ, sK, sV), operands, (mOut, shape))
 
     @cute.jit

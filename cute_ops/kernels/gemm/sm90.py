@@ -39,6 +39,7 @@ class GemmSm90:
 
     def __init__(self, variant, epilogue, parts=()):
         config = GemmConfig.of(variant.config)
+        REGISTERS.check(config.groups * config.sharing)
         self.config, self.pdl = config, True
         self.mainloop, self.store = Mainloop(config, epilogue.halves), Store(config, epilogue, parts)
         self.parts = self.store.parts
