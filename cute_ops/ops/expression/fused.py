@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from cute_ops.declaration.attributes import defaults_of
@@ -77,8 +77,11 @@ def fused(
         raise TypeError(f"cute_ops.fused: argument `operands` must be shapes by name, {{'x': '*m n'}}, got {came}.")
     attrs, name = attrs or {}, name or function.__name__
     shapes = {key: shape_of(operand) for key, operand in operands.items()}
-    made = _Fused(name, Traces(name, function, shapes, attrs), operands, outputs, attrs, cases, no_gradient)
-    return made.op(function.__module__, doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.", grad_doc)
+    found = _Fused(
+        name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
+        no_gradient=no_gradient,
+    )  # fmt: skip
+    return found.op(function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc)
 
 
 def fused_traced(
@@ -86,9 +89,9 @@ def fused_traced(
     function: Callable[..., Any] | None, called: str,
 ) -> Op:  # fmt: skip
     """The op of an expression, of a ``function`` that it was traced from. Other arguments as in :func:`fused`."""
-    made = _Fused(name, ByAttrs(lambda _: expression), operands, (), {}, CASES, no_gradient)
+    found = _Fused(name, ByAttrs(lambda _: expression), operands, no_gradient=no_gradient)
     doc = function and inspect.getdoc(function)
-    return made.op(function.__module__ if function else __name__, doc or f"``{called}`` in one pass.")
+    return found.op(function.__module__ if function else __name__, doc or f"``{called}`` in one pass.")
 
 
 def fused_again(
@@ -97,10 +100,10 @@ def fused_again(
     """The op of a function's gradients together with its outputs, for a backward that needs both; it has no gradient.
     Arguments as in :func:`fused`.
     """
-    made = _Fused(name, Traces(name, function, operands, {}), operands, (), {}, cases)
-    inputs, outputs = made.inputs | made.cotangents, made.gradients | made.results
-    both = ByAttrs(partial(made.differentiated, again=True))
-    return declare(name, both, inputs, outputs, module=function.__module__, doc=doc, **made.common)
+    alone = _Fused(name, Traces(name, function, operands, {}), operands, cases=cases)
+    inputs, outputs = alone.inputs | alone.cotangents, alone.gradients | alone.results
+    both = ByAttrs(partial(alone.differentiated, recompute=True))
+    return declare(name, both, inputs, outputs, module=function.__module__, doc=doc, **alone.fields)
 
 
 ANY = "any"
@@ -129,81 +132,101 @@ def _dtype(name: str, operand: str) -> str:
     return "T" if _is_tile(shape) and not dtype else f"T_{name}"
 
 
-def _shapes_of(expression: Expression, names: tuple[str, ...]) -> dict[str, str]:
-    """The shapes of outputs by name: tiles, and column vectors for values without columns."""
+def _output_shapes(names: Sequence[str], expression: Expression) -> dict[str, str]:
+    """The shapes of outputs: tiles, and column vectors for values without columns."""
     kinds = expression.output_kinds
-    names = names or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
+    names = names or (("out",) if len(kinds) == 1 else [f"out{i}" for i in range(len(kinds))])
     columns = {name: "*m 1" for name, kind in zip(names, kinds, strict=False) if not kind.columns}
     return dict.fromkeys(names, "*m n") | columns
 
 
-def _counts(formula: Formula) -> bool:
-    """Whether it reads the length of a row."""
-    return any(node.word == "n" for node in formula.expression.nodes)
-
-
 class _Fused:
-    """A function's expressions by its attributes, and the fields of its declarations."""
+    """The op of an expression, which attributes may change, and its gradient.
+
+    Attributes:
+        operands: their shapes; ``wanted``: of those that have a gradient.
+        dtypes: those of operands, or their variables.
+        outputs: their shapes.
+        tile: the first tile among the operands; ``deciding``: those on whose dtypes outputs' dtypes depend.
+        forward: gives the formula of the op by its attributes, ``backward`` that of its gradient.
+        handed_on: operands whose gradient is an output's cotangent; ``twins``: whose gradient is another operand's.
+        saved: outputs that the gradient reads, by index.
+    """
 
     def __init__(
-        self, name: str, expression: ByAttrs[Expression], given: Mapping[str, str], outputs: Sequence[str],
-        attrs: Attrs, cases: tuple[Case, ...], no_gradient: Sequence[str] = (),
+        self, name: str, expression: ByAttrs[Expression], operands: Mapping[str, str], *, outputs: Sequence[str] = (),
+        attrs: Attrs | None = None, cases: tuple[Case, ...] = CASES, no_gradient: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.name, self.expression, self.no_gradient = name, expression, tuple(no_gradient)
-        self.operands = operands = {key: shape_of(operand) for key, operand in given.items()}
-        self.dtypes = {key: _dtype(key, operand) for key, operand in given.items()}
-        self.wanted = {key: shape for key, shape in operands.items() if key not in no_gradient}
-        # The function itself; and the gradients of operands, before sums over the dims that these lack.
+        self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
+        self.no_gradient = tuple(no_gradient)
+        self.operands = {key: shape_of(operand) for key, operand in operands.items()}
+        self.dtypes = {key: _dtype(key, operand) for key, operand in operands.items()}
+        self.wanted = {key: shape for key, shape in self.operands.items() if key not in no_gradient}
         self.forward, self.backward = ByAttrs(self._traced), ByAttrs(self.differentiated)
-        defaults = defaults_of(attrs)
-        self.outputs = _shapes_of(expression(defaults), tuple(outputs))
-        self._check_operands()
-        tiles = [key for key, shape in operands.items() if _is_tile(shape)]
+        defaults = defaults_of(self.attrs)
+        self.outputs = _output_shapes(outputs, expression(defaults))
+        tiles = self._tiles()
         self.tile = tiles[0]
-        # The tiles on whose dtypes those of outputs depend.
-        self.deciding = [key for key in tiles if _declared(given[key])[0] != ANY] or tiles
+        self.deciding = [key for key in tiles if _declared(operands[key])[0] != ANY] or tiles
         self.output_dtypes: tuple[str, ...] = ()
-        forward = self.forward(defaults)
-        # Other values of attributes may give other gradients.
-        self.handed_on, self.twins = ({}, {}) if attrs else self._passed_on(forward.expression)
-        computed, by_rows = self._computed(), self._backward_by_rows(forward)
-        self.saved = () if attrs else worth_saving(forward.expression, computed, sum_columns=by_rows)
-        backward = self.backward(defaults)
-        self.inputs = {key: Tensor(shape, self.dtypes[key]) for key, shape in operands.items()}
-        dtypes: dict[str, str] = dict(zip(self.outputs, self.output_dtypes, strict=True))
-        self.results = {out: Tensor(shape, dtypes[out]) for out, shape in self.outputs.items()}
-        self.gradients = {f"d{key}": self.inputs[key] for key in self.wanted}
-        self.written_gradients = self._written_gradients()
-        self.cotangents = {f"d{out}": tensor for out, tensor in self.results.items()}
-        self.grad_inputs = self._kept(operands.keys() if attrs else {*backward.reads}) | self.cotangents
-        alone = forward.by_rows or any("2n" in shape for shape in operands.values())
-        counts = not forward.by_rows and (_counts(forward) or _counts(backward))
-        self.common: dict[str, Any] = {
-            "attrs": attrs, "cases": cases, "config": Formula.config_alone,
-            "static": ("n",) if counts else WhileFew("n"), "sharding": Sharding(parallel=() if alone else ("n",)),
-        }  # fmt: skip
+        forward, self.handed_on, self.twins, self.saved = self.forward(defaults), {}, {}, ()
+        if not attrs:  # other values of attributes may give other gradients
+            self.handed_on, self.twins = self._passed_on(forward.expression)
+            by_rows = self._backward_by_rows(forward)
+            self.saved = worth_saving(forward.expression, self._computed(), sum_columns=by_rows)
 
-    def _check_operands(self) -> None:
+    def _tiles(self) -> list[str]:
         if bools := [key for key, shape in self.operands.items() if "bool" in shape]:
             self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         if not any(map(_is_tile, self.operands.values())):
             self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
+        return [key for key, shape in self.operands.items() if _is_tile(shape)]
 
-    def _written_gradients(self) -> dict[str, Tensor]:
-        """The gradients that are not cotangents, each with the other one whose memory it may have."""
-        written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
-        twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
-        return {key: tensor._replace(same_as=twins.get(key)) for key, tensor in written.items()}
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        return {key: Tensor(shape, self.dtypes[key]) for key, shape in self.operands.items()}
+
+    @cached_property
+    def results(self) -> dict[str, Tensor]:
+        dtypes = zip(self.outputs.items(), self.output_dtypes, strict=True)
+        return {out: Tensor(shape, dtype) for (out, shape), dtype in dtypes}
+
+    @property
+    def cotangents(self) -> dict[str, Tensor]:
+        return {f"d{out}": tensor for out, tensor in self.results.items()}
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        return {f"d{key}": self.inputs[key] for key in self.wanted}
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """What the op and its gradient declare alike."""
+        defaults = defaults_of(self.attrs)
+        forward, backward = self.forward(defaults), self.backward(defaults)
+        counts = any(node.word == "n" for each in (forward, backward) for node in each.expression.nodes)
+        whole = forward.by_rows or any("2n" in shape for shape in self.operands.values())
+        return {
+            "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
+            "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
+            "sharding": Sharding(parallel=() if whole else ("n",)),
+        }  # fmt: skip
 
     def op(self, module: str, doc: str, grad_doc: str = "") -> Op:
         """The op, of a function of this module, with its gradient."""
+        read = self.operands.keys() if self.attrs else {*self.backward(defaults_of(self.attrs)).reads}
+        twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
+        written = {
+            key: tensor._replace(same_as=twins.get(key))
+            for key, tensor in self.gradients.items() if key[1:] not in self.handed_on
+        }  # fmt: skip
         gradient = declare(
-            f"{self.name}_bwd", self.backward, self.grad_inputs, self.written_gradients, module=module,
-            doc=grad_doc or f"Gradient of :func:`{self.name}`.", **self.common,
+            f"{self.name}_bwd", self.backward, self._kept(read) | self.cotangents, written, module=module,
+            doc=grad_doc or f"Gradient of :func:`{self.name}`.", **self.fields,
         )  # fmt: skip
         return declare(
             self.name, self.forward, self.inputs, self.results, module=module, grad=gradient, doc=doc,
-            handed_on=self.handed_on, no_gradient=self.no_gradient, **self.common,
+            handed_on=self.handed_on, no_gradient=self.no_gradient, **self.fields,
         )  # fmt: skip
 
     def _refuse(self, why: str) -> NoReturn:
@@ -282,25 +305,25 @@ class _Fused:
             self._refuse(f"{out} is computed from tiles of {dtypes}: say its dtype, xp.astype({out}, 'float32')")
         return found.pop() if len(found) == 1 else "float32"
 
-    def differentiated(self, attrs: Attrs, again: bool = False) -> Formula:
-        """The gradients that have to be computed; with ``again`` all of them, and the function itself."""
+    def differentiated(self, attrs: Attrs, recompute: bool = False) -> Formula:
+        """The gradients that have to be computed; with ``recompute`` all of them, and the outputs."""
         forward = self.forward(attrs)
         by_rows = self._backward_by_rows(forward)
-        saved = () if again else self.saved
-        found = differentiate(forward.expression, self._computed(again), saved, sum_columns=by_rows, again=again)
+        saved, wanted = () if recompute else self.saved, self._computed(recompute)
+        found = differentiate(forward.expression, wanted, saved, sum_columns=by_rows, again=recompute)
         tensors, outputs = [*self.operands], [*self.outputs]
         names = {"operand": tensors, "output": outputs, "cotangent": [f"d{out}" for out in outputs]}
         reads = tuple(names[source.role][source.position] for source in found.sources)
         writes = tuple(f"d{tensors[addend.operand]}{addend.half}" for addend in found.addends)
         kinds = "".join(str(SHAPES[self.operands[tensors[addend.operand]]].kind) for addend in found.addends)
-        if again:
+        if recompute:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         tile = next((f"d{out}" for out, shape in self.outputs.items() if shape == "*m n"), self.tile)
         return Formula(found.expression, by_rows, reads, writes, kinds, tile)
 
-    def _computed(self, again: bool = False) -> list[int]:
-        """The operands, by index, whose gradient the backward op computes; with ``again`` all that have one."""
-        idle = set() if again else {*self.handed_on}
+    def _computed(self, recompute: bool = False) -> list[int]:
+        """The operands, by index, whose gradient the backward op computes; with ``recompute`` all that have one."""
+        idle = set() if recompute else {*self.handed_on}
         return [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
 
     def _backward_by_rows(self, forward: Formula) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cute_ops.declaration.config import Config, Needs, Problem
 from cute_ops.expressions.graph import Expression
@@ -94,6 +94,9 @@ ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
 GROUP_COLUMNS, GROUP_THREADS, GROUP_SM_THREADS, GROUP_SM_CTAS = 8, 512, 1536, 8
 
 
+Form = Literal["one_pass", "ring", "passes"]
+
+
 class RowExpression(NamedTuple):
     """What an expression reads and writes of each row.
 
@@ -159,23 +162,19 @@ class RowExpression(NamedTuple):
         return bool({*self.texts.kinds} & {"t", "r"}) and self.depth < len(stages(self.expression))
 
     @property
-    def slow(self) -> bool:
-        """Whether it takes many special instructions."""
-        return self.expression.cost[0] >= SLOW
-
-    @property
-    def dear(self) -> bool:
-        """Whether it takes longer to compute than to load, see :data:`DEAR`."""
-        return self.special >= DEAR
-
-    @property
-    def few_special(self) -> bool:
-        """Whether it takes some special instructions, but is not slow, and outputs wait for two stages at most."""
+    def few(self) -> bool:
+        """Whether a few special instructions and at most two stages leave a thread registers for what it keeps."""
         return self.depth <= 2 and 0 < self.special < SLOW
 
     @property
-    def many_reductions(self) -> bool:
+    def many(self) -> bool:
+        """Whether rows of several tiles have many reductions."""
         return self.read > 1 and sum(map(len, stages(self.expression))) >= MANY_REDUCTIONS
+
+    @property
+    def slow(self) -> bool:
+        """Whether it takes many special instructions."""
+        return self.expression.cost[0] >= SLOW
 
     @property
     def special(self) -> int:
@@ -204,36 +203,42 @@ class RowExpression(NamedTuple):
             return self._unaligned(row)
         span = -(-row.touched // cluster)
         share = self._threads_of_row(row, span, cluster)
-        held = -(-span // share) * row.vector_elements * max(self.read, 1)
-        keep = held <= MOST_KEPT * (2 if self._wide(cluster) and self.few_special and not self.late else 1)
-        threads = _room(row, share) // share * share
-        resident = self._resident(row, cluster, share, keep)
-        return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
-
-    def _wide(self, cluster: int) -> bool:
-        """Whether two tiles in the registers of clusters take :data:`WIDE_THREADS` of an SM."""
-        return cluster > 1 and self.read == 2 and not self.dear
+        room = max(256 if row.vectors <= WARP else 128, share)
+        threads = room // share * share
+        most_kept = MOST_KEPT * (2 if self._wide(cluster) and self.few and not self.late else 1)
+        keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
+        resident = self._resident(row, cluster, share, threads, keep)
+        return self._config("one_pass", threads, share, cluster, resident, align_vectors=row.align_vectors, keep=keep)
 
     def _threads_of_row(self, row: RowProblem, span: int, cluster: int) -> int:
-        """Threads of each CTA that hold a row in registers."""
+        """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
+        dear = self.special >= DEAR
         if row.vectors <= WARP:
-            return threads_for(row.vectors, 2) if self.dear and row.aligned else row_threads(row)
+            return threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
         if self.read > 1 and not self._wide(cluster):
-            single = span <= PAIR_THREADS and not self.special and not self.many_reductions
+            single = span <= PAIR_THREADS and not self.special and not self.many
             return threads_for(span, 1 if single else 2)
         if self.special >= SLOW:
             return threads_for(span, SLOW_VECTORS)
-        return threads_for(span, 4) if cluster > 1 or (self.dear and row.aligned) else row_threads(row)
+        return threads_for(span, 4) if cluster > 1 or (dear and row.aligned) else row_threads(row)
 
-    def _resident(self, row: RowProblem, cluster: int, share: int, keep: bool) -> int:
-        """CTAs of an SM that hold rows in registers, ``share`` threads each; ``keep``: values are kept in float32."""
-        span, short, room = -(-row.touched // cluster), row.vectors <= WARP, _room(row, share)
-        if self.few_special and (keep or self.late) and not short and (self.dear or self.read > 1):
-            most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
-            return max((DEAR_CLUSTER_THREADS if cluster > 1 and self.read == 1 else most) // room, 1)
-        if self.many_reductions and not (self.special or short) and cluster == 1 and span <= PAIR_THREADS:
-            return max(MANY_REDUCED_THREADS // (room // share * share), 1)
-        return 2 if self.read > 1 and share == PAIR_THREADS and not (self.slow or (self.special and keep)) else 1
+    def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
+        """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
+        short, span = row.vectors <= WARP, -(-row.touched // cluster)
+        if self.few and (keep or self.late) and not short and (self.special >= DEAR or self.read > 1):
+            if cluster > 1 and self.read == 1:
+                most = DEAR_CLUSTER_THREADS
+            else:
+                most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
+            return max(most // max(128, share), 1)
+        if self.many and not (self.special or short) and cluster == 1 and span <= PAIR_THREADS:
+            return max(MANY_REDUCED_THREADS // threads, 1)
+        pair = self.read > 1 and share == PAIR_THREADS
+        return 2 if pair and not self.slow and not (self.special and keep) else 1
+
+    def _wide(self, cluster: int) -> bool:
+        """Whether two tiles, not dear ones, are in the registers of clusters."""
+        return cluster > 1 and self.read == 2 and self.special < DEAR
 
     def _uneven(self, row: RowProblem) -> bool:
         """Whether :meth:`_unaligned` serves such rows."""
@@ -247,7 +252,9 @@ class RowExpression(NamedTuple):
         share = threads_for(row.touched, per_thread)
         threads = max(128 // share, 1) * share
         resident = max(most // threads, 1)
-        return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=not self.late)
+        return self._config(
+            "one_pass", threads, share, 1, resident, align_vectors=row.align_vectors, keep=not self.late
+        )
 
     def _in_ring(self, row: RowProblem) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
@@ -264,48 +271,58 @@ class RowExpression(NamedTuple):
         resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
         if self.read == 1 and self.weights == 1 and WEIGHTED_CTAS * slot <= room:
             resident = max(resident, min(WEIGHTED_CTAS, most // threads))
-        return self._made("ring", threads, threads, cluster, max(resident, 1), row.align_vectors)
+        return self._config("ring", threads, threads, cluster, max(resident, 1), align_vectors=row.align_vectors)
 
     def _persistent(self, problem: Problem, row: RowProblem) -> FusedRowConfig:
         """Persistent clusters with two or more slots, and the sums of a thread's columns in registers."""
         vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
-        pair = self.read == 2 and self.sums == 1 and row.aligned and not self.slow
-        halved = pair and self.depth and cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
+        halved = self._halved(row, cluster)
         cluster += halved
         span = -(-row.touched // cluster)
-        alone = pair and span > HALVED_VECTORS
-        if self.read > 2 and self.sums == 1 and row.aligned and cluster == 1 and span >= ALONE_VECTORS:
-            alone = True
-        per_thread, sm_threads = self._vectors_of_walk(row, span, cluster, alone)
+        alone = self._alone(row, span, cluster)
+        per_thread, sm_threads = self._vectors_and_threads(row, span, cluster, alone)
         share = threads_for(span, per_thread, 1024)
         per_thread = -(-span // share)
         threads = share if cluster > 1 else max(256 // share, 1) * share
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        stages = 3 if (alone or (cluster > 1 and not halved)) and 3 * slot <= room else 2
-        resident = max(1, min(room // (stages * slot), sm_threads // threads))
-        clusters = resident_clusters(problem, cluster) * resident
-        return self._made(
-            "ring", threads, share, cluster, resident, row.align_vectors, stages=stages,
-            clusters=in_step(clusters, row, row.align_vectors),
-        )  # fmt: skip
+        slots = 3 if (alone or (cluster > 1 and not halved)) and 3 * slot <= room else 2
+        resident = max(1, min(room // (slots * slot), sm_threads // threads))
+        clusters = in_step(resident_clusters(problem, cluster) * resident, row, row.align_vectors)
+        return self._config(
+            "ring", threads, share, cluster, resident, align_vectors=row.align_vectors, stages=slots, clusters=clusters
+        )
 
-    def _vectors_of_walk(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
-        """Vectors of a thread of persistent clusters, and threads of an SM; ``alone``: one CTA has an SM to itself."""
+    def _vectors_and_threads(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
+        """Vectors of a thread and threads of an SM, in persistent clusters."""
+        per_thread, sm_threads = step(PERSISTENT, span)
         if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
             return min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
         if alone:
             return -(-span // ALONE_THREADS), ALONE_THREADS
         if self._streams(span, cluster):
             return 1, STREAMED_THREADS
-        per_thread, sm_threads = step(PERSISTENT, span)
         if self.packed and row.n * row.itemsize % ASYNC_BYTES:
             sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
         elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         return max(per_thread // max(self.sums, 1), 1), sm_threads
+
+    def _pair(self, row: RowProblem) -> bool:
+        """Whether persistent CTAs hold two tiles and the sums of one row vector."""
+        return self.read == 2 and self.sums == 1 and row.aligned and not self.slow
+
+    def _halved(self, row: RowProblem, cluster: int) -> bool:
+        """Whether two CTAs share a row of two tiles that one could hold."""
+        longer = cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
+        return bool(self._pair(row) and self.depth and longer)
+
+    def _alone(self, row: RowProblem, span: int, cluster: int) -> bool:
+        """Whether one CTA has an SM for itself."""
+        three = self.read > 2 and self.sums == 1 and row.aligned and cluster == 1 and span >= ALONE_VECTORS
+        return three or (self._pair(row) and span > HALVED_VECTORS)
 
     def _streams(self, span: int, cluster: int) -> bool:
         """Whether sums over rows of so many vectors wait for nothing, and two CTAs fit an SM."""
@@ -316,16 +333,13 @@ class RowExpression(NamedTuple):
         clusters = 0
         if self.summed:
             clusters = max(2 * problem.sm_count // PERIOD, 1) * PERIOD
-        return self._made("passes", threads, align_vectors=align_vectors, clusters=clusters)
+        return self._config("passes", threads, align_vectors=align_vectors, clusters=clusters)
 
-    def _made(
-        self, form: Literal["one_pass", "ring", "passes"], threads: int, threads_per_row: int = 0, cluster: int = 1,
-        resident: int = 1, align_vectors: int = 1, *, stages: int = 1, clusters: int = 0, keep: bool = False,
-    ) -> FusedRowConfig:  # fmt: skip
-        return FusedRowConfig(
-            form, threads, threads_per_row, cluster, resident, align_vectors, stages=stages, clusters=clusters,
-            keep=keep, **self.texts._asdict(),
-        )  # fmt: skip
+    def _config(
+        self, form: Form, threads: int, threads_per_row: int = 0, cluster: int = 1, resident: int = 1, **more: Any
+    ) -> FusedRowConfig:
+        """The config of this expression; ``more``: its other fields."""
+        return FusedRowConfig(form, threads, threads_per_row, cluster, resident, **more, **self.texts._asdict())
 
     def partials(self, problem: Problem, config: FusedRowConfig) -> tuple[int, int]:
         """Partial sums of a row vector, one per cluster, and of a scalar, one per row that clusters hold at a time."""
@@ -337,11 +351,6 @@ class RowExpression(NamedTuple):
             if problem.n is None or not self.row(problem).aligned:
                 clusters = min(-(-groups // PERIOD) * PERIOD, config.clusters)
         return clusters, clusters * rows
-
-
-def _room(row: RowProblem, share: int) -> int:
-    """Threads of a CTA that holds rows in registers, ``share`` threads each, before whole rows of it are taken."""
-    return max(256 if row.vectors <= WARP else 128, share)
 
 
 # After PERIOD rows, rows of any length start at the same place of a cache line again.
