@@ -12,7 +12,7 @@ from typing import Any
 
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import FUSED, Product, Program
+from cute_ops.declaration.program import FUSED, ProductPlan, Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
@@ -148,7 +148,7 @@ def _op(transposed: bool) -> Op:
     def reference(
         xp: Any, x: Any, weight: Any, residual: Any, norm_weight: Any, *, eps: float, fused: str
     ) -> tuple[Any, Any]:
-        acc = exact(xp, Product(None if transposed else 1), x, weight)
+        acc = exact(xp, ProductPlan(None if transposed else 1), x, weight)
         residual, options = xp.astype(residual, acc.dtype), {"eps": eps, "weight_offset": 0.0}
         out, residual_out = norm.reference(xp, acc, residual, norm_weight, **options)
         return xp.astype(out, x.dtype), xp.astype(residual_out, x.dtype)

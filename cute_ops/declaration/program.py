@@ -79,11 +79,11 @@ class Program(NamedTuple):
 
     run: Callable[[Framework, Callable[..., Arrays], Arrays, Mapping[str, Any]], Arrays]
     ops: tuple[Any, ...] = ()  # of Op, whose declaration refers to this class
-    product: Product | None = None
+    product: ProductPlan | None = None
     maps: bool = False
 
 
-class Product(NamedTuple):
+class ProductPlan(NamedTuple):
     """A product of the first two inputs of an op: ``a @ b``, of matrices or of batches of them.
 
     Args:

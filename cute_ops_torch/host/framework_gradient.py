@@ -11,7 +11,7 @@ from typing import Any
 from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import Product, Program
+from cute_ops.declaration.program import ProductPlan, Program
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory, compact
 from cute_ops_torch.host.compiled_call import CompiledCall
@@ -43,7 +43,7 @@ def differentiates(
 
 
 def _products_are_faster(
-    op: Op, product: Product, tensors: Tensors, attrs: Sequence[Any], wanted: Collection[str]
+    op: Op, product: ProductPlan, tensors: Tensors, attrs: Sequence[Any], wanted: Collection[str]
 ) -> bool:
     """Whether the framework's products compute the gradients of these inputs, of compact cotangents."""
     binding, places = bind_tensors(op, tensors, attrs), memory(op, tensors)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.declaration.program import Product
+from cute_ops.declaration.program import ProductPlan
 from cute_ops.declaration.shapes import Array
 from cute_ops.ops.gemm.linear import multiply
 from cute_ops_torch.library import framework
@@ -19,7 +19,7 @@ autocast = torch._C._is_any_autocast_enabled
 _linear, _matmul, _mm = torch._C._nn.linear, torch.matmul, torch.mm
 
 
-def multiplier(product: Product, a: Array, b: Array) -> Call:
+def multiplier(product: ProductPlan, a: Array, b: Array) -> Call:
     """``multiply(a, b)`` for operands like these: a new tensor, compact. It is a function of torch, or one in few lines
     around it: at few rows it is shorter than the host's time to get there.
     """
@@ -35,12 +35,12 @@ def multiplier(product: Product, a: Array, b: Array) -> Call:
     return lambda a, b: _matmul(a.mT, b)
 
 
-def adds_bias(product: Product, a: Array, bias: Array | None) -> bool:
+def adds_bias(product: ProductPlan, a: Array, bias: Array | None) -> bool:
     """Whether ``multiply(a, b, bias)`` of :func:`multiplier` adds it, too."""
     return product.turned == 1 and product.dtype is None and bias is not None and bias.dtype == a.dtype
 
 
-def multiplies_into(product: Product, a: Array, b: Array, biased: bool) -> Call | None:
+def multiplies_into(product: ProductPlan, a: Array, b: Array, biased: bool) -> Call | None:
     """``multiply(a, b[, bias], out)`` writes the product to a tensor; None where that takes a copy."""
     batch = len(b.shape) != 2 and not product.flat
     if batch or product.dtype not in (None, a.dtype):

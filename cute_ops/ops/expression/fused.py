@@ -169,7 +169,10 @@ class _Fused:
         self.tile = tiles[0]
         self.deciding = [key for key in tiles if _declared(operands[key])[0] != ANY] or tiles
         self.output_dtypes: tuple[str, ...] = ()
-        forward, self.handed_on, self.twins, self.saved = self.forward(defaults), {}, {}, ()
+        forward = self.forward(defaults)
+        self.handed_on: dict[str, str] = {}
+        self.twins: dict[str, str] = {}
+        self.saved: tuple[int, ...] = ()
         if not attrs:  # other values of attributes may give other gradients
             self.handed_on, self.twins = self._passed_on(forward.expression)
             by_rows = self._backward_by_rows(forward)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from functools import partial
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from cute_ops.declaration.array_api import cast
 from cute_ops.declaration.attributes import defaults_of
@@ -18,7 +19,7 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config, Problem, Tuning
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import FUSED, Instead, Program
+from cute_ops.declaration.program import FUSED, Instead, ProductPlan, Program
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
@@ -147,167 +148,213 @@ def fused_linear(
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
     name, attrs = name or getattr(epilogue, "__name__", "linear"), attrs or {}
-    defaults = defaults_of(attrs)
-    _check_options(name, weight, save)
-    made = _Epilogue(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
-    inputs = {"x": Tensor("*m k", "T", merged=True), "weight": Tensor(weight, "T")}
-    given = {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
-    usual = made.output_dtypes(dtypes or {}, defaults)
-    results = {key: Tensor(shape, usual[key]) for key, shape in made.outputs.items()}
-    # A pass that reduces rows reads the product as the kernels' epilogues do, unrounded.
-    acc = Tensor(made.shapes[ACC], usual.get(ACC, "float32" if made.late else "T"), hidden=True)
-    # Where the op is declared.
-    module = getattr(epilogue, "__module__", __name__)
-    forward = Forward(
-        name, inputs["weight"], given, results, acc, made.expression, attrs, module,
-        by=made.by,
-    )  # fmt: skip
-    itself = any(f"d{key}" in results for key in given)
-    found = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
-    # A copy of an operand costs little beside the product.
-    inputs |= {key: t._replace(otherwise="copy") for key, t in given.items()}
-    common: dict[str, Any] = {
-        "apart": made.apart(forward) if made.by_element or made.late else None, "inputs": inputs, "acc": acc,
-        "attrs": attrs, "cases": cases, "module": module, "check": check, "called": called or name,
-        "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
-    }  # fmt: skip
-    saving = (
-        _declare(f"{name}_saving", made.with_acc(), outputs={**results, ACC: acc}, **common) if found.saves else None
-    )
-    return _declare(
-        name, made, outputs=results, grad=found.steps or None, handed_on=found.handed_on, saving=saving,
-        no_gradient=found.no_gradient if found.steps else (), **common,
-    )  # fmt: skip
-
-
-def _check_options(name: str, weight: str, save: str) -> None:
     if weight not in WEIGHTS:
         _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
     if save not in ("pre", "none"):
         _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
+    traced = _Epilogue(
+        name, epilogue, dict(operands or {}), packed="2n" in weight, outputs=outputs, defaults=defaults_of(attrs)
+    )
+    module = getattr(epilogue, "__module__", __name__)
+    forward = traced.forward(weight, attrs, traced.output_dtypes(dtypes or {}, defaults_of(attrs)), module)
+    itself = any(f"d{key}" in forward.outputs for key in forward.operands)
+    how = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
+    # A copy of an operand costs little beside the product.
+    read = {key: tensor._replace(otherwise="copy") for key, tensor in forward.operands.items()}
+    product = _Product(
+        name, traced, traced.apart(forward) if traced.by_element or traced.late else None,
+        {"x": Tensor("*m k", "T", merged=True), "weight": forward.weight, **read}, forward.outputs, forward.acc,
+        attrs=attrs, module=module, check=check,
+    )  # fmt: skip
+    doc = None if isinstance(epilogue, str) else inspect.getdoc(epilogue)
+    fields: dict[str, Any] = {
+        "cases": cases,
+        "called": called or name,
+        "doc": doc or f"A product and ``{name}`` of it.",
+    }
+    saving = product.saving().op(**fields) if how.saves else None
+    return product.op(
+        grad=how.steps or None, handed_on=how.handed_on, saving=saving,
+        no_gradient=how.no_gradient if how.steps else (), **fields,
+    )  # fmt: skip
 
 
-def _declare(
-    name: str, made: _Epilogue, *, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor],
-    acc: Tensor, attrs: Mapping[str, Any], module: str, check: Check | None, is_batch: bool = False, **more: Any,
-) -> Op:  # fmt: skip
-    """The op of a product with an epilogue. ``apart`` is the op of the epilogue alone; None where the framework
-    computes that.
+class _Reference(NamedTuple):
+    """What an op of a product computes, in array-API style.
+
+    Attributes:
+        epilogue: the epilogue.
+        product: what is multiplied.
+        outputs: the tensors that the values become.
+        is_batch: whether each example has its own vectors and scalars.
     """
-    weight = inputs["weight"].shape.removeprefix("*b ")
-    may_be_small = made.by_element and not is_batch
-    across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
-    typed = [f"T_{key}" for key in made.operands]
-    multiplied = product_of(kernel, acc.dtype)
 
-    def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
-        return of_acc(xp, exact(xp, multiplied, x, weight), x, arrays, attrs)
+    epilogue: _Epilogue
+    product: ProductPlan
+    outputs: Mapping[str, Tensor]
+    is_batch: bool
 
-    def operand(xp: Any, array: Any, shape: str, columns: int) -> Any:
-        if is_batch and shape in SHARED:
+    def of_acc(self, xp: Any, acc: Any, x: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The outputs, computed from the product; ``arrays`` are the epilogue's other operands."""
+        shapes = self.epilogue.operands
+        given = [self._operand(xp, a, s, acc.shape[-1]) for a, s in zip(arrays, shapes.values(), strict=True)]
+        values = iter(evaluate(self.epilogue.expression(attrs), xp, [acc, *given]))
+        likes = {"T": x} | {f"T_{key}": array for key, array in zip(shapes, arrays, strict=True)}
+        outs = []
+        for tensor in self.outputs.values():
+            out = xp.concat([next(values), next(values)], axis=-1) if "2n" in tensor.shape else next(values)
+            out = out[..., 0] if tensor.shape == COLUMN else out
+            like = likes.get(tensor.dtype)
+            outs.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, like.dtype))
+        return tuple(outs)
+
+    def _operand(self, xp: Any, array: Any, shape: str, columns: int) -> Any:
+        if self.is_batch and shape in SHARED:
             return array[SHARED[shape]]
         if shape == COLUMN:
             return array[..., None]
         return repeated(xp, array, columns) if period(shape) else array
 
-    def of_acc(xp: Any, acc: Any, x: Any, arrays: Iterable[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-        given = [operand(xp, a, shape, acc.shape[-1]) for a, shape in zip(arrays, made.operands.values(), strict=True)]
-        values = iter(evaluate(made.expression(attrs), xp, [acc, *given]))
-        outs = []
-        for tensor in outputs.values():
-            out = xp.concat([next(values), next(values)], axis=-1) if "2n" in tensor.shape else next(values)
-            out = out[..., 0] if tensor.shape == COLUMN else out
-            like = x if tensor.dtype == "T" else dict(zip(typed, arrays, strict=True)).get(tensor.dtype)
-            outs.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, like.dtype))
-        return tuple(outs)
 
-    def half_start(problem: Problem) -> int:
-        """Bytes, at most a vector's, that divide where second halves start."""
-        return math.gcd(VECTOR_BYTES, problem.size("n") * ITEMSIZE[problem.dtypes["x"]])
+class _Product:
+    """The declaration of a product with an epilogue, for one example or for each of a batch.
 
-    def epilogue_cost(problem: Problem) -> EpilogueCost:
-        return made.epilogue_cost(problem, half_start(problem), SWIZZLED if across else 8)
+    Attributes:
+        apart: the op of the epilogue alone; None where the framework computes that.
+    """
 
-    def config(problem: Problem) -> GemmConfig:
-        if made.late:
-            raise ValueError(f"cute.{op.called}: {LATE}: {made.late}")
-        check_rows(op, problem)
-        n, k, start, wanted = problem.size("n"), problem.size("k"), half_start(problem), epilogue_cost(problem)
-        second, by_tma = vector(problem, "weight", n if across else k)
-        vectors = [vector(problem, "x", k), (second, by_tma and (weight != "k 2n" or start == VECTOR_BYTES))]
-        chosen = of_small_m(problem, vectors, SIZES, 1 + made.packed) if may_be_small else None
-        chosen = chosen or configure(problem, vectors, SIZES, wanted)
-        halves = start if made.packs else VECTOR_BYTES
-        if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
-            chosen = replace(chosen, warps_n=1)
-        return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
+    def __init__(
+        self, name: str, epilogue: _Epilogue, apart: Op | None, inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor], acc: Tensor, *, attrs: Mapping[str, Any], module: str, check: Check | None,
+        is_batch: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.epilogue, self.apart, self.acc = name, epilogue, apart, acc
+        self.inputs, self.outputs, self.attrs = inputs, outputs, attrs
+        self.module, self.check, self.is_batch = module, check, is_batch
+        self.weight = inputs["weight"].shape.removeprefix("*b ")
+        self.across = self.weight.startswith("k")
+        self.kernel = f"{'Batched' * is_batch}{WEIGHTS[self.weight]}"
+        self.multiplied = product_of(self.kernel, acc.dtype)
+        self.reference = _Reference(epilogue, self.multiplied, outputs, is_batch)
+        self.may_be_small = epilogue.by_element and not is_batch
 
-    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        given, attrs = dict(inputs), without_fused(attrs)
-        given[ACC] = multiply(xp, multiplied, given["x"], given["weight"])
-        if apart is None:
-            import array_api_compat  # start-up time
+    def saving(self) -> _Product:
+        """The declaration with the product as one more output."""
+        return self._with(f"{self.name}_saving", self.epilogue.with_acc(), outputs={**self.outputs, ACC: self.acc})
 
-            names, arrays = array_api_compat.array_namespace(given["x"]), [given[key] for key in made.operands]
-            return dict(zip(outputs, of_acc(names, given[ACC], given["x"], arrays, attrs), strict=True))
-        read = {key: given[key] for key in apart.inputs}
-        found = apart.program.run(xp, call, read, attrs) if apart.program else call(apart, read, attrs)
-        return {key: given[ACC] if key == ACC else found[key] for key in outputs}
+    def batched(self) -> _Product:
+        """The declaration for each example of a batch."""
+        # A column vector has no contiguous dim.
+        inputs = {key: t._replace(contiguous=()) if t.shape == "*b m" else t for key, t in each(self.inputs).items()}
+        return self._with(
+            f"{self.name}_batched", self.epilogue, apart=self.apart and self.apart.batched, inputs=inputs,
+            outputs=each(self.outputs), is_batch=True,
+        )  # fmt: skip
 
-    def problem(binding: Binding) -> str | None:
-        n, size = binding.dims["n"], math.lcm(*sizes(made.expression(without_fused(binding.attrs))))
-        if n % size:
-            return f"argument `weight` has n={n}, no multiple of the {size} columns of a group."
-        if made.late and binding.attrs["fused"] == "always":
-            return f"attribute `fused` is 'always', but {LATE}: {made.late}. 'auto' and 'never' run it."
-        return check(binding) if check else None
+    def _with(self, name: str, epilogue: _Epilogue, **changed: Any) -> _Product:
+        fields = {key: getattr(self, key) for key in ("apart", "inputs", "outputs", "acc")}
+        fields |= {key: getattr(self, key) for key in ("attrs", "module", "check", "is_batch")}
+        return _Product(name, epilogue, **{**fields, **changed})
 
-    if apart is None:
-        other = Instead(Program(run), lambda problem: False, WIDE, ("x", "weight"))
-    elif made.late:
-        other = Instead(Program(run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
-    else:
-        plain = may_be_small and len(outputs) == 1 and "2n" not in weight
-        biased = plain and not attrs and {t.dtype for t in (acc, *outputs.values())} == {"T"}
-        begins = multiplied._replace(read_as=ACC, bias=made.bias if biased else "")
-        program = Program(run, apart.program.ops) if apart.program else Program(run, (apart,), begins)
-        adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
-        other = instead(
-            program, config, lambda p: (GemmSize.of(p, SIZES), epilogue_cost(p)), after=not adds, small_m=plain
-        )
+    def op(self, **more: Any) -> Op:
+        """The op; ``more``: other arguments of :class:`Op`."""
+        computed, epilogue, called = self.reference, self.epilogue, more["called"]
 
-    def batched() -> Op:
-        known: dict[str, Any] = {key: value for key, value in more.items() if key != "cases"}
+        def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
+            return computed.of_acc(xp, exact(xp, computed.product, x, weight), x, arrays, attrs)
+
+        def config(problem: Problem) -> GemmConfig:
+            if epilogue.late:
+                raise ValueError(f"cute.{called}: {LATE}: {epilogue.late}")
+            check_rows(op, problem)
+            return self.config(problem)
+
+        reference.__module__ = self.module
+        summed = Accumulation(("k",))
+        op = Op(
+            self.name, inputs=self.inputs, reference=reference, static=(), check=self.problem,
+            outputs={key: t._replace(accumulates=summed) for key, t in self.outputs.items()},
+            tuning=Tuning(config, space_of(SIZES, self.cost, self.is_batch), self._workspace()),
+            dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in epilogue.operands},
+            kernel=f"cute_ops.kernels.gemm.linear:{self.kernel}",
+            batched=partial(self._batched_op, more) if epilogue.by_element and not self.is_batch else None,
+            sharding=Sharding(
+                ("m",) * self.is_batch + ("n",) * (epilogue.by_element and not epilogue.packs),
+                inner=("k",) * (not self.is_batch),
+            ), attrs={**self.attrs, "fused": FUSED}, instead=self._instead(config), **more,
+        )  # fmt: skip
+        return op
+
+    def _batched_op(self, more: Mapping[str, Any]) -> Op:
+        known = {**more, "cases": BATCHES, "doc": f"The same for each example of a batch.\n\n    {more['doc']}"}
         if more.get("grad"):
             known["grad"] = tuple(step.batched for step in more["grad"])
         if more.get("saving"):
             known["saving"] = more["saving"].batched
-        known["doc"] = f"The same for each example of a batch.\n\n    {more['doc']}"
-        # A column vector has no contiguous dim.
-        read = {key: t._replace(contiguous=()) if t.shape == "*b m" else t for key, t in each(inputs).items()}
-        return _declare(
-            f"{name}_batched", made, apart=apart and apart.batched, inputs=read, outputs=each(outputs), acc=acc,
-            attrs=attrs, module=module, check=check, is_batch=True, cases=BATCHES, **known,
-        )  # fmt: skip
+        return self.batched().op(**known)
 
-    reference.__module__ = module
-    rows = made.workspace if made.reduces and not made.late else None
-    summed = Accumulation(("k",))
-    op = Op(
-        name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
-        reference=reference, static=(),
-        tuning=Tuning(
-            config, space_of(SIZES, epilogue_cost, is_batch),
-            sums_of_small_m(SIZES, 1 + made.packed) if may_be_small else rows,
-        ),
-        dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
-        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if made.by_element and not is_batch else None,
-        sharding=Sharding(
-            ("m",) * is_batch + ("n",) * (made.by_element and not made.packs), inner=("k",) * (not is_batch)
-        ), check=problem,
-        attrs={**attrs, "fused": FUSED}, instead=other, **more,
-    )  # fmt: skip
-    return op
+    def config(self, problem: Problem) -> GemmConfig:
+        """The heuristic."""
+        epilogue, n, k, start = self.epilogue, problem.size("n"), problem.size("k"), self._half_start(problem)
+        second, by_tma = vector(problem, "weight", n if self.across else k)
+        vectors = [vector(problem, "x", k), (second, by_tma and (self.weight != "k 2n" or start == VECTOR_BYTES))]
+        wanted = self.cost(problem)
+        chosen = of_small_m(problem, vectors, SIZES, 1 + epilogue.packed) if self.may_be_small else None
+        chosen = chosen or configure(problem, vectors, SIZES, wanted)
+        if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
+            chosen = replace(chosen, warps_n=1)
+        halves = start if epilogue.packs else VECTOR_BYTES
+        return GemmConfig.of({**chosen.flat(), **epilogue.texts(problem.attrs), "half_align": halves})
+
+    def cost(self, problem: Problem) -> EpilogueCost:
+        return self.epilogue.cost(problem, self._half_start(problem), SWIZZLED if self.across else 8)
+
+    def _half_start(self, problem: Problem) -> int:
+        """Bytes, at most a vector's, that divide where second halves start."""
+        return math.gcd(VECTOR_BYTES, problem.size("n") * ITEMSIZE[problem.dtypes["x"]])
+
+    def _workspace(self) -> Callable[[Problem, Config], dict[str, Array | None]] | None:
+        if self.may_be_small:
+            return sums_of_small_m(SIZES, 1 + self.epilogue.packed)
+        return self.epilogue.workspace if self.epilogue.reduces and not self.epilogue.late else None
+
+    def problem(self, binding: Binding) -> str | None:
+        """What is wrong with a call."""
+        late, attrs = self.epilogue.late, without_fused(binding.attrs)
+        n, size = binding.dims["n"], math.lcm(*sizes(self.epilogue.expression(attrs)))
+        if n % size:
+            return f"argument `weight` has n={n}, no multiple of the {size} columns of a group."
+        if late and binding.attrs["fused"] == "always":
+            return f"attribute `fused` is 'always', but {LATE}: {late}. 'auto' and 'never' run it."
+        return self.check(binding) if self.check else None
+
+    def _instead(self, config: Callable[[Problem], GemmConfig]) -> Instead:
+        """The framework's product, and a pass over it."""
+        apart, epilogue = self.apart, self.epilogue
+        if apart is None:
+            return Instead(Program(self._run), lambda problem: False, WIDE, ("x", "weight"))
+        if epilogue.late:
+            return Instead(Program(self._run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
+        plain = self.may_be_small and len(self.outputs) == 1 and "2n" not in self.weight
+        biased = plain and not self.attrs and {t.dtype for t in (self.acc, *self.outputs.values())} == {"T"}
+        first = self.multiplied._replace(read_as=ACC, bias=epilogue.bias if biased else "")
+        program = Program(self._run, apart.program.ops) if apart.program else Program(self._run, (apart,), first)
+        adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
+        return instead(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds, small_m=plain)
+
+    def _run(self, xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        given, attrs, apart = dict(inputs), without_fused(attrs), self.apart
+        given[ACC] = multiply(xp, self.multiplied, given["x"], given["weight"])
+        if apart is None:
+            import array_api_compat  # start-up time
+
+            names, arrays = array_api_compat.array_namespace(given["x"]), [given[key] for key in self.epilogue.operands]
+            return dict(
+                zip(self.outputs, self.reference.of_acc(names, given[ACC], given["x"], arrays, attrs), strict=True)
+            )
+        read = {key: given[key] for key in apart.inputs}
+        found = apart.program.run(xp, call, read, attrs) if apart.program else call(apart, read, attrs)
+        return {key: given[ACC] if key == ACC else found[key] for key in self.outputs}
 
 
 def without_fused(attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,31 +366,26 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"cute_ops.fused_linear: {name} cannot be fused: {why}")
 
 
-def _usual_outputs(expression: Expression) -> dict[str, str]:
-    """Names and shapes of outputs that are not declared."""
-    kinds = expression.output_kinds
-    names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
-    return {name: "*m n" if kind.columns else "*m 1" for name, kind in zip(names, kinds, strict=True)}
-
-
 class _Epilogue:
     """An epilogue, traced once for each combination of attributes."""
 
     def __init__(
-        self, name: str, epilogue: Callable[..., Any] | str, operands: dict[str, str], packed: bool,
+        self, name: str, epilogue: Callable[..., Any] | str, operands: dict[str, str], *, packed: bool,
         outputs: Mapping[str, str] | None, defaults: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
         self.shapes = {ACC: "*m 2n" if packed else "*m n"}
         self.shapes |= {key: shape_of(shape) for key, shape in operands.items()}
-        self._check_operands(outputs or {})
+        if ACC in operands or ACC in (outputs or {}):
+            _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
+        if bools := [key for key, shape in operands.items() if "bool" in shape]:
+            _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         self._expressions = None if isinstance(epilogue, str) else self._of_function(epilogue, defaults)
         # Why no kernel computes it behind the product; empty where one does.
         self._traced, self.saves, self.late = ByAttrs(self._trace), False, ""
-        self.outputs = dict(outputs or _usual_outputs(self._traced(defaults)))
+        self.outputs = self._output_shapes(outputs, self._traced(defaults))
         self.packs = any("2n" in shape for shape in (*self.shapes.values(), *self.outputs.values()))
         self.reduces = any(shape in COLUMNS for shape in self.outputs.values())
-        self._check_outputs()
         # The tensors that the values are stored in; a packed one takes two.
         self.writes = [f"{key}{half}" for key, shape in self.outputs.items() for half in SHAPES[shape_of(shape)].halves]
         found = self.expression(defaults)
@@ -357,26 +399,34 @@ class _Epilogue:
         # The row vector that is added to the product, if that is all.
         self.bias = next(iter(operands)) if text_of(found) == "e1(t,r) add 0 1 -> 2" else ""
 
-    def _check_operands(self, outputs: Mapping[str, str]) -> None:
-        if ACC in self.operands or ACC in outputs:
-            _refuse(self.name, f"an operand or an output is called {ACC!r}, as the product is")
-        if bools := [key for key, shape in self.operands.items() if "bool" in shape]:
-            _refuse(self.name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
-
-    def _check_outputs(self) -> None:
-        known = ("*m n", "*m 2n", "*m 1", COLUMN)
-        if wrong := [key for key, shape in self.outputs.items() if shape not in known]:
+    def _output_shapes(self, outputs: Mapping[str, str] | None, expression: Expression) -> dict[str, str]:
+        kinds = expression.output_kinds
+        names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
+        shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
+        found, known = dict(outputs or zip(names, shapes, strict=True)), ("*m n", "*m 2n", "*m 1", COLUMN)
+        if wrong := [key for key, shape in found.items() if shape not in known]:
             listed = ", ".join(map(repr, known))
-            _refuse(self.name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; shapes of outputs are {listed}")
+            _refuse(self.name, f"{wrong[0]} has shape {found[wrong[0]]!r}; shapes of outputs are {listed}")
+        return found
 
     def output_dtypes(self, given: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, str]:
-        """The dtypes of outputs, or their variables: those given, those that the function says, or the usual ones."""
+        """The dtypes of outputs, or their variables; and of the product, if it has another one than x."""
         known = {ACC, *self.outputs}
         if wrong := [key for key, dtype in given.items() if key not in known or dtype not in FLOATS]:
-            listed = ", ".join(self.outputs)
-            _refuse(self.name, f"dtypes has {wrong[0]!r}; outputs {listed} may have {', '.join(FLOATS)}")
+            outputs = ", ".join(self.outputs)
+            _refuse(self.name, f"dtypes has {wrong[0]!r}; outputs {outputs} may have {', '.join(FLOATS)}")
         usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in self.outputs.items()}
         return usual | self.said(self.expression(defaults)) | dict(given)
+
+    def forward(self, weight: str, attrs: Mapping[str, Any], dtypes: Mapping[str, str], module: str) -> Forward:
+        """The product with this epilogue, as its gradient sees it."""
+        # A pass that reduces rows reads the product as the kernels' epilogues do, unrounded.
+        acc = Tensor(self.shapes[ACC], dtypes.get(ACC, "float32" if self.late else "T"), hidden=True)
+        operands = {key: Tensor(shape, f"T_{key}") for key, shape in self.operands.items()}
+        outputs = {key: Tensor(shape, dtypes[key]) for key, shape in self.outputs.items()}
+        return Forward(
+            self.name, Tensor(weight, "T"), operands, outputs, acc, self.expression, attrs, module, by=self.by
+        )
 
     def with_acc(self) -> _Epilogue:
         """The epilogue with the product as one more output."""
@@ -439,25 +489,34 @@ class _Epilogue:
                 given, declared = (",".join(map(str, each)) for each in (found.operands, wanted))
                 _refuse(self.name, f"its text takes ({given}), and its operands are ({declared})")
         self._check_reductions(found)
-        try:
-            turned = [list(self.operands)[read.operand - 1] for read in reads(found) if read.turned and read.operand]
-        except ValueError as error:
-            _refuse(self.name, str(error))
+        rotated = self._rotated(found)
         for i, (node, kind) in enumerate(zip(found.outputs, found.output_kinds, strict=True)):
             if kind.dtype == "bool":
                 _refuse(self.name, f"value {i} holds bools; return xp.where(value, 1.0, 0.0)")
             if not (kind.rows and (kind.columns or levels(found)[node])):
                 _refuse(self.name, f"value {i} does not have the shape '*m n': compute it from acc")
-        if wrong := [size for size in sizes(found) if size not in GROUPS]:
-            _refuse(self.name, f"it has groups of {wrong[0]} columns; they have {', '.join(map(str, GROUPS))}")
-        turns, groups = sizes(found, "rotate_half"), sizes(found, *REDUCTIONS)
-        if len(groups) > 1 or any(size > groups[0] for size in turns if groups):
-            _refuse(self.name, f"it has groups of {groups[0]} columns, which are reduced, and of {max(turns + groups)}")
-        if others := [list(self.operands)[i - 1] for i in reduced(found) if i]:
-            _refuse(self.name, f"it reduces groups of `{others[0]}`; of acc and operands '*m 1' it may")
-        if tiles := [name for name in turned if self.operands[name] in ("*m n", "*m 2n")]:
+        self._check_groups(found)
+        if tiles := [name for name in rotated if self.operands[name] in ("*m n", "*m 2n")]:
             _refuse(self.name, f"xp.rotate_half of the tile `{tiles[0]}`: use the tile after the rotation")
         return found
+
+    def _rotated(self, expression: Expression) -> list[str]:
+        """The operands that ``rotate_half`` reads."""
+        try:
+            every = [read for read in reads(expression) if read.operand]
+        except ValueError as error:
+            _refuse(self.name, str(error))
+        return [list(self.operands)[read.operand - 1] for read in every if read.turned]
+
+    def _check_groups(self, expression: Expression) -> None:
+        """Refuse groups of columns that no kernel computes."""
+        if wrong := [size for size in sizes(expression) if size not in GROUPS]:
+            _refuse(self.name, f"it has groups of {wrong[0]} columns; they have {', '.join(map(str, GROUPS))}")
+        turns, groups = sizes(expression, "rotate_half"), sizes(expression, *REDUCTIONS)
+        if len(groups) > 1 or any(size > groups[0] for size in turns if groups):
+            _refuse(self.name, f"it has groups of {groups[0]} columns, which are reduced, and of {max(turns + groups)}")
+        if others := [list(self.operands)[i - 1] for i in reduced(expression) if i]:
+            _refuse(self.name, f"it reduces groups of `{others[0]}`; of acc and operands '*m 1' it may")
 
     def _check_reductions(self, expression: Expression) -> None:
         """Find out whether a kernel computes an expression's reductions behind the product."""
@@ -478,7 +537,7 @@ class _Epilogue:
         read = [f"{name}%{period(shape)}" if period(shape) else name for name, shape in self.operands.items()]
         return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
-    def epilogue_cost(self, problem: Problem, start: int, blocks: int) -> EpilogueCost:
+    def cost(self, problem: Problem, start: int, blocks: int) -> EpilogueCost:
         """What the epilogue needs of an SM, where ``start`` bytes, at most 16, divide the offset of second halves, and
         ``blocks`` columns of the weight share a row of shared memory.
         """

@@ -13,7 +13,7 @@ from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config, Problem, Tuning
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import FUSED, Product, Program
+from cute_ops.declaration.program import FUSED, ProductPlan, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
@@ -116,13 +116,13 @@ def declare(
     return op
 
 
-def product_of(kernel: str, dtype: str) -> Product:
+def product_of(kernel: str, dtype: str) -> ProductPlan:
     """What the kernel of this name multiplies, with this declared dtype of the product."""
     turned = {"Linear": 1, "LinearDx": None, "LinearDweight": 0}[kernel.removeprefix("Batched")]
-    return Product(turned, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
+    return ProductPlan(turned, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
 
 
-def exact(xp: Any, product: Product, a: Any, b: Any) -> Any:
+def exact(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:
     """The product in float32 or float64, in array-API style."""
     if product.flat:
         a, b = (xp.reshape(m, (math.prod(m.shape[:-1]), m.shape[-1])) for m in (a, b))
@@ -131,7 +131,7 @@ def exact(xp: Any, product: Product, a: Any, b: Any) -> Any:
     return xp.matmul(turned(a) if product.turned == 0 else a, turned(b) if product.turned == 1 else b)
 
 
-def multiply(xp: Any, product: Product, a: Any, b: Any) -> Any:
+def multiply(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:
     """The framework's product."""
     if product.flat:
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
@@ -256,7 +256,7 @@ linear_dx, linear_dweight = product_gradients("dout", across=False)
 linear = declare(
     "linear", "Linear", ("m", "n", "k"), {"x": X, "weight": WEIGHT}, {"out": OUT},
     grad=(linear_dx, linear_dweight),
-    doc="Product with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
+    doc="ProductPlan with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
 )  # fmt: skip
 rounded = pointwise(
     "linear_float32_bwd",
@@ -267,7 +267,7 @@ rounded = pointwise(
 linear_float32 = declare(
     "linear_float32", "Linear", ("m", "n", "k"), {"x": X, "weight": WEIGHT},
     {"out": OUT._replace(dtype="float32")}, grad=(rounded, *product_gradients("dacc", across=False)),
-    doc="Product with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
+    doc="ProductPlan with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
     + _ARGS.format(out="``float32[*m n]``"),
 )  # fmt: skip
 PRODUCTS = (linear, linear_float32, linear_dx, linear_dweight)
