@@ -256,7 +256,7 @@ linear_dx, linear_dweight = product_gradients("dout", across=False)
 linear = declare(
     "linear", "Linear", ("m", "n", "k"), {"x": X, "weight": WEIGHT}, {"out": OUT},
     grad=(linear_dx, linear_dweight),
-    doc="ProductPlan with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
+    doc="Product with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
 )  # fmt: skip
 rounded = pointwise(
     "linear_float32_bwd",
@@ -267,7 +267,7 @@ rounded = pointwise(
 linear_float32 = declare(
     "linear_float32", "Linear", ("m", "n", "k"), {"x": X, "weight": WEIGHT},
     {"out": OUT._replace(dtype="float32")}, grad=(rounded, *product_gradients("dacc", across=False)),
-    doc="ProductPlan with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
+    doc="Product with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
     + _ARGS.format(out="``float32[*m n]``"),
 )  # fmt: skip
 PRODUCTS = (linear, linear_float32, linear_dx, linear_dweight)
