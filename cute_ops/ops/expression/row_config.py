@@ -224,17 +224,19 @@ class RowExpression(NamedTuple):
 
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
-        short, span = row.vectors <= WARP, -(-row.touched // cluster)
-        if self.few and (keep or self.late) and not short and (self.special >= DEAR or self.read > 1):
+        longer = row.vectors > WARP
+        if longer and self.few and (keep or self.late) and (self.special >= DEAR or self.read > 1):
+            most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
             if cluster > 1 and self.read == 1:
                 most = DEAR_CLUSTER_THREADS
-            else:
-                most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
             return max(most // max(128, share), 1)
-        if self.many and not (self.special or short) and cluster == 1 and span <= PAIR_THREADS:
+        if longer and self.many and not self.special and -(-row.touched // cluster) <= PAIR_THREADS and cluster == 1:
             return max(MANY_REDUCED_THREADS // threads, 1)
-        pair = self.read > 1 and share == PAIR_THREADS
-        return 2 if pair and not self.slow and not (self.special and keep) else 1
+        return 2 if self._pairs_share(share, keep) else 1
+
+    def _pairs_share(self, share: int, keep: bool) -> bool:
+        """Whether two CTAs of several tiles share an SM: one loads while the other computes."""
+        return self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep)
 
     def _wide(self, cluster: int) -> bool:
         """Whether two tiles, not dear ones, are in the registers of clusters."""

@@ -148,23 +148,19 @@ def fused_linear(
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
     name, attrs = name or getattr(epilogue, "__name__", "linear"), attrs or {}
-    if weight not in WEIGHTS:
-        _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
-    if save not in ("pre", "none"):
-        _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
+    _check_options(name, weight, save)
     traced = _Epilogue(
         name, epilogue, dict(operands or {}), packed="2n" in weight, outputs=outputs, defaults=defaults_of(attrs)
     )
     module = getattr(epilogue, "__module__", __name__)
     forward = traced.forward(weight, attrs, traced.output_dtypes(dtypes or {}, defaults_of(attrs)), module)
-    itself = any(f"d{key}" in forward.outputs for key in forward.operands)
-    how = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
+    how = Gradient(grad, no_gradient=no_gradient) if grad or forward.is_gradient else gradient(forward, save == "pre")
     # A copy of an operand costs little beside the product.
     read = {key: tensor._replace(otherwise="copy") for key, tensor in forward.operands.items()}
     product = _Product(
-        name, traced, traced.apart(forward) if traced.by_element or traced.late else None,
-        {"x": Tensor("*m k", "T", merged=True), "weight": forward.weight, **read}, forward.outputs, forward.acc,
-        attrs=attrs, module=module, check=check,
+        name, traced, traced.apart(forward),
+        inputs={"x": Tensor("*m k", "T", merged=True), "weight": forward.weight, **read}, outputs=forward.outputs,
+        acc=forward.acc, attrs=attrs, module=module, check=check,
     )  # fmt: skip
     doc = None if isinstance(epilogue, str) else inspect.getdoc(epilogue)
     fields: dict[str, Any] = {
@@ -177,6 +173,13 @@ def fused_linear(
         grad=how.steps or None, handed_on=how.handed_on, saving=saving,
         no_gradient=how.no_gradient if how.steps else (), **fields,
     )  # fmt: skip
+
+
+def _check_options(name: str, weight: str, save: str) -> None:
+    if weight not in WEIGHTS:
+        _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
+    if save not in ("pre", "none"):
+        _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
 
 
 class _Reference(NamedTuple):
@@ -224,8 +227,8 @@ class _Product:
     """
 
     def __init__(
-        self, name: str, epilogue: _Epilogue, apart: Op | None, inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor], acc: Tensor, *, attrs: Mapping[str, Any], module: str, check: Check | None,
+        self, name: str, epilogue: _Epilogue, apart: Op | None, *, inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor], acc: Tensor, attrs: Mapping[str, Any], module: str, check: Check | None,
         is_batch: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.epilogue, self.apart, self.acc = name, epilogue, apart, acc
@@ -376,10 +379,7 @@ class _Epilogue:
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
         self.shapes = {ACC: "*m 2n" if packed else "*m n"}
         self.shapes |= {key: shape_of(shape) for key, shape in operands.items()}
-        if ACC in operands or ACC in (outputs or {}):
-            _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
-        if bools := [key for key, shape in operands.items() if "bool" in shape]:
-            _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+        self._check_operands(outputs or {})
         self._expressions = None if isinstance(epilogue, str) else self._of_function(epilogue, defaults)
         # Why no kernel computes it behind the product; empty where one does.
         self._traced, self.saves, self.late = ByAttrs(self._trace), False, ""
@@ -389,15 +389,20 @@ class _Epilogue:
         # The tensors that the values are stored in; a packed one takes two.
         self.writes = [f"{key}{half}" for key, shape in self.outputs.items() for half in SHAPES[shape_of(shape)].halves]
         found = self.expression(defaults)
+        self.groups = _looks_at_columns(found) or any(map(period, operands.values()))
         # Whether each element of an output depends on elements at its own place alone.
-        columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
-        self.groups = columns or any(map(period, operands.values()))
         self.by_element = not (self.groups or self.reduces or self.late)
         self.by: Literal["elements", "rows", "groups"] = "elements" if self.by_element else "rows"
         if self.groups:
             self.by = "groups"
         # The row vector that is added to the product, if that is all.
         self.bias = next(iter(operands)) if text_of(found) == "e1(t,r) add 0 1 -> 2" else ""
+
+    def _check_operands(self, outputs: Mapping[str, str]) -> None:
+        if ACC in self.operands or ACC in outputs:
+            _refuse(self.name, f"an operand or an output is called {ACC!r}, as the product is")
+        if bools := [key for key, shape in self.operands.items() if "bool" in shape]:
+            _refuse(self.name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
 
     def _output_shapes(self, outputs: Mapping[str, str] | None, expression: Expression) -> dict[str, str]:
         kinds = expression.output_kinds
@@ -438,8 +443,10 @@ class _Epilogue:
         made._traced = ByAttrs(lambda attrs: _with_acc(self._traced(attrs)))
         return made
 
-    def apart(self, forward: Forward) -> Op:
-        """The op of the epilogue alone, which reads the product."""
+    def apart(self, forward: Forward) -> Op | None:
+        """The op of the epilogue alone, which reads the product; None where the framework computes that."""
+        if not (self.by_element or self.late):
+            return None
         kinds = "".join("c" if self.outputs[key.partition("[")[0]] in COLUMNS else "t" for key in self.writes)
         reads, writes = (ACC, *forward.operands), tuple(self.writes)
 
@@ -569,6 +576,11 @@ class _Epilogue:
         partials = GemmConfig.of(config).row_partials(problem.size("n"), self.packed)
         words = split(self.expression(problem.attrs)).reductions
         return {ROW_PARTIALS: Array((problem.size("m"), partials, len(words)), "float32")}
+
+
+def _looks_at_columns(expression: Expression) -> bool:
+    """Whether it computes with groups of columns, or with their numbers."""
+    return bool(sizes(expression)) or any(node.word == "column" for node in expression.nodes)
 
 
 def _with_acc(expression: Expression) -> Expression:

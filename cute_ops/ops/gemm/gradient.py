@@ -56,6 +56,11 @@ class Forward(NamedTuple):
     by: Literal["elements", "rows", "groups"] = "elements"
 
     @property
+    def is_gradient(self) -> bool:
+        """Whether an output is an operand's gradient: it has none itself."""
+        return any(f"d{key}" in self.outputs for key in self.operands)
+
+    @property
     def sources(self) -> dict[str, Tensor]:
         """What a derivative may read: the expression's operands, cotangents, outputs."""
         cotangents = {f"d{key}": tensor for key, tensor in self.outputs.items()}
@@ -192,20 +197,11 @@ class _Gradient:
         """The op that computes the gradients of these operands and of the product."""
         forward = self.forward
         formula = ByAttrs(lambda attrs: self._formula(attrs, wanted))
-        used = formula(defaults_of(forward.attrs)).reads
-        # With other attributes it may read other tensors.
-        reads = [key for key in forward.sources if key in used or (forward.attrs and key not in forward.outputs)]
-        inputs = {key: forward.sources[key]._replace(hidden=False) for key in reads}
+        inputs = self._read(wanted, formula(defaults_of(forward.attrs)).reads)
         outputs = {
             f"d{key}": forward.acc._replace(dtype="T", hidden=False) if key == ACC else forward.operands[key]
             for key in wanted
         }
-        for key in wanted:  # what says the dtype of an output
-            if key == ACC and all(tensor.dtype != "T" for tensor in inputs.values()):
-                inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
-            elif key != ACC:
-                inputs.setdefault(key, forward.operands[key]._replace(unread=True))
-        inputs |= {key: inputs[key]._replace(otherwise="copy") for key in inputs if key in forward.operands}
         twins = {f"d{key}": f"d{self.twins[key]}" for key in wanted if self.twins.get(key) in wanted}
         if 1 < len(wanted) <= MOST_SKIPPABLE:
             serving = set(twins.values())
@@ -219,6 +215,19 @@ class _Gradient:
             name, formula, inputs, outputs, forward.attrs, groups=self.in_groups, narrow=narrow, module=forward.module,
             doc=f"A step of the gradient of :func:`{forward.name}`.",
         )  # fmt: skip
+
+    def _read(self, wanted: Sequence[str], used: Collection[str]) -> dict[str, Tensor]:
+        """The inputs of the step that computes these gradients: what it uses, and what says the dtype of an output."""
+        forward = self.forward
+        # With other attributes it may read other tensors.
+        reads = [key for key in forward.sources if key in used or (forward.attrs and key not in forward.outputs)]
+        inputs = {key: forward.sources[key]._replace(hidden=False) for key in reads}
+        for key in wanted:
+            if key == ACC and all(tensor.dtype != "T" for tensor in inputs.values()):
+                inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
+            elif key != ACC:
+                inputs.setdefault(key, forward.operands[key]._replace(unread=True))
+        return inputs
 
     def of_acc(self, wanted: tuple[str, ...]) -> Op:
         """The op that sums up the product's gradient to that of a vector or a scalar, and of its twins."""
