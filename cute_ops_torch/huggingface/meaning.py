@@ -1,15 +1,16 @@
 """Modules recognised by what they compute, where the source of their ``forward`` is not known.
 
 A norm, an activation or a gated MLP is traced on fake tensors, and the canonical text of its graph says which op it
-equals, whatever it is written with. Before it is used once, op and original are run on random numbers, gradients
-included. What is known holds for a class and for the numbers, flags and texts that its instances have as attributes:
-an instance whose attributes have changed since runs its original ``forward``.
+equals, whatever it is written with. Before it is used, op and original are run once on random numbers, gradients
+included. What is known holds for a class and for the numbers, flags, texts and functions that its instances have as
+attributes: an instance whose attributes have changed since runs its original ``forward``.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import types
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ _TRACES = ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)
 _LEAVES = ("rmsnorm", "layernorm", "gelu", "relu2")
 _GATES = ("silu_mul", "gelu_mul", "swiglu", "geglu")
 _ROWS = (2, 3)
+# What an attribute may be that is compared with what it was.
+_PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
 # By class and attributes; None of those that are no op of ours.
 _known: dict[Any, Replacement | None] = {}
 
@@ -53,7 +56,7 @@ class Meaning(NamedTuple):
 def replacement_of(module: nn.Module) -> Replacement | None:
     """What replaces a module by its meaning; None where no op of ours has it."""
     shape = _shape(module)
-    if shape is None or not _takes_one(type(module).forward):
+    if shape is None or not _takes_one(type(module).forward) or _reads_more(module):
         return None
     state = _state(module)
     key = (type(module), type(module).forward, state, tuple(type(child) for child in module.modules()))
@@ -102,12 +105,19 @@ def _takes_one(forward: Any) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[1:])
 
 
+def _reads_more(module: nn.Module) -> bool:
+    """Whether a ``forward`` reads an attribute that may change without a trace of it, such as a config."""
+    code = getattr(innermost(type(module).forward), "__code__", None)
+    named = set(code.co_names) if code else set()
+    return any(key in named and not isinstance(value, _PLAIN) for key, value in vars(module).items())
+
+
 def _state(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The numbers, flags and texts that a module and the modules in it have as attributes."""
+    """The numbers, flags, texts and functions that a module and the modules in it have as attributes."""
     return tuple(
         (f"{name}.{key}", value)
         for name, child in module.named_modules() for key, value in vars(child).items()
-        if isinstance(value, (int, float, str, type(None))) and key not in ("training", "_is_hf_initialized")
+        if isinstance(value, _PLAIN) and key not in ("training", "_is_hf_initialized")
         and not key.startswith("_cute")
     )  # fmt: skip
 

@@ -212,6 +212,34 @@ def test_what_changes_after_patching_is_computed_by_the_original() -> None:
     torch.testing.assert_close(mlp(hidden), torch.zeros_like(hidden))
 
 
+def test_a_forward_that_reads_a_config_is_left() -> None:
+    class Configured(Norm):
+        def __init__(self) -> None:
+            super().__init__("squeezed")
+            self.config = {"scale": 1.0}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(x, x.shape[-1:], self.gain, self.eps) * self.config["scale"]
+
+    assert replacement_of(Configured()) is None
+
+
+def test_a_function_that_is_replaced_afterwards_runs() -> None:
+    class Gate(MLP):
+        def __init__(self) -> None:
+            super().__init__(False, nn.Identity())
+            self.function = F.silu
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return self.out(self.function(self.one(h)) * self.two(h))  # type: ignore[misc]
+
+    gate = Gate()
+    model, x = nn.Sequential(nn.Embedding(7, N), gate), torch.randn(2, N)
+    assert [each.op for each in cute_ops_torch.patch(model)] == ["embedding", "silu_mul"]
+    gate.function = F.relu
+    torch.testing.assert_close(gate(x), gate.out(F.relu(gate.one(x)) * gate.two(x)))  # type: ignore[misc]
+
+
 def test_two_sizes_and_eps_of_one_class() -> None:
     model = nn.Sequential(
         nn.Embedding(7, N), Norm("squeezed", eps=1e-3), nn.Linear(N, 8), Norm("squeezed", n=8, eps=1.0)
