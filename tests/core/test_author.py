@@ -87,6 +87,7 @@ idle = Op("idle", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, ref
 """
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_shown_and_fails(tmp_path: Path, verify_apart: Callable[..., SimpleNamespace]) -> None:
     (tmp_path / "mine.py").write_text(WRONG)
     result = verify_apart(str(tmp_path / "mine.py"), "--framework", "jax", "--dtype", "float32")
@@ -113,6 +114,7 @@ def test_a_wrong_gradient_is_shown() -> None:
     assert found and float(found[1]) == pytest.approx(-3 * float(found[2]), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
 def test_dtypes_that_none_of_our_ops_has(dtype: str, verify_apart: Callable[..., SimpleNamespace]) -> None:
     result = verify_apart("tests/ops/narrow.py", "--dtype", dtype)
@@ -434,6 +436,7 @@ def test_the_optional_inputs_are_those_of_most_cases() -> None:
     assert asked["bias"] is not None and asked["weight"] is None
 
 
+@pytest.mark.slow
 def test_help_teaches() -> None:
     for command in ("verify", "inspect", "bench", "record", "build", "warm-up", "manifest"):
         result = invoke(command, "--help")

@@ -76,6 +76,7 @@ def test_a_bundle_serves_and_nothing_is_compiled_or_written(served: Path, cache_
     assert not cache_folder.exists()
 
 
+@pytest.mark.slow
 def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty cache, in a folder of another name, with calls and targets in another order."""
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / "another-cache"))

@@ -239,6 +239,7 @@ def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Call
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [named(each) for each in POINTWISE_LOADS])
 def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(
     wanted: Wanted, disassembled: Callable[[Wanted], str]

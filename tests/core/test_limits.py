@@ -6,6 +6,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 BRANCHES = ast.If | ast.For | ast.While | ast.IfExp | ast.ExceptHandler | ast.comprehension | ast.match_case
@@ -44,6 +46,7 @@ def branches(function: FUNCTIONS) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_few_functions_take_more_than_6_positional_arguments() -> None:
     many = [where for where, function in functions() if positional(function) > 6]
     assert len(many) <= 30, many

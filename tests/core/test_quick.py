@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,6 +18,7 @@ def collected(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 def test_one_case_of_each_fast_test_or_all_of_a_room() -> None:
     files = ("tests/core/test_fuzz.py", "tests/core/test_cache.py")
     some = collected(*files)
