@@ -184,8 +184,11 @@ def _call_problem(
 
     package, _, rest = function.__module__.partition(".")
     called = f"{'cute' if rest.startswith('composite.') else package}.{function.__name__}"
-    if function.__name__ == "__init__":
-        called, function, args = f"cute.{type(args[0]).__name__}", function.__get__(args[0]), args[1:]
+    if function.__name__ in ("__init__", "__call__"):
+        name = type(args[0]).__name__
+        # An object that is called as a function has the name of its class: `fuse` of `_Fuse`.
+        called = f"cute.{name}" if function.__name__ == "__init__" else f"{package}.{name.strip('_').lower()}"
+        function, args = function.__get__(args[0]), args[1:]
     header = signature(function)
     problem = wrong_arguments(header, args, kwargs)
     if not problem and wrong is not None:

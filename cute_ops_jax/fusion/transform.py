@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from cute_ops.errors import suggesting
 from cute_ops.fusion.report import Report
 from cute_ops_jax.fusion.program import Program
 from cute_ops_jax.fusion.report import report_of
@@ -38,6 +39,7 @@ class _Fuse:
         The function with the same arguments and results. Differences are those of rounding.
     """
 
+    @suggesting
     def __call__(self, function: Callable[_P, _R], *, exact: bool = False) -> Callable[_P, _R]:
         if not callable(function):
             raise TypeError(

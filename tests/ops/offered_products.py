@@ -186,7 +186,7 @@ def _refused() -> Iterator[Refused]:
     of_any = "linear: the epilogue <lambda> does not name its operands: write them after the product, and attributes "
     for of_more in (lambda xp, acc, *more: acc + more[0], lambda xp, acc, **more: acc):
         yield Refused("linear", (x, weight, (2, 3, 8)), {"epilogue": of_more}, TypeError, of_any)
-    listed = "linear: attribute `limit` must be a number, got [1]."
+    listed = "linear: attribute `limit` is a kernel's constant: give a number or text, not list"
     yield Refused("linear", pair, {"epilogue": clipped_add, "limit": [1]}, TypeError, listed)
     # Nothing where something is needed, and too few dims.
     options: Any
