@@ -227,7 +227,7 @@ class _Gradient:
                 inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
             elif key != ACC:
                 inputs.setdefault(key, forward.operands[key]._replace(unread=True))
-        return inputs
+        return inputs | {key: inputs[key]._replace(otherwise="copy") for key in inputs if key in forward.operands}
 
     def of_acc(self, wanted: tuple[str, ...]) -> Op:
         """The op that sums up the product's gradient to that of a vector or a scalar, and of its twins."""
