@@ -68,11 +68,13 @@ class Graph:
     """Nodes as they are made, in an order in which arguments come first.
 
     Attributes:
+        exact: constants stay as the program rounds them.
         nodes: all of them.
         outputs: what the program returns, or keeps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        self.exact = exact
         self.nodes: list[Node] = []
         self.outputs: list[Node] = []
         self._known: dict[Hashable, Node] = {}
@@ -103,15 +105,15 @@ class Graph:
     def constant(self, value: float | bool, dtype: str = "float32") -> Node:
         """A number, rounded to float32, in which expressions compute; NaN is opaque.
 
-        A constant of GELU's formulas that was rounded to ``dtype`` is the exact one: what a function means does not
-        depend on the dtype in which it runs.
+        A constant of GELU's formulas that was rounded to ``dtype`` is the one before, unless the graph is exact: what
+        a function means does not depend on the dtype in which it runs.
         """
         if isinstance(value, bool):
             return self.make("constant", (), value, (), "bool")
         value = float(value)
         if math.isnan(value):
             return self.opaque("NaN", (), (), dtype)
-        if dtype in _MANTISSA:
+        if dtype in _MANTISSA and not self.exact:
             exact = (each for each in _EXACT if math.isclose(abs(value), each, rel_tol=_MANTISSA[dtype]))
             value = math.copysign(next(exact, abs(value)), value)
         if math.isfinite(value) and abs(value) < 3e38:

@@ -67,11 +67,13 @@ class Front:
         stops: by node of a ``stop_gradient`` its equation.
     """
 
-    def __init__(self, closed: ClosedJaxpr, whole: Container[int] = (), passed: Container[int] = ()) -> None:
+    def __init__(
+        self, closed: ClosedJaxpr, whole: Container[int] = (), passed: Container[int] = (), exact: bool = False
+    ) -> None:
         """``whole``: ids of calls with a derivative of their own that are kept; ``passed``: ids of equations of
-        ``stop_gradient`` that change no derivative.
+        ``stop_gradient`` that change no derivative; ``exact``: constants stay as they are rounded.
         """
-        self.graph = Graph()
+        self.graph = Graph(exact)
         self.steps: list[Step] = []
         self.values: dict[Node, Value] = {}
         self.stops: dict[Node, JaxprEqn] = {}

@@ -46,7 +46,7 @@ class Program:
         whole: set[int] = set()
         passed = self._harmless()
         while True:
-            self.front = Front(closed, whole, passed)
+            self.front = Front(closed, whole, passed, exact)
             self.analysis: Analysis = analyse(self.front.graph, exact=exact)
             self.parts = [self._part(found) for found in self.analysis.found]
             self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}

@@ -134,6 +134,19 @@ def test_narrow_programs_have_the_same_meanings(dtype: str) -> None:
             assert out.dtype == dtype
 
 
+def test_exact_keeps_each_rounding() -> None:
+    """Casts and constants of 16 bits, so that eager operations give the same bits."""
+    x = X.astype("bfloat16")
+
+    def function(x: Any, y: Any) -> Any:
+        return (jax.nn.gelu(x) + y) * 0.3
+
+    (entry,) = cute_ops_jax.fuse.report(function, x, x * 2, exact=True).replaced
+    assert "astype" in entry.what and "0.0446" in entry.what
+    got = cute_ops_jax.fuse(function, exact=True)(x, x * 2)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(function(x, x * 2), np.float32))
+
+
 def test_a_derivative_of_ones_own_is_kept() -> None:
     @jax.custom_jvp
     def straight_through(x: Any) -> Any:
