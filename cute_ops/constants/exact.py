@@ -73,7 +73,9 @@ _KEYS: dict[type, Callable[[Any, Other], Hashable]] = {
 
 
 def of_attributes(values: Sequence[Any]) -> tuple[Hashable, ...]:
-    """The key of a call's attributes, which are numbers, flags and texts: a fifth of what :func:`exact` takes."""
+    """The key of a call's attributes, which are numbers, flags and texts: a fifth of what :func:`exact` takes. For
+    tables of ours; :class:`Exact` holds the values themselves, for frameworks that compare a call's parameters.
+    """
     signs = [copysign(1.0, value) for value in values if not value and type(value) is float]
     return (*values, *map(type, values), *signs)
 
