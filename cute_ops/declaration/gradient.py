@@ -1,4 +1,4 @@
-"""Which ops compute the gradient of an op, without the outputs that nobody reads."""
+"""Which ops compute the gradient of an op, without the outputs that are not read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Differentiable(Declaration):
     """A declaration whose gradient is other declarations."""
 
     def backward(self, wanted: Collection[str], present: Collection[str]) -> tuple[Self, ...]:
-        """The ops that compute gradients, in order, without steps and skippable outputs that nobody reads.
+        """The ops that compute gradients, in order, without steps and skippable outputs that are not read.
 
         Args:
             wanted: the inputs that need a gradient.

@@ -87,14 +87,14 @@ class ProductPlan(NamedTuple):
     """A product of the first two inputs of an op: ``a @ b``, of matrices or of batches of them.
 
     Args:
-        turned: which of both is transposed, 0 or 1; None for neither.
+        transposed: which of both is transposed, 0 or 1; None for neither.
         flat: whether the leading dims of both are rows of one matrix.
         dtype: of the product; None for that of ``a``.
         read_as: the input of the op that comes next, in which that reads the product.
         bias: the input whose addition to each row of the product is all that comes next; empty where it is not.
     """
 
-    turned: int | None
+    transposed: int | None
     flat: bool = False
     dtype: str | None = None
     read_as: str = ""

@@ -23,12 +23,12 @@ def multiplier(product: ProductPlan, a: Array, b: Array) -> Call:
     """``multiply(a, b)`` for operands like these: a new tensor, compact. It is a function of torch, or one in few lines
     around it: at few rows it is shorter than the host's time to get there.
     """
-    dtype, turned = product.dtype, product.turned
+    dtype, transposed = product.dtype, product.transposed
     if dtype not in (None, a.dtype):
         return partial(multiply, framework, product)
-    if turned == 1:
+    if transposed == 1:
         return _linear if len(b.shape) == 2 else lambda a, b: _matmul(a, b.mT)
-    if turned is None:
+    if transposed is None:
         return _matmul
     if product.flat and len(a.shape) != 2:
         return lambda a, b: _mm(a.reshape(-1, a.shape[-1]).t(), b.reshape(-1, b.shape[-1]))
@@ -37,7 +37,7 @@ def multiplier(product: ProductPlan, a: Array, b: Array) -> Call:
 
 def adds_bias(product: ProductPlan, a: Array, bias: Array | None) -> bool:
     """Whether ``multiply(a, b, bias)`` of :func:`multiplier` adds it, too."""
-    return product.turned == 1 and product.dtype is None and bias is not None and bias.dtype == a.dtype
+    return product.transposed == 1 and product.dtype is None and bias is not None and bias.dtype == a.dtype
 
 
 def multiplies_into(product: ProductPlan, a: Array, b: Array, biased: bool) -> Call | None:
@@ -45,7 +45,7 @@ def multiplies_into(product: ProductPlan, a: Array, b: Array, biased: bool) -> C
     batch = len(b.shape) != 2 and not product.flat
     if batch or product.dtype not in (None, a.dtype):
         return None
-    first, second = product.turned == 0, product.turned == 1
+    first, second = product.transposed == 0, product.transposed == 1
 
     def matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         a, b = _rows(a), _rows(b)

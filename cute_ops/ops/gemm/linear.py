@@ -118,8 +118,8 @@ def declare(
 
 def product_of(kernel: str, dtype: str) -> ProductPlan:
     """What the kernel of this name multiplies, with this declared dtype of the product."""
-    turned = {"Linear": 1, "LinearDx": None, "LinearDweight": 0}[kernel.removeprefix("Batched")]
-    return ProductPlan(turned, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
+    transposed = {"Linear": 1, "LinearDx": None, "LinearDweight": 0}[kernel.removeprefix("Batched")]
+    return ProductPlan(transposed, flat=kernel == "LinearDweight", dtype=None if dtype == "T" else dtype)
 
 
 def exact(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:
@@ -128,14 +128,14 @@ def exact(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:
         a, b = (xp.reshape(m, (math.prod(m.shape[:-1]), m.shape[-1])) for m in (a, b))
     a, b = widen(xp, a, b)
     turned = xp.matrix_transpose
-    return xp.matmul(turned(a) if product.turned == 0 else a, turned(b) if product.turned == 1 else b)
+    return xp.matmul(turned(a) if product.transposed == 0 else a, turned(b) if product.transposed == 1 else b)
 
 
 def multiply(xp: Any, product: ProductPlan, a: Any, b: Any) -> Any:
     """The framework's product."""
     if product.flat:
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
-    return xp.product(a.mT if product.turned == 0 else a, b.mT if product.turned == 1 else b, product.dtype)
+    return xp.product(a.mT if product.transposed == 0 else a, b.mT if product.transposed == 1 else b, product.dtype)
 
 
 def check_rows(op: Op, problem: Problem) -> None:
