@@ -459,7 +459,7 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
     assert choose(*trial(op), parse("sm_90a:114")).variant.config == {"threads": 128}
     (line,) = json.loads((cache_folder / "tuning.json").read_text())["winners"]
     assert (
-        line["call"] == "doubling(copying:Copy) sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64"
+        line["call"] == "doubling(tests.ops.copying:Copy) sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64"
         and line["gpu"] == "a GPU made up"
     )
 
@@ -718,7 +718,7 @@ def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyP
     dispatch.forget()
     with caplog.at_level(logging.INFO, "cute_ops"):
         assert choose(*trial(op), SM90, device=0).variant.config == {"threads": 64}
-    assert "tuned doubling(copying:Copy) sm_90a:132" in caplog.text
+    assert "tuned doubling(tests.ops.copying:Copy) sm_90a:132" in caplog.text
     count = len(fake.samples)
     for again in range(2):
         assert choose(*trial(op, rows=7 + again), SM90, device=0).variant.config == {"threads": 64}
