@@ -45,6 +45,9 @@ def _forget_the_user() -> None:
         if name in os.environ:
             GIVEN[name] = os.environ.pop(name)
     os.umask(0o022)
+    # Programs that tests start find our packages and `tests`, as under make.
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(Path(__file__).parents[1]), *path]))
     _keep_bytecode()
 
 
