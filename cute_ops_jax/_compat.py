@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import jax
-from jax._src import api_util, linear_util
-from jax._src.core import ClosedJaxpr as ClosedJaxpr
+from jax._src import api_util, core, linear_util
 from jax._src.core import JaxprEqn as JaxprEqn
 from jax._src.core import Literal as Literal
 from jax._src.core import Primitive, get_axis_env  # jax.extend.core has the first, but takes Pallas along: 20 ms
@@ -23,6 +22,11 @@ from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
 from jax.core import ShapedArray as ShapedArray
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jax._src.core import ClosedJaxpr as ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # one class since JAX 0.12
 
 # For ``inline`` of ``jax.jit``: callers see the equations of a function, and lowering sees who made its operands. Since
 # JAX has ``jax.Inline``, True means at lowering only.

@@ -163,7 +163,7 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     often = frozenset(name for name, count in Counter(n for step in steps for n in step.inputs).items() if count > 1)
 
     def run(*given: Any) -> tuple[Any, ...]:
-        within = sharing.get(type(given[0])) if given else None
+        within = sharing.get(type(given[0])) if sharing and given else None
         if within is None:
             return in_turn(given)
         with within(often):
