@@ -77,6 +77,8 @@ def _jit(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> 
 def _scan(equation: JaxprEqn, programs: Sequence[Any], inputs: Sequence[Any]) -> Any:
     jaxpr, constants = _retraced(programs[0])
     params = equation.params
+    if "num_consts" not in params:  # since JAX 0.12, whose trees of operands say it, and take no more
+        return _compat.bind(equation, inputs, **({} if constants else {"jaxpr": _compat.closed(jaxpr)}))
     changed = {"jaxpr": _compat.closed(jaxpr), "num_consts": params["num_consts"] + len(constants)}
     if "linear" in params:
         changed["linear"] = (*(False,) * len(constants), *params["linear"])
