@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,28 +66,37 @@ def drawn(seed: int, longest: int = 700) -> Call:
     return Call(draw.randint(1, 3), s, t, g * draw.randint(1, 4), g, d, e, dtype, attrs, draw.random() < 0.3, packed)
 
 
-class Expected(NamedTuple):
-    """Results in float64, and by how much an output may differ from them."""
+class Bounded(NamedTuple):
+    """An array in float64, and by how much what was found may differ from it."""
 
-    out: np.ndarray
-    lse: np.ndarray
-    out_error: np.ndarray
-    lse_error: float
+    value: np.ndarray
+    error: np.ndarray
+
+    def assert_holds(self, found: np.ndarray, what: str) -> None:
+        """Infinities are the same, all else is within the error."""
+        found, known = np.asarray(found, np.float64), np.isfinite(self.value)
+        assert found.shape == self.value.shape, what
+        assert (found[~known] == self.value[~known]).all(), what
+        excess = np.abs(found[known] - self.value[known]) / self.error[known]
+        assert excess.max(initial=0) <= 1, f"{what}: {excess.max():.3g} of what is allowed"
 
 
-def expected(call: Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None) -> Expected:
-    """The results, head by head, by loops over the definition's terms.
+def expected(
+    call: Call, given: Sequence[np.ndarray | None], cotangents: tuple[np.ndarray, np.ndarray] | None = None
+) -> dict[str, Bounded]:
+    """Results, and gradients if there are cotangents of both results, of q, k, v and sinks.
 
-    An output is rounded once, and its weights were rounded before they multiplied values: twice the sum of both errors
-    is allowed, beside what float32 loses in scores.
+    A 16-bit result is rounded once, and weights were rounded before they multiplied: twice the sum of both errors is
+    allowed, by sums of absolute values, beside what float32 loses in scores.
     """
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    q, k, v = (np.asarray(x, np.float64) for x in given[:3])
     attrs = {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0, **call.attrs}
-    k, v = (np.repeat(x, call.h // call.g, axis=2) for x in (k, v))
-    scores = np.einsum("bshd,bthd->bhst", q, k) * (attrs["scale"] or call.d**-0.5)
-    size = np.abs(scores).max(initial=1.0)
-    if attrs["softcap"]:
-        scores = attrs["softcap"] * np.tanh(scores / attrs["softcap"])
+    scale, unit, share = attrs["scale"] or call.d**-0.5, UNITS[call.dtype], call.h // call.g
+    k, v = (np.repeat(x, share, axis=2) for x in (k, v))
+    raw = np.einsum("bshd,bthd->bhst", q, k) * scale
+    in_float32 = 2.0**-22 * np.abs(raw).max(initial=1.0) * np.sqrt(call.d)
+    cap = attrs["softcap"]
+    scores = cap * np.tanh(raw / cap) if cap else raw.copy()
     place, key = np.arange(call.s)[:, None] + (call.t - call.s), np.arange(call.t)
     right = 0 if attrs["causal"] else attrs["right"]
     seen = np.ones((call.s, call.t), bool)
@@ -95,20 +105,50 @@ def expected(call: Call, q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.
     if attrs["left"] >= 0:
         seen &= key >= place - attrs["left"]
     scores[..., ~seen] = -np.inf
-    last = np.full((call.batch, call.h, call.s, 1), -np.inf)
-    if sinks is not None:
-        last[:] = sinks.astype(np.float64)[:, None, None]
+    last = np.full((*scores.shape[:-1], 1), -np.inf)
+    if given[3] is not None:
+        last[:] = np.asarray(given[3], np.float64)[:, None, None]
     scores = np.concatenate([scores, last], axis=-1)
     highest = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
     total = weights.sum(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + np.where(np.isfinite(highest), highest, 0))[..., 0]
-    shares = (weights / np.where(total > 0, total, 1))[..., :-1]
-    out = np.einsum("bhst,bthe->bshe", shares, v)
-    terms = np.einsum("bhst,bthe->bshe", shares, np.abs(v))
-    in_float32 = 2.0**-22 * size * np.sqrt(call.d)
-    return Expected(out, lse, 2 * UNITS[call.dtype] * (terms + np.abs(out)) + in_float32 * terms + 1e-6, 4 * in_float32)
+    weights = weights / np.where(total > 0, total, 1)
+    sink, p = weights[..., -1], weights[..., :-1]
+
+    def product(form: str, x: np.ndarray, y: np.ndarray, factor: float = 1.0) -> Bounded:
+        value, terms = np.einsum(form, x, y) * factor, np.einsum(form, np.abs(x), np.abs(y)) * factor
+        return Bounded(value, 2 * unit * (terms + np.abs(value)) + 4 * in_float32 * terms + 1e-6)
+
+    found = {"out": product("bhst,bthe->bshe", p, v), "lse": Bounded(lse, np.full(lse.shape, 4 * in_float32))}
+    if cotangents is None:
+        return found
+    dout, dlse = (np.asarray(x, np.float64) for x in cotangents)
+    # The kernel reads the rounded output, whose error every term of a row has.
+    delta = np.einsum("bshe,bshe->bhs", found["out"].value, dout) - dlse
+    of_out = np.einsum("bshe,bshe->bhs", np.abs(found["out"].value), np.abs(dout))[..., None] * unit
+    slope = 1 - np.tanh(raw / cap) ** 2 if cap else 1.0
+    dp = np.einsum("bshe,bthe->bhst", dout, v)
+    ds, slack = p * (dp - delta[..., None]) * slope, p * of_out * slope
+
+    def with_slack(form: str, x: np.ndarray, y: np.ndarray, more: np.ndarray) -> Bounded:
+        bound = product(form, x, y, scale)
+        return bound._replace(error=bound.error + 2 * scale * np.einsum(form, more, np.abs(y)))
+
+    def of_kv(bound: Bounded) -> Bounded:
+        grouped = (x.reshape(*x.shape[:2], call.g, share, x.shape[-1]).sum(3) for x in bound)
+        return Bounded(*grouped)
+
+    found["dq"] = with_slack("bhst,bthd->bshd", ds, k, slack)
+    found["dk"] = of_kv(with_slack("bhst,bshd->bthd", ds, q, slack))
+    found["dv"] = of_kv(product("bhst,bshe->bthe", p, dout))
+    if given[3] is not None:
+        terms = np.einsum("bhs,bhs->h", sink, np.abs(delta) + of_out[..., 0])
+        value = -np.einsum("bhs,bhs->h", sink, delta)
+        of_lse = np.einsum("bhs,bhs->h", sink, of_out[..., 0])
+        found["dsinks"] = Bounded(value, 2.0**-18 * terms + 2 * of_lse + 1e-6)
+    return found
 
 
 def arrays(call: Call, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:

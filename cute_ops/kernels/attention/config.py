@@ -39,3 +39,28 @@ class AttentionConfig(KernelConfig):
     mask: str = ""
     bounds: str = ""
     score: str = ""
+
+
+@dataclass(frozen=True)
+class AttentionBackwardConfig(KernelConfig):
+    """The tiles of attention's gradients, and what is done to scores.
+
+    Attributes:
+        tile_k: keys of a tile of the kernel of queries.
+        key_stages: tiles of keys and values in shared memory.
+        tile_q: queries of a tile of the kernel of keys and values.
+        query_stages: tiles of queries and cotangents in shared memory.
+        mask: the expression of the mask; empty if there is none.
+        bounds: the expression of the mask's bounds over a tile.
+        score: the expression of a change of scores; empty if there is none.
+        dscore: the expression of its gradient.
+    """
+
+    tile_k: int
+    key_stages: int
+    tile_q: int
+    query_stages: int
+    mask: str = ""
+    bounds: str = ""
+    score: str = ""
+    dscore: str = ""

@@ -1,80 +1,41 @@
 """Attention on Hopper: TMA loads, WGMMA, an online softmax in registers, persistent and warp-specialised."""
 
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.pipeline import (
-    Agent,
-    CooperativeGroup,
-    PipelineTmaAsync,
-    PipelineUserType,
-    make_pipeline_state,
-    pipeline_init_arrive,
-    pipeline_init_wait,
-)
+from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.mods import Mods
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.tiles import (
+    BARRIER_BYTES,
+    CACHED_BYTES,
+    LOAD_REGISTERS,
+    MULTIPLY_REGISTERS,
+    ROWS,
+    SHARED_BYTES,
+    WARPGROUP,
+    Moved,
+    Sizes,
+    Tile,
+    Tiles,
+    partition,
+    place_of,
+    ring,
+    sizes_of,
+    slots,
+    view,
+)
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 
-WARPGROUP = 128
-ROWS = 64  # of a warpgroup
-# Registers of a thread that loads and of one that multiplies: 128 * 24 + 256 * 240 of an SM's 65536.
-LOAD_REGISTERS, MULTIPLY_REGISTERS = 24, 240
 # Named barriers: each warpgroup's turn to multiply, one of its own threads, and that both have read the queries; 0 is
 # the CTA's.
 TURN, OWN, READ = 1, 3, 5
-SHARED_BYTES, BARRIER_BYTES = 227 << 10, 1 << 10
-# Of keys and values that are read again and again, what L2 holds beside the queries and outputs that pass through.
-CACHED_BYTES = 32 << 20
-
-
-class Sizes(NamedTuple):
-    """Sizes of a call, known at run time."""
-
-    seqlen_q: Any
-    seqlen_k: Any
-    heads: Any
-    heads_per_kv: Any
-    batches: Any
-
-    @property
-    def shift(self):
-        """What is added to a query to compare it with a key: the last one stands beside the last key."""
-        return self.seqlen_k - self.seqlen_q
-
-
-class Tile(NamedTuple):
-    """A block of queries of one head."""
-
-    block: Any
-    head: Any
-    batch: Any
-
-
-class Moved(NamedTuple):
-    """A tensor that TMA moves: the copy, the tensor, its shared memory."""
-
-    tma: Any
-    m: Any
-    s: Any
-
-
-def _view(m, order):
-    """A tensor (batch, seqlen, heads, d) with its dims in another order, as TMA takes it."""
-    m = folded(m, own=3)
-    step = 128 // m.element_type.width  # elements of 16 bytes
-    sizes = [Int32(size) if isinstance(size, cutlass.Numeric) else size for size in m.shape]
-    strides = [s if isinstance(s, int) else cute.assume(Int64(s), divby=step) for s in m.stride]
-    shape, stride = (tuple([each[i] for i in order]) for each in (sizes, strides))
-    return cute.make_tensor(m.iterator, cute.make_layout(shape, stride=stride))
 
 
 class AttentionFwd:
@@ -98,6 +59,7 @@ class AttentionFwd:
         self.keys = variant.tensors
         self.d, self.dv, self.tile_n, self.sms = dims["d"], dims["e"], config.tile_n, config.sms
         self.mods = Mods(config.mask, config.bounds, config.score)
+        self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
         self.scale = attrs["scale"] or self.d**-0.5
         self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
@@ -106,9 +68,8 @@ class AttentionFwd:
     @cute.jit
     def __call__(self, mQ, mK, mV, mSinks, mOut, mLse, stream):
         self.dtype = dtype = mQ.element_type
-        rows, columns = (1, 3, 2, 0), (3, 1, 2, 0)
-        mQ, mK, mOut = (_view(m, rows) for m in (mQ, mK, mOut))  # (seqlen, d, heads, batch)
-        mV, mLse = _view(mV, columns), folded(mLse, own=2)  # (dv, seqlen, heads, batch), (batch, heads, seqlen)
+        mQ, mK, mOut = (view(m) for m in (mQ, mK, mOut))  # (seqlen, d, heads, batch)
+        mV, mLse = view(mV, (3, 1, 2, 0)), folded(mLse, own=2)  # (dv, seqlen, heads, batch), (batch, heads, seqlen)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         by_rows, by_columns = row.sm90_mma_major_mode(), column.sm90_mma_major_mode()
         warpgroups = (self.consumers, 1, 1)
@@ -133,11 +94,8 @@ class AttentionFwd:
                 for operation, m, layout, tile in zip((load, load, load, store), (mQ, mK, mV, mOut), layouts, tiles)
             ]
         )
-        seqlen_q, seqlen_k, heads, batches = (
-            Int32(cute.size(m, mode=[mode])) for m, mode in ((mQ, 0), (mK, 0), (mQ, 2), (mQ, 3))
-        )
-        sizes = Sizes(seqlen_q, seqlen_k, heads, heads // Int32(cute.size(mK, mode=[2])), batches)
-        ctas = cutlass.min(self._tiles(sizes), Int32(self.sms))
+        sizes = sizes_of(mQ, mK)
+        ctas = cutlass.min(self._count(sizes), Int32(self.sms))
         self.kernel(mma_qk, mma_qk, mma_pv, (moved, layouts), mSinks, mLse, tuple(sizes)).launch(
             grid=[ctas, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
@@ -152,16 +110,17 @@ class AttentionFwd:
         if warp == 0:
             for tma, _ in moved:
                 cpasync.prefetch_descriptor(tma)
-        smem = cutlass.utils.SmemAllocator()
-        slots = [self._slots(smem, layout) for layout in layouts[:3]]
+        smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
+        held = [slots(smem, dtype, layout) for layout in layouts[:3]]
         layout = layouts[3]
         if const_expr(self.shares_memory):
-            start = cute.recast_ptr(slots[0].iterator, layout.inner, self.dtype)
-            slots.append(cute.make_tensor(start, layout.outer))
+            start = cute.recast_ptr(held[0].iterator, layout.inner, self.dtype)
+            held.append(cute.make_tensor(start, layout.outer))
         else:
-            slots.append(self._slots(smem, layout))
-        moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, slots)]
-        rings = [self._ring(smem, layout, stages) for layout, stages in zip(layouts, (1, self.stages, self.stages))]
+            held.append(slots(smem, dtype, layout))
+        moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
+        stages = 1, self.stages, self.stages
+        rings = [ring(smem, dtype, layout, count) for layout, count in zip(layouts, stages)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         wait_for_previous(True)
@@ -177,71 +136,18 @@ class AttentionFwd:
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             self._attend(rings, (mma_first, mma_qk, mma_pv), moved, mSinks, mLse, sizes)
 
-    def _slots(self, smem, layout):
-        return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
-    def _ring(self, smem, layout, stages):
-        """Slots that one warp fills and both warpgroups empty."""
-        return PipelineTmaAsync.create(
-            num_stages=stages, producer_group=CooperativeGroup(Agent.Thread),
-            consumer_group=CooperativeGroup(Agent.Thread, self.consumers * WARPGROUP // 32),
-            tx_count=cute.size(cute.select(layout, mode=[0, 1])) * (self.dtype.width // 8),
-            barrier_storage=smem.allocate_array(Int64, 2 * stages), defer_sync=True,
-        )  # fmt: skip
-
-    # Which tiles there are -----------------------------------------------------------------------------------------
-
-    def _tiles(self, sizes):
+    def _count(self, sizes):
         """Blocks of queries of all heads."""
         return cute.ceil_div(sizes.seqlen_q, self.tile_m) * sizes.heads * sizes.batches
 
     def _tile(self, index, sizes):
-        """The block of queries with this index: heads whose keys and values fit into L2 together, and of these the
-        last queries first, which have most keys under a causal mask.
-        """
-        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_m)
+        """The block of queries with this index."""
         of_head = Int64(sizes.seqlen_k) * ((self.d + self.dv) * self.dtype.width // 8)
         together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
-        together = cutlass.min(together, sizes.heads * sizes.batches)
-        section = index // (together * blocks)
-        within = index - section * together * blocks
-        members = cutlass.min(together, sizes.heads * sizes.batches - section * together)
-        row = within // members
-        head = section * together + within - row * members
+        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_m)
+        block, head = self.tiles.walk(index, blocks, sizes.heads * sizes.batches, together)
         batch = head // sizes.heads
-        return Tile(blocks - 1 - row, head - batch * sizes.heads, batch)
-
-    @cute.jit
-    def _range(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
-        """The first and the last tile of keys that the mask does not leave out; first > last if there is none."""
-        tiles = cute.ceil_div(sizes.seqlen_k, self.tile_n)
-        first, last = Int32(0), tiles - 1
-        if const_expr(self.mods.mask is not None):
-            first, last = tiles, Int32(-1)
-            for base in cutlass.range(0, tiles, 32, unroll=1):
-                keys = base + cute.arch.lane_idx()
-                if keys < tiles:
-                    if self._some(tile, sizes, keys):
-                        first, last = cutlass.min(first, keys), cutlass.max(last, keys)
-            for offset in (16, 8, 4, 2, 1):
-                first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, offset=offset))
-                last = cutlass.max(last, cute.arch.shuffle_sync_bfly(last, offset=offset))
-        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
-
-    def _bounds(self, tile, sizes, keys):
-        """Whether the mask is true of all elements of a tile, and whether it may be true of any."""
-        q, k = tile.block * self.tile_m, keys * self.tile_n
-        q_high = cutlass.min(q + self.tile_m, sizes.seqlen_q) - 1
-        k_high = cutlass.min(k + self.tile_n, sizes.seqlen_k) - 1
-        return self.mods.bounds(tile, (q, q_high), (k, k_high), sizes.shift)
-
-    def _some(self, tile, sizes, keys):
-        return Boolean(True) if self.mods.mask is None else self._bounds(tile, sizes, keys)[1]
-
-    def _whole(self, tile, sizes, keys):
-        """Whether no element of a tile is left out: by the mask, or because it lies behind the last key."""
-        inside = (keys + 1) * self.tile_n <= sizes.seqlen_k
-        return inside if self.mods.mask is None else inside & self._bounds(tile, sizes, keys)[0]
+        return Tile(block, head - batch * sizes.heads, batch)
 
     # The warp that loads -------------------------------------------------------------------------------------------
 
@@ -252,31 +158,26 @@ class AttentionFwd:
         q, k, v, _ = moved
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
-        for index in cutlass.range(cute.arch.block_idx()[0], self._tiles(sizes), cute.arch.grid_dim()[0], unroll=1):
+        for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
             tile = self._tile(index, sizes)
             kv_head = tile.head // sizes.heads_per_kv
-            tQsQ, tQgQ = self._partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch))
-            tKsK, tKgK = self._partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch))
-            tVsV, tVgV = self._partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch))
-            first, last = self._range(tile, sizes)
+            tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch))
+            tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch))
+            tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch))
+            first, last = self.tiles.keys_of(tile, sizes)
             ring_q.producer_acquire(q_slot)
             cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
             q_slot.advance()
             for i in cutlass.range(last - first + 1, unroll=1):
                 keys = last - i
-                if self._some(tile, sizes, keys):
-                    for tma, ring, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
-                        ring.producer_acquire(slot)
-                        full = ring.producer_get_barrier(slot)
+                if self.tiles.some(tile, sizes, tile.block, keys):
+                    for tma, each, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
+                        each.producer_acquire(slot)
+                        full = each.producer_get_barrier(slot)
                         cute.copy(tma, tXgX[None, keys], tXsX[None, slot.index], tma_bar_ptr=full)
                     slot.advance()
         let_next_start(True)
         ring_v.producer_tail(slot)
-
-    def _partition(self, moved, tile, at):
-        """TMA's view of shared memory, (tma, stages), and of a tensor, (tma, rest)."""
-        s, g = cute.group_modes(moved.s, 0, 2), cute.group_modes(cute.local_tile(moved.m, tile, at), 0, 2)
-        return cpasync.tma_partition(moved.tma, 0, cute.make_layout(1), s, g)
 
     # The warpgroups that multiply ----------------------------------------------------------------------------------
 
@@ -305,9 +206,9 @@ class AttentionFwd:
         before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         if group == 1:
             self._end_turn(group)
-        for index in cutlass.range(cute.arch.block_idx()[0], self._tiles(sizes), cute.arch.grid_dim()[0], unroll=1):
+        for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
             tile = self._tile(index, sizes)
-            first, last = self._range(tile, sizes)
+            first, last = self.tiles.keys_of(tile, sizes)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
             rO.fill(0.0)
@@ -325,7 +226,7 @@ class AttentionFwd:
                 store_packed(rS, rP)
                 for i in cutlass.range(1, last - first + 1, unroll=1):
                     keys = last - i
-                    if self._some(tile, sizes, keys):
+                    if self.tiles.some(tile, sizes, tile.block, keys):
                         self._begin_turn(group)
                         ring_k.consumer_wait(slot)
                         self._multiply_score(score, slot.index)
@@ -388,15 +289,13 @@ class AttentionFwd:
     @cute.jit
     def _change(self, rS, at: cutlass.Constexpr, keys):
         """Change a tile's scores as a mod says, and hide those that are left out."""
-        tile, sizes, tidx = at
-        lane, scores = tidx % 32, by_row(rS)  # (rows, columns)
-        row = tile.block * self.tile_m + tidx // 32 * 16 + lane // 4
-        column = keys * self.tile_n + lane % 4 * 2
-        q, k = (row, row + 8), (column, tuple(8 * (c // 2) + c % 2 for c in range(self.tile_n // 4)))
+        (tile, sizes, tidx), scores = at, by_row(rS)  # (rows, columns)
+        first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
+        place = place_of(tidx, tile, first, sizes.shift)
         if const_expr(self.mods.score is not None):
-            self.mods.change(scores, (tile, q, k, sizes.shift), self.scale)
-        if not self._whole(tile, sizes, keys):
-            self.mods.hide(scores, (tile, q, k, sizes.shift), sizes.seqlen_k)
+            self.mods.change(scores, place, self.scale)
+        if not self.tiles.whole(tile, sizes, tile.block, keys):
+            self.mods.hide(scores, place, sizes.seqlen_k, -Float32.inf)
 
     @cute.jit
     def _finish(
@@ -425,6 +324,6 @@ class AttentionFwd:
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(tidx // 32) % 4 == 0:
-            tOsO, tOgO = self._partition(out, (ROWS, self.dv), (None, 0, head, batch))
+            tOsO, tOgO = partition(out, (ROWS, self.dv), (None, 0, head, batch))
             cute.copy(out.tma, tOsO[None, group], tOgO[None, block * self.consumers + group])
             cute.arch.cp_async_bulk_commit_group()

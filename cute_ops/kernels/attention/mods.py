@@ -12,8 +12,9 @@ class Mods:
     Coordinates are float32 in expressions, which hold whole numbers up to 2^24.
     """
 
-    def __init__(self, mask, bounds, score):
-        self.mask, self._bounds, self.score = (Emitter(text) if text else None for text in (mask, bounds, score))
+    def __init__(self, mask, bounds, score, dscore=""):
+        texts = mask, bounds, score, dscore
+        self.mask, self._bounds, self.score, self._dscore = (Emitter(text) if text else None for text in texts)
 
     def bounds(self, tile, q, k, shift):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one.
@@ -25,25 +26,21 @@ class Mods:
         """
         return self._bounds(*map(Float32, (tile.batch, tile.head, *q, *k, shift)))
 
-    def change(self, scores, at, scale):
+    def change(self, scores, place, scale):
         """Replace scores, which are scaled first."""
-        for r, c, coordinates in self._coordinates(at):
+        for r, c, coordinates in place.each():
             scores[r, c] = self.score(scores[r, c] * Float32(scale), *coordinates)[0]
 
-    def hide(self, scores, at, seqlen_k):
-        """Replace scores of keys that a query does not attend to, and of what lies behind the last key, by -inf."""
+    def hide(self, values, place, seqlen_k, hidden):
+        """Replace values of keys that a query does not attend to, and of what lies behind the last key."""
         last = Float32(seqlen_k)
-        for r, c, coordinates in self._coordinates(at):
+        for r, c, coordinates in place.each():
             kept = coordinates[3] < last
             if self.mask is not None:
                 kept = kept & self.mask(*coordinates)[0]
-            scores[r, c] = cutlass.select_(kept, scores[r, c], -Float32.inf)
+            values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
 
-    def _coordinates(self, at):
-        """The coordinates of each score of a thread: batch, head, q, k and shift."""
-        tile, rows, (start, columns), shift = at
-        batch, head, start, shift = map(Float32, (tile.batch, tile.head, start, shift))
-        for r, row in enumerate(rows):
-            q = Float32(row)
-            for c, column in enumerate(columns):
-                yield r, c, (batch, head, q, start + Float32(column), shift)
+    def derive(self, cotangents, scores, place):
+        """Multiply cotangents of changed scores by the derivative of the change; scores are scaled."""
+        for r, c, coordinates in place.each():
+            cotangents[r, c] = self._dscore(cotangents[r, c], scores[r, c], *coordinates)[0]

@@ -118,3 +118,46 @@ class OnlineSoftmax:
             lse[r] = (highest + cute.math.log2(total, fastmath=True)) * Float32(LN2)
             factors[r] = cutlass.select_(total == 0.0, Float32(0.0), share / total)
         return lse, factors
+
+
+class Weights:
+    """The weights of scores whose log-sum-exp is known, and what a cotangent of scores is multiplied by.
+
+    Args:
+        mods: what is done to scores.
+        scale: of scores.
+    """
+
+    def __init__(self, mods, scale):
+        self.mods, self.scale = mods, scale
+
+    def of_lse(self, lse, given):
+        """A row's log-sum-exp, of base 2; infinite where the row has no key or is not ``given``: its weights are 0."""
+        return cutlass.select_(given & (lse > -Float32.inf), lse * Float32(LOG2E), Float32.inf)
+
+    @cute.jit
+    def of_scores(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, kept: cutlass.Constexpr):
+        """Replace products of queries and keys by ``p * dscore``, the weight and the derivative of its score.
+
+        Args:
+            rS: a thread's products.
+            rWeights: gets the weights in 16 bits; or None.
+            place: of the products.
+            lse: ``lse(row, column)``, of base 2.
+            kept: whether none is left out, and the number of keys.
+        """
+        whole, seqlen_k = kept
+        scores = by_row(rS)
+        rRaw = cute.make_rmem_tensor_like(rS) if cutlass.const_expr(self.mods.score is not None) else None
+        if cutlass.const_expr(rRaw is not None):
+            rRaw.store(rS.load() * Float32(self.scale))
+            self.mods.change(scores, place, self.scale)
+        scale = Float32(LOG2E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2E)
+        for r, c, _ in place.each():
+            scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
+        if not whole:
+            self.mods.hide(scores, place, seqlen_k, 0.0)
+        if cutlass.const_expr(rWeights is not None):
+            store_packed(rS, rWeights)
+        if cutlass.const_expr(rRaw is not None):
+            self.mods.derive(scores, by_row(rRaw), place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.declaration.array_api import beside, widen
@@ -33,28 +34,57 @@ CASES = (
 )  # fmt: skip
 
 
-def reference(
-    xp: Any, q: Any, k: Any, v: Any, sinks: Any = None,
-    *, scale: float, causal: bool, left: int, right: int, softcap: float,
-) -> tuple[Any, Any]:  # fmt: skip
-    (*lead, s, h, d), (t, g), e = q.shape, k.shape[-3:-1], v.shape[-1]
-    if h == 0 or s == 0:
-        return xp.zeros((*lead, s, h, e), dtype=q.dtype, **beside(xp, q)), xp.zeros((*lead, h, s), dtype=xp.float32)
-    wide_q, wide_k, wide_v, sink = widen(xp, q, k, v, sinks)
-    batch = math.prod(lead)
-    # (batch, kv heads, heads of one, seqlen, headdim)
-    wide_q = xp.permute_dims(xp.reshape(wide_q, (batch, s, g, h // g, d)), (0, 2, 3, 1, 4))
-    wide_k = xp.permute_dims(xp.reshape(wide_k, (batch, t, g, 1, d)), (0, 2, 3, 4, 1))
-    wide_v = xp.permute_dims(xp.reshape(wide_v, (batch, t, g, 1, e)), (0, 2, 3, 1, 4))
-    scores = (wide_q @ wide_k) * (scale or d**-0.5)
+def reference(xp: Any, q: Any, k: Any, v: Any, sinks: Any = None, **attrs: Any) -> tuple[Any, Any]:
+    if 0 in (q.shape[-2], q.shape[-3]):
+        lse = xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=xp.float32, **beside(xp, q))
+        return xp.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, **beside(xp, q)), lse
+    weights, lse, _ = _weights(xp, q, k, sinks, attrs)
+    out = _ungrouped(xp, weights @ _grouped(xp, *widen(xp, v)), q)
+    return xp.astype(out, q.dtype), xp.reshape(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]))
+
+
+def reference_bwd(
+    xp: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, sinks: Any = None, **attrs: Any
+) -> tuple[Any, ...]:
+    if 0 in q.shape or 0 in k.shape:
+        zeros = (None if x is None else xp.zeros_like(x) for x in (q, k, v, sinks))
+        return tuple(zeros)
+    g, scale = k.shape[-2], attrs["scale"] or q.shape[-1] ** -0.5
+    weights, row_lse, raw = _weights(xp, q, k, sinks, attrs)
+    wide_q, wide_o, wide_do = (_grouped(xp, x, g) for x in widen(xp, q, out, dout))
+    wide_k, wide_v = (_grouped(xp, x) for x in widen(xp, k, v))
+    rows = (*row_lse.shape[:-1],)
+    delta = xp.sum(wide_o * wide_do, axis=-1) - xp.reshape(*widen(xp, dlse), rows)
+    dscores = weights * (wide_do @ xp.matrix_transpose(wide_v) - delta[..., None])
+    cap = attrs["softcap"]
+    if cap:
+        dscores = dscores * (1 - xp.square(xp.tanh(raw / cap)))
+    dq = _ungrouped(xp, dscores @ wide_k * scale, q)
+    dk, dv = (
+        _kv(xp, xp.sum(xp.matrix_transpose(x) @ y, axis=2), like)
+        for x, y, like in ((dscores, wide_q * scale, k), (weights, wide_do, v))
+    )
+    dsinks = None
+    if sinks is not None:
+        share = xp.exp(xp.reshape(*widen(xp, sinks), (1, g, -1, 1)) - row_lse[..., 0])
+        share = xp.where(row_lse[..., 0] > -math.inf, share, xp.zeros_like(share))
+        dsinks = xp.astype(xp.reshape(-xp.sum(share * delta, axis=(0, 3)), sinks.shape), sinks.dtype)
+    return xp.astype(dq, q.dtype), xp.astype(dk, k.dtype), xp.astype(dv, v.dtype), dsinks
+
+
+def _weights(xp: Any, q: Any, k: Any, sinks: Any, attrs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """The weights (batch, kv heads, heads of one, s, t), the log-sum-exp of each row, and the scores before a cap."""
+    (s, h, d), (t, g) = q.shape[-3:], k.shape[-3:-1]
+    wide_q, wide_k, sink = widen(xp, q, k, sinks)
+    raw = _grouped(xp, wide_q, g) @ xp.matrix_transpose(_grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
     queries, keys = (xp.arange(size, **beside(xp, q)) for size in (s, t))
-    at = None, None, xp.reshape(queries, (s, 1)), keys, t - s
-    if (change := mods.soft_cap(softcap)) is not None:
+    at, scores = (None, None, xp.reshape(queries, (s, 1)), keys, t - s), raw
+    if (change := mods.soft_cap(attrs["softcap"])) is not None:
         scores = change(xp, scores, *at)
-    if (mask := mods.band(left, 0 if causal else right)) is not None:
-        scores = xp.where(mask(xp, *at), scores, xp.full_like(scores[:1, :1, :1, :1, :1], -math.inf))
+    if (mask := mods.band(attrs["left"], 0 if attrs["causal"] else attrs["right"])) is not None:
+        scores = xp.where(mask(xp, *at), scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
     # A last column without a value: the sink, or a score of no weight.
-    last = xp.full((batch, g, h // g, s, 1), -math.inf, dtype=scores.dtype, **beside(xp, q))
+    last = xp.full((*scores.shape[:-1], 1), -math.inf, dtype=scores.dtype, **beside(xp, q))
     if sink is not None:
         last = xp.broadcast_to(xp.astype(xp.reshape(sink, (1, g, h // g, 1, 1)), last.dtype), last.shape)
     scores = xp.concat([scores, last], axis=-1)
@@ -63,10 +93,24 @@ def reference(
     weights = xp.exp(scores - highest)
     total = xp.sum(weights, axis=-1, keepdims=True)
     some = xp.where(total > 0, total, xp.ones_like(total))
-    out = (weights[..., :-1] / some) @ wide_v
     lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
-    out = xp.reshape(xp.permute_dims(out, (0, 3, 1, 2, 4)), (*lead, s, h, e))
-    return xp.astype(out, q.dtype), xp.reshape(lse, (*lead, h, s))
+    return (weights / some)[..., :-1], lse, raw
+
+
+def _grouped(xp: Any, x: Any, groups: int | None = None) -> Any:
+    """(*lead, seqlen, heads, d) as (batch, groups, heads of one, seqlen, d)."""
+    *lead, s, h, d = x.shape
+    groups = groups or h
+    return xp.permute_dims(xp.reshape(x, (math.prod(lead), s, groups, h // groups, d)), (0, 2, 3, 1, 4))
+
+
+def _ungrouped(xp: Any, x: Any, q: Any) -> Any:
+    return xp.reshape(xp.permute_dims(x, (0, 3, 1, 2, 4)), (*q.shape[:-1], x.shape[-1]))
+
+
+def _kv(xp: Any, x: Any, like: Any) -> Any:
+    """(batch, kv heads, seqlen, d) as a tensor of keys or values is."""
+    return xp.reshape(xp.permute_dims(x, (0, 2, 1, 3)), like.shape)
 
 
 def check(binding: Binding) -> str | None:
@@ -89,24 +133,45 @@ def _heads(shape: str) -> Tensor:
     return Tensor(shape, "T", merged=True, align=16, otherwise="copy")
 
 
+Q, K, V = _heads("*m s h d"), _heads("*m t g d"), _heads("*m t g e")
+OUT, LSE = Tensor("*m s h e", "T", merged=True), Tensor("*m h s", "float32", merged=True)
+SINKS = Tensor("h", "S", optional=True)
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": HALVES, "S": FLOATS},
+    "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0},
+    "static": ("d", "e"),
+    "sharding": Sharding(),
+    "check": check,
+    "cases": CASES,
+}
+
+
+attention_bwd = Op(
+    "attention_bwd",
+    inputs={"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape), "dlse": LSE,
+            "sinks": SINKS},
+    outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
+             "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("h", "S", given="sinks")},
+    **COMMON,
+    reference=reference_bwd,
+    kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
+    tuning=Tuning(config.attention_bwd, workspace=config.workspace),
+    doc="""Gradients of :func:`attention`, which computes the scores again.
+
+    ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
+    @ dout``. Each is summed by one CTA in a fixed order: deterministic.
+    """,
+)  # fmt: skip
+
 attention = Op(
     "attention",
-    inputs={
-        "q": _heads("*m s h d"),
-        "k": _heads("*m t g d"),
-        "v": _heads("*m t g e"),
-        "sinks": Tensor("h", "S", optional=True),
-    },
-    outputs={"out": Tensor("*m s h e", "T", merged=True), "lse": Tensor("*m h s", "float32", merged=True)},
-    dtypes={"T": HALVES, "S": FLOATS},
-    attrs={"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0},
-    static=("d", "e"),
-    sharding=Sharding(),
+    inputs={"q": Q, "k": K, "v": V, "sinks": SINKS},
+    outputs={"out": OUT, "lse": LSE},
+    **COMMON,
     reference=reference,
     kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
     tuning=Tuning(config.attention),
-    check=check,
-    cases=CASES,
+    grad=attention_bwd,
     doc="""Attention of queries to keys and values, with grouped heads.
 
     ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` where a query attends to a key, and
@@ -132,7 +197,7 @@ attention = Op(
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
-        NotImplementedError: an input that requires a gradient; a GPU that is no SM 9.0.
+        NotImplementedError: a GPU that is no SM 9.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
     """,

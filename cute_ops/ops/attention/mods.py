@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from cute_ops.expressions.derivative import differentiate
+from cute_ops.expressions.graph import OPERANDS, Graph, copied
 from cute_ops.expressions.intervals import Range, bounds
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
@@ -61,3 +63,23 @@ def score_of(cap: float) -> str:
     """The expression of a :func:`soft_cap`; empty without one."""
     mod = soft_cap(cap)
     return "" if mod is None else text_of(trace(mod, {"score": "*m n", **COORDINATES}))
+
+
+@cache
+def score_gradient_of(cap: float) -> str:
+    """The expression of a :func:`soft_cap`'s gradient: of the cotangent, the score and its coordinates; empty without
+    one.
+    """
+    mod = soft_cap(cap)
+    if mod is None:
+        return ""
+    forward = trace(mod, {"score": "*m n", **COORDINATES})
+    found = differentiate(forward, wanted=[0])
+    graph = Graph([OPERANDS["t"], *forward.operands])
+    given = {("cotangent", 0): 0, **{("operand", i): i + 1 for i in range(len(forward.operands))}}
+    sources = [given[source.role, source.position] for source in found.sources]
+    nodes = copied(found.expression, graph, lambda node: graph.operand(sources[node.operand]))
+    total = nodes[found.expression.outputs[0]]
+    for i in found.expression.outputs[1:]:
+        total = graph.add("add", total, nodes[i])
+    return text_of(graph.finish([total]))

@@ -1,0 +1,249 @@
+"""The gradients of attention's keys and values on Hopper."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.kernels.attention.bwd_queries_sm90 import READ, multiply, multiply_weights, store_rows
+from cute_ops.kernels.attention.softmax import Weights, by_row, store_packed
+from cute_ops.kernels.attention.tiles import (
+    CACHED_BYTES,
+    LOAD_REGISTERS,
+    MULTIPLY_REGISTERS,
+    ROWS,
+    WARPGROUP,
+    Moved,
+    Sizes,
+    Tile,
+    Tiles,
+    partition,
+    place_of,
+    ring,
+    sizes_of,
+    slots,
+    transposed,
+)
+
+
+class KeysBackward:
+    """``dk = ds.T @ q`` and ``dv = p.T @ dout``.
+
+    Tile: a CTA has 128 keys of one head, 64 for each of two warpgroups, and goes through the queries of all heads that
+    share it in tiles of ``tile_q``. Scores are computed transposed, so that their weights stay in registers for the
+    products with queries and cotangents.
+    Shared memory: ``128 x (d + dv)`` keys and values, whose place the results take; ``stages`` slots of ``tile_q x (d +
+    dv)`` queries and cotangents.
+    Bytes moved per element: k, v, dk and dv once; q and dout once as long as the heads walked together find them in L2.
+    """
+
+    tile_k, consumers = 128, 2
+
+    def __init__(self, config, d, dv, mods, scale, parts="kv"):
+        """``parts``: ``k``, ``v`` or both: where heads are long, registers hold the sums of one of them."""
+        self.of_k, self.of_v = "k" in parts, "v" in parts
+        self.d, self.dv, self.tile_q, self.stages = d, dv, config.tile_q, config.query_stages
+        self.mods, self.scale = mods, scale
+        self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods)
+
+    @cute.jit
+    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, stream):
+        mQ, mK, *_ = inputs
+        self.dtype = dtype = mQ.element_type
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        by_rows, by_columns = row.sm90_mma_major_mode(), column.sm90_mma_major_mode()
+        warpgroups = (self.consumers, 1, 1)
+        mma_s = hopper.make_trivial_tiled_mma(
+            dtype, dtype, by_rows, by_rows, Float32, warpgroups, tiler_mn=(ROWS, self.tile_q)
+        )
+        mma_dk, mma_dv = (
+            hopper.make_trivial_tiled_mma(
+                dtype, dtype, by_rows, by_columns, Float32, warpgroups, tiler_mn=(ROWS, width),
+                a_source=warpgroup.OperandSource.RMEM,
+            )
+            for width in (self.d, self.dv)
+        )  # fmt: skip
+        shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
+        layouts = (
+            hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
+            hopper.make_smem_layout_a(row, shape_k, dtype, 1),
+            hopper.make_smem_layout_a(row, shape_v, dtype, 1),
+            hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
+            hopper.make_smem_layout_epi(dtype, row, (ROWS, self.d), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (ROWS, self.dv), self.consumers),
+        )
+        shapes = (
+            (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
+            (ROWS, self.d), (ROWS, self.dv),
+        )  # fmt: skip
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        moved = tuple(
+            [
+                cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile)
+                for operation, m, layout, tile in zip(
+                    (load, load, load, load, store, store), (*inputs, *gradients), layouts, shapes
+                )
+            ]
+        )
+        sizes = sizes_of(mQ, mK)
+        blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
+        self.kernel(mma_s, mma_s, mma_dk, mma_dv, (moved, layouts), rows, tuple(sizes)).launch(
+            grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mma_first: cute.TiledMma, mma_s: cute.TiledMma, mma_dk: cute.TiledMma, mma_dv: cute.TiledMma, moved,
+        rows, sizes,
+    ):  # fmt: skip
+        (moved, layouts), sizes = moved, Sizes(*sizes)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
+        held = [slots(smem, dtype, layout) for layout in layouts[:4]]
+        for place, layout in zip(held[1:3], layouts[4:]):
+            start = cute.recast_ptr(place.iterator, layout.inner, dtype)
+            held.append(cute.make_tensor(start, layout.outer))
+        moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
+        stages = self.stages, 1, 1, self.stages
+        rings = [ring(smem, dtype, layout, count) for layout, count in zip(layouts, stages)]
+        pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
+        pipeline_init_wait(cute.make_layout((1, 1, 1)))
+        keys = self._tile(sizes)
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == 0:
+                self._load(rings, moved, keys, sizes)
+        else:
+            cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
+            mma_first.set(warpgroup.Field.ACCUMULATE, False)
+            for mma in (mma_s, mma_dk, mma_dv):
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            self._multiply(rings, (mma_first, mma_s, mma_dk, mma_dv), moved, rows, keys, sizes)
+
+    def _tile(self, sizes):
+        """A block of keys of a head of k: under a causal mask the first ones have most queries."""
+        of_head = Int64(sizes.seqlen_q) * sizes.heads_per_kv * ((self.d + self.dv) * self.dtype.width // 8)
+        together = Int32(cutlass.max(Int64(CACHED_BYTES) // of_head, 1))
+        blocks, kv_heads = cute.ceil_div(sizes.seqlen_k, self.tile_k), sizes.heads // sizes.heads_per_kv
+        block, head = self.tiles.walk(cute.arch.block_idx()[0], blocks, kv_heads * sizes.batches, together)
+        batch = head // kv_heads
+        return Tile(blocks - 1 - block, head - batch * kv_heads, batch)
+
+    @cute.jit
+    def _load(
+        self, rings: cutlass.Constexpr, moved: cutlass.Constexpr, keys: cutlass.Constexpr, sizes: cutlass.Constexpr
+    ):
+        """Load keys and values, then the queries and the cotangents of each tile of each head."""
+        ring_q, ring_k, ring_v, ring_o = rings
+        q, k, v, dout, *_ = moved
+        one = make_pipeline_state(PipelineUserType.Producer, 1)
+        for whole, x, width in ((ring_k, k, self.d), (ring_v, v, self.dv)):
+            sX, gX = partition(x, (self.tile_k, width), (keys.block, 0, keys.head, keys.batch))
+            whole.producer_acquire(one)
+            cute.copy(x.tma, gX, sX[None, 0], tma_bar_ptr=whole.producer_get_barrier(one))
+        slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
+        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
+            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+            tQsQ, tQgQ = partition(q, (self.tile_q, self.d), (None, 0, tile.head, tile.batch))
+            tOsO, tOgO = partition(dout, (self.tile_q, self.dv), (None, 0, tile.head, tile.batch))
+            first, last = self.tiles.queries_of(tile, sizes)
+            for queries in cutlass.range(first, last + 1, unroll=1):
+                if self.tiles.some(tile, sizes, queries, tile.block):
+                    for tma, each, tXsX, tXgX in ((q.tma, ring_q, tQsQ, tQgQ), (dout.tma, ring_o, tOsO, tOgO)):
+                        each.producer_acquire(slot)
+                        full = each.producer_get_barrier(slot)
+                        cute.copy(tma, tXgX[None, queries], tXsX[None, slot.index], tma_bar_ptr=full)
+                    slot.advance()
+        ring_q.producer_tail(slot)
+
+    @cute.jit
+    def _multiply(
+        self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, rows: cutlass.Constexpr,
+        keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv) = rings, mmas
+        q, k, v, dout, *_ = moved
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        first_s, first_dk, first_dv = (mma.get_slice(group * WARPGROUP) for mma in (mma_s, mma_dk, mma_dv))
+        tSrK, tSrQ = mma_s.make_fragment_A(first_s.partition_A(k.s)), mma_s.make_fragment_B(first_s.partition_B(q.s))
+        tPrV, tPrO = mma_s.make_fragment_A(first_s.partition_A(v.s)), mma_s.make_fragment_B(first_s.partition_B(dout.s))
+        tKrQ = mma_dk.make_fragment_B(first_dk.partition_B(transposed(q.s)))  # (mma, d, m, stages)
+        tVrO = mma_dv.make_fragment_B(first_dv.partition_B(transposed(dout.s)))  # (mma, dv, m, stages)
+        shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
+        rS, rP = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        halves = ((2, 2, 2), 1, self.tile_q // 16)
+        rWeights, rDs = cute.make_rmem_tensor(halves, self.dtype), cute.make_rmem_tensor(halves, self.dtype)
+        widths = self.d if self.of_k else 8, self.dv if self.of_v else 8
+        rDk, rDv = (
+            cute.make_rmem_tensor(mma.partition_shape_C((self.tile_k, width)), Float32)
+            for mma, width in zip((mma_dk, mma_dv), widths)
+        )
+        rDk.fill(0.0)
+        rDv.fill(0.0)
+
+        one = make_pipeline_state(PipelineUserType.Consumer, 1)
+        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        ring_k.consumer_wait(one)
+        ring_v.consumer_wait(one)
+        running = Boolean(False)
+        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
+            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+            first, last = self.tiles.queries_of(tile, sizes)
+            for queries in cutlass.range(first, last + 1, unroll=1):
+                if self.tiles.some(tile, sizes, queries, tile.block):
+                    place = place_of(
+                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes.shift, True
+                    )
+                    ring_q.consumer_wait(slot)
+                    multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
+                    ring_o.consumer_wait(slot)
+                    if const_expr(self.of_k):
+                        multiply((mma_first, mma_s), tPrV, tPrO, rP, (0, slot.index))
+                    lse = self._of_columns(rows[0], place, sizes)
+                    warpgroup.wait_group(1 if const_expr(self.of_k) else 0)
+                    if running:
+                        ring_q.consumer_release(before)
+                        ring_o.consumer_release(before)
+                        before.advance()
+                    running = Boolean(True)
+                    whole = self.tiles.whole(tile, sizes, queries, tile.block)
+                    logs = [self.weights.of_lse(*each) for each in lse]
+                    weights = rWeights if const_expr(self.of_v) else None
+                    self.weights.of_scores(rS, weights, place, lambda r, c, logs=logs: logs[c], (whole, sizes.seqlen_k))
+                    if const_expr(self.of_v):
+                        multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
+                    if const_expr(self.of_k):
+                        delta = self._of_columns(rows[1], place, sizes)
+                        warpgroup.wait_group(1 if const_expr(self.of_v) else 0)
+                        scores, cotangents = by_row(rS), by_row(rP)
+                        for r, c, _ in place.each():
+                            scores[r, c] = scores[r, c] * (cotangents[r, c] - delta[c][0])
+                        store_packed(rS, rDs)
+                        multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
+                    slot.advance()
+            # Accumulators are not carried to the next head while instructions add to them.
+            warpgroup.wait_group(0)
+            if running:
+                ring_q.consumer_release(before)
+                ring_o.consumer_release(before)
+                before.advance()
+            running = Boolean(False)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
+        if const_expr(self.of_k):
+            store_rows(mma_dk, rDk, moved[4], (tidx, keys, self.scale, self.d))
+        if const_expr(self.of_v):
+            store_rows(mma_dv, rDv, moved[5], (tidx, keys, 1.0, self.dv))
+
+    def _of_columns(self, mRows, place, sizes):
+        """A number of each of a thread's columns, which are rows of scores, and whether there is such a row."""
+        found = []
+        for column in place.columns:
+            query = place.start + column
+            at = place.tile.batch, place.tile.head, cutlass.min(query, sizes.seqlen_q - 1)
+            found.append((mRows[at], query < sizes.seqlen_q))
+        return found

@@ -1,0 +1,198 @@
+"""What the kernels of attention share: sizes, tiles, what TMA moves, and which tiles of scores there are."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+
+from cute_ops.kernels.lib.matrix import folded
+
+WARPGROUP = 128
+ROWS = 64  # of a warpgroup
+# Registers of a thread that loads and of one that multiplies: 128 * 24 + 256 * 240 of an SM's 65536.
+LOAD_REGISTERS, MULTIPLY_REGISTERS = 24, 240
+SHARED_BYTES, BARRIER_BYTES = 227 << 10, 1 << 10
+# Of what is read again and again, what L2 holds beside what passes through.
+CACHED_BYTES = 32 << 20
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call, known at run time."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    heads: Any
+    heads_per_kv: Any
+    batches: Any
+
+    @property
+    def shift(self):
+        """What is added to a query to compare it with a key: the last one stands beside the last key."""
+        return self.seqlen_k - self.seqlen_q
+
+
+class Tile(NamedTuple):
+    """A block of queries, or of keys, of one head."""
+
+    block: Any
+    head: Any
+    batch: Any
+
+
+class Moved(NamedTuple):
+    """A tensor that TMA moves: the copy, the tensor, its shared memory."""
+
+    tma: Any
+    m: Any
+    s: Any
+
+
+class Place(NamedTuple):
+    """The coordinates of a thread's accumulators: two rows, and columns from a first one on.
+
+    Attributes:
+        tile: batch and head.
+        rows, start, columns: of the thread.
+        keys_down: whether rows are keys and columns queries.
+        shift: of queries.
+    """
+
+    tile: Any
+    rows: Any
+    start: Any
+    columns: Any
+    keys_down: bool
+    shift: Any
+
+    def each(self):
+        """Row, column and the coordinates (batch, head, q, k, shift) of each score, in float32."""
+        batch, head, start, shift = map(Float32, (self.tile.batch, self.tile.head, self.start, self.shift))
+        for r, row in enumerate(map(Float32, self.rows)):
+            for c, column in enumerate(self.columns):
+                across = start + Float32(column)
+                yield r, c, (batch, head, *((across, row) if self.keys_down else (row, across)), shift)
+
+
+def place_of(tidx, tile, first, shift, keys_down=False):
+    """The place of a thread of two warpgroups. ``first``: the tile's first row and column, and its columns."""
+    lane, (row, column, columns) = tidx % 32, first
+    row = row + tidx // 32 * 16 + lane // 4
+    offsets = tuple(8 * (c // 2) + c % 2 for c in range(columns // 4))
+    return Place(tile, (row, row + 8), column + lane % 4 * 2, offsets, keys_down, shift)
+
+
+def sizes_of(mQ, mK):
+    """The sizes of a call, of tensors (seqlen, d, heads, batch)."""
+    seqlen_q, seqlen_k, heads, kv_heads, batches = (
+        Int32(cute.size(m, mode=[mode])) for m, mode in ((mQ, 0), (mK, 0), (mQ, 2), (mK, 2), (mQ, 3))
+    )
+    return Sizes(seqlen_q, seqlen_k, heads, heads // kv_heads, batches)
+
+
+def view(m, order=(1, 3, 2, 0)):
+    """A tensor (batch, seqlen, heads, d) with its dims in another order, as TMA takes it."""
+    m = folded(m, own=3)
+    step = 128 // m.element_type.width  # elements of 16 bytes
+    sizes = [Int32(size) if isinstance(size, cutlass.Numeric) else size for size in m.shape]
+    strides = [s if isinstance(s, int) else cute.assume(Int64(s), divby=step) for s in m.stride]
+    shape, stride = (tuple([each[i] for i in order]) for each in (sizes, strides))
+    return cute.make_tensor(m.iterator, cute.make_layout(shape, stride=stride))
+
+
+def slots(smem, dtype, layout):
+    return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
+def transposed(s):
+    """Slots of shared memory with rows as columns: the same bytes, as the operand of another product."""
+    return cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
+
+
+def ring(smem, dtype, layout, stages, consumers=2):
+    """Slots that one warp fills and warpgroups empty."""
+    return PipelineTmaAsync.create(
+        num_stages=stages, producer_group=CooperativeGroup(Agent.Thread),
+        consumer_group=CooperativeGroup(Agent.Thread, consumers * WARPGROUP // 32),
+        tx_count=cute.size(cute.select(layout, mode=[0, 1])) * (dtype.width // 8),
+        barrier_storage=smem.allocate_array(Int64, 2 * stages), defer_sync=True,
+    )  # fmt: skip
+
+
+def partition(moved, tile, at):
+    """TMA's view of shared memory, (tma, stages), and of a tensor, (tma, rest)."""
+    s, g = cute.group_modes(moved.s, 0, 2), cute.group_modes(cute.local_tile(moved.m, tile, at), 0, 2)
+    return cpasync.tma_partition(moved.tma, 0, cute.make_layout(1), s, g)
+
+
+class Tiles:
+    """Tiles of ``tile_q`` queries and ``tile_k`` keys, and what a mask leaves of them."""
+
+    def __init__(self, tile_q, tile_k, mods):
+        self.tile_q, self.tile_k, self.mods = tile_q, tile_k, mods
+
+    def walk(self, index, blocks, heads, together):
+        """The block, the head and the batch's head of an index: ``together`` heads first, whose operands fit into L2,
+        and of these the last blocks first, which have most keys under a causal mask.
+        """
+        together = cutlass.min(together, heads)
+        section = index // (together * blocks)
+        within = index - section * together * blocks
+        members = cutlass.min(together, heads - section * together)
+        row = within // members
+        return blocks - 1 - row, section * together + within - row * members
+
+    def bounds(self, tile, sizes, queries, keys):
+        """Whether the mask is true of all scores of a tile, and whether it may be true of one."""
+        q, k = queries * self.tile_q, keys * self.tile_k
+        q_high = cutlass.min(q + self.tile_q, sizes.seqlen_q) - 1
+        k_high = cutlass.min(k + self.tile_k, sizes.seqlen_k) - 1
+        return self.mods.bounds(tile, (q, q_high), (k, k_high), sizes.shift)
+
+    def some(self, tile, sizes, queries, keys):
+        """Whether the mask lets a score of a tile pass, as far as its bounds tell."""
+        return Boolean(True) if self.mods.mask is None else self.bounds(tile, sizes, queries, keys)[1]
+
+    def whole(self, tile, sizes, queries, keys):
+        """Whether no score of a tile is left out: by the mask, or because it lies behind the last key."""
+        inside = (keys + 1) * self.tile_k <= sizes.seqlen_k
+        return inside if self.mods.mask is None else inside & self.bounds(tile, sizes, queries, keys)[0]
+
+    @cute.jit
+    def keys_of(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        """The first and the last tile of keys of a block of queries; first > last if there is none."""
+        count = cute.ceil_div(sizes.seqlen_k, self.tile_k)
+        first, last = Int32(0), count - 1
+        if const_expr(self.mods.mask is not None):
+            first, last = count, Int32(-1)
+            for base in cutlass.range(0, count, 32, unroll=1):
+                keys = base + cute.arch.lane_idx()
+                if keys < count:
+                    if self.some(tile, sizes, tile.block, keys):
+                        first, last = cutlass.min(first, keys), cutlass.max(last, keys)
+            first, last = _over_warp(first, last)
+        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+
+    @cute.jit
+    def queries_of(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        """The first and the last tile of queries of a block of keys; first > last if there is none."""
+        count = cute.ceil_div(sizes.seqlen_q, self.tile_q)
+        first, last = Int32(0), count - 1
+        if const_expr(self.mods.mask is not None):
+            first, last = count, Int32(-1)
+            for base in cutlass.range(0, count, 32, unroll=1):
+                queries = base + cute.arch.lane_idx()
+                if queries < count:
+                    if self.some(tile, sizes, queries, tile.block):
+                        first, last = cutlass.min(first, queries), cutlass.max(last, queries)
+            first, last = _over_warp(first, last)
+        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+
+
+def _over_warp(first, last):
+    for offset in (16, 8, 4, 2, 1):
+        first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, offset=offset))
+        last = cutlass.max(last, cute.arch.shuffle_sync_bfly(last, offset=offset))
+    return first, last
