@@ -53,7 +53,7 @@ def _headdim(problem: Problem) -> int:
     if not problem.arch.startswith("sm_90"):
         what = f"its kernels are for SM 9.0 (H100, H200), the target is {problem.arch}"
         raise NotImplementedError(f"cute.attention: {what}.")
-    return max(problem.dims["d"], problem.dims["e"])
+    return int(max(problem.dims["d"], problem.dims["e"]))
 
 
 def _mask(problem: Problem) -> tuple[str, str]:
