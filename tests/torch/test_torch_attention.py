@@ -104,6 +104,19 @@ def test_a_compiled_graph_with_dynamic_lengths() -> None:
         assert torch.equal(compiled(q, k, v), cute_ops_torch.attention(q, k, v, causal=True)[0])
 
 
+def test_gradients_in_a_compiled_graph_are_those_of_eager_calls() -> None:
+    given = [torch.randn(2, 9, heads, 32, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        out, lse = cute_ops_torch.attention(*x, causal=True, left=3)
+        return out.float().square().sum() + lse.sum()
+
+    eager = torch.autograd.grad(loss(*given), given)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*given), given)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
 def test_vmap_over_sequences() -> None:
     q, k, v = (torch.randn(3, 2, 9, 2, 32, dtype=torch.bfloat16) for _ in range(3))
     out, lse = torch.vmap(lambda *x: cute_ops_torch.attention(*x, causal=True))(q, k, v)
