@@ -198,6 +198,8 @@ class QueriesBackward:
                 multiply_weights(mma_dq, rDs, tDrK, rDq, slot.index)
                 slot.advance()
         warpgroup.wait_group(0)
+        if running:
+            ring_k.consumer_release(before)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         store_rows(mma_dq, rDq, moved[4], (tidx, tile, self.scale, self.d))
 
