@@ -26,6 +26,8 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal}  # fmt: skip
+# Also true beside a NaN.
+COMPARE |= {f"{name}u": lambda a, b, f=f: f(a, b) | np.isnan(a) | np.isnan(b) for name, f in [*COMPARE.items()]}
 # Of float32: in float64, then rounded to the nearest.
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,

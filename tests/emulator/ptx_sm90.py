@@ -69,7 +69,7 @@ def _multiply(found: re.Match[str]) -> str:
 
 
 class Cluster:
-    """One cluster of a grid of ``(*shape, count)``.
+    """One cluster of a grid of ``(*shape, count)``, or of one CTA of ``count`` in a row.
 
     Args:
         kernel: what runs.
@@ -79,12 +79,14 @@ class Cluster:
         arguments: parameters as bytes.
         maps: TMA descriptors by the position of their parameter.
         memory: block ``i + 1`` is ``memory[i]``.
+        in_a_row: whether CTAs are counted along the grid's first dim, instead of its last.
     """
 
     def __init__(
         self, kernel: Kernel, index: int, count: int, shape: tuple[int, int], arguments: Sequence[bytes],
-        maps: Mapping[int, Map], memory: Sequence[np.ndarray] = (),
+        maps: Mapping[int, Map], memory: Sequence[np.ndarray] = (), *, in_a_row: bool = False,
     ) -> None:  # fmt: skip
+        self.in_a_row = in_a_row
         self.kernel, self.index, self.count, self.shape, self.maps = kernel, index, count, shape, maps
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
         self.ctas = [Cta(self, rank, memory) for rank in range(shape[0] * shape[1])]
@@ -150,7 +152,10 @@ class Warp(ptx_cta.Cta):
             "%tid.x": self.threads + LANES * index, "%ctaid.x": zero + cta.rank % cluster.shape[0],
             "%ctaid.y": zero + cta.rank // cluster.shape[0], "%ctaid.z": zero + cluster.index,
             "%nctaid.z": zero + cluster.count, "%cluster_ctarank": zero + cta.rank, "__dynamic_shmem__0": zero,
+            "%laneid": self.threads.astype(np.int64),
         }  # fmt: skip
+        if cluster.in_a_row:
+            self.registers |= {"%ctaid.x": zero + cluster.index, "%nctaid.x": zero + cluster.count}
         self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
 
     def run(self) -> Iterator[str]:  # type: ignore[override]

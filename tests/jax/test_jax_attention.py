@@ -27,19 +27,10 @@ def wide(x: Any) -> np.ndarray | None:
 def test_drawn_calls(seed: int) -> None:
     call = drawn(seed, longest=60)
     operands = given(call, seed)
-    places = tuple(i for i, x in enumerate(operands) if x is not None)
-    rng = np.random.default_rng(seed)
-    dout = jnp.asarray(rng.standard_normal((call.batch, call.s, call.h, call.e), np.float32), call.dtype)
-    dlse = jnp.asarray(rng.standard_normal((call.batch, call.h, call.s), np.float32))
-
-    @jax.jit
-    def both(*x: Any) -> Any:
-        results, back = jax.vjp(lambda *y: cute_ops_jax.attention(*y, **call.attrs), *x)
-        return *results, *back((dout, dlse))
-
-    found = dict(zip(("out", "lse", *(("dq", "dk", "dv", "dsinks")[i] for i in places)), both(*operands), strict=False))
-    for name, bound in expected(call, [*map(wide, operands)], (np.asarray(wide(dout)), np.asarray(dlse))).items():
-        bound.assert_holds(np.asarray(wide(found[name])), f"{call.name}: {name}")
+    out, lse = jax.jit(lambda *x: cute_ops_jax.attention(*x, **call.attrs))(*operands)
+    right = expected(call, [*map(wide, operands)])
+    for name, found in (("out", out), ("lse", lse)):
+        right[name].assert_holds(np.asarray(found, np.float64), f"{call.name}: {name}")
 
 
 @pytest.mark.gpu
@@ -65,3 +56,9 @@ def test_vmap_and_jit_over_sequences() -> None:
         each = cute_ops_jax.attention(q[i], k[i], v[i], causal=True)
         assert (out[i] == each[0]).all()
         assert (lse[i] == each[1]).all()
+
+
+def test_a_gradient_is_refused() -> None:
+    q = jnp.ones((1, 2, 1, 32), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"cute\.attention"):
+        jax.grad(lambda x: cute_ops_jax.attention(x, x, x)[0].astype(jnp.float32).sum())(q)

@@ -156,7 +156,8 @@ attention_bwd = Op(
     reference=reference_bwd,
     kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
     tuning=Tuning(config.attention_bwd, workspace=config.workspace),
-    doc="""Gradients of :func:`attention`, which computes the scores again.
+    doc="""Gradients of :func:`attention`, which computes the scores again. Nothing calls it yet: its kernels have run
+    in the emulator of the tests, on no GPU.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
     @ dout``. Each is summed by one CTA in a fixed order: deterministic.
@@ -171,7 +172,6 @@ attention = Op(
     reference=reference,
     kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
     tuning=Tuning(config.attention),
-    grad=attention_bwd,
     doc="""Attention of queries to keys and values, with grouped heads.
 
     ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` where a query attends to a key, and
@@ -197,7 +197,7 @@ attention = Op(
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
-        NotImplementedError: a GPU that is no SM 9.0.
+        NotImplementedError: an input that requires a gradient; a GPU that is no SM 9.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
     """,
