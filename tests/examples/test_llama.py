@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
+# The model sets the precision of products for its program. All tests are imported in one, so only its own get it.
+_PRECISION = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 train = pytest.importorskip("train")
 import model_jax  # noqa: E402 (found through conftest)
 import model_torch  # noqa: E402
+
+jax.config.update("jax_default_matmul_precision", _PRECISION)
+
+
+@pytest.fixture(autouse=True)
+def products_in_whole_float32() -> Iterator[None]:
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def only(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
