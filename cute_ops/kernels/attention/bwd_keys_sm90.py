@@ -3,19 +3,23 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.attention.bwd_queries_sm90 import READ, multiply, multiply_weights, store_rows
+from cute_ops.kernels.attention.bwd_queries_sm90 import READ, store_rows
+from cute_ops.kernels.attention.products import (
+    mma_of_scores,
+    mma_of_weights,
+    multiply,
+    multiply_weights,
+    tma_copies,
+)
 from cute_ops.kernels.attention.softmax import Weights, by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     CACHED_BYTES,
-    LOAD_REGISTERS,
-    MULTIPLY_REGISTERS,
-    ROWS,
-    WARPGROUP,
+    REGISTERS,
     Moved,
     Sizes,
     Tile,
@@ -27,6 +31,7 @@ from cute_ops.kernels.attention.tiles import (
     slots,
     transposed,
 )
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
 
 class KeysBackward:
@@ -53,41 +58,23 @@ class KeysBackward:
     def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, stream):
         mQ, mK, *_ = inputs
         self.dtype = dtype = mQ.element_type
-        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        by_rows, by_columns = row.sm90_mma_major_mode(), column.sm90_mma_major_mode()
-        warpgroups = (self.consumers, 1, 1)
-        mma_s = hopper.make_trivial_tiled_mma(
-            dtype, dtype, by_rows, by_rows, Float32, warpgroups, tiler_mn=(ROWS, self.tile_q)
-        )
-        mma_dk, mma_dv = (
-            hopper.make_trivial_tiled_mma(
-                dtype, dtype, by_rows, by_columns, Float32, warpgroups, tiler_mn=(ROWS, width),
-                a_source=warpgroup.OperandSource.RMEM,
-            )
-            for width in (self.d, self.dv)
-        )  # fmt: skip
+        row = LayoutEnum.ROW_MAJOR
+        mma_s = mma_of_scores(dtype, self.tile_q)
+        mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
         layouts = (
             hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
             hopper.make_smem_layout_a(row, shape_k, dtype, 1),
             hopper.make_smem_layout_a(row, shape_v, dtype, 1),
             hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
-            hopper.make_smem_layout_epi(dtype, row, (ROWS, self.d), self.consumers),
-            hopper.make_smem_layout_epi(dtype, row, (ROWS, self.dv), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.d), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
         )
         shapes = (
             (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
-            (ROWS, self.d), (ROWS, self.dv),
+            (MMA_M, self.d), (MMA_M, self.dv),
         )  # fmt: skip
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        moved = tuple(
-            [
-                cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile)
-                for operation, m, layout, tile in zip(
-                    (load, load, load, load, store, store), (*inputs, *gradients), layouts, shapes
-                )
-            ]
-        )
+        moved = tma_copies((*inputs, *gradients), layouts, shapes, stored=2)
         sizes = sizes_of(mQ, mK)
         blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         self.kernel(mma_s, mma_s, mma_dk, mma_dv, (moved, layouts), rows, tuple(sizes)).launch(
@@ -113,11 +100,11 @@ class KeysBackward:
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         keys = self._tile(sizes)
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS.load)
             if warp == 0:
                 self._load(rings, moved, keys, sizes)
         else:
-            cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS.multiply)
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dk, mma_dv):
                 mma.set(warpgroup.Field.ACCUMULATE, True)

@@ -2,22 +2,24 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Boolean, Float32
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from cute_ops.kernels.attention.products import (
+    mma_of_scores,
+    mma_of_weights,
+    multiply,
+    multiply_weights,
+    tma_copies,
+)
 from cute_ops.kernels.attention.softmax import Weights, by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
-    CACHED_BYTES,
-    LOAD_REGISTERS,
-    MULTIPLY_REGISTERS,
-    ROWS,
-    WARPGROUP,
+    REGISTERS,
     Moved,
     Sizes,
-    Tile,
     Tiles,
     partition,
     place_of,
@@ -26,6 +28,7 @@ from cute_ops.kernels.attention.tiles import (
     slots,
     transposed,
 )
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
 OWN, READ = 1, 3  # named barriers: one of a warpgroup's threads, and that both have read shared memory
 
@@ -52,35 +55,21 @@ class QueriesBackward:
     def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, mDq, stream):
         mQ, mK, *_ = inputs
         self.dtype = dtype = mQ.element_type
-        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        by_rows, by_columns = row.sm90_mma_major_mode(), column.sm90_mma_major_mode()
-        warpgroups = (self.consumers, 1, 1)
-        mma_s = hopper.make_trivial_tiled_mma(
-            dtype, dtype, by_rows, by_rows, Float32, warpgroups, tiler_mn=(ROWS, self.tile_k)
-        )
-        mma_dq = hopper.make_trivial_tiled_mma(
-            dtype, dtype, by_rows, by_columns, Float32, warpgroups, tiler_mn=(ROWS, self.d),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        row = LayoutEnum.ROW_MAJOR
+        mma_s, mma_dq = mma_of_scores(dtype, self.tile_k), mma_of_weights(dtype, self.d)
         shape_q, shape_v = (self.tile_q, self.tile_k, self.d), (self.tile_q, self.tile_k, self.dv)
         layouts = (
             hopper.make_smem_layout_a(row, shape_q, dtype, 1),
             hopper.make_smem_layout_b(row, shape_q, dtype, self.stages),
             hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
             hopper.make_smem_layout_a(row, shape_v, dtype, 1),
-            hopper.make_smem_layout_epi(dtype, row, (ROWS, self.d), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.d), self.consumers),
         )
         shapes = (
             (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
-            (ROWS, self.d),
+            (MMA_M, self.d),
         )  # fmt: skip
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        moved = tuple(
-            [
-                cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile)
-                for operation, m, layout, tile in zip((load, load, load, load, store), (*inputs, mDq), layouts, shapes)
-            ]
-        )
+        moved = tma_copies((*inputs, mDq), layouts, shapes, stored=1)
         sizes = sizes_of(mQ, mK)
         blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q) * sizes.heads * sizes.batches
         self.kernel(mma_s, mma_s, mma_dq, (moved, layouts), rows, tuple(sizes)).launch(
@@ -102,23 +91,18 @@ class QueriesBackward:
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         tile = self._tile(sizes)
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS.load)
             if warp == 0:
                 self._load(rings, moved, tile, sizes)
         else:
-            cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS.multiply)
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dq):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             self._multiply(rings, (mma_first, mma_s, mma_dq), moved, rows, tile, sizes)
 
     def _tile(self, sizes):
-        of_head = Int64(sizes.seqlen_k) * ((self.d + self.dv) * self.dtype.width // 8)
-        together = Int32(cutlass.max(Int64(CACHED_BYTES) // of_head, 1)) * sizes.heads_per_kv
-        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q)
-        block, head = self.tiles.walk(cute.arch.block_idx()[0], blocks, sizes.heads * sizes.batches, together)
-        batch = head // sizes.heads
-        return Tile(block, head - batch * sizes.heads, batch)
+        return self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
 
     @cute.jit
     def _load(
@@ -214,22 +198,6 @@ class QueriesBackward:
         return (lambda r, c: lse[r]), (lambda r, c: delta[r])
 
 
-def multiply(mmas, tXrA, tXrB, rX, stages):
-    """Issue a product of shared memory, which overwrites what was there."""
-    warpgroup.fence()
-    for k in range(cute.size(tXrA, mode=[2])):
-        cute.gemm(mmas[k > 0], rX, tXrA[None, None, k, stages[0]], tXrB[None, None, k, stages[1]], rX)
-    warpgroup.commit_group()
-
-
-def multiply_weights(mma, rA, tXrB, rX, stage):
-    """Issue a product of a thread's weights with a slot of shared memory, which is added to what was there."""
-    warpgroup.fence()
-    for k in range(cute.size(rA, mode=[2])):
-        cute.gemm(mma, rX, rA[None, None, k], tXrB[None, None, k, stage], rX)
-    warpgroup.commit_group()
-
-
 def store_rows(mma, rX, out, at):
     """Store a warpgroup's 64 rows, scaled. Both have read what the result takes the place of."""
     tidx, tile, scale, width = at
@@ -243,7 +211,7 @@ def store_rows(mma, rX, out, at):
     cute.copy(copy, copy.retile(rOut), copy.partition_D(out.s)[None, None, None, group])
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
-    tOsO, tOgO = partition(out, (ROWS, width), (None, 0, tile.head, tile.batch))
+    tOsO, tOgO = partition(out, (MMA_M, width), (None, 0, tile.head, tile.batch))
     store_if_first(out, tOsO[None, group], tOgO[None, tile.block * 2 + group], tidx)
 
 

@@ -14,13 +14,15 @@ from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods
-from cute_ops.kernels.attention.softmax import LOG2E, exp2
+from cute_ops.kernels.attention.softmax import exp2
 from cute_ops.kernels.attention.tiles import view
+from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.tensor_core.sizes import WARP
 
-WARP, WARPS = 32, 8  # of a CTA that sums rows or sinks
+WARPS = 8  # of a CTA that sums rows or sinks
 VECTOR = 8  # elements of 16 bytes
 TOGETHER = 320  # elements of heads of k and v whose gradients registers hold at a time
 
@@ -62,10 +64,9 @@ class AttentionBackward:
         let_next_start(True)
         wait_for_previous(True)
         if index < cute.size(mDelta):
-            head, batch = Int32(index // seqlen), Int32(0)
-            row = Int32(index - Int64(head) * seqlen)
-            batch = head // heads
-            head = head - batch * heads
+            which = Int32(index // seqlen)
+            row, batch = Int32(index - Int64(which) * seqlen), which // heads
+            head = which - batch * heads
             rows = []
             for m in (mOut, mDout):
                 rX = fragment(m.element_type, VECTOR)
@@ -89,7 +90,7 @@ class AttentionBackward:
             for row in cutlass.range(tidx, seqlen, WARP * WARPS, unroll=1):
                 lse = mLse[batch, head, row]
                 # A row whose lse is -inf has a sink of -inf: its share is 0.
-                share = exp2((sink - lse) * Float32(LOG2E))
+                share = exp2((sink - lse) * Float32(LOG2_E))
                 total += cutlass.select_(lse == -Float32.inf, Float32(0.0), share * mDelta[batch, head, row])
         for offset in (16, 8, 4, 2, 1):
             total += cute.arch.shuffle_sync_bfly(total, offset=offset)

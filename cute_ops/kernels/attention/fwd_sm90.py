@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -10,18 +10,20 @@ from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.kernels.attention.mods import Mods
+from cute_ops.kernels.attention.products import (
+    mma_of_scores,
+    mma_of_weights,
+    multiply,
+    multiply_weights,
+    tma_copies,
+)
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
-    CACHED_BYTES,
-    LOAD_REGISTERS,
-    MULTIPLY_REGISTERS,
-    ROWS,
+    REGISTERS,
     SHARED_BYTES,
-    WARPGROUP,
     Moved,
     Sizes,
-    Tile,
     Tiles,
     partition,
     place_of,
@@ -32,6 +34,7 @@ from cute_ops.kernels.attention.tiles import (
 )
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
 # Named barriers: each warpgroup's turn to multiply, one of its own threads, and that both have read the queries; 0 is
 # the CTA's.
@@ -56,7 +59,6 @@ class AttentionFwd:
 
     def __init__(self, variant):
         config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
-        self.keys = variant.tensors
         self.d, self.dv, self.tile_n, self.sms = dims["d"], dims["e"], config.tile_n, config.sms
         self.mods = Mods(config.mask, config.bounds, config.score)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
@@ -71,29 +73,15 @@ class AttentionFwd:
         mQ, mK, mOut = (view(m) for m in (mQ, mK, mOut))  # (seqlen, d, heads, batch)
         mV, mLse = view(mV, (3, 1, 2, 0)), folded(mLse, own=2)  # (dv, seqlen, heads, batch), (batch, heads, seqlen)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        by_rows, by_columns = row.sm90_mma_major_mode(), column.sm90_mma_major_mode()
-        warpgroups = (self.consumers, 1, 1)
-        mma_qk = hopper.make_trivial_tiled_mma(
-            dtype, dtype, by_rows, by_rows, Float32, warpgroups, tiler_mn=(ROWS, self.tile_n)
-        )
-        mma_pv = hopper.make_trivial_tiled_mma(
-            dtype, dtype, by_rows, by_columns, Float32, warpgroups, tiler_mn=(ROWS, self.dv),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        mma_qk, mma_pv = mma_of_scores(dtype, self.tile_n), mma_of_weights(dtype, self.dv)
         layouts = (
             hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
             hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
             hopper.make_smem_layout_b(column, (self.tile_m, self.dv, self.tile_n), dtype, self.stages),
-            hopper.make_smem_layout_epi(dtype, row, (ROWS, self.dv), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
         )
-        tiles = (self.tile_m, self.d), (self.tile_n, self.d), (self.dv, self.tile_n), (ROWS, self.dv)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        moved = tuple(
-            [
-                cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile)
-                for operation, m, layout, tile in zip((load, load, load, store), (mQ, mK, mV, mOut), layouts, tiles)
-            ]
-        )
+        tiles = (self.tile_m, self.d), (self.tile_n, self.d), (self.dv, self.tile_n), (MMA_M, self.dv)
+        moved = tma_copies((mQ, mK, mV, mOut), layouts, tiles, stored=1)
         sizes = sizes_of(mQ, mK)
         ctas = cutlass.min(self._count(sizes), Int32(self.sms))
         self.kernel(mma_qk, mma_qk, mma_pv, (moved, layouts), mSinks, mLse, tuple(sizes)).launch(
@@ -126,11 +114,11 @@ class AttentionFwd:
         wait_for_previous(True)
 
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS.load)
             if warp == 0:
                 self._load(rings, moved, sizes)
         else:
-            cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS.multiply)
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_qk, mma_pv):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -141,13 +129,7 @@ class AttentionFwd:
         return cute.ceil_div(sizes.seqlen_q, self.tile_m) * sizes.heads * sizes.batches
 
     def _tile(self, index, sizes):
-        """The block of queries with this index."""
-        of_head = Int64(sizes.seqlen_k) * ((self.d + self.dv) * self.dtype.width // 8)
-        together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
-        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_m)
-        block, head = self.tiles.walk(index, blocks, sizes.heads * sizes.batches, together)
-        batch = head // sizes.heads
-        return Tile(block, head - batch * sizes.heads, batch)
+        return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
 
     # The warp that loads -------------------------------------------------------------------------------------------
 
@@ -216,7 +198,7 @@ class AttentionFwd:
             if last >= first:
                 self._begin_turn(group)
                 ring_k.consumer_wait(slot)
-                self._multiply_score(score, slot.index)
+                multiply(*score, (0, slot.index))
                 self._end_turn(group)
                 warpgroup.wait_group(0)
                 ring_k.consumer_release(slot)
@@ -229,9 +211,9 @@ class AttentionFwd:
                     if self.tiles.some(tile, sizes, tile.block, keys):
                         self._begin_turn(group)
                         ring_k.consumer_wait(slot)
-                        self._multiply_score(score, slot.index)
+                        multiply(*score, (0, slot.index))
                         ring_v.consumer_wait(before)
-                        self._multiply_value(value, before.index)
+                        multiply_weights(*value, before.index)
                         self._end_turn(group)
                         warpgroup.wait_group(1)
                         ring_k.consumer_release(slot)
@@ -247,7 +229,7 @@ class AttentionFwd:
                         self.softmax.rescale(rO, factors)
                         store_packed(rS, rP)
                 ring_v.consumer_wait(before)
-                self._multiply_value(value, before.index)
+                multiply_weights(*value, before.index)
                 warpgroup.wait_group(0)
                 ring_v.consumer_release(before)
                 before.advance()
@@ -269,22 +251,6 @@ class AttentionFwd:
 
     def _end_turn(self, group):
         cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
-
-    def _multiply_score(self, product, stage):
-        """Issue the scores of a tile, which overwrite those of the one before."""
-        mmas, tSrQ, tSrK, rS = product
-        warpgroup.fence()
-        for k in range(self.d // 16):
-            cute.gemm(mmas[k > 0], rS, tSrQ[None, None, k, 0], tSrK[None, None, k, stage], rS)
-        warpgroup.commit_group()
-
-    def _multiply_value(self, product, stage):
-        """Issue the sum of a tile's values, weighted."""
-        mma, rP, tOrV, rO = product
-        warpgroup.fence()
-        for k in range(self.tile_n // 16):
-            cute.gemm(mma, rO, rP[None, None, k], tOrV[None, None, k, stage], rO)
-        warpgroup.commit_group()
 
     @cute.jit
     def _change(self, rS, at: cutlass.Constexpr, keys):
@@ -324,6 +290,6 @@ class AttentionFwd:
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(tidx // 32) % 4 == 0:
-            tOsO, tOgO = partition(out, (ROWS, self.dv), (None, 0, head, batch))
+            tOsO, tOgO = partition(out, (MMA_M, self.dv), (None, 0, head, batch))
             cute.copy(out.tma, tOsO[None, group], tOgO[None, block * self.consumers + group])
             cute.arch.cp_async_bulk_commit_group()

@@ -8,7 +8,9 @@ from cutlass import Float32, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-LOG2E, LN2 = math.log2(math.e), math.log(2)
+from cute_ops.kernels.lib.activation import LOG2_E
+
+LN2 = math.log(2)
 
 
 def by_row(rX):
@@ -66,7 +68,7 @@ class OnlineSoftmax:
         """Replace a tile's scores by their exponentials, less the largest so far; returns for each row what sums over
         earlier tiles are to be multiplied by.
         """
-        scores, scale = by_row(rS), Float32(self.scale * LOG2E)
+        scores, scale = by_row(rS), Float32(self.scale * LOG2_E)
         columns = cute.size(scores, mode=[1])
         factors = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
@@ -104,12 +106,12 @@ class OnlineSoftmax:
         """
         lse, factors = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in range(2):
-            total, highest = rSum[r], rMax[r] * Float32(self.scale * LOG2E)
+            total, highest = rSum[r], rMax[r] * Float32(self.scale * LOG2_E)
             for offset in (2, 1):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             share = Float32(1.0)
             if sink is not None:
-                score = sink * Float32(LOG2E)
+                score = sink * Float32(LOG2_E)
                 largest = cute.arch.fmax(highest, score)
                 # Without a key and a sink: -inf less -inf would be NaN.
                 shift = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
@@ -133,7 +135,7 @@ class Weights:
 
     def of_lse(self, lse, given):
         """A row's log-sum-exp, of base 2; infinite where the row has no key or is not ``given``: its weights are 0."""
-        return cutlass.select_(given & (lse > -Float32.inf), lse * Float32(LOG2E), Float32.inf)
+        return cutlass.select_(given & (lse > -Float32.inf), lse * Float32(LOG2_E), Float32.inf)
 
     @cute.jit
     def of_scores(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, kept: cutlass.Constexpr):
@@ -152,7 +154,7 @@ class Weights:
         if cutlass.const_expr(rRaw is not None):
             rRaw.store(rS.load() * Float32(self.scale))
             self.mods.change(scores, place, self.scale)
-        scale = Float32(LOG2E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2E)
+        scale = Float32(LOG2_E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2_E)
         for r, c, _ in place.each():
             scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
         if not whole:

@@ -9,11 +9,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
 from cute_ops.kernels.lib.matrix import folded
+from cute_ops.kernels.tensor_core.sizes import WARPGROUP, RegisterBudget
 
-WARPGROUP = 128
-ROWS = 64  # of a warpgroup
-# Registers of a thread that loads and of one that multiplies: 128 * 24 + 256 * 240 of an SM's 65536.
-LOAD_REGISTERS, MULTIPLY_REGISTERS = 24, 240
+REGISTERS = RegisterBudget(load=24, multiply=240)
 SHARED_BYTES, BARRIER_BYTES = 227 << 10, 1 << 10
 # Of what is read again and again, what L2 holds beside what passes through.
 CACHED_BYTES = 32 << 20
@@ -143,6 +141,15 @@ class Tiles:
         members = cutlass.min(together, heads - section * together)
         row = within // members
         return blocks - 1 - row, section * together + within - row * members
+
+    def queries_at(self, index, sizes, bytes_of_key):
+        """The block of queries with an index; ``bytes_of_key``: of a key and its value."""
+        of_head = Int64(sizes.seqlen_k) * bytes_of_key
+        together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
+        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q)
+        block, head = self.walk(index, blocks, sizes.heads * sizes.batches, together)
+        batch = head // sizes.heads
+        return Tile(block, head - batch * sizes.heads, batch)
 
     def bounds(self, tile, sizes, queries, keys):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one."""
