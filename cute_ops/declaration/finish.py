@@ -1,4 +1,4 @@
-"""What a function does after its op."""
+"""Array code that a Python function runs on the outputs of its op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cute_ops.errors import shown
 
 
 class Finish(NamedTuple):
-    """What the Python functions do after an op, in array-API style: the framework differentiates it.
+    """Array code that Python functions run on an op's outputs; the framework differentiates it.
 
     Args:
         apply: ``apply(xp, inputs, outputs, attrs, **options) -> outputs``; the first three are mappings by name.

@@ -87,7 +87,7 @@ class Differentiable(Declaration):
 
 
 def _without(skipped: Collection[int], reference: Callable[..., Any], *args: Any, **attrs: Any) -> tuple[Any, ...]:
-    """What a reference returns, without the outputs with these indices."""
+    """Call a reference and drop the outputs with the ``skipped`` indices."""
     returned = reference(*args, **attrs)
     results = returned if isinstance(returned, tuple) else (returned,)
     return tuple(result for k, result in enumerate(results) if k not in skipped)

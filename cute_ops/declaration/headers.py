@@ -1,6 +1,4 @@
-"""What adapters need to make a function of a declaration: the check that it is one, the function's header in the terms
-of a framework, and the line of a stub file.
-"""
+"""Headers and stubs of the Python functions that adapters make of declared ops, in the terms of a framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op is compiled from, and the name under which another process imports it."""
+"""The kernel class that an op names, and the name under which another process imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Kernel(NamedTuple):
-    """What an op is compiled from.
+    """The kernel class that an op is compiled from.
 
     Args:
         name: ``"module:Class"``, imported by the compiler's process only. The compiled kernel is kept under the digest

@@ -15,8 +15,8 @@ Arrays = Mapping[str, Any]  # by name, None where absent
 
 
 class Framework(Protocol):
-    """What a program may use of its framework, ``xp``, besides the methods that arrays of both frameworks share, such
-    as ``reshape``. Each adapter has a module of it, which mypy compares with this class.
+    """The functions of ``xp`` that programs of composites call, besides array methods that both frameworks have, such
+    as ``reshape``. Each adapter implements them in a module, which mypy compares with this class.
     """
 
     @property
@@ -63,7 +63,7 @@ class Framework(Protocol):
 
 
 class Program(NamedTuple):
-    """What a composite runs in place of a kernel: a Python function that calls other ops and the framework's own
+    """A Python function that a composite runs in place of a kernel; it calls other ops and the framework's own
     functions. A composite is declared like any op; the ops of its gradient may be composites, too.
 
     Args:

@@ -84,7 +84,7 @@ def trace(
 
 
 def _called(function: Callable[..., Any], graph: Tracing, given: Mapping[str, Any]) -> Any:
-    """What a function returns for symbols; refuses what it does with them that an expression cannot say."""
+    """Call a function with symbols. Raises TraceError where it does what an expression cannot say."""
     try:
         return function(Namespace(graph), **given)
     except RecursionError as error:
