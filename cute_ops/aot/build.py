@@ -90,7 +90,7 @@ def variant_of(call: Call, target: Target) -> Variant:
 def runs_by_framework(call: Call, target: Target) -> bool:
     """Whether a call needs no kernel, because the framework computes its product faster."""
     op = call.op
-    return bool(op.instead) and dispatch.instead(bind(op, call.inputs, call.attrs), call.memory, target) is not None
+    return bool(op.fallback) and dispatch.fallback(bind(op, call.inputs, call.attrs), call.memory, target) is not None
 
 
 def variants_of(

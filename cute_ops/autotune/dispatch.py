@@ -69,9 +69,9 @@ def choose(
     return chosen
 
 
-def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
+def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
     """The program that runs a call in place of a kernel, if one does; see
-    :class:`cute_ops.declaration.program.Instead`.
+    :class:`cute_ops.declaration.program.Fallback`.
 
     Args:
         binding: a checked call with concrete sizes.
@@ -82,7 +82,7 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
         ValueError: a kernel is asked for, and none takes the call's dtypes.
     """
     op = binding.op
-    if op.instead is None or (target is None and binding.attrs["fused"] != "never"):
+    if op.fallback is None or (target is None and binding.attrs["fused"] != "never"):
         return None
     asked, beyond = binding.attrs["fused"], binding.dtype_without_kernel
     if target is not None and asked == "always" and beyond is not None:
@@ -95,38 +95,38 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
     elif asked == "auto" and (elsewhere := _out_of_reach(binding, memory)):
         reason = elsewhere
     else:
-        reason = asked == "auto" and op.instead.when(signature(binding, memory, target).problem)
+        reason = asked == "auto" and op.fallback.when(signature(binding, memory, target).problem)
     if not reason:
         _log_choice(
             binding, "our kernel", "`fused` is 'always'" if asked == "always" else "it was measured to be as fast"
         )
         return None
     _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
-    return op.instead.program
+    return op.fallback.program
 
 
 def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> dict[str, tuple[int, ...]]:
     """The operands of a product that are copied first, with the strides of their copies, because our kernel gains more
     than the copies cost: where TMA cannot load them, cuBLAS is slow, too. Only for adapters that can pass strides, and
-    only where ``fused`` is ``"auto"``. Arguments as in :func:`instead`.
+    only where ``fused`` is ``"auto"``. Arguments as in :func:`fallback`.
     """
     op = binding.op
-    if op.instead is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
+    if op.fallback is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
         return {}
     if binding.empty or binding.dtype_without_kernel or "b" in binding.dims:
         return {}
     size = GemmSize(binding.rows, binding.dims["n"], binding.dims["k"])
-    multiplied = {n: a for n in op.instead.anywhere if (a := binding.inputs[n])}
+    multiplied = {n: a for n in op.fallback.anywhere if (a := binding.inputs[n])}
     operands = {n: (a, memory[n].strides, memory[n].address) for n, a in multiplied.items()}
     found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], size), strict=True) if s}
-    if not found or instead(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
+    if not found or fallback(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
         return {}
     return found
 
 
 def _out_of_reach(binding: Binding, memory: Mapping[str, Memory]) -> str:
     """Why the kernel cannot read an input where it lies that the program in its place can; empty if it can."""
-    other = binding.op.instead
+    other = binding.op.fallback
     problems = (misplaced(binding, name, memory.get(name)) for name in (other.anywhere if other else ()))
     return next(filter(None, problems), "")
 
@@ -135,16 +135,16 @@ def _log_choice(binding: Binding, what: str, reason: str) -> None:
     log.debug("%s%s runs by %s: %s", binding.op.name, dict(binding.dims), what, reason)
 
 
-def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool:
+def kernel_is_faster(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool:
     """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and our pass. For
-    programs that have a better pass than :func:`instead`. Arguments as in :func:`instead`.
+    programs that have a better pass than :func:`fallback`. Arguments as in :func:`fallback`.
     """
     if target is None or binding.empty or binding.dtype_without_kernel or _out_of_reach(binding, memory):
         return False
     problem = signature(binding, memory, target).problem
     reason: bool | str = choice.fallback_reason(problem, binding.op.config(problem)["form"])
-    if not reason and binding.op.instead:
-        reason = binding.op.instead.when(problem)
+    if not reason and binding.op.fallback:
+        reason = binding.op.fallback.when(problem)
     if reason:
         _log_choice(
             binding, "the framework's product and a pass", reason if isinstance(reason, str) else "it is faster"

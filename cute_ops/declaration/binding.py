@@ -69,8 +69,8 @@ class Binding(NamedTuple):
 
     @property
     def dtype_without_kernel(self) -> str | None:
-        """The first dtype of the call that no kernel takes, only the program of ``op.instead``; None without one."""
-        wide = self.op.instead.dtypes if self.op.instead else {}
+        """The first dtype of the call that no kernel takes, only the program of ``op.fallback``; None without one."""
+        wide = self.op.fallback.dtypes if self.op.fallback else {}
         return next((self.dtypes[v] for v, names in wide.items() if self.dtypes.get(v) in names), None)
 
     def shape(self, tensor: Tensor) -> tuple[Any, ...]:

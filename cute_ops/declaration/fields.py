@@ -12,7 +12,7 @@ from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import DEFAULT, Tuning
 from cute_ops.declaration.finish import Finish
 from cute_ops.declaration.kernel import Kernel, importable
-from cute_ops.declaration.program import Instead, Program
+from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.static import WhileFew, static_dims
 from cute_ops.declaration.tensor import Tensor
@@ -27,7 +27,7 @@ class Declaration:
     """The fields of an op. :class:`cute_ops.declaration.op.Op` says what each means, and checks them.
 
     Attributes:
-        accepts: the dtypes of each dtype variable, including those that only the program of ``instead`` takes.
+        accepts: the dtypes of each dtype variable, including those that only the program of ``fallback`` takes.
         aliases: what messages call the op and the arguments of an unrolled one, ``xs[2]`` for ``xs_2``.
         differentiable: the inputs that have a gradient.
         few: the static dims that are constants while few of their sizes are in use.
@@ -38,7 +38,7 @@ class Declaration:
         shown: the outputs that a Python function returns.
         steps: the backward ops in the order in which they run; none if no gradient is declared.
         template: the op with lists that this one is unrolled from, for ``counts`` tensors, or None.
-        without_kernel: the program that runs in place of a kernel: of a composite always, of ``instead`` at times.
+        without_kernel: the program that runs in place of a kernel: of a composite always, of ``fallback`` at times.
     """
 
     @suggesting
@@ -51,7 +51,7 @@ class Declaration:
         dtypes: Mapping[str, tuple[str, ...]],
         reference: Callable[..., Any] | None = None,
         kernel: str | Kernel | Program,
-        instead: Instead | None = None,
+        fallback: Fallback | None = None,
         attrs: Mapping[str, Any] | None = None,
         scalars: Mapping[str, float] | None = None,
         mutates: tuple[str, ...] = (),
@@ -82,8 +82,8 @@ class Declaration:
         self._check_kinds(kernel=kernel, tuning=tuning, sharding=sharding)
         self._set_kernel(kernel, reference)
         self.kernel_outputs, self.mutates = tuple(outputs), _as_tuple(mutates)
-        self.instead, self.finish, self.derived = instead, finish, dict(derived or {})
-        self.without_kernel = self.program or (instead.program if instead else None)
+        self.fallback, self.finish, self.derived = fallback, finish, dict(derived or {})
+        self.without_kernel = self.program or (fallback.program if fallback else None)
         self.dtypes = {variable: _as_tuple(names) for variable, names in dtypes.items()}
         self._set_attributes(attrs or {}, scalars or {})
         self.parallel, self.contracted, self.inner, self.whole, self.split = (
@@ -134,7 +134,7 @@ class Declaration:
 
     def derive(self) -> None:
         """Set what follows from the other fields."""
-        beyond = self.instead.dtypes if self.instead else {}
+        beyond = self.fallback.dtypes if self.fallback else {}
         self.accepts = {name: (*choices, *beyond.get(name, ())) for name, choices in self.dtypes.items()}
         self.numbers = tuple(dict.fromkeys(t.many for t in self.inputs.values() if t.many))
         self.steps: tuple[Self, ...] = self._steps()

@@ -52,7 +52,7 @@ class Op(Differentiable):
             values of inputs that the op mutates come before the outputs. A composite needs none, because its program
             runs on every device.
         kernel: ``"module:Class"``, a :class:`Kernel` that says more, or the :class:`Program` of a composite.
-        instead: a program that may run in place of the kernel.
+        fallback: a program that may run in place of the kernel.
         tuning: how the kernel is configured: ``Tuning(heuristic, space=vary(threads=(64, 128)))``.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs

@@ -53,7 +53,7 @@ class Framework(Protocol):
     def add_product(self, total: Any, a: Any, b: Any, /) -> Any:
         """``total + a @ b`` of matrices, or of batches of matrices, rounded to the dtype of ``total``."""
 
-    def leads(self, op: Any, inputs: Arrays, attrs: Mapping[str, Any], /) -> bool:
+    def kernel_is_faster(self, op: Any, inputs: Arrays, attrs: Mapping[str, Any], /) -> bool:
         """Whether our kernel of a product with an epilogue was measured to be at least as fast on this GPU as
         ``product`` and a pass; False without a GPU.
         """
@@ -101,7 +101,7 @@ class ProductPlan(NamedTuple):
     bias: str = ""
 
 
-class Instead(NamedTuple):
+class Fallback(NamedTuple):
     """A program that runs in place of a kernel if it is faster, or if the kernel does not take the dtypes. Its results
     differ from the kernel's by rounding only.
 

@@ -121,7 +121,7 @@ def check_memory(binding: Binding, memory: Mapping[str, Memory], by_kernel: bool
     copies: dict[str, tuple[int, ...]] = {}
     for name, array in binding.inputs.items():
         tensor, where = binding.op.inputs[name], memory.get(name)
-        anywhere = binding.op.instead is not None and name in binding.op.instead.anywhere
+        anywhere = binding.op.fallback is not None and name in binding.op.fallback.anywhere
         if anywhere and not by_kernel and binding.attrs["fused"] != "always":
             continue
         problem = misplaced(binding, name, where)

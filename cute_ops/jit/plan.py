@@ -87,7 +87,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
         aligns=aligns,
-        attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
+        attrs={name: binding.attrs[name] for name in op.attrs if not (op.fallback and name == "fused")},
         arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.axes.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip

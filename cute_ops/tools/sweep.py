@@ -138,7 +138,7 @@ def lengths(op: Op, target: Target, rng: np.random.Generator, share: int = 0, sh
     if swept(op) != "n":
         return found[share::shares]
     found += np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist()
-    edges = [] if op.instead else thresholds(op, target, share, shares)  # a product's kernel serves any length
+    edges = [] if op.fallback else thresholds(op, target, share, shares)  # a product's kernel serves any length
     near = {n for edge in edges for n in (edge - 1, edge, edge + 1)}
     return sorted(n for n in near.union(found[share::shares]) if n <= LONGEST)
 
@@ -225,7 +225,7 @@ def _options(op: Op) -> dict[str, list[Any]]:
             if name in options:
                 options[name].append(value)
     options |= {name: list(values) for name, values in op.choices.items()}
-    if op.instead:  # it is our kernels that are tried, not the framework's
+    if op.fallback:  # it is our kernels that are tried, not the framework's
         options["fused"] = ["always"]
     return options
 

@@ -65,5 +65,5 @@ def add_product(total: Array, a: Array, b: Array) -> Array:
     return (total.astype(jnp.float32) + product(a, b, "float32")).astype(total.dtype)
 
 
-def leads(op: Op, inputs: Mapping[str, Array], attrs: Mapping[str, Any]) -> bool:
-    return lowering.leads(bind(op, specs(inputs), attrs))
+def kernel_is_faster(op: Op, inputs: Mapping[str, Array], attrs: Mapping[str, Any]) -> bool:
+    return lowering.kernel_is_faster(bind(op, specs(inputs), attrs))

@@ -110,23 +110,23 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
     return Chosen(flat, dispatch.choose(flat, memory(_shapes(flat)), *_target_and_device(binding)), expanded)
 
 
-def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
+def fallback(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
     """The program that runs a call in place of a kernel, if one does. Symbolic sizes count as large ones."""
     if binding.empty:
         return None
     if not on_gpu:
-        return dispatch.instead(binding, {}, None)
+        return dispatch.fallback(binding, {}, None)
     target, _ = _target_and_device(binding)
-    return dispatch.instead(*_in_numbers(binding, transposed), target)
+    return dispatch.fallback(*_in_numbers(binding, transposed), target)
 
 
-def leads(binding: Binding) -> bool:
-    """:func:`cute_ops.autotune.dispatch.leads` for the GPU to lower for; False where there is none."""
+def kernel_is_faster(binding: Binding) -> bool:
+    """:func:`cute_ops.autotune.dispatch.kernel_is_faster` for the GPU to lower for; False where there is none."""
     try:
         target, _ = ffi.target_and_device()
     except (RuntimeError, NotImplementedError):
         return False
-    return dispatch.leads(*_in_numbers(binding, NONE), target)
+    return dispatch.kernel_is_faster(*_in_numbers(binding, NONE), target)
 
 
 def _target_and_device(binding: Binding) -> tuple[Target, int | None]:

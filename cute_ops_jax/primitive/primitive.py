@@ -251,7 +251,7 @@ class OpPrimitive:
         transposed: lowering.Transposed = lowering.NONE,
     ) -> list[jax.Array]:  # fmt: skip
         """The body of the primitive on one device, by the reference or the kernel, or by what runs instead."""
-        program = lowering.instead(binding, run is lowering.kernel, transposed) if self.op.instead else None
+        program = lowering.fallback(binding, run is lowering.kernel, transposed) if self.op.fallback else None
         if program is None:
             return run(binding, arrays, inplace, transposed)
         given = lowering.by_name(binding, arrays)

@@ -33,7 +33,7 @@ def differentiates(
     because to plan their gradients takes 0.5 ms.
     """
     wanted = tuple(name for name, t in zip(op.inputs, tensors, strict=True) if t is not None and t.requires_grad)
-    product = op.instead.program.product if op.instead else None
+    product = op.fallback.program.product if op.fallback else None
     if not (wanted and op.steps and product) or (product.read_as and not product.bias) or autocast():
         return False
     call = launcher().find(tensors, attrs)
@@ -53,12 +53,12 @@ def _products_are_faster(
     for step in op.backward(wanted, tuple(op.inputs)):
         if product.bias and list(step.outputs) == [f"d{product.bias}"]:  # a sum over rows
             continue
-        if step.instead is None or not _alone(step.instead.program) or not known.keys() >= step.inputs.keys():
+        if step.fallback is None or not _alone(step.fallback.program) or not known.keys() >= step.inputs.keys():
             return False
         inputs = {name: known[name] for name in step.inputs}
         call = bind(step, inputs, {name: binding.attrs[name] for name in step.attrs})
         given = {name: places[name] for name in inputs}
-        if dispatch.realigned(call, given, arch) or dispatch.instead(call, given, arch) is None:
+        if dispatch.realigned(call, given, arch) or dispatch.fallback(call, given, arch) is None:
             return False
     return True
 

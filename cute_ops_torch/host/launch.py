@@ -133,7 +133,7 @@ def prepare(
         arch = target.of_device(index)
     copies = dispatch.realigned(binding, places, arch)
     places |= {name: Memory(strides) for name, strides in copies.items()}
-    program = dispatch.instead(binding, places, arch)
+    program = dispatch.fallback(binding, places, arch)
     if program is not None:
         return compiled_call.of_program(binding, program)
     chosen = dispatch.choose(binding, places, arch, on)

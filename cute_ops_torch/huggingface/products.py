@@ -77,7 +77,7 @@ def rotates(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, headdim: int) -
     if not are_ours(x) or headdim not in qkv_rope.SIZES:
         return False
     inputs = {"x": x, "weight": weight, "cos": cos, "sin": sin}
-    return framework.leads(qkv_rope.qkv_rope(headdim), inputs, {"heads": weight.shape[0] // headdim})
+    return framework.kernel_is_faster(qkv_rope.qkv_rope(headdim), inputs, {"heads": weight.shape[0] // headdim})
 
 
 def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, headdim: int) -> Tensor:

@@ -53,7 +53,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         constant = all(isinstance(a, (int, float, str)) for a in attrs)
         if V.graph.cpp_wrapper or V.aot_compilation or not constant or device.type not in kernels:
             return fallback(*args)
-        if asked_for(device) and op.instead is None:  # the reference of a product multiplies in float32
+        if asked_for(device) and op.fallback is None:  # the reference of a product multiplies in float32
             other = decomposed(op, overload, V.graph.current_node, args)
             if other is not None:
                 return other

@@ -75,8 +75,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (total + product(a, b, "float32")).to(total.dtype)
 
 
-def leads(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> bool:
-    """Whether our kernel is to run, see :func:`cute_ops.autotune.dispatch.leads`, on the tensors' GPU."""
+def kernel_is_faster(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> bool:
+    """Whether our kernel is to run, see :func:`cute_ops.autotune.dispatch.kernel_is_faster`, on the tensors' GPU."""
     first = next(iter(inputs.values()))
     places = tuple((name, array(t), t.stride(), t.data_ptr() % 16) for name, t in inputs.items())
     exactly = of_attributes(tuple(attrs.values()))
@@ -93,4 +93,4 @@ def _leads(
     memory = {name: Memory(strides, start) for name, _, strides, start in places}
     arch = target.of_device(device)
     memory |= {name: Memory(strides) for name, strides in dispatch.realigned(binding, memory, arch).items()}
-    return dispatch.leads(binding, memory, arch)
+    return dispatch.kernel_is_faster(binding, memory, arch)

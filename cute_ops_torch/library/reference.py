@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.autotune.dispatch import instead
+from cute_ops.autotune.dispatch import fallback
 from cute_ops.declaration.binding import Binding, as_outputs, check_returned
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
@@ -27,7 +27,7 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
         binding = bind_tensors(op, tensors, attrs)
         check_strides(binding, tensors, addresses=True)
         check_memory(op, tensors)
-        return run_reference(binding, tensors, None if binding.empty else instead(binding, {}, None))
+        return run_reference(binding, tensors, None if binding.empty else fallback(binding, {}, None))
 
     return run
 
@@ -138,7 +138,7 @@ def run_reference(
 def _results(
     binding: Binding, tensors: Tensors, program: Program | None = None, call: Callable[..., Any] = programs.call
 ) -> tuple[Any, ...]:
-    """What the program returns, the op's own or one that runs instead, or else the reference; None where absent.
+    """What the program returns, the op's own or its fallback, or else the reference; None where absent.
 
     Raises:
         TypeError: it is not what the op declares.

@@ -24,7 +24,7 @@ from cute_ops import (
     vary,
 )
 from cute_ops.declaration.binding import bind
-from cute_ops.declaration.program import FUSED, Instead
+from cute_ops.declaration.program import FUSED, Fallback
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS, adamw, add_rmsnorm, cross_entropy, layernorm, qk_norm_rope, rmsnorm, rmsnorm_fp8
@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "merged without leading dims": ({"outputs": {"out": ROW._replace(merged=True)}}, "out is merged, but has no"),
     "a program that takes anywhere what is no input": (
-        {"instead": Instead(Program(dict), bool, anywhere=("y",)), "attrs": {"fused": FUSED}}, "takes 'y' anywhere",
+        {"fallback": Fallback(Program(dict), bool, anywhere=("y",)), "attrs": {"fused": FUSED}}, "takes 'y' anywhere",
     ),
     "a copy of an output": ({"outputs": {"out": ROWS._replace(otherwise="copy")}}, "out is written, so a copy cannot"),
     "inf": ({"attrs": {"a": math.inf}}, "attribute 'a' has the default inf, which torch's schemas cannot hold"),
@@ -346,12 +346,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"grad": backward(), "saving": declare("saving", outputs={"kept": ROWS, "out": ROWS})},
         "saving saves for its gradient, but does not have its outputs first",
     ),
-    "a program instead, and no choice": (
-        {"instead": Instead(Program(dict), bool)}, "so it must declare the attribute fused=FUSED",
+    "a fallback, and no choice": (
+        {"fallback": Fallback(Program(dict), bool)}, "so it must declare the attribute fused=FUSED",
     ),
-    "a program instead of a program": (
-        {"kernel": Program(dict), "instead": Instead(Program(dict), bool), "attrs": {"fused": FUSED}},
-        "a program may run instead of a kernel, but it has a program",
+    "a fallback of a program": (
+        {"kernel": Program(dict), "fallback": Fallback(Program(dict), bool), "attrs": {"fused": FUSED}},
+        "a fallback runs in place of a kernel, but it has a program",
     ),
     "skippable input": ({"inputs": {"x": ROWS._replace(skippable=True)}}, "input 'x' has 'skippable', which outputs"),
     "skippable, but serves for two": (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, testing
-from cute_ops.autotune.dispatch import instead
+from cute_ops.autotune.dispatch import fallback
 from cute_ops.declaration.binding import bind
 from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
@@ -176,7 +176,7 @@ def test_where_sums_are_not_divided() -> None:
 )  # fmt: skip
 def test_products_that_cublas_makes_faster(op: Op, sizes: tuple[int, int, int], ours: bool) -> None:
     m, n, k = sizes
-    chosen = instead(bind(op, arrays(op, (m,), n, k)), {}, TARGET)
+    chosen = fallback(bind(op, arrays(op, (m,), n, k)), {}, TARGET)
     assert (chosen is None) == ours
 
 

@@ -428,7 +428,7 @@ def runs_apart(op: Op, m: int = 512, n: int = 64, k: int = 64, dtype: str = "bfl
     """Whether the framework's product runs: in float32, as elsewhere, where ``target`` is None."""
     where, memory = more.pop("target", TARGET), more.pop("memory", {})
     given = testing.specs(op, Case("", {"m": (m,), "n": n, "k": k}, {f"T_{o}": "bfloat16" for o in op.inputs}), dtype)
-    return dispatch.instead(bind(op, given, more), memory, where) is not None
+    return dispatch.fallback(bind(op, given, more), memory, where) is not None
 
 
 @pytest.mark.parametrize("op", [linear, *linear.steps, BY_NAME["with_gelu"], BY_NAME["with_gelu"].saving])
@@ -498,7 +498,7 @@ def test_no_kernel_depends_on_the_choice() -> None:
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    "alone", [alone for op in OPS if op.instead for alone in op.instead.program.ops], ids=lambda op: op.name
+    "alone", [alone for op in OPS if op.fallback for alone in op.fallback.program.ops], ids=lambda op: op.name
 )
 @pytest.mark.parametrize("layout", ["compact", "apart"])
 def test_kernels_of_epilogues_alone(alone: Op, layout: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Op, fused_linear, testing
-from cute_ops.autotune.dispatch import choose, instead
+from cute_ops.autotune.dispatch import choose, fallback
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.case import Case
 from cute_ops.jit.compile_pool import worker
@@ -24,8 +24,8 @@ each = pytest.mark.parametrize("op", late.OPS, ids=lambda op: op.name)
 
 def passes(op: Op) -> list[Op]:
     """The pass of an op, and those of its gradient."""
-    assert op.instead is not None
-    return [*op.instead.program.ops, *(step for step in op.steps if not step.contracted)]
+    assert op.fallback is not None
+    return [*op.fallback.program.ops, *(step for step in op.steps if not step.contracted)]
 
 
 def called(op: Op, fused: str, dtype: str = "bfloat16") -> Any:
@@ -46,7 +46,7 @@ def test_outputs() -> None:
 def test_the_framework_multiplies(op: Op) -> None:
     for fused in ("auto", "never"):
         for dtype in ("bfloat16", "float32"):
-            assert instead(called(op, fused, dtype), {}, parse("sm_90a")) is op.instead.program  # type: ignore[union-attr]
+            assert fallback(called(op, fused, dtype), {}, parse("sm_90a")) is op.fallback.program  # type: ignore[union-attr]
     why = "it returns reductions alone" if op.name == "total" else "values with columns depend on xp."
     message = "attribute `fused` is 'always', but no kernel computes a product and such reductions of its rows: "
     with pytest.raises(ValueError, match=re.escape(message + why)):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_ops.autotune.dispatch import choose, instead
+from cute_ops.autotune.dispatch import choose, fallback
 from cute_ops.hardware import sm
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
@@ -38,13 +38,13 @@ def planned(call: DrawnCall, arch: int) -> Variant | str:
     binding, memory = call
     target = TARGETS[arch] if sm(TARGETS[1].arch) >= binding.op.least_sm else TARGETS[0]
     try:
-        if instead(binding, memory, target) is not None:
+        if fallback(binding, memory, target) is not None:
             return "another program"
         return choose(binding, memory, target).variant
     except (ValueError, NotImplementedError) as error:
         refusal = str(error)
     # Only our own kernel refuses what the program in its place takes anywhere.
-    anywhere = binding.op.instead.anywhere if binding.op.instead and binding.attrs["fused"] != "always" else ()
+    anywhere = binding.op.fallback.anywhere if binding.op.fallback and binding.attrs["fused"] != "always" else ()
     said = re.match(rf"cute\.{binding.op.called}: (?:argument|attribute) `(\w+)`", refusal)
     assert said and said[1] not in anywhere, f"{call}\n{refusal}"
     return "refused"

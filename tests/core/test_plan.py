@@ -12,7 +12,7 @@ import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor, WhileFew
 from cute_ops.autotune import dispatch
-from cute_ops.autotune.dispatch import choose, instead
+from cute_ops.autotune.dispatch import choose, fallback
 from cute_ops.autotune.rows import resized
 from cute_ops.calls import lookup
 from cute_ops.declaration.binding import bind
@@ -302,13 +302,13 @@ def test_rows_that_no_stride_steps_over_are_refused_as_planned() -> None:
         "framework's product takes it anywhere."
     )
     for fused in ("auto", "never"):
-        assert instead(bind(linear, arrays, {"fused": fused}), {"x": APART}, SM90) is (
-            linear.instead and linear.instead.program
+        assert fallback(bind(linear, arrays, {"fused": fused}), {"x": APART}, SM90) is (
+            linear.fallback and linear.fallback.program
         )
     for x in (Memory((639 * 440, 440, 1)), Memory((639 * 880, 880, 1)), Memory((1, 880, 1), 8)):
         shape = (1, 639, 440) if x.strides[0] == 1 else (2, 639, 440)
         call = bind(linear, arrays | {"x": Array(shape, "bfloat16")}, {"fused": "always"})
-        assert instead(call, {"x": x}, SM90) is None and choose(call, {"x": x}, SM90)
+        assert fallback(call, {"x": x}, SM90) is None and choose(call, {"x": x}, SM90)
 
 
 def test_a_merged_tensor_is_a_matrix_whatever_others_allow() -> None:

@@ -337,7 +337,7 @@ def test_products_of_integers_are_exact(product: Op, k: int) -> None:
 def test_products_with_epilogues(epilogue: Op, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     given = testing.inputs(epilogue, Case("", {"m": (m,), "n": columns(epilogue, n), "k": k}), "bfloat16")
-    by_kernel = partial(cute_ops_jax.register(epilogue), **({"fused": "always"} if epilogue.instead else {}))
+    by_kernel = partial(cute_ops_jax.register(epilogue), **({"fused": "always"} if epilogue.fallback else {}))
     got = jax.tree.leaves(jax.jit(by_kernel)(*given.values()))
     testing.check(epilogue, given, epilogue.attrs, tuple(map(np.asarray, got)))
 

@@ -37,7 +37,7 @@ def family(ops: Iterable[Op]) -> list[Op]:
         if op in found:
             continue
         found[op] = None
-        programs = [program for program in (op.program, op.instead and op.instead.program) if program]
+        programs = [program for program in (op.program, op.fallback and op.fallback.program) if program]
         others = [*op.steps, *(other for program in programs for other in program.ops), *op.narrowed[:3], op.saving]
         others += op.instances if op.numbers else ()
         left += [(other, alone) for other in others if other]

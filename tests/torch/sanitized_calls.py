@@ -49,7 +49,7 @@ def every_op() -> dict[str, Op]:
 
 def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, str]]:
     for op in ops:
-        if op.instead:
+        if op.fallback:
             yield from calls_of_product(op)
             continue
         for n in lengths:
@@ -78,7 +78,7 @@ def _case(op: Op, m: int, n: int, k: int) -> Case:
 
 def cooperative(op: Op, where: target.Target) -> list[tuple[Op, Case, Config]]:
     """Calls of a product with configs that its heuristic takes for large ones alone."""
-    if not op.instead or not op.space:
+    if not op.fallback or not op.space:
         return []
     large, cut = (_case(op, sizes["m"], sizes["n"], sizes["k"]) for sizes in (LARGE, CUT))
     call = signature(bind(op, testing.specs(op, large, "bfloat16"), testing.attributes(op, large)), {}, where)
@@ -109,7 +109,7 @@ def main() -> None:
         tensors = [laid_out(to_torch(a), t, base) for a, t in zip(arrays, op.inputs.values(), strict=True)]
         try:
             cute_ops_torch.register(op)
-            attrs = testing.attributes(op, case) | ({"fused": "always"} if op.instead else {})
+            attrs = testing.attributes(op, case) | ({"fused": "always"} if op.fallback else {})
             getattr(torch.ops.cute, op.name)(*tensors, **attrs)
             torch.cuda.synchronize()
         except RuntimeError as error:

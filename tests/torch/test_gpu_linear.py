@@ -69,7 +69,7 @@ def with_tma() -> None:
 
 def by_kernel(op: Op) -> Callable[..., Any]:
     """The public function, which may not take the framework's product instead."""
-    return partial(cute_ops_torch.register(op), **({"fused": "always"} if op.instead else {}))
+    return partial(cute_ops_torch.register(op), **({"fused": "always"} if op.fallback else {}))
 
 
 def name(config: GemmConfig) -> str:
@@ -281,7 +281,7 @@ def test_few_rows(m: int) -> None:
             assert torch.equal(by_kernel(op)(*tensors), got)
 
 
-@pytest.mark.parametrize("product", [op for op in DIFFERENTIABLE if op.instead], ids=lambda op: op.name)
+@pytest.mark.parametrize("product", [op for op in DIFFERENTIABLE if op.fallback], ids=lambda op: op.name)
 @pytest.mark.parametrize("m", [1, 5, 64])
 def test_epilogues_of_few_rows(product: Op, m: int) -> None:
     """As the framework's product and a pass."""

@@ -68,7 +68,7 @@ def fast(hopper: None) -> Callable[[Op], Callable[..., Any]]:
 def exact(op: Op, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """By the program, as JAX and devices that share terms run it."""
     attrs = op.keywords | {"fused": "never"}
-    found = program.run(op.instead.program, bind_tensors(op, tensors, list(attrs.values())), tensors, program.call)
+    found = program.run(op.fallback.program, bind_tensors(op, tensors, list(attrs.values())), tensors, program.call)
     return tuple(found)
 
 
@@ -86,7 +86,7 @@ def test_what_is_remembered_is_the_program(product: Op, dtype: torch.dtype, m: t
     turned = [t.mT.contiguous().mT if t.ndim > 1 else t for t in tensors] if product.name in TURNED else tensors
     attrs = [*(product.keywords | {"fused": "never"}).values()]
     for given in (tensors, turned):
-        call = compiled_call.of_program(bind_tensors(product, given, attrs), product.instead.program)
+        call = compiled_call.of_program(bind_tensors(product, given, attrs), product.fallback.program)
         assert call.unobserved is not None
         outs = as_tuple(call.run(*given))
         for out, other, wanted in zip(outs, as_tuple(call.unobserved(*given)), exact(product, given), strict=True):
@@ -199,9 +199,9 @@ def test_torch_differentiates_its_own_product(
 def test_a_gradient_that_a_kernel_computes_takes_a_node(
     product: Op, ours: str, fast: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = dispatch.instead
+    chosen = dispatch.fallback
     choose = lambda binding, *where: None if binding.op.name == ours else chosen(binding, *where)  # noqa: E731
-    monkeypatch.setattr(framework_gradient.dispatch, "instead", choose)
+    monkeypatch.setattr(framework_gradient.dispatch, "fallback", choose)
     x, weight, *others = made(product, (2, 3))
     call = fast(product)
     for _ in range(2):
@@ -296,7 +296,7 @@ def test_a_bias_of_another_dtype_is_added_by_a_pass(hopper: None) -> None:
         call = launch.prepare(BIASED, [x, weight, given], ["auto"])
         assert call.differentiable == alone
         torch.testing.assert_close(call.run(x, weight, given), F.linear(x, weight, bias), rtol=2**-6, atol=2**-6)
-    assert not products.adds_bias(ACROSS.instead.program.product, *(bind_of(ACROSS, x, weight.T, bias)))
+    assert not products.adds_bias(ACROSS.fallback.program.product, *(bind_of(ACROSS, x, weight.T, bias)))
 
 
 def bind_of(op: Op, *tensors: Tensor) -> tuple[Any, Any]:

@@ -139,7 +139,7 @@ class Planned:
             return
         places = memory(binding.op, tensors)
         try:
-            if dispatch.instead(binding, places, self.target) is None:
+            if dispatch.fallback(binding, places, self.target) is None:
                 found = dispatch.choose(binding, places, self.target).variant
                 self.kernels[found.symbol] = found
         except Exception as error:

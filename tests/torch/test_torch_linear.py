@@ -862,22 +862,24 @@ def test_the_next_norm_is_fused_where_that_gains(
     caplog.set_level("DEBUG", "cute_ops")
     arrays = {name: Array(shape, dtype) for name, shape in (("x", (rows, 64)), ("weight", (256, 64)))}
     binding = bind(linear_add_rstd(), {**arrays, "residual": Array((rows, 256), dtype)})
-    assert dispatch.leads(binding, {}, parse(arch)) == fused and not dispatch.leads(binding, {}, None)
+    assert dispatch.kernel_is_faster(binding, {}, parse(arch)) == fused and not dispatch.kernel_is_faster(
+        binding, {}, None
+    )
     why = "it has at most 64 rows" if arch == "sm_90a" else "it was not measured on sm_80"
     said = [m for m in caplog.messages if m.endswith(f"runs by the framework's product and a pass: {why}")]
     assert len(said) == (rows > 0 and dtype == "bfloat16" and not fused)
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_auto_adds_the_next_norm_where_that_leads(leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framework, "leads", lambda op, inputs, attrs: leads)
+@pytest.mark.parametrize("faster", [True, False])
+def test_auto_adds_the_next_norm_where_that_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framework, "kernel_is_faster", lambda op, inputs, attrs: faster)
     function, called = cute_ops_torch.register(linear_add_rmsnorm()), []
     for op in (linear_add_rstd(), linear):
         raw = program.functions[op](False)
         monkeypatch.setitem(program.functions, op, lambda inplace, op=op, raw=raw: called.append(op) or raw)
     with torch.autograd.profiler.profile():  # what a program chose for these shapes is not looked at again otherwise
         function(*[t.detach() for t in tensors_of(linear_add_rmsnorm())])
-    assert called == [linear_add_rstd() if leads else linear]
+    assert called == [linear_add_rstd() if faster else linear]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -55,7 +55,7 @@ def test_what_the_sanitizer_watches_of_products() -> None:
     """Its calls fit their declarations, and their plans are of every form; the framework computes some."""
     forms: dict[str, set[str]] = {}
     run = {"linear", "linear_dx", "linear_dweight_add", "linear_dweight_add_batched", "gated_linear", "linear_add_rstd"}
-    for op in (op for op in sanitized_calls.every_op().values() if op.instead):
+    for op in (op for op in sanitized_calls.every_op().values() if op.fallback):
         seen = forms.setdefault(op.name, set())
         for _, case, dtype, base in sanitized_calls.calls([op], [17]):
             arrays, attrs = testing.specs(op, case, dtype), testing.attributes(op, case)

@@ -408,7 +408,7 @@ def test_activations_inside_of_products(packed: bool, frozen: str, monkeypatch: 
 def count_fused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let products compute all that they can, as on a GPU where that gains, by their references; counts them."""
     monkeypatch.setattr(products, "are_ours", lambda x: True)
-    monkeypatch.setattr(framework, "leads", lambda op, inputs, attrs: True)
+    monkeypatch.setattr(framework, "kernel_is_faster", lambda op, inputs, attrs: True)
     counts: Counter[str] = Counter()
     for name in ("rotated", "add_rmsnorm", "forward"):
         run = getattr(products, name)

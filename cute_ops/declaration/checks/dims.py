@@ -99,7 +99,7 @@ def _shared_dims(op: Declaration, dims: set[str]) -> Iterator[str]:
                 f"parallel has {lost[0]!r}, which output {name!r} lacks: a slice of it gives no slice of {name!r}; "
                 f"a dim that {name!r} is a sum over is contracted"
             )
-    if op.inner and not (op.program or op.instead):
+    if op.inner and not (op.program or op.fallback):
         yield f"inner has {op.inner[0]!r}, over which only a program can add up, and the op has none"
     if op.split is not None and op.split.dim not in dims:
         yield f"it splits {op.split.dim!r}, which is no dim of an input"

@@ -84,7 +84,7 @@ def _names(op: Declaration, lists: list[str]) -> Iterator[str]:
 
 def _refused(op: Declaration, owned: Owned) -> Iterator[str]:
     for what, used in (
-        ("finish", op.finish), ("a split", op.split), ("a program", op.program or op.instead), ("narrow", op.narrow),
+        ("finish", op.finish), ("a split", op.split), ("a program", op.program or op.fallback), ("narrow", op.narrow),
         ("gradients that are scaled", op.scaled), ("inputs that gradients overwrite", "inplace_backward" in op.options),
     ):  # fmt: skip
         if used:

@@ -23,7 +23,7 @@ def problems(op: Declaration) -> Iterator[str]:
         if wrong := parse(t.shape).wrong:
             yield f"{name}: {wrong}"
         yield from _memory(name, t, name in op.outputs, name in op.mutates)
-    yield from _instead(op)
+    yield from _fallback(op)
 
 
 def _inputs(op: Declaration) -> Iterator[str]:
@@ -171,13 +171,13 @@ def _contiguous(name: str, tensor: Tensor, is_output: bool) -> Iterator[str]:
         yield f"output {name!r} is made compact, so its last dim must be one of those that may be contiguous"
 
 
-def _instead(op: Declaration) -> Iterator[str]:
+def _fallback(op: Declaration) -> Iterator[str]:
     """What may run in place of a kernel."""
-    if op.instead is None:
+    if op.fallback is None:
         return
-    if unknown := [name for name in op.instead.anywhere if name not in op.inputs]:
-        yield f"the program that may run instead takes {unknown[0]!r} anywhere, which is no input"
+    if unknown := [name for name in op.fallback.anywhere if name not in op.inputs]:
+        yield f"its fallback takes {unknown[0]!r} anywhere, which is no input"
     if op.choices.get("fused") != HOW_FUSED:
-        yield "a program may run instead of its kernel, so it must declare the attribute fused=FUSED"
+        yield "it has a fallback, so it must declare the attribute fused=FUSED"
     if op.program:
-        yield "a program may run instead of a kernel, but it has a program"
+        yield "a fallback runs in place of a kernel, but it has a program"

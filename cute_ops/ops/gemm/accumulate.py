@@ -15,7 +15,7 @@ from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
-from cute_ops.ops.gemm.choice import instead
+from cute_ops.ops.gemm.choice import fallback
 from cute_ops.ops.gemm.config import EpilogueCost
 from cute_ops.ops.gemm.linear import (
     CASES,
@@ -85,7 +85,7 @@ def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], **more: Any) -
     op = Op(
         name, inputs=inputs, outputs={}, mutates=("total",), dtypes={"T": HALVES, "A": FLOATS}, static=(),
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
-        instead=instead(Program(run), config, anywhere=("dout", "x")), reference=reference,
+        fallback=fallback(Program(run), config, anywhere=("dout", "x")), reference=reference,
         sharding=Sharding(parallel=("n", "k")), **more,
     )  # fmt: skip
     return op

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 
 from cute_ops.declaration.config import Problem
-from cute_ops.declaration.program import Instead, Program
+from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import GemmConfig
@@ -37,11 +37,11 @@ THEIR_ODD = {1: (1.25e8, 1.1e6), 2: (2.15e8, 1.75e6), 4: (2.15e8, 1.75e6)}
 OUR_FLOPS, OUR_BYTES, LAUNCH, THEIR_LAUNCH = 4.5e8, 3.5e6, 3.5, 6.0
 
 
-def instead(
+def fallback(
     program: Program, config: Callable[[Problem], GemmConfig],
     work: Callable[[Problem], tuple[GemmSize, EpilogueCost]] | None = None, after: bool = True, small_m: bool = False,
     anywhere: tuple[str, ...] = ("x", "weight"),
-) -> Instead:  # fmt: skip
+) -> Fallback:  # fmt: skip
     """The fallback of a product's kernel, and where it runs: on GPUs other than Hopper, where TMA cannot load
     the operands, for most products of small m, and where the model expects it to be faster.
 
@@ -64,7 +64,7 @@ def instead(
             return ""
         return f"{theirs:.3g} us are expected{' with a pass' if after else ''}, {ours:.3g} of our kernel"
 
-    return Instead(program, when, WIDE, anywhere)
+    return Fallback(program, when, WIDE, anywhere)
 
 
 def fallback_reason(problem: Problem, form: str, small_m: bool = False, rows: int | None = None) -> str:

@@ -19,7 +19,7 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config, Problem, Tuning
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import FUSED, Instead, ProductPlan, Program
+from cute_ops.declaration.program import FUSED, Fallback, ProductPlan, Program
 from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
@@ -37,7 +37,7 @@ from cute_ops.ops.batches import each
 from cute_ops.ops.expression.formula import COLUMN, ByAttrs, Formula, period, repeated, shape_of
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.expression.traces import Traces
-from cute_ops.ops.gemm.choice import WIDE, instead
+from cute_ops.ops.gemm.choice import WIDE, fallback
 from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, space_of
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
 from cute_ops.ops.gemm.linear import (
@@ -112,7 +112,7 @@ def fused_linear(
 
     The op has one more attribute, ``fused``. ``"always"`` runs that kernel; ``"never"`` the framework's product and
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
-    ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.instead`),
+    ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.fallback`),
     and never for float32. For an epilogue that reduces rows, looks at groups of columns or repeats an operand,
     ``"auto"`` always runs the kernel, except for float32; with ``"never"`` the framework computes the epilogue. No
     kernel computes a product with reductions of rows that depend on each other, on which tiles depend, or which alone
@@ -284,7 +284,7 @@ class _Product:
             sharding=Sharding(
                 ("m",) * self.is_batch + ("n",) * (epilogue.by_element and not epilogue.packs),
                 inner=("k",) * (not self.is_batch),
-            ), attrs={**self.attrs, "fused": FUSED}, instead=self._instead(config), **more,
+            ), attrs={**self.attrs, "fused": FUSED}, fallback=self._fallback(config), **more,
         )  # fmt: skip
         return op
 
@@ -331,19 +331,19 @@ class _Product:
             return f"attribute `fused` is 'always', but {LATE}: {late}. 'auto' and 'never' run it."
         return self.check(binding) if self.check else None
 
-    def _instead(self, config: Callable[[Problem], GemmConfig]) -> Instead:
+    def _fallback(self, config: Callable[[Problem], GemmConfig]) -> Fallback:
         """The framework's product, and a pass over it."""
         apart, epilogue = self.apart, self.epilogue
         if apart is None:
-            return Instead(Program(self._run), lambda problem: False, WIDE, ("x", "weight"))
+            return Fallback(Program(self._run), lambda problem: False, WIDE, ("x", "weight"))
         if epilogue.late:
-            return Instead(Program(self._run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
+            return Fallback(Program(self._run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
         plain = self.may_be_small and len(self.outputs) == 1 and "2n" not in self.weight
         biased = plain and not self.attrs and {t.dtype for t in (self.acc, *self.outputs.values())} == {"T"}
         first = self.multiplied._replace(read_as=ACC, bias=epilogue.bias if biased else "")
         program = Program(self._run, apart.program.ops) if apart.program else Program(self._run, (apart,), first)
         adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
-        return instead(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds, small_m=plain)
+        return fallback(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds, small_m=plain)
 
     def _run(self, xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         given, attrs, apart = dict(inputs), without_fused(attrs), self.apart

@@ -24,7 +24,7 @@ from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
-from cute_ops.ops.gemm.choice import instead
+from cute_ops.ops.gemm.choice import fallback
 from cute_ops.ops.gemm.config import SMALL_M, SWIZZLED, EpilogueCost, GemmSize, choose, small_m, space_of, without_tma
 
 HALVES = ("bfloat16", "float16")
@@ -107,7 +107,7 @@ def declare(
         tuning=Tuning(
             config, space_of(sizes, epilogue_cost, is_batch), sums_of_small_m(sizes) if may_be_small else None
         ),
-        instead=instead(
+        fallback=fallback(
             Program(run, product=multiplied), config, lambda p: (GemmSize.of(p, sizes), epilogue_cost(p)), after=False,
             anywhere=tuple(inputs),
         ),
