@@ -118,7 +118,7 @@ Q = (2, 5, 4, 32)
 @pytest.mark.parametrize(
     ("k", "attrs", "said"),
     [
-        ((2, 5, 3, 32), {}, "heads of k, g=3, must divide those of q, h=4."),
+        ((2, 5, 3, 32), {}, "argument `q` has g*r=4, expected a multiple of 3."),
         ((2, 5, 2, 32), {"causal": True, "right": 3}, "causal=True is right=0, got right=3, too."),
         ((2, 5, 2, 32), {"softcap": -1.0}, "scale and softcap are not negative, got scale=0.0, softcap=-1.0."),
         ((2, 5, 2, 48), {}, "has d=48, but d=32"),

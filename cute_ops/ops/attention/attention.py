@@ -21,16 +21,16 @@ HALVES = ("bfloat16", "float16")
 LONGEST = 1 << 24  # whole numbers up to this one are float32
 CAUSAL: dict[str, Any] = {"absent": ("sinks",), "attrs": {"causal": True}}
 CASES = (
-    Case("llama3-8b", {"m": (2,), "s": 129, "t": 129, "h": 8, "g": 2, "d": 128, "e": 128}, **CAUSAL),
-    Case("llama3-8b-continued", {"m": (1,), "s": 5, "t": 300, "h": 8, "g": 2, "d": 128, "e": 128}, **CAUSAL),
-    Case("gpt-oss-20b", {"m": (2,), "s": 77, "t": 200, "h": 8, "g": 1, "d": 64, "e": 64},
+    Case("llama3-8b", {"m": (2,), "s": 129, "t": 129, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),
+    Case("llama3-8b-continued", {"m": (1,), "s": 5, "t": 300, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),
+    Case("gpt-oss-20b", {"m": (2,), "s": 77, "t": 200, "g": 1, "r": 8, "d": 64, "e": 64},
          attrs={"causal": True, "left": 127}),
-    Case("gemma2-9b", {"m": (1,), "s": 65, "t": 65, "h": 4, "g": 2, "d": 256, "e": 256}, absent=("sinks",),
+    Case("gemma2-9b", {"m": (1,), "s": 65, "t": 65, "g": 2, "r": 2, "d": 256, "e": 256}, absent=("sinks",),
          attrs={"causal": True, "softcap": 50.0, "scale": 0.0625}),
-    Case("vit-h", {"m": (3,), "s": 257, "t": 257, "h": 2, "g": 2, "d": 80, "e": 80}, absent=("sinks",)),
-    Case("deepseek-v3", {"m": (1,), "s": 200, "t": 200, "h": 2, "g": 2, "d": 192, "e": 128}, **CAUSAL),
-    Case("one-query", {"m": (), "s": 1, "t": 1, "h": 1, "g": 1, "d": 64, "e": 64}, absent=("sinks",)),
-    Case("before-the-keys", {"m": (1,), "s": 150, "t": 20, "h": 1, "g": 1, "d": 64, "e": 64}, **CAUSAL),
+    Case("vit-h", {"m": (3,), "s": 257, "t": 257, "g": 2, "r": 1, "d": 80, "e": 80}, absent=("sinks",)),
+    Case("deepseek-v3", {"m": (1,), "s": 200, "t": 200, "g": 2, "r": 1, "d": 192, "e": 128}, **CAUSAL),
+    Case("one-query", {"m": (), "s": 1, "t": 1, "g": 1, "r": 1, "d": 64, "e": 64}, absent=("sinks",)),
+    Case("before-the-keys", {"m": (1,), "s": 150, "t": 20, "g": 1, "r": 1, "d": 64, "e": 64}, **CAUSAL),
 )  # fmt: skip
 
 
@@ -115,8 +115,6 @@ def _kv(xp: Any, x: Any, like: Any) -> Any:
 
 def check(binding: Binding) -> str | None:
     dims, attrs = binding.dims, binding.attrs
-    if dims["g"] == 0 or dims["h"] % dims["g"]:
-        return f"heads of k, g={dims['g']}, must divide those of q, h={dims['h']}."
     for name in ("d", "e"):
         if not 16 <= dims[name] <= 256 or dims[name] % 16:
             return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
@@ -133,14 +131,14 @@ def _heads(shape: str) -> Tensor:
     return Tensor(shape, "T", merged=True, align=16, otherwise="copy")
 
 
-Q, K, V = _heads("*m s h d"), _heads("*m t g d"), _heads("*m t g e")
-OUT, LSE = Tensor("*m s h e", "T", merged=True), Tensor("*m h s", "float32", merged=True)
-SINKS = Tensor("h", "S", optional=True)
+Q, K, V = _heads("*m s g*r d"), _heads("*m t g d"), _heads("*m t g e")
+OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32", merged=True)
+SINKS = Tensor("g*r", "S", optional=True)
 COMMON: dict[str, Any] = {
     "dtypes": {"T": HALVES, "S": FLOATS},
     "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0},
     "static": ("d", "e"),
-    "sharding": Sharding(),
+    "sharding": Sharding(parallel=("g",)),
     "check": check,
     "cases": CASES,
 }
@@ -151,7 +149,7 @@ attention_bwd = Op(
     inputs={"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape), "dlse": LSE,
             "sinks": SINKS},
     outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
-             "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("h", "S", given="sinks")},
+             "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("g*r", "S", given="sinks")},
     **COMMON,
     reference=reference_bwd,
     kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
@@ -178,12 +176,11 @@ attention = Op(
     ``lse = log(sum(exp(scores)))``. Query i stands beside key ``i + t - s``: the last query beside the last key.
 
     Args:
-        q: ``T[*m s h d]``: (batch, seqlen_q, heads, headdim), float16 or bfloat16. All dims but the last may have any
+        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim), float16 or bfloat16. All dims but the last may have any
             stride of 16 bytes, as slices of a fused projection have them; others are copied.
-        k: ``T[*m t g d]``: (batch, seqlen_k, kv heads, headdim); g divides h, and ``h / g`` neighbouring heads of q
-            share one.
+        k: ``T[*m t g d]``: (batch, seqlen_k, kv heads, headdim); r neighbouring heads of q share one.
         v: ``T[*m t g e]``: as k, with a headdim of its own. d and e are multiples of 16, at most 256.
-        sinks: ``S[h]``, a float dtype of its own: for each head one more score, which has no value.
+        sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
         scale: of scores; 0 is ``1 / sqrt(d)``.
         causal: a query attends to keys up to its own.
         left: keys before its own that a query attends to at most; -1 is all.
@@ -191,8 +188,9 @@ attention = Op(
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
 
     Returns:
-        ``out``: ``T[*m s h e]`` and ``lse``: ``float32[*m h s]``, compact. Sums and exponentials in float32; weights
-        are rounded to T before they multiply values. Deterministic. A row that attends to nothing is 0, its lse -inf.
+        ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
+        weights are rounded to T before they multiply values. Deterministic. A row that attends to nothing is 0, its
+        lse -inf.
 
     Raises:
         TypeError: a dtype that is not listed.

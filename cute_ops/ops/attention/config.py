@@ -41,7 +41,7 @@ def attention_bwd(problem: Problem) -> AttentionBackwardConfig:
 def workspace(problem: Problem, _: Config) -> dict[str, Array | None]:
     """A number for each row of each head: the sum of its output times its cotangent."""
     dims = problem.dims
-    return {"delta": Array((problem.m, dims["h"], dims["s"]), "float32")}
+    return {"delta": Array((problem.m, dims["g"] * dims["r"], dims["s"]), "float32")}
 
 
 def _headdim(problem: Problem) -> int:
