@@ -1,9 +1,10 @@
-"""Attention, forward: ours beside PyTorch's functions.
+"""Attention and its gradient: ours beside PyTorch's functions.
 
 All contenders take the same queries, keys and values, (batch, seqlen, heads, headdim) in bfloat16, in turns, in one
-process. A floating-point operation is one of the two products: ``4 * batch * heads * seqlen^2 * headdim`` of them, half
-where causal. Inputs lie in L2 as far as they fit, as after the projection before them. `error` is the largest
-difference from PyTorch's function in float32 in some rows.
+process. A product of scores or of values is ``2 * batch * heads * seqlen^2 * headdim`` floating-point operations, half
+of them where causal; forward there are two, backward five, whatever a contender computes again. Inputs lie in L2 as far
+as they fit, as after the projection before them. `error` is the largest difference of the output from PyTorch's
+function in float32 in some rows.
 
     python benchmarks/attention.py --out out/benchmarks
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +30,8 @@ import cute_ops_torch
 from cute_ops_torch.tools.measure import elapsed
 
 COLUMNS = (
-    "contender", "batch", "seqlen", "heads", "kv_heads", "headdim", "form", "status", "us", "us_min", "us_max",
-    "tflops", "error",
+    "contender", "direction", "batch", "seqlen", "heads", "kv_heads", "headdim", "form", "status", "us", "us_min",
+    "us_max", "tflops", "error",
 )  # fmt: skip
 Tensor = torch.Tensor
 
@@ -45,6 +48,8 @@ SHAPES = (
     Shape(2, 8192, 32, 8, 128), Shape(16, 1024, 32, 8, 128), Shape(1, 32768, 16, 16, 128), Shape(4, 4096, 32, 8, 64),
     Shape(2, 4096, 16, 16, 256),
 )  # fmt: skip
+PRODUCTS = {"forward": 2, "backward": 5}
+CALLS = 8  # of a sample
 # By name, our options.
 FORMS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -118,55 +123,77 @@ def error(form: str, given: list[Tensor], out: Tensor) -> float:
     return (heads_last[-1, -256:, -1].float() - right).abs().max().item()
 
 
-def measure(table: Table, view: View, shape: Shape, form: str, rounds: int) -> None:
+def gradients(run: Callable[..., Tensor], given: list[Tensor]) -> Callable[[], Any]:
+    """Computes the gradients of a call that was made once."""
+    leaves = [x.detach().requires_grad_() for x in given]
+    out = run(*leaves)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def pairs(shape: Shape, form: str) -> int:
+    """Queries and keys that attend to each other, of one head."""
+    s, options = shape.seqlen, FORMS[form]
+    if "left" in options:
+        width = options["left"] + 1
+        return s * width - width * width // 2
+    return s * s // 2 if "causal" in options else s * s
+
+
+class Case(NamedTuple):
+    shape: Shape
+    form: str
+    direction: str
+
+    @property
+    def operations(self) -> float:
+        b, _, h, _, d = self.shape
+        return PRODUCTS[self.direction] * 2 * b * h * pairs(self.shape, self.form) * d
+
+
+def measure(case: Case, names: list[str] | None, rounds: int) -> list[dict[str, Any]]:
     generator = torch.Generator("cuda").manual_seed(0)
-    b, s, h, g, d = shape
-    given = [
-        torch.randn(b, s, heads, d, device="cuda", dtype=torch.bfloat16, generator=generator) for heads in (h, g, g)
-    ]
-    pairs = s * s
-    if "left" in FORMS[form]:
-        left = FORMS[form]["left"] + 1
-        pairs = left * s - left * left // 2
-    elif "causal" in FORMS[form]:
-        pairs = s * s // 2
-    runs, rows = {}, {}
-    for name, run in contenders(form).items():
-        row = rows[name] = {"contender": name, **shape._asdict(), "form": form, "status": "ok"}
+    b, s, h, g, d = case.shape
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    given = [torch.randn(b, s, heads, d, **options) for heads in (h, g, g)]  # type: ignore[call-overload]
+    runs: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, run in contenders(case.form).items():
+        if names is not None and name not in names:
+            continue
+        row = rows[name] = {"contender": name, **case.shape._asdict(), "form": case.form, "direction": case.direction}
         try:
-            out = run(*given)
-            row["error"] = error(form, given, out)
-            run(*given)
-            runs[name] = lambda run=run: run(*given)
+            row |= {"status": "ok", "error": error(case.form, given, run(*given))}
+            backward = case.direction == "backward"
+            runs[name] = gradients(run, given) if backward else partial(run, *given)
+            runs[name]()
         except Exception as failure:  # a contender's failure is a result
             row["status"] = f"failed: {first_line(failure)}"
+            runs.pop(name, None)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name].append(elapsed(lambda run=run: [run() for _ in range(8)]) / 8)
-    for name, row in rows.items():
-        if samples.get(name):
-            us = spread(samples[name])
-            row |= {
-                "us": us.median,
-                "us_min": us.low,
-                "us_max": us.high,
-                "tflops": 4 * b * h * pairs * d / us.median / 1e6,
-            }
-        table.add(row)
-        view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
+        for name, call in runs.items():
+            samples[name].append(elapsed(lambda call=call: [call() for _ in range(CALLS)]) / CALLS)
+    for name, found in samples.items():
+        us = spread(found)
+        rate = case.operations / us.median / 1e6
+        rows[name] |= {"us": us.median, "us_min": us.low, "us_max": us.high, "tflops": rate}
+    return [*rows.values()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for attention.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
+    parser.add_argument("--contenders", nargs="+", help="only these")
+    parser.add_argument("--directions", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     options = parser.parse_args()
-    table, view = Table(options.out / "attention.csv", COLUMNS), View(*COLUMNS, title="attention, forward")
-    for shape in SHAPES:
-        for form in options.forms:
-            measure(table, view, shape, form, options.rounds)
+    table, view = Table(options.out / "attention.csv", COLUMNS), View(*COLUMNS, title="attention")
+    for case in starmap(Case, product(SHAPES, options.forms, options.directions)):
+        for row in measure(case, options.contenders, options.rounds):
+            table.add(row)
+            view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
     Console(width=200).print(view)
 
 

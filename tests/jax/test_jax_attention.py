@@ -12,6 +12,8 @@ import pytest
 import cute_ops_jax
 from tests.ops.attention_calls import Call, arrays, drawn, expected
 
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
 
 def given(call: Call, seed: int) -> list[Any]:
     q, k, v, sinks = arrays(call, seed)
@@ -23,14 +25,28 @@ def wide(x: Any) -> np.ndarray | None:
     return None if x is None else np.asarray(x, dtype=np.float32)
 
 
+def with_gradients(call: Call, operands: list[Any], dout: Any, dlse: Any) -> list[Any]:
+    """Results, and gradients of the operands."""
+
+    @jax.jit
+    def both(*x: Any) -> Any:
+        results, back = jax.vjp(lambda *y: cute_ops_jax.attention(*y, **call.attrs), *x)
+        return [*results, *back((dout, dlse))]
+
+    return both(*operands)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_drawn_calls(seed: int) -> None:
     call = drawn(seed, longest=60)
     operands = given(call, seed)
-    out, lse = jax.jit(lambda *x: cute_ops_jax.attention(*x, **call.attrs))(*operands)
-    right = expected(call, [*map(wide, operands)])
-    for name, found in (("out", out), ("lse", lse)):
-        right[name].assert_holds(np.asarray(found, np.float64), f"{call.name}: {name}")
+    rng = np.random.default_rng(seed)
+    dout = jnp.asarray(rng.standard_normal((call.batch, call.s, call.h, call.e), np.float32), call.dtype)
+    dlse = jnp.asarray(rng.standard_normal((call.batch, call.h, call.s), np.float32))
+
+    found = dict(zip(NAMES, with_gradients(call, [x for x in operands if x is not None], dout, dlse), strict=False))
+    for name, bound in expected(call, [*map(wide, operands)], (np.asarray(wide(dout)), np.asarray(dlse))).items():
+        bound.assert_holds(np.asarray(wide(found[name])), f"{call.name}: {name}")
 
 
 @pytest.mark.gpu
@@ -41,12 +57,14 @@ def test_the_bits_are_those_of_pytorch(part: int) -> None:
 
     for seed in range(6 * part, 6 * part + 6):
         call = drawn(seed)
-        operands = given(call, seed)
-        out, lse = jax.jit(lambda *x, _call=call: cute_ops_jax.attention(*x, **_call.attrs))(*operands)
-        tensors = [None if x is None else torch.from_dlpack(x) for x in operands]
+        operands = [x for x in given(call, seed) if x is not None]
+        dout = jax.random.normal(jax.random.key(seed), (call.batch, call.s, call.h, call.e), call.dtype)
+        dlse = jax.random.normal(jax.random.key(seed), (call.batch, call.h, call.s), jnp.float32)
+        tensors = [torch.from_dlpack(x).requires_grad_() for x in operands]
         theirs = cute_ops_torch.attention(*tensors, **call.attrs)
-        assert torch.equal(torch.from_dlpack(out), theirs[0]), f"seed {seed}: {call.name}"
-        assert torch.equal(torch.from_dlpack(lse), theirs[1])
+        theirs += torch.autograd.grad(theirs, tensors, [torch.from_dlpack(x) for x in (dout, dlse)])
+        for ours, right in zip(with_gradients(call, operands, dout, dlse), theirs, strict=True):
+            assert torch.equal(torch.from_dlpack(ours), right), f"seed {seed}: {call.name}"
 
 
 def test_vmap_and_jit_over_sequences() -> None:
@@ -56,9 +74,3 @@ def test_vmap_and_jit_over_sequences() -> None:
         each = cute_ops_jax.attention(q[i], k[i], v[i], causal=True)
         assert (out[i] == each[0]).all()
         assert (lse[i] == each[1]).all()
-
-
-def test_a_gradient_is_refused() -> None:
-    q = jnp.ones((1, 2, 1, 32), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"cute\.attention"):
-        jax.grad(lambda x: cute_ops_jax.attention(x, x, x)[0].astype(jnp.float32).sum())(q)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 import cute_ops_torch
-from cute_ops.ops.attention.attention import attention_bwd
 from tests.ops.attention_calls import Call, arrays, drawn, expected
 
 
@@ -36,13 +35,13 @@ def assert_right(call: Call, seed: int, device: str) -> None:
     torch.manual_seed(seed)
     dout = torch.randn(call.batch, call.s, call.h, call.e, dtype=given[0].dtype, device=device)
     dlse = torch.randn(call.batch, call.h, call.s, device=device)
-    backward = cute_ops_torch.register(attention_bwd)
     runs = []
     for _ in range(2 if device == "cuda" else 1):
-        out, lse = cute_ops_torch.attention(*given, **call.attrs)
-        grads = backward(*given[:3], out, lse, dout, dlse, given[3], **call.attrs)
+        leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+        out, lse = cute_ops_torch.attention(*leaves, **call.attrs)
+        grads = torch.autograd.grad([out, lse], [x for x in leaves if x is not None], [dout, dlse])
         names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-        runs.append({name: x for name, x in zip(names, (out, lse, *grads), strict=True) if x is not None})
+        runs.append(dict(zip(names, (out, lse, *grads), strict=False)))
         poison = [torch.full_like(x, math.nan) for x in runs[-1].values() for _ in range(3)]
         del poison
     right = expected(call, wide(given), tuple(wide([dout, dlse])))  # type: ignore[arg-type]
@@ -90,6 +89,9 @@ def test_no_keys_and_no_queries() -> None:
     out, lse = cute_ops_torch.attention(q, k, k)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
+    sinks = torch.randn(4, requires_grad=True)
+    cute_ops_torch.attention(q, k, k, sinks)[1].sum().backward()
+    assert sinks.grad.tolist() == [6.0] * 4  # of six rows, whose log-sum-exp is the sink
     out, lse = cute_ops_torch.attention(q[:, :0], q, q)
     assert out.shape == (2, 0, 4, 32)
     assert lse.shape == (2, 4, 0)
@@ -102,6 +104,19 @@ def test_a_compiled_graph_with_dynamic_lengths() -> None:
     for s in (5, 9, 17):
         q, k, v = (torch.randn(2, s, 2, 32, dtype=torch.bfloat16) for _ in range(3))
         assert torch.equal(compiled(q, k, v), cute_ops_torch.attention(q, k, v, causal=True)[0])
+
+
+def test_gradients_in_a_compiled_graph_are_those_of_eager_calls() -> None:
+    given = [torch.randn(2, 9, heads, 32, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        out, lse = cute_ops_torch.attention(*x, causal=True, left=3)
+        return out.float().square().sum() + lse.sum()
+
+    eager = torch.autograd.grad(loss(*given), given)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*given), given)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
 def test_vmap_over_sequences() -> None:
@@ -136,7 +151,14 @@ def test_heads_of_odd_size_are_refused() -> None:
         cute_ops_torch.attention(q, q, q)
 
 
-def test_a_gradient_is_refused() -> None:
-    q = torch.zeros(1, 2, 1, 32, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"cute\.attention"):
-        cute_ops_torch.attention(q, q, q)[0].sum().backward()
+@pytest.mark.parametrize("read", ["out", "lse"])
+def test_the_gradient_of_one_result_needs_no_cotangent_of_the_other(read: str) -> None:
+    call = Call(1, 9, 12, 4, 2, 32, 32, "bfloat16", {"causal": True}, True, False)
+    leaves = [x.requires_grad_() for x in tensors(call, 0, "cpu")]
+    out, lse = cute_ops_torch.attention(*leaves, **call.attrs)
+    cotangents = torch.randn_like(out) * (read == "out"), torch.randn_like(lse) * (read == "lse")
+    which = ("out", "lse").index(read)
+    found = torch.autograd.grad((out, lse)[which], leaves, cotangents[which])
+    right = expected(call, wide(leaves), tuple(wide(cotangents)))  # type: ignore[arg-type]
+    for name, grad in zip(("dq", "dk", "dv", "dsinks"), found, strict=True):
+        right[name].assert_holds(wide([grad])[0], name)  # type: ignore[arg-type]

@@ -42,7 +42,8 @@ class AttentionBackward:
     @cute.jit
     def __call__(self, mQ, mK, mV, mOut, mLse, mDout, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, stream):
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
-        mLse, mDlse, mDelta = (folded(m, own=2) for m in (mLse, mDlse, mDelta))
+        mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
+        mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
         rows = Int64(cute.size(mDelta))
         self.delta(mOut, mDout, mDlse, mDelta).launch(
             grid=[Int32((rows + (WARPS - 1)) // WARPS), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream, use_pdl=True
@@ -78,7 +79,9 @@ class AttentionBackward:
             for offset in (16, 8, 4, 2, 1):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             if lane == 0:
-                mDelta[batch, head, row] = total - mDlse[batch, head, row]
+                if const_expr(mDlse is not None):
+                    total = total - mDlse[batch, head, row]
+                mDelta[batch, head, row] = total
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks):

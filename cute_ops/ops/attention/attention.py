@@ -44,17 +44,26 @@ def reference(xp: Any, q: Any, k: Any, v: Any, sinks: Any = None, **attrs: Any) 
 
 
 def reference_bwd(
-    xp: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, dlse: Any, sinks: Any = None, **attrs: Any
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Any = None,
+    sinks: Any = None,
+    **attrs: Any,
 ) -> tuple[Any, ...]:
-    if 0 in q.shape or 0 in k.shape:
-        zeros = (None if x is None else xp.zeros_like(x) for x in (q, k, v, sinks))
-        return tuple(zeros)
+    if 0 in q.shape:
+        return tuple(None if x is None else xp.zeros_like(x) for x in (q, k, v, sinks))
     g, scale = k.shape[-2], attrs["scale"] or q.shape[-1] ** -0.5
     weights, row_lse, raw = _weights(xp, q, k, sinks, attrs)
     wide_q, wide_o, wide_do = (_grouped(xp, x, g) for x in widen(xp, q, out, dout))
     wide_k, wide_v = (_grouped(xp, x) for x in widen(xp, k, v))
-    rows = (*row_lse.shape[:-1],)
-    delta = xp.sum(wide_o * wide_do, axis=-1) - xp.reshape(*widen(xp, dlse), rows)
+    delta = xp.sum(wide_o * wide_do, axis=-1)
+    if dlse is not None:
+        delta = delta - xp.reshape(*widen(xp, dlse), delta.shape)
     dscores = weights * (wide_do @ xp.matrix_transpose(wide_v) - delta[..., None])
     cap = attrs["softcap"]
     if cap:
@@ -146,16 +155,15 @@ COMMON: dict[str, Any] = {
 
 attention_bwd = Op(
     "attention_bwd",
-    inputs={"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape), "dlse": LSE,
-            "sinks": SINKS},
+    inputs={"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape),
+            "dlse": LSE._replace(optional=True), "sinks": SINKS},
     outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
              "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("g*r", "S", given="sinks")},
     **COMMON,
     reference=reference_bwd,
     kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
     tuning=Tuning(config.attention_bwd, workspace=config.workspace),
-    doc="""Gradients of :func:`attention`, which computes the scores again. Nothing calls it yet: its kernels have run
-    in the emulator of the tests, on no GPU.
+    doc="""Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
     @ dout``. Each is summed by one CTA in a fixed order: deterministic.
@@ -170,6 +178,7 @@ attention = Op(
     reference=reference,
     kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
     tuning=Tuning(config.attention),
+    grad=attention_bwd,
     doc="""Attention of queries to keys and values, with grouped heads.
 
     ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` where a query attends to a key, and
@@ -189,13 +198,13 @@ attention = Op(
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
-        weights are rounded to T before they multiply values. Deterministic. A row that attends to nothing is 0, its
-        lse -inf.
+        weights are rounded to T before they multiply values. A row that attends to nothing is 0, its lse -inf. Both
+        have a gradient, which computes the scores again. Results and gradients are deterministic.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
-        NotImplementedError: an input that requires a gradient; a GPU that is no SM 9.0.
+        NotImplementedError: a GPU that is no SM 9.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
     """,
