@@ -10,9 +10,9 @@
     evaluate(expression, numpy, [x, bias, residual])     # the reference
     differentiate(expression).expression                 # an expression, too
 
-Words are functions of ``xp``, ``xp.gelu``. Those that the array API lacks are functions here, too, of symbols and of
-arrays. Modules: ``words`` (which there are), ``graph`` (expressions), ``tracing`` and ``symbols`` (from a function),
-``simplify`` and ``recognize`` (while it is traced), ``text`` (as text, and back), ``reference`` (on arrays),
+Primitives are functions of ``xp``, ``xp.gelu``. Those that the array API lacks are functions here, too, of symbols and
+of arrays. Modules: ``primitives`` (which there are), ``graph`` (expressions), ``tracing`` and ``symbols`` (from a
+function), ``simplify`` and ``recognize`` (while it is traced), ``text`` (as text, and back), ``reference`` (on arrays),
 ``derivative``, ``stages`` (of reductions). Kernels import ``text`` and what it needs, so that this package imports
 nothing by itself.
 """
@@ -30,6 +30,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name in import_module(f"{__name__}.words").FUNCTIONS:
+    if name in import_module(f"{__name__}.primitives").FUNCTIONS:
         return partial(import_module(f"{__name__}.tracing").call, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression, Node, Operand, copied, rebuilt
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.expressions.symbols import Symbol, Tracing
 from cute_ops.expressions.tracing import Namespace
 from cute_ops.expressions.vanishing import Polynomials
-from cute_ops.expressions.words import WORDS
 
 MOST_ADDENDS = 32  # larger sums are not taken apart further
 # A sum, a difference or a product that was rounded is that of operands of which one was rounded once more.
@@ -110,8 +110,8 @@ def worth_saving(expression: Expression, wanted: Sequence[int], *, sum_columns: 
     def tiles(saved: Sequence[int]) -> int:
         return _price(made(saved))[0]
 
-    words = [expression.nodes[i].word for i in expression.outputs]
-    kept = [i for i, word in enumerate(words) if word in ROUNDED_AS_OPERANDS and not _jumps(made((i,)))]
+    primitives = [expression.nodes[i].primitive for i in expression.outputs]
+    kept = [i for i, primitive in enumerate(primitives) if primitive in ROUNDED_AS_OPERANDS and not _jumps(made((i,)))]
     for i in tuple(kept):
         others = [j for j in kept if j != i]
         if tiles(others) <= tiles(kept):
@@ -120,13 +120,13 @@ def worth_saving(expression: Expression, wanted: Sequence[int], *, sum_columns: 
 
 
 def _jumps(derivative: Derivative) -> bool:
-    """Whether a word that jumps has an argument that follows from an output."""
+    """Whether a primitive that jumps has an argument that follows from an output."""
     following: set[int] = set()
     for i, node in enumerate(derivative.expression.nodes):
-        is_output = node.word == "operand" and derivative.sources[node.operand].role == "output"
+        is_output = node.primitive == "operand" and derivative.sources[node.operand].role == "output"
         if is_output or following.intersection(node.args):
             following.add(i)
-            if node.word in JUMPING:
+            if node.primitive in JUMPING:
                 return True
     return False
 
@@ -166,8 +166,8 @@ def _derivative(
 
 def _without_unread(expression: Expression, sources: Sequence[Source], addends: tuple[Addend, ...]) -> Derivative:
     """Only the operands that are read; one with columns, if the length of a row is."""
-    read = {node.operand for node in expression.nodes if node.word == "operand"}
-    if any(node.word in ("n", "column") for node in expression.nodes) and not any(
+    read = {node.operand for node in expression.nodes if node.primitive == "operand"}
+    if any(node.primitive in ("n", "column") for node in expression.nodes) and not any(
         expression.operands[i].kind.columns for i in read
     ):
         read.add(next(i for i, operand in enumerate(expression.operands) if operand.kind.columns))
@@ -202,12 +202,12 @@ class _Backward:
         """From the outputs to the operands."""
         for i in reversed(range(len(self.expression.nodes))):
             node = self.expression.nodes[i]
-            if node.word in WORDS:
-                if WORDS[node.word].reduces:
+            if node.primitive in PRIMITIVES:
+                if PRIMITIVES[node.primitive].reduces:
                     self._row(i, node)
                 else:
                     for excess, cotangent in self.cotangents[i].items():
-                        self._word(i, node, excess, cotangent)
+                        self._primitive(i, node, excess, cotangent)
 
     def of_operand(self, index: int, half: str, sum_columns: bool) -> Iterable[tuple[_Excess, int]]:
         """Addends of an operand's gradient."""
@@ -222,11 +222,11 @@ class _Backward:
             addends[excess] = addends[excess] + cotangent if excess in addends else cotangent
         return [(excess, addends[excess]._id) for excess in sorted(addends)]
 
-    def _word(self, i: int, node: Node, excess: _Excess, cotangent: Symbol) -> None:
+    def _primitive(self, i: int, node: Node, excess: _Excess, cotangent: Symbol) -> None:
         y, *args = (Symbol(self.graph, self.forward[j]) for j in (i, *node.args))
         kinds = self.expression.kinds
-        sizes = [int(node.value)] if WORDS[node.word].grouped else []
-        gradients = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, *args, *sizes)
+        sizes = [int(node.value)] if PRIMITIVES[node.primitive].grouped else []
+        gradients = DERIVATIVE[node.primitive](Namespace(self.graph), cotangent, y, *args, *sizes)
         for j, gradient in zip(node.args, gradients, strict=True):
             if gradient is not None:
                 rows = (kinds[i].rows or excess.rows) and not kinds[j].rows
@@ -244,7 +244,7 @@ class _Backward:
         y, x = Symbol(self.graph, self.forward[i]), Symbol(self.graph, self.forward[node.args[0]])
         for rows, cotangent in found.items():
             if not self.polynomials.vanishes(cotangent._id):
-                (gradient,) = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, x)
+                (gradient,) = DERIVATIVE[node.primitive](Namespace(self.graph), cotangent, y, x)
                 self.hand(node.args[0], _Excess(rows, False), gradient)
 
     def _summed(self, cotangent: Symbol) -> Symbol:
@@ -257,8 +257,8 @@ class _Backward:
             return cotangent * Symbol(self.graph, self.graph.leaf("n"))
         inner, factors = self._apart(cotangent._id)
         total = self.graph.add("sum", inner)
-        for word, *factor in factors:
-            total = self.graph.add(word, total, *factor)
+        for primitive, *factor in factors:
+            total = self.graph.add(primitive, total, *factor)
         return Symbol(self.graph, total)
 
     def _without_vanishing(self, cotangent: Symbol) -> Symbol:
@@ -281,30 +281,30 @@ class _Backward:
         while waiting:
             negative, j = waiting.pop()
             node = self.graph.nodes[j]
-            if node.word not in ("add", "subtract", "negative") or len(found) + len(waiting) >= MOST_ADDENDS:
+            if node.primitive not in ("add", "subtract", "negative") or len(found) + len(waiting) >= MOST_ADDENDS:
                 found.append((negative, j))
                 continue
-            waiting.append((negative ^ (node.word != "add"), node.args[-1]))
+            waiting.append((negative ^ (node.primitive != "add"), node.args[-1]))
             waiting += [(negative, arg) for arg in node.args[:-1]]
         return found
 
     def _apart(self, i: int) -> tuple[int, list[tuple[Any, ...]]]:
         """A value with columns, taken apart: the product of its factors with columns, and what its sum is multiplied
-        with or divided by: words and their second arguments, which have no columns.
+        with or divided by: primitives and their second arguments, which have no columns.
         """
         node = self.graph.nodes[i]
-        if node.word == "negative":
+        if node.primitive == "negative":
             inner, factors = self._apart(node.args[0])
             return inner, [*factors, ("negative",)]
-        if node.word not in ("multiply", "divide"):
+        if node.primitive not in ("multiply", "divide"):
             return i, []
         a, b = node.args
-        if node.word == "multiply" and not self._columns(a):
+        if node.primitive == "multiply" and not self._columns(a):
             a, b = b, a
         inner, factors = self._apart(a) if self._columns(a) else (a, [])
         if not self._columns(b):
-            return inner, [*factors, (node.word, b)]
-        if node.word == "divide":
+            return inner, [*factors, (node.primitive, b)]
+        if node.primitive == "divide":
             return self.graph.add("divide", inner, b), factors
         other, more = self._apart(b)
         return self.graph.add("multiply", inner, other), factors + more
@@ -333,7 +333,7 @@ def _shared(xp: Any, equal: Any, share: Any) -> Any:
 
 def _gelu_tanh(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     square = x**2
-    # Written like the sigmoid in the word's kernel, so that both are computed once.
+    # Written like the sigmoid in the primitive's kernel, so that both are computed once.
     s = xp.sigmoid(x * (square * (2 * SLOPE * CUBE) + 2 * SLOPE))
     # For larger squares s is 0 or 1, and what it multiplies must not overflow.
     slope = xp.minimum(square, 256.0) * (6 * SLOPE * CUBE) + 2 * SLOPE
@@ -365,8 +365,8 @@ def _extreme_of_row(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     return (_shared(xp, x == y, d / ties),)
 
 
-# From a namespace, the cotangent, the word's result and its arguments to the arguments' cotangents, not yet summed over
-# what was broadcast; None where there is none. A reduction's cotangent has no columns.
+# From a namespace, the cotangent, the primitive's result and its arguments to the arguments' cotangents, not yet summed
+# over what was broadcast; None where there is none. A reduction's cotangent has no columns.
 DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys(
         ("sign", "floor", "equal", "less", "less_equal", "logical_and", "logical_or", "logical_not"),

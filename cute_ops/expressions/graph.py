@@ -1,7 +1,7 @@
-"""Expressions: hash-consed graphs of words over operands.
+"""Expressions: hash-consed graphs of primitives over operands.
 
 A value is a float32 or a bool, and has rows, columns, both or neither: operands are tiles ``(*m, n)``, row vectors
-``(n,)``, column vectors ``(*m, 1)`` and scalars, and a word broadcasts its arguments as NumPy does.
+``(n,)``, column vectors ``(*m, 1)`` and scalars, and a primitive broadcasts its arguments as NumPy does.
 Equal values are one node, and an :class:`Expression` is a tuple, equal to any other that does the same with the same
 operands. Kernels import this module, so that it imports the standard library only.
 """
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cute_ops.expressions.words import LIKE, ROUNDS_TO, STORED_AS, WORDS
+from cute_ops.expressions.primitives import LIKE, PRIMITIVES, ROUNDS_TO, STORED_AS
 
 # Bounds of what is read from files. The derivative of a written-out GELU has 40 nodes and is 20 deep.
 MOST_NODES, MOST_DEPTH, MOST_OPERANDS, MOST_OUTPUTS = 1000, 200, 32, 32
@@ -64,16 +64,17 @@ OPERANDS = {str(operand): operand for operand in SHAPES.values()}
 
 
 class Node(NamedTuple):
-    """A word of earlier nodes, or a leaf.
+    """A primitive of earlier nodes, or a leaf.
 
     Attributes:
-        word: a word, or one of :data:`LEAVES`: an operand, a constant, the length of a row or an element's place in it.
+        primitive: a primitive, or one of :data:`LEAVES`: an operand, a constant, the length of a row or an element's
+            place in it.
         args: nodes, by index.
         value: of an operand ``0``, ``0[:n]`` or ``0[n:]``; of a constant its number; of ``astype`` the dtype, for an
-            output also ``dtype0``, that of an operand; of a grouped word the columns of a group.
+            output also ``dtype0``, that of an operand; of a grouped primitive the columns of a group.
     """
 
-    word: str
+    primitive: str
     args: tuple[int, ...] = ()
     value: str = ""
 
@@ -90,13 +91,13 @@ class Node(NamedTuple):
     @property
     def stored_as(self) -> str:
         """Of an output that says its dtype: the dtype, or ``dtype0``; else empty."""
-        said = self.word == "astype" and (self.value in STORED_AS or self.value.startswith(LIKE))
+        said = self.primitive == "astype" and (self.value in STORED_AS or self.value.startswith(LIKE))
         return self.value if said else ""
 
     @property
     def number(self) -> float | bool | None:
         """Of a constant: its value; None of other nodes."""
-        if self.word != "constant":
+        if self.primitive != "constant":
             return None
         return self.value == "true" if self.value in ("true", "false") else float(self.value)
 
@@ -106,7 +107,7 @@ class Expression(NamedTuple):
 
     Attributes:
         operands: what is given.
-        nodes: leaves and words in the order in which outputs need them, arguments first.
+        nodes: leaves and primitives in the order in which outputs need them, arguments first.
         kinds: the kind of each node.
         outputs: nodes, by index.
     """
@@ -123,8 +124,8 @@ class Expression(NamedTuple):
     @property
     def cost(self) -> tuple[int, int]:
         """``(MUFU, other)`` instructions per element."""
-        words = [WORDS[node.word] for node in self.nodes if node.word not in LEAVES]
-        return sum(word.mufu for word in words), sum(word.fma for word in words)
+        primitives = [PRIMITIVES[node.primitive] for node in self.nodes if node.primitive not in LEAVES]
+        return sum(primitive.mufu for primitive in primitives), sum(primitive.fma for primitive in primitives)
 
 
 class TooLargeError(ValueError):
@@ -160,37 +161,37 @@ class Graph:
             raise ValueError("NaN is no constant of an expression")
         return self._make(Node("constant", (), repr(value)), SCALAR)
 
-    def leaf(self, word: str) -> int:
+    def leaf(self, primitive: str) -> int:
         """The number of elements of a row, ``n``, or an element's place in it as a number, ``column``."""
-        return self._make(Node(word), Kind(False, word == "column"))
+        return self._make(Node(primitive), Kind(False, primitive == "column"))
 
-    def add(self, word: str, *args: int, value: str = "") -> int:
-        """A word of nodes.
+    def add(self, primitive: str, *args: int, value: str = "") -> int:
+        """A primitive of nodes.
 
         Raises:
-            ValueError: there is no such word, it takes other arguments, or the graph becomes too large.
+            ValueError: there is no such primitive, it takes other arguments, or the graph becomes too large.
         """
-        declared = WORDS.get(word)
+        declared = PRIMITIVES.get(primitive)
         if declared is None:
-            raise ValueError(f"{word!r} is no word of expressions")
+            raise ValueError(f"{primitive!r} is no primitive of expressions")
         got = "".join(self.kinds[i].dtype[0] for i in args)
         if got != declared.takes:
-            raise ValueError(f"{word} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
-        self._check_value(word, value, declared.grouped)
+            raise ValueError(f"{primitive} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
+        self._check_value(primitive, value, declared.grouped)
         rows, columns = any(self.kinds[i].rows for i in args), any(self.kinds[i].columns for i in args)
         if (declared.reduces or declared.grouped) and not columns:
-            raise ValueError(f"{word} of a value without columns")
+            raise ValueError(f"{primitive} of a value without columns")
         if declared.commutes:
             args = tuple(sorted(args, key=self._order.__getitem__))
         dtype = "bool" if declared.gives == "b" else "float32"
-        return self._make(Node(word, args, value), Kind(rows, columns and not declared.reduces, dtype))
+        return self._make(Node(primitive, args, value), Kind(rows, columns and not declared.reduces, dtype))
 
-    def _check_value(self, word: str, value: str, grouped: bool) -> None:
-        """Raise ValueError unless a word has the dtype or the columns of a group that it needs, and nothing else."""
-        if self._is_dtype(value) != (word == "astype") or (value and word != "astype" and not grouped):
-            raise ValueError(f"{word} {value!r}: {', '.join((*STORED_AS, ROUNDS_TO[-1]))} belong to astype")
+    def _check_value(self, primitive: str, value: str, grouped: bool) -> None:
+        """Raise ValueError unless a primitive has just the dtype or the columns of a group that it needs."""
+        if self._is_dtype(value) != (primitive == "astype") or (value and primitive != "astype" and not grouped):
+            raise ValueError(f"{primitive} {value!r}: {', '.join((*STORED_AS, ROUNDS_TO[-1]))} belong to astype")
         if grouped != value.isdigit():
-            raise ValueError(f"{word} {value!r}: the columns of a group belong to words of groups")
+            raise ValueError(f"{primitive} {value!r}: the columns of a group belong to primitives of groups")
 
     def _is_dtype(self, value: str) -> bool:
         number = value.removeprefix(LIKE)
@@ -213,7 +214,7 @@ class Graph:
             if i not in number:
                 visit(i)
         nodes = tuple(
-            Node(node.word, tuple(number[arg] for arg in node.args), node.value)
+            Node(node.primitive, tuple(number[arg] for arg in node.args), node.value)
             for node in (self.nodes[i] for i in number)
         )
         kinds = tuple(self.kinds[i] for i in number)
@@ -230,8 +231,8 @@ class Graph:
         self.nodes.append(node)
         self.kinds.append(kind)
         self._depth.append(depth)
-        first = {"operand": 0, "constant": 2}.get(node.word, 1)
-        self._order.append((first, node.word, node.value, *(self._order[arg] for arg in node.args)))
+        first = {"operand": 0, "constant": 2}.get(node.primitive, 1)
+        self._order.append((first, node.primitive, node.value, *(self._order[arg] for arg in node.args)))
         return index
 
 
@@ -245,16 +246,16 @@ def copied(
     operand = operand or (lambda node: graph.operand(node.operand, node.half))
     nodes: list[int] = []
     for i, node in enumerate(expression.nodes):
-        if i in instead and node.word != "operand":
+        if i in instead and node.primitive != "operand":
             nodes.append(instead[i])
-        elif node.word == "operand":
+        elif node.primitive == "operand":
             nodes.append(operand(node))
-        elif node.word in ("n", "column"):
-            nodes.append(graph.leaf(node.word))
+        elif node.primitive in ("n", "column"):
+            nodes.append(graph.leaf(node.primitive))
         elif node.number is not None:
             nodes.append(graph.constant(node.number))
         else:
-            nodes.append(graph.add(node.word, *(nodes[arg] for arg in node.args), value=node.value))
+            nodes.append(graph.add(node.primitive, *(nodes[arg] for arg in node.args), value=node.value))
     return nodes
 
 
@@ -264,7 +265,7 @@ def operands_of(expression: Expression, i: int) -> set[int]:
     waiting, seen = [i], {i}
     while waiting:
         node = expression.nodes[waiting.pop()]
-        if node.word == "operand":
+        if node.primitive == "operand":
             found.add(node.operand)
         waiting += [arg for arg in node.args if arg not in seen]
         seen.update(node.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import Expression
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 
 
 class Read(NamedTuple):
@@ -22,7 +22,7 @@ class Read(NamedTuple):
     turned: int
 
 
-# Words that reduce each group of columns to one value, which all of its columns get.
+# Primitives that reduce each group of columns to one value, which all of its columns get.
 REDUCTIONS = ("group_sum", "group_max")
 
 
@@ -38,28 +38,37 @@ def reads(expression: Expression) -> tuple[Read, ...]:
         if (i, turned) not in found:
             found[i, turned] = None
             node = expression.nodes[i]
-            if turned and node.word == "rotate_half":
+            if turned and node.primitive == "rotate_half":
                 raise ValueError("xp.rotate_half of a value that depends on xp.rotate_half")
             for arg in node.args:
-                visit(arg, int(node.value) if node.word == "rotate_half" else 0 if node.word in REDUCTIONS else turned)
+                visit(
+                    arg,
+                    int(node.value)
+                    if node.primitive == "rotate_half"
+                    else 0
+                    if node.primitive in REDUCTIONS
+                    else turned,
+                )
 
     for i in expression.outputs:
         visit(i, 0)
     nodes = [(expression.nodes[i], turned if expression.kinds[i].columns else 0) for i, turned in found]
-    return tuple(sorted({Read(node.operand, node.half, turned) for node, turned in nodes if node.word == "operand"}))
+    return tuple(
+        sorted({Read(node.operand, node.half, turned) for node, turned in nodes if node.primitive == "operand"})
+    )
 
 
-def sizes(expression: Expression, *words: str) -> tuple[int, ...]:
-    """The sizes of its groups, or of the groups that these words take, each once."""
-    of = words or [name for name, word in WORDS.items() if word.grouped]
-    return tuple(sorted({int(node.value) for node in expression.nodes if node.word in of}))
+def sizes(expression: Expression, *primitives: str) -> tuple[int, ...]:
+    """The sizes of its groups, or of the groups that these primitives take, each once."""
+    of = primitives or [name for name, primitive in PRIMITIVES.items() if primitive.grouped]
+    return tuple(sorted({int(node.value) for node in expression.nodes if node.primitive in of}))
 
 
 def reduced(expression: Expression) -> tuple[int, ...]:
     """The operands with columns that reductions of groups depend on."""
-    found = {node.args[0] for node in expression.nodes if node.word in REDUCTIONS}
+    found = {node.args[0] for node in expression.nodes if node.primitive in REDUCTIONS}
     for i in reversed(range(len(expression.nodes))):
         if i in found:
             found.update(expression.nodes[i].args)
     operands = [expression.nodes[i] for i in found if expression.kinds[i].columns]
-    return tuple(sorted({node.operand for node in operands if node.word == "operand"}))
+    return tuple(sorted({node.operand for node in operands if node.primitive == "operand"}))

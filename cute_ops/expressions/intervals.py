@@ -5,7 +5,7 @@ classifies its tiles so: empty tiles are skipped, and full tiles need no mask. A
 a bool ``(all, any)``: whether it is true of every element, and whether it may be true of one.
 
 Sums, products and roundings are monotonic in floating point, too, so that bounds hold for the values that a kernel
-computes, not only for real numbers. Words whose device functions approximate are not bounded, and neither is what
+computes, not only for real numbers. Primitives whose device functions approximate are not bounded, and neither is what
 depends on an operand without a range: such a bool has the bounds ``(false, true)``.
 """
 
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
     Attributes:
         expression: of scalars: for each operand in turn its value if it is a point, or its least and its largest value.
             Its outputs are a low and a high, or an all and an any, for each output of the expression.
-        unbounded: operands and words that could not be bounded, each once; nothing for exact bounds.
+        unbounded: operands and primitives that could not be bounded, each once; nothing for exact bounds.
     """
 
     expression: Expression
@@ -61,9 +61,9 @@ def bounds(expression: Expression, ranges: Sequence[Range]) -> Bounds:
     for node, kind in zip(expression.nodes, expression.kinds, strict=True):
         pair = _bounded(graph, node, [pairs[i] for i in node.args], ranges)
         if pair is None:
-            is_new = node.word in ("operand", "constant") or all(pairs[i] is not None for i in node.args)
+            is_new = node.primitive in ("operand", "constant") or all(pairs[i] is not None for i in node.args)
             if is_new:
-                unbounded[f"operand {node.operand}" if node.word == "operand" else node.word] = None
+                unbounded[f"operand {node.operand}" if node.primitive == "operand" else node.primitive] = None
             if kind.dtype == "bool":
                 pair = graph.constant(False), graph.constant(True)
         pairs.append(pair)
@@ -79,24 +79,24 @@ Pair = tuple[int, int]
 
 def _bounded(g: SimplifyingGraph, node: Node, args: Sequence[Pair | None], ranges: Sequence[Range]) -> Pair | None:
     """The bounds of a node from those of its arguments; None where it has none."""
-    if node.word == "operand":
+    if node.primitive == "operand":
         first, size = sum(each.value for each in ranges[: node.operand]), ranges[node.operand].value
         return (g.operand(first), g.operand(first + size - 1)) if size else None
-    if node.word == "constant":
+    if node.primitive == "constant":
         number = node.number
         if number is None or not math.isfinite(number):  # inf - inf and 0 * inf have no bounds
             return None
         return (g.constant(number),) * 2
     known = [pair for pair in args if pair is not None]
-    rule = _RULES.get(node.word)
+    rule = _RULES.get(node.primitive)
     return rule(g, *known) if rule and len(known) == len(args) else None
 
 
-def _increasing(word: str) -> Rule:
-    """The rule of a word that increases in each of its arguments."""
+def _increasing(primitive: str) -> Rule:
+    """The rule of a primitive that increases in each of its arguments."""
 
     def rule(g: SimplifyingGraph, *args: Pair) -> Pair:
-        return g.add(word, *(low for low, _ in args)), g.add(word, *(high for _, high in args))
+        return g.add(primitive, *(low for low, _ in args)), g.add(primitive, *(high for _, high in args))
 
     return rule
 
@@ -152,9 +152,9 @@ def _where(g: SimplifyingGraph, condition: Pair, x: Pair, y: Pair) -> Pair:
     return g.add("where", always, x[0], low), g.add("where", always, x[1], high)
 
 
-def _less(word: str) -> Rule:
+def _less(primitive: str) -> Rule:
     def rule(g: SimplifyingGraph, x: Pair, y: Pair) -> Pair:
-        return g.add(word, x[1], y[0]), g.add(word, x[0], y[1])
+        return g.add(primitive, x[1], y[0]), g.add(primitive, x[0], y[1])
 
     return rule
 
@@ -173,7 +173,7 @@ _INCREASING = (
     "add", "floor", "relu", "sign", "minimum", "maximum", "clip", "logical_and", "logical_or",
 )  # fmt: skip
 _RULES: dict[str, Rule] = {
-    **{word: _increasing(word) for word in _INCREASING},
+    **{primitive: _increasing(primitive) for primitive in _INCREASING},
     "subtract": _subtract, "multiply": _multiply, "divide": _divide, "negative": _negative, "abs": _abs,
     "square": _square, "where": _where, "less": _less("less"), "less_equal": _less("less_equal"), "equal": _equal,
     "logical_not": _not,

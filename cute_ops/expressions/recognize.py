@@ -1,10 +1,10 @@
-"""Recognize words that a function writes out: ``x / (1 + exp(-x))`` is ``silu(x)``.
+"""Recognize primitives that a function writes out: ``x / (1 + exp(-x))`` is ``silu(x)``.
 
-A word's device function takes fewer instructions than the words that it stands for, and does not overflow where they
-do. Constants must agree to float32's precision, in which values are computed: ``0.7071 * x`` is not ``x / sqrt(2)``,
-and neither is a constant that was rounded to 16 bits. What a function means must not depend on the dtype in which its
-result is stored. ``maximum(x, 0)`` becomes ``relu(x)``, whose derivative at 0 is 0, where that of ``maximum`` is a
-half.
+A primitive's device function takes fewer instructions than the primitives that it stands for, and does not overflow
+where they do. Constants must agree to float32's precision, in which values are computed: ``0.7071 * x`` is not
+``x / sqrt(2)``, and neither is a constant that was rounded to 16 bits. What a function means must not depend on the
+dtype in which its result is stored. ``maximum(x, 0)`` becomes ``relu(x)``, whose derivative at 0 is 0, where that of
+``maximum`` is a half.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class _Graph(Protocol):
 
     nodes: list[Node]
 
-    def add(self, word: str, *args: int, value: str = "") -> int: ...
+    def add(self, primitive: str, *args: int, value: str = "") -> int: ...
 
-    def arg(self, i: int, word: str) -> int | None: ...
+    def arg(self, i: int, primitive: str) -> int | None: ...
 
 
-def recognize(g: _Graph, word: str, args: tuple[int, ...]) -> int | None:
-    """The node that the written-out word stands for, None where it stands for itself."""
-    if word == "multiply":
+def recognize(g: _Graph, primitive: str, args: tuple[int, ...]) -> int | None:
+    """The node that the written-out primitive stands for, None where it stands for itself."""
+    if primitive == "multiply":
         return _gated(g, args)
-    if word == "maximum":
+    if primitive == "maximum":
         return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.nodes[j].value == "0.0"), None)
-    if word == "divide":
+    if primitive == "divide":
         summed = g.arg(args[0], "sum")
-        if summed is not None and g.nodes[args[1]].word == "n":
+        if summed is not None and g.nodes[args[1]].primitive == "n":
             return g.add("mean", summed)
         exponent = _one_plus_exp(g, args[1])
         return None if exponent is None else g.add("multiply", args[0], _sigmoid(g, exponent))
-    if word == "reciprocal":
+    if primitive == "reciprocal":
         root, exponent = g.arg(args[0], "sqrt"), _one_plus_exp(g, args[0])
         return _sigmoid(g, exponent) if exponent is not None else None if root is None else g.add("rsqrt", root)
-    if word in ("log", "log1p"):
-        exponent = _one_plus_exp(g, args[0]) if word == "log" else g.arg(args[0], "exp")
+    if primitive in ("log", "log1p"):
+        exponent = _one_plus_exp(g, args[0]) if primitive == "log" else g.arg(args[0], "exp")
         return None if exponent is None else g.add("softplus", exponent)
     return None
 
@@ -61,7 +61,7 @@ def _sigmoid(g: _Graph, exponent: int) -> int:
 
 def _plus_one(g: _Graph, i: int) -> int | None:
     """``x`` of ``1 + x``."""
-    if g.nodes[i].word != "add":
+    if g.nodes[i].primitive != "add":
         return None
     return next((x for x, one in (g.nodes[i].args, g.nodes[i].args[::-1]) if g.nodes[one].number == 1), None)
 
@@ -88,8 +88,8 @@ def _gated(g: _Graph, args: tuple[int, ...]) -> int | None:
                 return g.add("gelu_tanh", x)
         bent = _plus_one(g, gate) if scale == 0.5 else None
         if bent is not None:
-            for word, inside, meant in (("tanh", _GELU_TANH, "gelu_tanh"), ("erf", _GELU_ERF, "gelu")):
-                argument = g.arg(bent, word)
+            for primitive, inside, meant in (("tanh", _GELU_TANH, "gelu_tanh"), ("erf", _GELU_ERF, "gelu")):
+                argument = g.arg(bent, primitive)
                 if argument is not None and _close(g, argument, x, inside):
                     return g.add(meant, x)
     return None
@@ -99,7 +99,7 @@ def _scale_and_factors(g: _Graph, args: tuple[int, ...]) -> tuple[float, list[in
     """The product of the numbers among the factors of a product, one product inside it included, and the others."""
     scale, factors = 1.0, list(args)
     for i in args:
-        if g.nodes[i].word == "multiply":
+        if g.nodes[i].primitive == "multiply":
             factors.remove(i)
             factors += g.nodes[i].args
     for i in list(factors):
@@ -126,23 +126,23 @@ def _polynomial(g: _Graph, i: int, x: int, left: list[int]) -> dict[int, float] 
         return {1: 1.0}
     if node.number is not None:
         return {0: float(node.number)}
-    if left[0] < 0 or node.word not in ("add", "subtract", "multiply", "divide", "square", "negative"):
+    if left[0] < 0 or node.primitive not in ("add", "subtract", "multiply", "divide", "square", "negative"):
         return None
     found = [_polynomial(g, arg, x, left) for arg in node.args]
     first, second = found[0], found[-1]
     if first is None or second is None or len(first) * len(second) > 16:
         return None
-    return _combined(node.word, first, second)
+    return _combined(node.primitive, first, second)
 
 
-def _combined(word: str, first: dict[int, float], second: dict[int, float]) -> dict[int, float] | None:
-    """A word of two polynomials, the same one for a word of one argument; None where that is no polynomial."""
-    if word in ("add", "subtract"):
-        sign = 1 if word == "add" else -1
+def _combined(primitive: str, first: dict[int, float], second: dict[int, float]) -> dict[int, float] | None:
+    """A primitive of two polynomials, the same one if it has one argument; None where that is no polynomial."""
+    if primitive in ("add", "subtract"):
+        sign = 1 if primitive == "add" else -1
         return {p: first.get(p, 0.0) + sign * second.get(p, 0.0) for p in first.keys() | second.keys()}
-    if word == "negative":
+    if primitive == "negative":
         return {p: -c for p, c in first.items()}
-    if word == "divide":
+    if primitive == "divide":
         return {p: c / second[0] for p, c in first.items()} if second.keys() == {0} and second[0] else None
     product: dict[int, float] = {}
     for p, c in first.items():

@@ -1,4 +1,4 @@
-"""The reference of each word, an array-API function, and the evaluation of expressions by these.
+"""The reference of each primitive, an array-API function, and the evaluation of expressions by these.
 
 With float64 operands nothing is rounded, not even by ``astype``. Others are computed in float32.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from cute_ops.declaration.array_api import beside, cast, erfc, sigmoid, widen
 from cute_ops.expressions.graph import Expression, Node
-from cute_ops.expressions.words import ROUNDS_TO
+from cute_ops.expressions.primitives import ROUNDS_TO
 
 # tanh approximation of GELU: 0.5 * x * (1 + tanh(SLOPE * (x + CUBE * x^3))).
 SLOPE, CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -25,7 +25,7 @@ def evaluate(
     expression: Expression, xp: Any, operands: Sequence[Any], dtypes: Sequence[str | None] | None = None
 ) -> tuple[Any, ...]:
     """The outputs of an expression on arrays. Of a traced function it is the expression that the function wrote, which
-    kernels, whose words may be others, are checked against.
+    kernels, whose primitives may be others, are checked against.
 
     Args:
         expression: what is computed.
@@ -38,14 +38,14 @@ def evaluate(
     accumulator = xp.float64 if any(a.dtype == xp.float64 for a in arrays) else xp.float32
     values: list[Any] = []
     for node in expression.nodes:
-        if node.word == "operand":
+        if node.primitive == "operand":
             array = arrays[node.operand]
             values.append(_half(array, node.half) if node.half else array)
-        elif node.word in ("column", "constant", "n"):
+        elif node.primitive in ("column", "constant", "n"):
             values.append(_leaf(expression, node, xp, arrays, accumulator))
         else:
             args = [values[i] for i in node.args]
-            values.append(REFERENCE[node.word](xp, *args, *([node.value] if node.value else [])))
+            values.append(REFERENCE[node.primitive](xp, *args, *([node.value] if node.value else [])))
     outputs = [values[i] for i in expression.outputs]
     return tuple(
         cast(xp, out, dtype, out) if dtype else out
@@ -56,9 +56,9 @@ def evaluate(
 def _leaf(expression: Expression, node: Node, xp: Any, arrays: Sequence[Any], accumulator: Any) -> Any:
     """A number, the length of a row, or the elements' places in it, where the arrays are."""
     place = beside(xp, arrays[0]) if arrays else {}
-    if node.word == "column":
+    if node.primitive == "column":
         return xp.arange(_row_length(expression, arrays), dtype=accumulator, **place)
-    number = _row_length(expression, arrays) if node.word == "n" else node.number
+    number = _row_length(expression, arrays) if node.primitive == "n" else node.number
     return xp.asarray(number, dtype=xp.bool if isinstance(number, bool) else accumulator, **place)
 
 
@@ -117,19 +117,19 @@ def _grouped(xp: Any, reduce: Callable[..., Any], x: Any, size: int | str) -> An
     return xp.reshape(xp.broadcast_to(reduce(groups, axis=-1, keepdims=True), groups.shape), x.shape)
 
 
-def _own(word: str, xp: Any, *args: Any) -> Any:
-    return getattr(xp, word)(*args)
+def _own(primitive: str, xp: Any, *args: Any) -> Any:
+    return getattr(xp, primitive)(*args)
 
 
-# Words that are functions of the namespace.
+# Primitives that are functions of the namespace.
 _OWN = (
     "sqrt", "abs", "sign", "floor", "exp", "exp2", "log", "log1p", "tanh", "minimum", "maximum", "where",
     "logical_and", "logical_or", "logical_not",
 )  # fmt: skip
-# Functions of a namespace and of float32 or float64 arrays. astype also takes the name of a dtype, a word of groups the
-# columns of a group.
+# Functions of a namespace and of float32 or float64 arrays. astype also takes the name of a dtype, a primitive of
+# groups the columns of a group.
 REFERENCE: Mapping[str, Callable[..., Any]] = {
-    **{word: partial(_own, word) for word in _OWN},
+    **{primitive: partial(_own, primitive) for primitive in _OWN},
     "add": lambda xp, x, y: x + y,
     "subtract": lambda xp, x, y: x - y,
     "multiply": lambda xp, x, y: x * y,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from cute_ops.expressions.graph import Graph, Node
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.recognize import recognize
 from cute_ops.expressions.reference import REFERENCE
-from cute_ops.expressions.words import WORDS
 
 # Python's numbers as an array namespace, which references are evaluated with.
 NUMBERS = SimpleNamespace(
@@ -24,10 +24,10 @@ NUMBERS = SimpleNamespace(
 )  # fmt: skip
 
 
-def fold(word: str, *args: float | bool) -> float | bool | None:
-    """A word of numbers; None where it has no value that is a number."""
+def fold(primitive: str, *args: float | bool) -> float | bool | None:
+    """A primitive of numbers; None where it has no value that is a number."""
     try:
-        result = REFERENCE[word](NUMBERS, *args)
+        result = REFERENCE[primitive](NUMBERS, *args)
     except (ArithmeticError, ValueError):
         return None
     return result if isinstance(result, bool) else None if math.isnan(result) else float(result)
@@ -42,28 +42,28 @@ class SimplifyingGraph(Graph):
 
     simplifies = True
 
-    def add(self, word: str, *args: int, value: str = "") -> int:
-        simpler = self._simpler(word, args, value) if self.simplifies else None
-        return super().add(word, *args, value=value) if simpler is None else simpler
+    def add(self, primitive: str, *args: int, value: str = "") -> int:
+        simpler = self._simpler(primitive, args, value) if self.simplifies else None
+        return super().add(primitive, *args, value=value) if simpler is None else simpler
 
-    def arg(self, i: int, word: str) -> int | None:
-        """The first argument of a node of this word; None of other nodes."""
-        return self.nodes[i].args[0] if self.nodes[i].word == word else None
+    def arg(self, i: int, primitive: str) -> int | None:
+        """The first argument of a node of this primitive; None of other nodes."""
+        return self.nodes[i].args[0] if self.nodes[i].primitive == primitive else None
 
-    def _simpler(self, word: str, args: tuple[int, ...], value: str) -> int | None:
-        if not args or WORDS[word].grouped:
+    def _simpler(self, primitive: str, args: tuple[int, ...], value: str) -> int | None:
+        if not args or PRIMITIVES[primitive].grouped:
             return None
         numbers = [self.nodes[i].number for i in args]
-        if word == "astype":
+        if primitive == "astype":
             return args[0] if self.nodes[args[0]] == Node("astype", self.nodes[args[0]].args, value) else None
         known = [x for x in numbers if x is not None]
         if len(known) == len(args):
-            folded = fold(word, *known)
+            folded = fold(primitive, *known)
             return None if folded is None else self.constant(folded)
-        rule = _RULES.get(word)
+        rule = _RULES.get(primitive)
         found = rule(self, args, numbers) if rule else None
         if found is None:
-            found = recognize(self, word, args)
+            found = recognize(self, primitive, args)
         if found is None:
             return None
         rows, columns, _ = self.kinds[found]
@@ -135,9 +135,9 @@ def _logical(keeps: bool) -> Rule:
     return rule
 
 
-def _twice(word: str) -> Rule:
-    """The rule of a word that is its own inverse."""
-    return lambda g, args, numbers: g.arg(args[0], word)
+def _twice(primitive: str) -> Rule:
+    """The rule of a primitive that is its own inverse."""
+    return lambda g, args, numbers: g.arg(args[0], primitive)
 
 
 Rule = Callable[[SimplifyingGraph, tuple[int, ...], Numbers], int | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import Expression, Graph, Kind, Operand, copied, rebuilt
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 
 
 def levels(expression: Expression) -> tuple[int, ...]:
@@ -13,14 +13,14 @@ def levels(expression: Expression) -> tuple[int, ...]:
     found: list[int] = []
     for node in expression.nodes:
         before = max((found[i] for i in node.args), default=0)
-        found.append(before + 1 if _reduces(node.word) else before)
+        found.append(before + 1 if _reduces(node.primitive) else before)
     return tuple(found)
 
 
 def stages(expression: Expression) -> tuple[tuple[int, ...], ...]:
     """The reductions of each stage, as nodes: ``x * rsqrt(mean(x * x))`` has one stage, a softmax two."""
     of = levels(expression)
-    reductions = [i for i, node in enumerate(expression.nodes) if _reduces(node.word)]
+    reductions = [i for i, node in enumerate(expression.nodes) if _reduces(node.primitive)]
     return tuple(tuple(i for i in reductions if of[i] == stage) for stage in range(1, max(of, default=0) + 1))
 
 
@@ -57,12 +57,13 @@ def split(expression: Expression) -> SplitExpression:
     first, *more = stages(expression) or ((),)
     late = [i for i, kind in zip(expression.outputs, kinds, strict=True) if kind.columns and of[i]]
     if late or more:
-        word = expression.nodes[first[0]].word
+        primitive = expression.nodes[first[0]].primitive
         raise ValueError(
-            f"values with columns depend on xp.{word} of a row: make that an operand, '*m 1', or return it"
+            f"values with columns depend on xp.{primitive} of a row: make that an operand, '*m 1', or return it"
         )
     wanted = [
-        ("sum" if node.word == "mean" else node.word, node.args[0]) for node in (expression.nodes[i] for i in first)
+        ("sum" if node.primitive == "mean" else node.primitive, node.args[0])
+        for node in (expression.nodes[i] for i in first)
     ]
     taken = tuple(dict.fromkeys(wanted))  # each once: sum and mean of the same values share one
     tiles = [i for i, kind in zip(expression.outputs, kinds, strict=True) if kind.columns]
@@ -74,12 +75,12 @@ def split(expression: Expression) -> SplitExpression:
     results = {}
     for i, reduction in zip(first, wanted, strict=True):
         total = graph.operand(taken.index(reduction))
-        mean = expression.nodes[i].word == "mean"
+        mean = expression.nodes[i].primitive == "mean"
         results[i] = graph.add("divide", total, graph.leaf("n")) if mean else total
     nodes = copied(expression, graph, lambda node: graph.operand(node.operand + len(taken), node.half), results)
     rows = graph.finish([nodes[i] for i, kind in zip(expression.outputs, kinds, strict=True) if not kind.columns])
-    return SplitExpression(elements, tuple(word for word, _ in taken), rows)
+    return SplitExpression(elements, tuple(primitive for primitive, _ in taken), rows)
 
 
-def _reduces(word: str) -> bool:
-    return word in WORDS and WORDS[word].reduces
+def _reduces(primitive: str) -> bool:
+    return primitive in PRIMITIVES and PRIMITIVES[primitive].reduces

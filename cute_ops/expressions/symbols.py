@@ -1,4 +1,4 @@
-"""Symbols, with which a traced function computes: their operators add words to the graph.
+"""Symbols, with which a traced function computes: their operators add primitives to the graph.
 
 Values are float32 or bool, and a bool among floats counts as 0 or 1. What a symbol cannot do raises
 :class:`TraceError`, which names the line of the function and what to write instead.
@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cute_ops.expressions.graph import Kind, Node, Operand, TooLargeError
+from cute_ops.expressions.primitives import OFFERED, PRIMITIVES
 from cute_ops.expressions.simplify import SimplifyingGraph
-from cute_ops.expressions.words import OFFERED, WORDS
 
 MOST_POWER = 8
 # Frames of these packages may lie between a line of the function and ours.
@@ -67,7 +67,7 @@ class Tracing(SimplifyingGraph):
 
     def refuse_slice(self, what: str, node: int | None) -> NoReturn:
         """Raises :class:`TraceError` for a slice of a value; :class:`HalvesError` if this node is a whole operand."""
-        whole = node is not None and self.nodes[node].word == "operand" and not self.nodes[node].half
+        whole = node is not None and self.nodes[node].primitive == "operand" and not self.nodes[node].half
         instead = "declare an operand as `*m 2n` to read its halves, x[..., :n] and x[..., n:]"
         error = self._error(HalvesError if whole else TraceError, what, instead)
         if node is not None and isinstance(error, HalvesError):
@@ -82,42 +82,44 @@ class Tracing(SimplifyingGraph):
         self.refused = self.refused or error
         return error
 
-    def apply(self, word: str, *args: Any, value: str = "") -> Symbol:
-        """Add a word, whose arguments are symbols and numbers, to the graph."""
-        takes = WORDS[word].takes
+    def apply(self, primitive: str, *args: Any, value: str = "") -> Symbol:
+        """Add a primitive, whose arguments are symbols and numbers, to the graph."""
+        takes = PRIMITIVES[primitive].takes
         if len(args) != len(takes):
-            call = f"xp.{word}({', '.join('xyz'[: len(takes)])})"
-            self.refuse(f"xp.{word} of {len(args)} argument{'s' * (len(args) != 1)}", f"write {call}")
-        nodes = [self.node(x, word) for x in args]
-        self._make_floats(word, takes, nodes)
-        if WORDS[word].grouped and not self.kinds[nodes[0]].columns:
-            self.refuse(f"{word} of a value without columns", "compute it from a tile or a row vector")
-        if WORDS[word].reduces and not self.kinds[nodes[0]].columns:
+            call = f"xp.{primitive}({', '.join('xyz'[: len(takes)])})"
+            self.refuse(f"xp.{primitive} of {len(args)} argument{'s' * (len(args) != 1)}", f"write {call}")
+        nodes = [self.node(x, primitive) for x in args]
+        self._make_floats(primitive, takes, nodes)
+        if PRIMITIVES[primitive].grouped and not self.kinds[nodes[0]].columns:
+            self.refuse(f"{primitive} of a value without columns", "compute it from a tile or a row vector")
+        if PRIMITIVES[primitive].reduces and not self.kinds[nodes[0]].columns:
             if not self.kinds[nodes[0]].rows:
-                self.refuse(f"{word} of a scalar", "leave it out: a scalar has no rows")
+                self.refuse(f"{primitive} of a scalar", "leave it out: a scalar has no rows")
             return Symbol(self, nodes[0])  # a column vector: its last dim is 1
-        return Symbol(self, self.add(word, *nodes, value=value))
+        return Symbol(self, self.add(primitive, *nodes, value=value))
 
-    def _make_floats(self, word: str, takes: str, nodes: list[int]) -> None:
+    def _make_floats(self, primitive: str, takes: str, nodes: list[int]) -> None:
         """Turn bools among the arguments into 1 and 0 where floats are taken, but not if all of these are bools."""
         bools = [self.kinds[i].dtype == "bool" for i in nodes]
         floats = [i for i, letter in enumerate(takes) if letter == "f"]
         if any(letter == "b" and not bools[i] for i, letter in enumerate(takes)):
-            self.refuse(f"{word} of a value that is no bool", "write a comparison, such as x != 0")
+            self.refuse(f"{primitive} of a value that is no bool", "write a comparison, such as x != 0")
         if floats and all(bools[i] for i in floats):
             instead = "write xp.logical_and, xp.logical_or or xp.logical_not, or xp.where(condition, 1.0, 0.0)"
-            self.refuse(f"{word} of bools", instead)
+            self.refuse(f"{primitive} of bools", instead)
         for i in floats:
             if bools[i]:
                 nodes[i] = self.add("where", nodes[i], self.constant(1.0), self.constant(0.0))
 
-    def node(self, x: Any, word: str) -> int:
-        """The node of a word's argument."""
+    def node(self, x: Any, primitive: str) -> int:
+        """The node of a primitive's argument."""
         if isinstance(x, Packed):
-            x._refuse(f"{word} of {x._name}, which is packed")
+            x._refuse(f"{primitive} of {x._name}, which is packed")
         if isinstance(x, Symbol):
             if x._graph is not self:
-                self.refuse(f"{word} of a value of another trace", "return values; keep none outside of the function")
+                self.refuse(
+                    f"{primitive} of a value of another trace", "return values; keep none outside of the function"
+                )
             return x._id
         if isinstance(x, Size):
             length = self.leaf("n")
@@ -125,19 +127,19 @@ class Tracing(SimplifyingGraph):
         number = as_number(x)
         if number is not None:
             if math.isnan(number):
-                self.refuse(f"{word} of NaN", "write a number")
+                self.refuse(f"{primitive} of NaN", "write a number")
             if math.isinf(number) and x != number:
-                self.refuse(f"{word} of a number beyond float64", "write a smaller one, or xp.inf")
+                self.refuse(f"{primitive} of a number beyond float64", "write a smaller one, or xp.inf")
             return self.constant(number)
         if hasattr(x, "shape") and hasattr(x, "dtype"):
             library = type(x).__module__.partition(".")[0]
             self.refuse(
-                f"{word} of a {library} array of shape {tuple(x.shape)}, which is no operand",
+                f"{primitive} of a {library} array of shape {tuple(x.shape)}, which is no operand",
                 "make it a parameter of the function",
             )
         if x is None:
-            self.refuse(f"{word} of None", "test an operand that may be left out: `if bias is not None`")
-        self.refuse(f"{word} of a {type(x).__name__}", "write an operand, a value or a number")
+            self.refuse(f"{primitive} of None", "test an operand that may be left out: `if bias is not None`")
+        self.refuse(f"{primitive} of a {type(x).__name__}", "write an operand, a value or a number")
 
 
 def is_users(frame: FrameType) -> bool:
@@ -164,10 +166,10 @@ def as_number(x: Any) -> float | bool | None:
         return math.inf if x > 0 else -math.inf
 
 
-def _operator(word: str, swapped: bool = False) -> Callable[..., Symbol]:
+def _operator(primitive: str, swapped: bool = False) -> Callable[..., Symbol]:
     if swapped:
-        return lambda self, other: self._graph.apply(word, other, self)
-    return lambda self, *other: self._graph.apply(word, self, *other)
+        return lambda self, other: self._graph.apply(primitive, other, self)
+    return lambda self, *other: self._graph.apply(primitive, self, *other)
 
 
 class OperandDtype(str):
@@ -287,8 +289,8 @@ class NoArray:
         for x in args:
             if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, NoArray) and as_number(x) is None:
                 self._graph.node(x, name)
-        word = f"xp.{name}" if name in OFFERED else "the word of xp that does it"
-        self._graph.refuse(f"{library}{f'.{name}' if name else ''} of a value", f"write {word}")
+        primitive = f"xp.{name}" if name in OFFERED else "the function of xp that does it"
+        self._graph.refuse(f"{library}{f'.{name}' if name else ''} of a value", f"write {primitive}")
 
 
 def _refused(what: str, instead: str) -> Callable[..., Any]:
@@ -299,7 +301,7 @@ _DECISION = (
     "write xp.where(condition, a, b); for max(a, b) and min(a, b) xp.maximum and xp.minimum; for `and`, `or` and `not` "
     "xp.logical_and, xp.logical_or and xp.logical_not"
 )
-_NUMBER = "write the word of xp that does it, as xp.exp for math.exp; a value is known on the GPU only"
+_NUMBER = "write the function of xp that does it, as xp.exp for math.exp; a value is known on the GPU only"
 
 
 class Symbol(Arithmetic, NoArray):
@@ -339,15 +341,15 @@ class Symbol(Arithmetic, NoArray):
         return result
 
     def __rpow__(self, base: Any) -> Symbol:
-        word = {2.0: "exp2", math.e: "exp"}.get(as_number(base) or 0.0)
-        if word is None:
+        primitive = {2.0: "exp2", math.e: "exp"}.get(as_number(base) or 0.0)
+        if primitive is None:
             self._graph.refuse("a power of another number than 2 and e", "write xp.exp(x * math.log(base))")
-        return self._graph.apply(word, self)
+        return self._graph.apply(primitive, self)
 
     @property
     def dtype(self) -> str:
         node, dtype = self._graph.nodes[self._id], self._graph.kinds[self._id].dtype
-        return OperandDtype.of(node.operand) if node.word == "operand" and dtype == "float32" else dtype
+        return OperandDtype.of(node.operand) if node.primitive == "operand" and dtype == "float32" else dtype
 
     @property
     def shape(self) -> TracedShape:
@@ -363,7 +365,9 @@ class Symbol(Arithmetic, NoArray):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a library asks
             raise AttributeError(name)
-        self._graph.refuse(f".{name} of a value", f"write xp.{name}(x)" if name in OFFERED else "write a word of xp")
+        self._graph.refuse(
+            f".{name} of a value", f"write xp.{name}(x)" if name in OFFERED else "write a function of xp"
+        )
 
     __bool__ = _refused("Python's control flow on a value", _DECISION)
     __float__ = _refused("float() of a value", _NUMBER)
@@ -376,7 +380,7 @@ class Symbol(Arithmetic, NoArray):
     __matmul__ = __rmatmul__ = _refused("a product of matrices", "write what happens to its result, as an epilogue")
     __xor__ = __rxor__ = _refused("^ of a value", "write a != b with xp.where(a, 1.0, 0.0)")
     __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused("a shift of a value", "write x * 2**k")
-    __call__ = _refused("a call of a value", "write a word of xp")
+    __call__ = _refused("a call of a value", "write a function of xp")
 
 
 class Packed(Symbol):

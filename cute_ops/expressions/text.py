@@ -1,8 +1,8 @@
 """Expressions as text: the static attribute that a compiler is given.
 
 ``gelu(x + bias) + residual`` is ``e1(t,r,t) add 0 1; gelu 3; add 2 4 -> 5``. In parentheses stand the operands: ``t``
-tile, ``r`` row vector, ``c`` column vector, ``s`` scalar, ``?`` of bools, ``2`` packed. Words follow. Operands and
-words are numbered together, from 0; ``0[:n]`` and ``0[n:]`` are halves of a packed operand, ``0.5`` and ``true``
+tile, ``r`` row vector, ``c`` column vector, ``s`` scalar, ``?`` of bools, ``2`` packed. Primitives follow. Operands and
+primitives are numbered together, from 0; ``0[:n]`` and ``0[n:]`` are halves of a packed operand, ``0.5`` and ``true``
 constants, ``n`` is the length of a row and ``column`` an element's place in it. The outputs come last.
 
 An expression has one text: it does not depend on names, on the order in which temporaries were made, or on the order
@@ -15,7 +15,7 @@ import hashlib
 import re
 
 from cute_ops.expressions.graph import LEAVES, OPERANDS, Expression, Graph
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 
 VERSION = "e1"
 MOST_CHARACTERS = 1 << 15
@@ -27,10 +27,12 @@ def text_of(expression: Expression) -> str:
     tokens: list[str] = []
     lines = []
     for node in expression.nodes:
-        if node.word in LEAVES:
-            tokens.append(node.value or node.word)
+        if node.primitive in LEAVES:
+            tokens.append(node.value or node.primitive)
         else:
-            lines.append(" ".join([node.word, *(tokens[i] for i in node.args), *([node.value] if node.value else [])]))
+            lines.append(
+                " ".join([node.primitive, *(tokens[i] for i in node.args), *([node.value] if node.value else [])])
+            )
             tokens.append(str(len(expression.operands) + len(lines) - 1))
     operands = ",".join(map(str, expression.operands))
     body = "; ".join(lines) + " " if lines else ""
@@ -71,18 +73,22 @@ def _parse(given: str) -> Expression:
     if unknown := [name for name in names if name not in OPERANDS]:
         raise ValueError(f"{unknown[0]!r} is no operand; operands are {', '.join(OPERANDS)}")
     graph = Graph(OPERANDS[name] for name in names)
-    words: list[int] = []
+    primitives: list[int] = []
     for line in body.split("; ") if body else []:
-        word, *tokens = line.split(" ")
-        value = tokens.pop() if tokens and (word == "astype" or (word in WORDS and WORDS[word].grouped)) else ""
-        words.append(graph.add(word, *(_node(graph, words, token) for token in tokens), value=value))
-    return graph.finish([_node(graph, words, token) for token in results.split(" ")])
+        primitive, *tokens = line.split(" ")
+        value = (
+            tokens.pop()
+            if tokens and (primitive == "astype" or (primitive in PRIMITIVES and PRIMITIVES[primitive].grouped))
+            else ""
+        )
+        primitives.append(graph.add(primitive, *(_node(graph, primitives, token) for token in tokens), value=value))
+    return graph.finish([_node(graph, primitives, token) for token in results.split(" ")])
 
 
 _OPERAND = re.compile(r"([0-9]{1,4})(\[:n\]|\[n:\])?")
 
 
-def _node(graph: Graph, words: list[int], token: str) -> int:
+def _node(graph: Graph, primitives: list[int], token: str) -> int:
     """What a token stands for."""
     if token in ("n", "column"):
         return graph.leaf(token)
@@ -94,6 +100,6 @@ def _node(graph: Graph, words: list[int], token: str) -> int:
     index = int(match[1])
     if index < len(graph.operands):
         return graph.operand(index, match[2] or "")
-    if index - len(graph.operands) >= len(words) or match[2]:
+    if index - len(graph.operands) >= len(primitives) or match[2]:
         raise ValueError(f"{token!r} stands for nothing that comes before it")
-    return words[index - len(graph.operands)]
+    return primitives[index - len(graph.operands)]

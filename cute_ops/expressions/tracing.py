@@ -1,4 +1,4 @@
-"""Trace a Python function: call it once, with a namespace of words and with symbols in place of arrays.
+"""Trace a Python function: call it once, with a namespace of primitives and with symbols in place of arrays.
 
     def gelu_add(xp, x, bias, residual):
         return gelu(x + bias) + residual
@@ -21,14 +21,14 @@ from typing import Any
 
 from cute_ops.errors import first_line, meant
 from cute_ops.expressions.graph import MOST_OUTPUTS, SHAPES, Expression, Operand, copied
+from cute_ops.expressions.primitives import LIKE, OFFERED, PRIMITIVES, ROUNDS_TO
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.simplify import NUMBERS, SimplifyingGraph, fold
 from cute_ops.expressions.symbols import OperandDtype, Packed, Size, Symbol, TraceError, Tracing, is_users
-from cute_ops.expressions.words import LIKE, OFFERED, ROUNDS_TO, WORDS
 
 
 class TracedExpression(Expression):
-    """A function's expression, which is simplified, and so may use other words than the function.
+    """A function's expression, which is simplified, and so may use other primitives than the function.
 
     Attributes:
         written: as the function wrote it.
@@ -77,7 +77,7 @@ def trace(
     expression.written = written
     depends: list[bool] = []
     for node in expression.nodes:
-        depends.append(node.word == "operand" or any(depends[i] for i in node.args))
+        depends.append(node.primitive == "operand" or any(depends[i] for i in node.args))
     if not all(depends[i] for i in expression.outputs):
         _output(graph, 1.0, at)
     return expression
@@ -94,12 +94,12 @@ def _called(function: Callable[..., Any], graph: Tracing, given: Mapping[str, An
             raise
         whole, text = str(error), first_line(error)[:100]
         if Namespace.__name__ in whole:
-            graph.refuse(text.replace(Namespace.__name__, "xp"), "write words as xp.exp(x)", _users_line(error))
+            graph.refuse(text.replace(Namespace.__name__, "xp"), "write functions as xp.exp(x)", _users_line(error))
         if f"'{Size.__name__}'" in whole:
             graph.refuse(f"the length of a row in {text}", "use +, -, * and / on it", _users_line(error))
         if Symbol.__name__ in whole:  # raised by a library that does not know symbols, such as JAX
             what = f"a library's function of a value: {text}"
-            graph.refuse(what, "write the word of xp that does it", _users_line(error))
+            graph.refuse(what, "write the function of xp that does it", _users_line(error))
         raise
 
 
@@ -134,18 +134,18 @@ def _operand(name: str, shape: str | Operand) -> Operand:
     return SHAPES[shape]
 
 
-def call(word: str, x: Any) -> Any:
-    """A word of one argument, applied to a symbol, an array or a number."""
+def call(primitive: str, x: Any) -> Any:
+    """A primitive of one argument, applied to a symbol, an array or a number."""
     if isinstance(x, Symbol):
-        return x._graph.apply(word, x)
+        return x._graph.apply(primitive, x)
     if isinstance(x, Real):
-        return REFERENCE[word](NUMBERS, x)
+        return REFERENCE[primitive](NUMBERS, x)
     import array_api_compat  # start-up time: tracing needs none
 
-    return REFERENCE[word](array_api_compat.array_namespace(x), x)
+    return REFERENCE[primitive](array_api_compat.array_namespace(x), x)
 
 
-# Names of the array API that are no words, and what to write instead.
+# Names of the array API that are no primitives, and what to write instead.
 _INSTEAD = {
     "var": "xp.mean(xp.square(x - xp.mean(x, axis=-1, keepdims=True)), axis=-1, keepdims=True)",
     "power": "x ** 2",
@@ -157,7 +157,7 @@ _INSTEAD = {
 
 
 class Namespace:
-    """``xp``: the words, by the array API's names where it has them."""
+    """``xp``: the primitives, by the array API's names where it has them."""
 
     pi, e, inf = math.pi, math.e, math.inf
 
@@ -167,41 +167,43 @@ class Namespace:
     def __getattr__(self, name: str) -> Any:
         if name in ("float32", "bool", *ROUNDS_TO):
             return name
-        if name in WORDS:
-            word = WORDS[name]
-            return partial(self._reduced if word.reduces else self._grouped if word.grouped else self._word, name)
+        if name in PRIMITIVES:
+            primitive = PRIMITIVES[name]
+            return partial(
+                self._reduced if primitive.reduces else self._grouped if primitive.grouped else self._primitive, name
+            )
         if name in _INSTEAD:
-            self._graph.refuse(f"xp.{name} is no word", f"write {_INSTEAD[name]}")
+            self._graph.refuse(f"xp.{name} is no primitive", f"write {_INSTEAD[name]}")
         self._graph.refuse(
-            f"xp.{name} is no word{meant(name, OFFERED)}",
-            "words are functions of single elements, and xp.sum, xp.mean, xp.max and xp.min of rows",
+            f"xp.{name} is no primitive{meant(name, OFFERED)}",
+            "primitives are functions of single elements, and xp.sum, xp.mean, xp.max and xp.min of rows",
         )
 
-    def _word(self, word: str, *args: Any, **options: Any) -> Any:
+    def _primitive(self, primitive: str, *args: Any, **options: Any) -> Any:
         if options:
-            self._graph.refuse(f"xp.{word} with {', '.join(options)}=", f"write xp.{word} without")
-        if all(isinstance(x, Real) for x in args) and len(args) == len(WORDS[word].takes):
-            value = fold(word, *args)
-            return self._graph.refuse(f"{word}{args} is no number", "write a number") if value is None else value
-        return self._graph.apply(word, *args)
+            self._graph.refuse(f"xp.{primitive} with {', '.join(options)}=", f"write xp.{primitive} without")
+        if all(isinstance(x, Real) for x in args) and len(args) == len(PRIMITIVES[primitive].takes):
+            value = fold(primitive, *args)
+            return self._graph.refuse(f"{primitive}{args} is no number", "write a number") if value is None else value
+        return self._graph.apply(primitive, *args)
 
     def greater(self, x: Any, y: Any) -> Any:
-        return self._word("less", y, x)
+        return self._primitive("less", y, x)
 
     def greater_equal(self, x: Any, y: Any) -> Any:
-        return self._word("less_equal", y, x)
+        return self._primitive("less_equal", y, x)
 
     def not_equal(self, x: Any, y: Any) -> Any:
-        return self._word("logical_not", self._word("equal", x, y))
+        return self._primitive("logical_not", self._primitive("equal", x, y))
 
     def pow(self, x: Any, power: Any) -> Any:
         return x**power
 
     def clip(self, x: Any, min: Any = None, max: Any = None) -> Any:
         if min is None or max is None:
-            x = x if min is None else self._word("maximum", x, min)
-            return x if max is None else self._word("minimum", x, max)
-        return self._word("clip", x, min, max)
+            x = x if min is None else self._primitive("maximum", x, min)
+            return x if max is None else self._primitive("minimum", x, max)
+        return self._primitive("clip", x, min, max)
 
     def astype(self, x: Any, dtype: Any) -> Any:
         """Rounds to a narrow float; a bool to 0 or 1, a float to whether it is not 0. An output gets the dtype."""
@@ -212,7 +214,7 @@ class Namespace:
             kinds = ", ".join(("float32", "bool", *ROUNDS_TO))
             self._graph.refuse(f"astype to {name}", f"round to one of {kinds}; values are computed in float32")
         if isinstance(x, Symbol) and x.dtype == "bool":
-            x = self._word("where", x, 1.0, 0.0)
+            x = self._primitive("where", x, 1.0, 0.0)
         if name != "float32":
             return self._graph.apply("astype", x, value=name)
         if isinstance(x, Packed) or not isinstance(x, Symbol):
@@ -230,15 +232,15 @@ class Namespace:
         """The mean of each group of ``size`` columns, in all of its columns."""
         return self._grouped("group_sum", x, size) * (1 / size)
 
-    def _grouped(self, word: str, x: Any = None, size: Any = None) -> Any:
+    def _grouped(self, primitive: str, x: Any = None, size: Any = None) -> Any:
         if not isinstance(size, int) or size < 1:
-            self._graph.refuse(f"xp.{word} of groups of {size!r} columns", f"write xp.{word}(x, 64)")
-        return self._graph.apply(word, x, value=str(size))
+            self._graph.refuse(f"xp.{primitive} of groups of {size!r} columns", f"write xp.{primitive}(x, 64)")
+        return self._graph.apply(primitive, x, value=str(size))
 
-    def _reduced(self, word: str, x: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    def _reduced(self, primitive: str, x: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
         if axis not in (-1, (-1,)) or keepdims is not True:
-            instead = f"write xp.{word}(x, axis=-1, keepdims=True)"
-            if word in ("max", "min"):
-                instead += f", or xp.{word}imum(x, y)"
-            self._graph.refuse(f"xp.{word} of anything but whole rows", instead)
-        return self._graph.apply(word, x)
+            instead = f"write xp.{primitive}(x, axis=-1, keepdims=True)"
+            if primitive in ("max", "min"):
+                instead += f", or xp.{primitive}imum(x, y)"
+            self._graph.refuse(f"xp.{primitive} of anything but whole rows", instead)
+        return self._graph.apply(primitive, x)

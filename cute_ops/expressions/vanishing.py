@@ -48,15 +48,15 @@ class Polynomials:
     def _made(self, i: int) -> Polynomial | None:
         """None where a node is an atom."""
         node = self.graph.nodes[i]
-        if node.word == "n":
+        if node.primitive == "n":
             return {((LENGTH, 1),): Fraction(1)}
-        if node.word == "constant" and node.value not in ("true", "false"):
+        if node.primitive == "constant" and node.value not in ("true", "false"):
             value = float(node.value)
             return _without_zeros({ONE: Fraction(value)}) if math.isfinite(value) else None
-        if node.word not in TAKEN_APART:
+        if node.primitive not in TAKEN_APART:
             return None
         a, b = self.of(node.args[0]), self.of(node.args[-1])
-        match node.word:
+        match node.primitive:
             case "add":
                 return _added(a, b)
             case "subtract":
@@ -70,7 +70,7 @@ class Polynomials:
             case "mean":
                 return _times(self._summed(a), {((LENGTH, -1),): Fraction(1)})
         inverse = _inverse(b)
-        return None if inverse is None else _times(a if node.word == "divide" else {ONE: Fraction(1)}, inverse)
+        return None if inverse is None else _times(a if node.primitive == "divide" else {ONE: Fraction(1)}, inverse)
 
     def _summed(self, polynomial: Polynomial) -> Polynomial:
         """The sum over the columns, term by term."""

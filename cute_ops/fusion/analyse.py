@@ -45,12 +45,12 @@ class Found:
         return meaning_of(self.expression) or self._rotation_of_pairs()
 
     def _rotation_of_pairs(self) -> Meaning | None:
-        """``rope`` of neighbouring pairs, which no word of expressions turns: ``x * cos + rotate_pairs(x) * sin``."""
+        """``rope`` of neighbouring pairs, which no primitive turns: ``x * cos + rotate_pairs(x) * sin``."""
         if self.text != "e1(t,t,t,t) multiply 0 1; multiply 2 3; add 4 5 -> 6":
             return None
         nodes = [leaf.node for leaf in self.leaves]
         for k, turned in enumerate(nodes):
-            if turned.op == "word" and turned.attr[0] == "rotate_pairs":
+            if turned.op == "primitive" and turned.attr[0] == "rotate_pairs":
                 other = (2, 3, 0, 1)[k], (3, 2, 1, 0)[k]
                 x = next((i for i in other if nodes[i] is _uncast(turned.args[0])), None)
                 if x is not None:
@@ -127,6 +127,6 @@ def analyse(graph: Graph, *, exact: bool = False, whole: Container[Node] = ()) -
         reasons.update(failed)
         for each in made:
             one = Found(each, region)
-            if any(node.word not in ("operand", "constant") for node in one.expression.nodes):
+            if any(node.primitive not in ("operand", "constant") for node in one.expression.nodes):
                 found.append(one)
     return Analysis(found, reasons, parts.plain, parts.visits)

@@ -14,10 +14,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import LEAVES, Expression, Node
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.recognize import TOLERANCE
 from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.text import text_of
-from cute_ops.expressions.words import WORDS
 
 _KINDS = ("t", "t?", "2t", "2t?", "r", "r?", "2r", "2r?", "c", "c?", "2c", "s", "s?")
 _ROUNDS = 3  # in which operands tell each other apart by what their neighbours are
@@ -51,7 +51,7 @@ def canonical(expression: Expression, n: int | str | None = None) -> Canonical:
     """
     flat = _rewritten(expression, n)
     colours = _Colours(flat)
-    used = sorted({node.operand for node in flat.nodes if node.word == "operand"})
+    used = sorted({node.operand for node in flat.nodes if node.primitive == "operand"})
     operands = tuple(sorted(used, key=lambda i: (_KINDS.index(str(flat.operands[i])), colours.operands[i], i)))
     outputs = tuple(sorted(range(len(flat.outputs)), key=lambda k: (colours.up[flat.outputs[k]], k)))
     graph = SimplifyingGraph([flat.operands[i] for i in operands])
@@ -77,16 +77,16 @@ def with_holes(expression: Expression) -> tuple[str, tuple[float, ...]]:
         return _HOLE
 
     for node in expression.nodes:
-        if node.word in LEAVES:
-            tokens.append(node.value or node.word)
+        if node.primitive in LEAVES:
+            tokens.append(node.value or node.primitive)
             continue
         # What commutes is sorted by the constant's value no more: it comes last.
         args = list(node.args)
-        if WORDS[node.word].commutes:
-            args.sort(key=lambda i: expression.nodes[i].word == "constant")
-        value = [node.value] if node.value and not WORDS[node.word].grouped else []
-        numbers_of_group = [float(node.value)] if WORDS[node.word].grouped else []
-        lines.append(" ".join([node.word, *map(token, args), *value, *[_HOLE] * len(numbers_of_group)]))
+        if PRIMITIVES[node.primitive].commutes:
+            args.sort(key=lambda i: expression.nodes[i].primitive == "constant")
+        value = [node.value] if node.value and not PRIMITIVES[node.primitive].grouped else []
+        numbers_of_group = [float(node.value)] if PRIMITIVES[node.primitive].grouped else []
+        lines.append(" ".join([node.primitive, *map(token, args), *value, *[_HOLE] * len(numbers_of_group)]))
         numbers += numbers_of_group
         tokens.append(str(len(expression.operands) + len(lines) - 1))
     operands = ",".join(map(str, expression.operands))
@@ -105,12 +105,12 @@ def _uses(expression: Expression) -> list[int]:
 
 
 def _terms(expression: Expression, uses: Sequence[int], i: int) -> Iterator[int]:
-    """The factors of a product, or the terms of a sum: through nodes of its word that nothing else reads."""
-    word = expression.nodes[i].word
+    """The factors of a product, or the terms of a sum: through nodes of its primitive that nothing else reads."""
+    primitive = expression.nodes[i].primitive
     waiting = list(expression.nodes[i].args)
     while waiting:
         arg = waiting.pop(0)
-        if expression.nodes[arg].word == word and uses[arg] == 1:
+        if expression.nodes[arg].primitive == primitive and uses[arg] == 1:
             waiting[:0] = expression.nodes[arg].args
         else:
             yield arg
@@ -131,12 +131,12 @@ def _rewritten(expression: Expression, n: int | str | None) -> Expression:
         return graph.add("divide", a, b)
 
     def product(factors: list[int]) -> int:
-        numbers = [float(graph.nodes[i].number or 0) for i in factors if graph.nodes[i].word == "constant"]
-        rest = [i for i in factors if graph.nodes[i].word != "constant"]
+        numbers = [float(graph.nodes[i].number or 0) for i in factors if graph.nodes[i].primitive == "constant"]
+        rest = [i for i in factors if graph.nodes[i].primitive != "constant"]
         number = math.prod(numbers)
         if numbers and not (1e-30 < abs(number) < 1e30):
             return _folded(graph, "multiply", factors)
-        row = next((i for i in rest if graph.nodes[i].word == "sum"), None)
+        row = next((i for i in rest if graph.nodes[i].primitive == "sum"), None)
         if row is not None and isinstance(n, int) and math.isclose(number, 1 / n, rel_tol=1e-6):
             rest[rest.index(row)], number = graph.add("mean", graph.nodes[row].args[0]), 1.0
         if math.isclose(number, 1, rel_tol=TOLERANCE):
@@ -146,42 +146,42 @@ def _rewritten(expression: Expression, n: int | str | None) -> Expression:
         return graph.add("multiply", whole, graph.constant(number)) if number != 1 else whole
 
     for i, node in enumerate(expression.nodes):
-        if node.word == "operand":
+        if node.primitive == "operand":
             made[i] = graph.operand(node.operand, node.half)
-        elif node.word in ("n", "column"):
-            made[i] = graph.leaf(node.word)
+        elif node.primitive in ("n", "column"):
+            made[i] = graph.leaf(node.primitive)
         elif node.number is not None:
             made[i] = graph.constant(node.number)
-        elif node.word == "multiply":
+        elif node.primitive == "multiply":
             made[i] = product([made[arg] for arg in _terms(expression, uses, i)])
-        elif node.word == "divide":
+        elif node.primitive == "divide":
             made[i] = quotient(made[node.args[0]], made[node.args[1]])
-        elif node.word == "relu" and _is_positive(graph, made[node.args[0]]):
+        elif node.primitive == "relu" and _is_positive(graph, made[node.args[0]]):
             made[i] = made[node.args[0]]
         else:
-            made[i] = graph.add(node.word, *(made[arg] for arg in node.args), value=node.value)
+            made[i] = graph.add(node.primitive, *(made[arg] for arg in node.args), value=node.value)
     return graph.finish([made[i] for i in expression.outputs])
 
 
 def _is_positive(graph: SimplifyingGraph, i: int) -> bool:
     """Whether a value is never below zero: a variance, as some programs make sure of."""
     node = graph.nodes[i]
-    if node.word in ("mean", "sum", "max", "min"):
+    if node.primitive in ("mean", "sum", "max", "min"):
         return _is_positive(graph, node.args[0])
-    return node.word in ("square", "abs", "exp", "sigmoid", "relu")
+    return node.primitive in ("square", "abs", "exp", "sigmoid", "relu")
 
 
 def _gated(graph: SimplifyingGraph, factors: list[int], number: float) -> tuple[list[int], float]:
     """Factors of which two are written as an activation, ``x * sigmoid(x)``, with the constant that is left."""
     for gate in factors:
-        half = graph.nodes[gate].word == "add"
-        if graph.nodes[gate].word not in ("add", "ndtr", "sigmoid"):
+        half = graph.nodes[gate].primitive == "add"
+        if graph.nodes[gate].primitive not in ("add", "ndtr", "sigmoid"):
             continue
         for x in factors:
             made = graph.add("multiply", x, gate) if x != gate else x
             if half and x != gate:
                 made = graph.add("multiply", made, graph.constant(0.5))
-            if graph.nodes[made].word in _ACTIVATIONS:
+            if graph.nodes[made].primitive in _ACTIVATIONS:
                 rest = list(factors)
                 rest.remove(gate)
                 rest[rest.index(x)] = made
@@ -189,10 +189,10 @@ def _gated(graph: SimplifyingGraph, factors: list[int], number: float) -> tuple[
     return factors, number
 
 
-def _folded(graph: SimplifyingGraph, word: str, terms: Sequence[int]) -> int:
+def _folded(graph: SimplifyingGraph, primitive: str, terms: Sequence[int]) -> int:
     whole = terms[0]
     for term in terms[1:]:
-        whole = graph.add(word, whole, term)
+        whole = graph.add(primitive, whole, term)
     return whole
 
 
@@ -206,10 +206,13 @@ class _Colours:
         self.uses = _uses(expression)
         nodes = expression.nodes
         self.operands = [_hash(str(operand)) for operand in expression.operands]
-        flat = (i for i, node in enumerate(nodes) if node.word in ("multiply", "add"))
+        flat = (i for i, node in enumerate(nodes) if node.primitive in ("multiply", "add"))
         self.terms = {i: list(_terms(expression, self.uses, i)) for i in flat}
         inner = {
-            arg for i in self.terms for arg in nodes[i].args if nodes[arg].word == nodes[i].word and self.uses[arg] == 1
+            arg
+            for i in self.terms
+            for arg in nodes[i].args
+            if nodes[arg].primitive == nodes[i].primitive and self.uses[arg] == 1
         }
         last = ""
         for _ in range(_ROUNDS):
@@ -217,7 +220,7 @@ class _Colours:
             down = self._downwards(expression, inner)
             seen: list[list[str]] = [[] for _ in self.operands]
             for i, node in enumerate(nodes):
-                if node.word == "operand":
+                if node.primitive == "operand":
                     seen[node.operand].append(_hash(node.half, sorted(down[i])))
             each = zip(expression.operands, seen, strict=True)
             self.operands = [_hash(str(operand), sorted(uses)) for operand, uses in each]
@@ -228,13 +231,13 @@ class _Colours:
     def _upwards(self, nodes: Sequence[Node]) -> list[str]:
         up: list[str] = []
         for i, node in enumerate(nodes):
-            if node.word == "operand":
+            if node.primitive == "operand":
                 up.append(_hash(self.operands[node.operand], node.half))
             else:
                 args = [up[arg] for arg in self.terms.get(i, node.args)]
-                if node.word in WORDS and WORDS[node.word].commutes:
+                if node.primitive in PRIMITIVES and PRIMITIVES[node.primitive].commutes:
                     args.sort()
-                up.append(_hash(node.word, node.value if node.word == "astype" else "", args))
+                up.append(_hash(node.primitive, node.value if node.primitive == "astype" else "", args))
         return up
 
     def _downwards(self, expression: Expression, inner: set[int]) -> list[list[str]]:
@@ -247,9 +250,9 @@ class _Colours:
                 continue
             node = nodes[i]
             below = sorted(down[i])
-            commutes = node.word in WORDS and WORDS[node.word].commutes
+            commutes = node.primitive in PRIMITIVES and PRIMITIVES[node.primitive].commutes
             for place, arg in enumerate(self.terms.get(i, node.args)):
-                down[arg].append(_hash(node.word, 0 if commutes else place, below, self.up[i]))
+                down[arg].append(_hash(node.primitive, 0 if commutes else place, below, self.up[i]))
         return down
 
 
@@ -263,23 +266,23 @@ class _Sorting:
         expression, graph = self.expression, self.graph
         made: dict[int, int] = {}
         for i, node in enumerate(expression.nodes):
-            if node.word == "operand":
+            if node.primitive == "operand":
                 made[i] = operand(node)
-            elif node.word in ("n", "column"):
-                made[i] = graph.leaf(node.word)
+            elif node.primitive in ("n", "column"):
+                made[i] = graph.leaf(node.primitive)
             elif node.number is not None:
                 made[i] = graph.constant(node.number)
             elif i in self.colours.terms:
                 terms = sorted(self.colours.terms[i], key=self._place)
-                made[i] = _folded(graph, node.word, [made[arg] for arg in terms])
+                made[i] = _folded(graph, node.primitive, [made[arg] for arg in terms])
             else:
-                made[i] = graph.add(node.word, *(made[arg] for arg in node.args), value=node.value)
+                made[i] = graph.add(node.primitive, *(made[arg] for arg in node.args), value=node.value)
         return made
 
     def _place(self, i: int) -> tuple[int, int, str]:
         """Tiles and numbers per row first, then row vectors, which are read last; constants at the end."""
         node, kind = self.expression.nodes[i], self.expression.kinds[i]
-        rank = 2 if node.word == "constant" else 1 if kind.columns and not kind.rows else 0
+        rank = 2 if node.primitive == "constant" else 1 if kind.columns and not kind.rows else 0
         return rank, not kind.columns, self.colours.up[i]
 
 

@@ -1,7 +1,7 @@
 """What a found expression becomes: an op of ours, an op of its own, a product's epilogue, or nothing.
 
 An op ends what a compiler fuses around it. So it has to save a pass: over a row that is reduced and read again, over a
-product's result, or over values between several words.
+product's result, or over values between several primitives.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import FLOATS
@@ -52,17 +52,19 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
         return Choice("", why=f"no op of ours takes {wrong}")
     if not any(leaf.operand.kind.rows and leaf.operand.kind.columns for leaf in found.leaves):
         return Choice("", why="it reads no tile")
-    words = [node.word for node in expression.nodes if node.word in WORDS and node.word != "astype"]
-    reduces = any(WORDS[word].reduces for word in words)
+    primitives = [
+        node.primitive for node in expression.nodes if node.primitive in PRIMITIVES and node.primitive != "astype"
+    ]
+    reduces = any(PRIMITIVES[primitive].reduces for primitive in primitives)
     if len(products) == 1 and not reduces and not exact and _is_epilogue(found, products[0]):
         return Choice("linear", "linear", product=products[0])
-    if any(WORDS[word].grouped for word in words):
+    if any(PRIMITIVES[primitive].grouped for primitive in primitives):
         return Choice("", why="only epilogues of products look at groups of columns")
     meaning = found.meaning
-    if meaning is not None and meaning.op in _OPS and _fits(found) and len(words) > 1:
+    if meaning is not None and meaning.op in _OPS and _fits(found) and len(primitives) > 1:
         return Choice("op", meaning.op)
-    if len(words) < 2:
-        return Choice("", why="one word alone: there is no pass to save")
+    if len(primitives) < 2:
+        return Choice("", why="one primitive alone: there is no pass to save")
     return Choice("fused", "fused")
 
 

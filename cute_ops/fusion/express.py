@@ -11,16 +11,16 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import MOST_OPERANDS, Expression, Kind, Operand
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.simplify import SimplifyingGraph
-from cute_ops.expressions.words import WORDS
 from cute_ops.fusion.graph import FLOATS, NARROW, Node, Shape
 from cute_ops.fusion.region import VIEWS, Facts, Region, without_ones
 
 COLUMNS, ONE = -1, -2
 Labels = tuple[int, ...]
-# Words that look at single bits: what they read keeps the dtype's rounding.
+# Primitives that look at single bits: what they read keeps the dtype's rounding.
 _SHARP = ("less", "less_equal", "equal", "floor", "sign")
-# Words whose result is their argument, or its opposite, and so needs no rounding.
+# Primitives whose result is their argument, or its opposite, and so needs no rounding.
 _SELECTS = ("max", "min", "abs", "negative", "relu")
 
 
@@ -135,7 +135,7 @@ class _Expressing:
         for root in roots:
             made = _as_number(self.graph, self.root_values[root])
             # What is an operand, or another root, the program has already.
-            if self.graph.nodes[made].word not in ("operand", "constant"):
+            if self.graph.nodes[made].primitive not in ("operand", "constant"):
                 outputs.setdefault((made, root.dtype), root)
         if not outputs:
             raise Cut("it computes nothing")
@@ -167,7 +167,7 @@ class _Expressing:
         """What a value is computed from, with labels."""
         if node.op == "constant" or self._is_leaf(node):
             return []
-        if node.op in ("word", "cast"):
+        if node.op in ("primitive", "cast"):
             return [(arg, rows, _aligned(arg, node, labels)) for arg in node.args]
         x = node.args[0]
         if node.op == "reduce":
@@ -212,8 +212,8 @@ class _Expressing:
             if labels[-1] != COLUMNS:
                 raise Cut("half of what has no columns")
             return self._leaf(Leaf(x, rows, labels, packed=True), "[:n]" if start == 0 else "[n:]")
-        if node.op == "word":
-            return self._rounded(node, self._word(node, args))
+        if node.op == "primitive":
+            return self._rounded(node, self._primitive(node, args))
         if node.op == "cast":
             made = _as_number(graph, args[0]) if node.dtype in FLOATS else args[0]
             return self._rounded(node, made)
@@ -223,12 +223,12 @@ class _Expressing:
             return self._rounded(node, graph.add(node.attr[0], args[0]))
         return args[0]
 
-    def _word(self, node: Node, args: list[int]) -> int:
+    def _primitive(self, node: Node, args: list[int]) -> int:
         graph = self.graph
         name, value = (node.attr[0], str(node.attr[1])) if isinstance(node.attr, tuple) else (str(node.attr), "")
         if value and not graph.kinds[args[0]].columns:
             raise Cut(f"{name} of what has no columns")
-        takes = WORDS[name].takes
+        takes = PRIMITIVES[name].takes
         args = [_as_number(graph, i) if letter == "f" else i for i, letter in zip(args, takes, strict=True)]
         if name in _SHARP and not self.exact:
             args = [
@@ -241,7 +241,7 @@ class _Expressing:
         """Whether a value's dtype rounds it."""
         while not self._is_leaf(node) and _selects(node):
             node = node.args[0]
-        return not self._is_leaf(node) and node.op != "constant" and self.graph.nodes[made].word != "constant"
+        return not self._is_leaf(node) and node.op != "constant" and self.graph.nodes[made].primitive != "constant"
 
     def _rounded(self, node: Node, made: int) -> int:
         if self.exact and node.dtype in NARROW and self._is_computed(node, made):
@@ -263,7 +263,7 @@ class _Expressing:
 
 
 def _aligned(arg: Node, node: Node, labels: Labels) -> Labels:
-    """The labels of a word's argument, which broadcasts as in NumPy."""
+    """The labels of a primitive's argument, which broadcasts as in NumPy."""
     more = len(labels) - len(arg.shape)
     sizes = zip(arg.shape, node.shape[more:], labels[more:], strict=True)
     return tuple(ONE if size == 1 and whole != 1 else label for size, whole, label in sizes)
@@ -272,7 +272,7 @@ def _aligned(arg: Node, node: Node, labels: Labels) -> Labels:
 def _selects(node: Node) -> bool:
     """Whether a node's values are some of its argument's, or their opposites."""
     name = node.attr[0] if node.op == "reduce" else node.attr
-    return node.op in VIEWS or (node.op in ("reduce", "word") and name in _SELECTS)
+    return node.op in VIEWS or (node.op in ("reduce", "primitive") and name in _SELECTS)
 
 
 def _as_number(graph: SimplifyingGraph, i: int) -> int:

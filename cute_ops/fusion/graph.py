@@ -1,20 +1,20 @@
-"""A program as a graph of twelve primitives, into which front ends translate fx graphs and jaxprs.
+"""A program as a graph of twelve operations, into which front ends translate fx graphs and jaxprs.
 
 ========== ==================================================================================================
-primitive  attribute
+operation  attribute
 ========== ==================================================================================================
 input      None: an array that comes from outside
 constant   the number or bool, rounded to float32
-word       a word of expressions (:mod:`cute_ops.expressions.words`), or ``(word, size of a group)``
+primitive  one of expressions (:mod:`cute_ops.expressions.primitives`), or ``(primitive, size of a group)``
 cast       None: to the node's dtype
-reduce     ``(word, axes, keepdims)``
+reduce     ``(primitive, axes, keepdims)``
 contract   ``(dims of the left, dims of the right)`` that are summed over, and ``(left, right)`` dims of a batch
 reshape    None: to the node's shape
 transpose  the permutation
 broadcast  for each dim of the argument, the dim of the result
 slice      ``(axis, start, stop, step)``
 concat     the axis
-opaque     a name: what no other primitive says
+opaque     a name: what no other operation says
 ========== ==================================================================================================
 
 Equal nodes are one node, except inputs and opaque ones. Sizes are ints, or texts where they are symbolic.
@@ -43,7 +43,7 @@ class Node:
     """A value of the program.
 
     Attributes:
-        op: a primitive.
+        op: an operation.
         args: what it is computed from.
         attr: as the module's table has it.
         shape: its sizes.
@@ -82,7 +82,7 @@ class Graph:
     def make(
         self, op: str, args: Sequence[Node] = (), attr: Hashable = None, shape: Shape = (), dtype: str = "float32"
     ) -> Node:
-        """A node of a primitive, as given; the methods below bring what they make into its normal form."""
+        """A node of an operation, as given; the methods below bring what they make into its normal form."""
         unique = op in ("input", "opaque")
         key = (op, attr, shape, dtype, *(arg.index for arg in args))
         found = None if unique else self._known.get(key)
@@ -120,8 +120,8 @@ class Graph:
             value = struct.unpack("f", struct.pack("f", value))[0]
         return self.make("constant", (), value, (), "float32")
 
-    def word(self, name: str, args: Sequence[Node], shape: Shape, dtype: str) -> Node:
-        """A word of elements. ``erfc`` is written with others; words of constants are constants."""
+    def primitive(self, name: str, args: Sequence[Node], shape: Shape, dtype: str) -> Node:
+        """A primitive of elements. ``erfc`` is written with others; primitives of constants are constants."""
         numbers = [arg.attr for arg in args if arg.op == "constant"]
         if numbers and len(numbers) == len(args) and name in REFERENCE and shape == ():
             folded = fold(name, *numbers)
@@ -130,54 +130,54 @@ class Graph:
         if name == "where" and args[0].op == "constant":
             return self.broadcast(self.cast(args[1 if args[0].attr else 2], dtype), shape)
         if name == "erfc":  # 2 ndtr(-x sqrt(2)): one minus erf would cancel
-            turned = self.word("negative", args, args[0].shape, dtype)
-            scaled = self.word("multiply", [turned, self.constant(math.sqrt(2))], turned.shape, dtype)
-            half = self.make("word", [scaled], "ndtr", shape, dtype)
-            return self.word("multiply", [half, self.constant(2.0)], shape, dtype)
+            turned = self.primitive("negative", args, args[0].shape, dtype)
+            scaled = self.primitive("multiply", [turned, self.constant(math.sqrt(2))], turned.shape, dtype)
+            half = self.make("primitive", [scaled], "ndtr", shape, dtype)
+            return self.primitive("multiply", [half, self.constant(2.0)], shape, dtype)
         if name == "maximum":  # of rows without elements
             for x, bound in (args, args[::-1]):
                 if bound.op == "constant" and bound.attr == -math.inf and x.shape == shape:
                     return x
-        return self.make("word", args, name, shape, dtype)
+        return self.make("primitive", args, name, shape, dtype)
 
     def power(self, x: Node, power: float, shape: Shape, dtype: str) -> Node | None:
         """``x`` to a constant power; None where it is no product of few factors."""
         if power in (0.5, -0.5):
-            return self.word("sqrt" if power > 0 else "rsqrt", [x], shape, dtype)
+            return self.primitive("sqrt" if power > 0 else "rsqrt", [x], shape, dtype)
         if power < 0:
             positive = self.power(x, -power, shape, dtype)
-            return positive and self.word("reciprocal", [positive], shape, dtype)
+            return positive and self.primitive("reciprocal", [positive], shape, dtype)
         if power == 1:
             return x
         if power not in (2, 3, 4):
             return None
-        square = self.word("square", [x], shape, dtype)
+        square = self.primitive("square", [x], shape, dtype)
         if power == 2:
             return square
-        return self.word("multiply", [square, x if power == 3 else square], shape, dtype)
+        return self.primitive("multiply", [square, x if power == 3 else square], shape, dtype)
 
     def cast(self, x: Node, dtype: str) -> Node:
         if x.op == "constant" and dtype in FLOATS:
             return self.constant(float(x.attr))
         return x if x.dtype == dtype else self.make("cast", [x], None, x.shape, dtype)
 
-    def reduce(self, word: str, x: Node, axes: Sequence[int], keepdims: bool, dtype: str) -> Node:
+    def reduce(self, primitive: str, x: Node, axes: Sequence[int], keepdims: bool, dtype: str) -> Node:
         axes = tuple(sorted(axis % len(x.shape) for axis in axes))
         if all(x.shape[axis] == 1 for axis in axes):
             left = x.shape if keepdims else tuple(size for i, size in enumerate(x.shape) if i not in axes)
             return self.cast(self.reshape(x, left), dtype)
         kept = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
         shape = kept if keepdims else tuple(size for i, size in enumerate(x.shape) if i not in axes)
-        return self.make("reduce", [x], (word, axes, keepdims), shape, dtype)
+        return self.make("reduce", [x], (primitive, axes, keepdims), shape, dtype)
 
     def reshape(self, x: Node, shape: Shape) -> Node:
         """Another shape. A product of rows that were joined before is the product of the rows as they were, and pairs
-        of which each was turned are the word ``rotate_pairs``.
+        of which each was turned are the primitive ``rotate_pairs``.
         """
         if x.shape == shape:
             return x
         if x.op == "concat" and (turned := _turned_pairs(x, shape)) is not None:
-            return self.make("word", [turned], ("rotate_pairs", shape[-1]), shape, x.dtype)
+            return self.make("primitive", [turned], ("rotate_pairs", shape[-1]), shape, x.dtype)
         if x.op == "contract" and x.args[0].op == "reshape" and x.attr[2] == ((), ()):
             left, right = x.args
             rows = left.args[0]
@@ -219,10 +219,10 @@ class Graph:
         return self.make("slice", [x], (axis, start, stop, step), tuple(shape), x.dtype)
 
     def concat(self, parts: Sequence[Node], axis: int, shape: Shape) -> Node:
-        """Parts one after the other; of a rotation's two halves, the word ``rotate_half``."""
+        """Parts one after the other; of a rotation's two halves, the primitive ``rotate_half``."""
         rotated = rotation(parts, axis)
         if rotated is not None:
-            return self.make("word", [rotated], ("rotate_half", shape[-1]), shape, rotated.dtype)
+            return self.make("primitive", [rotated], ("rotate_half", shape[-1]), shape, rotated.dtype)
         return self.make("concat", parts, axis, shape, parts[0].dtype)
 
     def contract(
@@ -251,7 +251,7 @@ def _turned_pairs(x: Node, shape: Shape) -> Node | None:
     if len(x.args) != 2 or x.attr != len(x.shape) - 1 or any(part.op != "reshape" for part in x.args):
         return None
     odd, even = (part.args[0] for part in x.args)
-    if odd.op != "word" or odd.attr != "negative" or even.op != "slice" or odd.args[0].op != "slice":
+    if odd.op != "primitive" or odd.attr != "negative" or even.op != "slice" or odd.args[0].op != "slice":
         return None
     whole, n, last = even.args[0], shape[-1], len(shape) - 1
     bounds = (odd.args[0].attr, even.attr)
@@ -261,7 +261,7 @@ def _turned_pairs(x: Node, shape: Shape) -> Node | None:
 
 def rotation(parts: Sequence[Node], axis: int) -> Node | None:
     """``x`` of ``concat(-x[..., h:], x[..., :h])``; None of other parts."""
-    if len(parts) != 2 or parts[0].op != "word" or parts[0].attr != "negative" or axis != len(parts[0].shape) - 1:
+    if len(parts) != 2 or parts[0].op != "primitive" or parts[0].attr != "negative" or axis != len(parts[0].shape) - 1:
         return None
     high, low = parts[0].args[0], parts[1]
     if high.op != "slice" or low.op != "slice" or high.args[0] is not low.args[0]:

@@ -97,9 +97,9 @@ def _meanings() -> Iterator[_Row]:
     yield from _norms()
     for activation in ("silu", "gelu", "gelu_tanh"):
         attrs = {} if activation == "silu" else {"approximate": "tanh" if "tanh" in activation else "none"}
-        word = _word(activation)
+        primitive = _primitive(activation)
         base = activation.removesuffix("_tanh")
-        yield base, word, {"x": _T}, ("out",), attrs
+        yield base, primitive, {"x": _T}, ("out",), attrs
         yield f"{base}_mul", _gate(activation), {"gate": _T, "up": _T}, ("out",), attrs
         yield "swiglu" if base == "silu" else "geglu", _packed(activation), {"x": "*m 2n"}, ("out",), attrs
     yield "relu2", lambda xp, x: xp.square(xp.relu(x)), {"x": _T}, ("out",), {}
@@ -164,7 +164,7 @@ def _added(norm: Callable[..., Any], scale: Callable[..., Any], outputs: int = 2
     return function
 
 
-def _word(activation: str) -> Callable[..., Any]:
+def _primitive(activation: str) -> Callable[..., Any]:
     return lambda xp, x: getattr(xp, activation)(x)
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Container, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 
 VIEWS = ("reshape", "broadcast", "slice")
 VALUES = (*FLOATS, "bool")
-REDUCES = {name for name, word in WORDS.items() if word.reduces}
+REDUCES = {name for name, primitive in PRIMITIVES.items() if primitive.reduces}
 
 
 class Region(NamedTuple):
@@ -96,10 +96,10 @@ class Facts:
             self.reduced.add(node)
             if not node.attr[2] and len(node.attr[1]) == 1:
                 self.rowlike.add(node)
-        elif node.op in ("word", "cast", *VIEWS):
+        elif node.op in ("primitive", "cast", *VIEWS):
             if any(arg in self.reduced for arg in node.args):
                 self.reduced.add(node)
-            if node.op in ("word", "cast"):
+            if node.op in ("primitive", "cast"):
                 if any(arg in self.rowlike and len(arg.shape) == len(node.shape) for arg in node.args):
                     self.rowlike.add(node)
             elif node.args[0] in self.rowlike and _without_columns(node):
@@ -128,11 +128,11 @@ def obstacle(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
     return _OBSTACLES[node.op](node, facts, soft)
 
 
-def _word(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
+def _primitive(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
     name = node.attr[0] if isinstance(node.attr, tuple) else str(node.attr)
-    if name not in WORDS:
-        return f"{name} is no word"
-    takes = WORDS[name].takes
+    if name not in PRIMITIVES:
+        return f"{name} is no primitive"
+    takes = PRIMITIVES[name].takes
     if any(letter == "b" and arg.dtype != "bool" for letter, arg in zip(takes, node.args, strict=True)):
         return f"{name} of floats"
     return None
@@ -143,15 +143,15 @@ def _cast(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
 
 
 def _reduce(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
-    word, axes, _ = node.attr
+    primitive, axes, _ = node.attr
     x = node.args[0]
     if axes != (len(x.shape) - 1,):
-        return f"{word} over other dims than the last"
-    if word not in REDUCES:
-        return f"{word} of a row"
+        return f"{primitive} over other dims than the last"
+    if primitive not in REDUCES:
+        return f"{primitive} of a row"
     if x in facts.rowlike:
-        return f"{word} of what was reduced before"
-    return f"{word} of bools" if x.dtype == "bool" else None
+        return f"{primitive} of what was reduced before"
+    return f"{primitive} of bools" if x.dtype == "bool" else None
 
 
 def _reshape(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
@@ -190,8 +190,8 @@ def _slice(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
 
 
 _OBSTACLES: dict[str, Callable[[Node, Facts, Container[Node]], str | None]] = {
-    "word": _word, "cast": _cast, "reduce": _reduce, "reshape": _reshape, "broadcast": _broadcast, "slice": _slice,
-    "transpose": lambda node, facts, soft: "transpose", "concat": lambda node, facts, soft: "concat",
+    "primitive": _primitive, "cast": _cast, "reduce": _reduce, "reshape": _reshape, "broadcast": _broadcast,
+    "slice": _slice, "transpose": lambda node, facts, soft: "transpose", "concat": lambda node, facts, soft: "concat",
 }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn, Literal, Tracer
 
-# Of JAX, words of the same meaning.
-_WORDS = {
+# Ours, by the names of JAX's primitives of the same meaning.
+_PRIMITIVES = {
     "neg": "negative", "exp": "exp", "exp2": "exp2", "log": "log", "log1p": "log1p", "tanh": "tanh",
     "logistic": "sigmoid", "sqrt": "sqrt", "rsqrt": "rsqrt", "erf": "erf", "erfc": "erfc", "abs": "abs", "sign": "sign",
     "floor": "floor", "square": "square", "add": "add", "add_any": "add", "sub": "subtract", "mul": "multiply",
@@ -154,9 +154,11 @@ class Front:
         if name == "stop_gradient":
             return self._stop(equation, inputs[0])
         translate, shape, dtype = _TRANSLATIONS.get(name), _shape(aval), _dtype(aval)
-        if name in _WORDS:
+        if name in _PRIMITIVES:
             known = dtype in _VALUES
-            return [self.graph.word(_WORDS[name], [*map(self._node, inputs)], shape, dtype)] if known else None
+            return (
+                [self.graph.primitive(_PRIMITIVES[name], [*map(self._node, inputs)], shape, dtype)] if known else None
+            )
         return translate and translate(self.graph, [*map(self._node, inputs)], params, shape, dtype)
 
     def _stop(self, equation: JaxprEqn, x: Any) -> list[Node] | None:
@@ -205,30 +207,30 @@ _Args = list[Node]
 
 
 def _compare(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return None if args[0].dtype not in _VALUES else [g.word("less", args[::-1], shape, dtype)]
+    return None if args[0].dtype not in _VALUES else [g.primitive("less", args[::-1], shape, dtype)]
 
 
 def _at_least(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return None if args[0].dtype not in _VALUES else [g.word("less_equal", args[::-1], shape, dtype)]
+    return None if args[0].dtype not in _VALUES else [g.primitive("less_equal", args[::-1], shape, dtype)]
 
 
 def _unequal(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     if args[0].dtype not in FLOATS:
         return None
-    return [g.word("logical_not", [g.word("equal", args, shape, "bool")], shape, dtype)]
+    return [g.primitive("logical_not", [g.primitive("equal", args, shape, "bool")], shape, dtype)]
 
 
 def _select(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     if len(args) != 3 or args[0].dtype != "bool" or dtype not in FLOATS:
         return None
-    return [g.word("where", [args[0], args[2], args[1]], shape, dtype)]
+    return [g.primitive("where", [args[0], args[2], args[1]], shape, dtype)]
 
 
 def _is_finite(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     if args[0].dtype not in FLOATS:
         return None
-    size = g.word("abs", args, shape, args[0].dtype)
-    return [g.word("less", [size, g.constant(math.inf)], shape, dtype)]
+    size = g.primitive("abs", args, shape, args[0].dtype)
+    return [g.primitive("less", [size, g.constant(math.inf)], shape, dtype)]
 
 
 def _integer_pow(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
@@ -245,19 +247,19 @@ def _pow(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
 
 
 def _clamp(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    return [g.word("clip", [args[1], args[0], args[2]], shape, dtype)] if dtype in FLOATS else None
+    return [g.primitive("clip", [args[1], args[0], args[2]], shape, dtype)] if dtype in FLOATS else None
 
 
 def _convert(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     return None if params.get("sharding") is not None else [g.cast(args[0], dtype)]
 
 
-def _reduce(word: str) -> Callable[..., _Made]:
+def _reduce(primitive: str) -> Callable[..., _Made]:
     def translate(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
         axes = tuple(params["axes"])
         if not axes or dtype not in FLOATS or params.get("out_sharding") is not None:
             return None
-        return [g.reduce(word, args[0], axes, False, dtype)]
+        return [g.reduce(primitive, args[0], axes, False, dtype)]
 
     return translate
 
@@ -317,5 +319,5 @@ _TRANSLATIONS: dict[str, Callable[..., _Made]] = {
     "slice": _slice, "split": _split, "concatenate": _concatenate, "dot_general": _dot_general,
     "pvary": _vary, "pcast": _vary,
     "copy": lambda g, args, params, shape, dtype: [args[0]],
-    **{name: _reduce(word) for name, word in _REDUCTIONS.items()},
+    **{name: _reduce(primitive) for name, primitive in _REDUCTIONS.items()},
 }  # fmt: skip

@@ -98,7 +98,7 @@ class Program:
                 ]
                 made.update(zip(unit.found.roots, unit.call(given), strict=True))
             else:
-                made[unit] = _of_words(unit, [of_node(arg) for arg in unit.args])
+                made[unit] = _of_primitives(unit, [of_node(arg) for arg in unit.args])
         return [read(value) for value in self.front.outputs]
 
     def _part(self, found: Found) -> Part:
@@ -164,7 +164,7 @@ class Program:
         return [each for each in made if each is not None]
 
     def _of_node(self, node: Node) -> Any:
-        """What makes a node: a word that the program does not have by itself is its own unit."""
+        """What makes a node: a primitive that the program does not have by itself is its own unit."""
         if node in self._replaced:
             return self._replaced[node]
         value = self.front.values.get(node)
@@ -177,11 +177,11 @@ def _reads(part: Part) -> Iterator[tuple[bool, tuple[Node, ...]]]:
         yield i == part.choice.product, leaf.node.args if i == part.choice.product else (leaf.node,)
 
 
-def _of_words(node: Node, args: Sequence[Any]) -> Any:
+def _of_primitives(node: Node, args: Sequence[Any]) -> Any:
     """The value of a node that no equation makes."""
     if node.op == "constant":
         return jnp.asarray(node.attr, node.dtype)
-    if node.op == "word":
+    if node.op == "primitive":
         return jnp.broadcast_to(REFERENCE[str(node.attr)](jnp, *args), node.shape).astype(node.dtype)
     if node.op == "transpose":
         return jnp.transpose(args[0], node.attr)
@@ -192,8 +192,8 @@ def _of_words(node: Node, args: Sequence[Any]) -> Any:
         left, right, batch = node.attr
         return jax.lax.dot_general(args[0], args[1], ((left, right), batch), preferred_element_type=node.dtype)
     if node.op == "reduce":
-        word, axes, keepdims = node.attr
-        return getattr(jnp, word)(args[0], axis=axes, keepdims=keepdims)
+        primitive, axes, keepdims = node.attr
+        return getattr(jnp, primitive)(args[0], axis=axes, keepdims=keepdims)
     if node.op == "broadcast":
         return jax.lax.broadcast_in_dim(args[0], node.shape, node.attr)
     return jnp.reshape(args[0], node.shape).astype(node.dtype)
@@ -207,7 +207,7 @@ def _is_invariant(found: Found, stop: Node) -> bool:
         kind, width = leaf.operand.kind, 12 if leaf.packed else 6
         shape = (*(3,) * kind.rows, *((width if kind.columns else 1,) if kind.rows or kind.columns else ()))
         arrays.append(rng.uniform(0.5, 1.5, shape))
-    if any(node.word in ("rotate_half", "group_sum", "group_max") for node in found.expression.nodes):
+    if any(node.primitive in ("rotate_half", "group_sum", "group_max") for node in found.expression.nodes):
         return False
     moved = [array + 0.75 * (leaf.node is stop) for array, leaf in zip(arrays, found.leaves, strict=True)]
     pairs = zip(evaluate(found.expression, np, arrays), evaluate(found.expression, np, moved), strict=True)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
 
-_WORDS = {
+_PRIMITIVES = {
     "neg": "negative", "silu": "silu", "sigmoid": "sigmoid", "tanh": "tanh", "exp": "exp", "exp2": "exp2", "log": "log",
     "log1p": "log1p", "sqrt": "sqrt", "rsqrt": "rsqrt", "reciprocal": "reciprocal", "relu": "relu", "abs": "abs",
     "sign": "sign", "floor": "floor", "erf": "erf", "square": "square", "logical_not": "logical_not",
@@ -129,17 +129,17 @@ class Front:
             return translate(self.graph, args, kwargs, shape, dtype)
         if dtype not in _VALUES or any(isinstance(a, Value) and a.dtype not in _VALUES for a in args):
             return None
-        if name in _WORDS:
-            return self.graph.word(_WORDS[name], [*map(self._operand, args)], shape, dtype)
+        if name in _PRIMITIVES:
+            return self.graph.primitive(_PRIMITIVES[name], [*map(self._operand, args)], shape, dtype)
         elementwise = _ELEMENTWISE.get(name)
         return None if elementwise is None else elementwise(self, args, kwargs, shape, dtype)
 
     def _operand(self, arg: Any) -> Value:
         return arg if isinstance(arg, Value) else self._constant(arg)
 
-    def word(self, name: str, args: Args, shape: Any, dtype: str) -> Value:
-        """A word of values and numbers."""
-        return self.graph.word(name, [*map(self._operand, args)], shape, dtype)
+    def primitive(self, name: str, args: Args, shape: Any, dtype: str) -> Value:
+        """A primitive of values and numbers."""
+        return self.graph.primitive(name, [*map(self._operand, args)], shape, dtype)
 
 
 def _is_fake(value: torch.Tensor) -> bool:
@@ -161,22 +161,24 @@ def _get(args: Args, kwargs: Any, place: int, name: str, default: Any = None) ->
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
-def _sum(word: str, turned: bool = False) -> Callable[..., Value]:
+def _sum(primitive: str, turned: bool = False) -> Callable[..., Value]:
     """A sum or a difference of two operands, the second one times ``alpha``."""
 
     def translate(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value:
         x, y = args[1::-1] if turned else args[:2]
         if (alpha := kwargs.get("alpha", 1)) != 1:
             scaled = x if turned else y
-            made = front.word("multiply", [scaled, alpha], scaled.shape if isinstance(scaled, Value) else (), dtype)
+            made = front.primitive(
+                "multiply", [scaled, alpha], scaled.shape if isinstance(scaled, Value) else (), dtype
+            )
             x, y = (made, y) if turned else (x, made)
-        return front.word(word, [x, y], shape, dtype)
+        return front.primitive(primitive, [x, y], shape, dtype)
 
     return translate
 
 
 def _divide(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
-    return None if kwargs.get("rounding_mode") else front.word("divide", args, shape, dtype)
+    return None if kwargs.get("rounding_mode") else front.primitive("divide", args, shape, dtype)
 
 
 def _power(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
@@ -186,18 +188,20 @@ def _power(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Val
 
 def _gelu(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value:
     form = _get(args, kwargs, 1, "approximate", "none")
-    return front.word("gelu_tanh" if form == "tanh" else "gelu", args[:1], shape, dtype)
+    return front.primitive("gelu_tanh" if form == "tanh" else "gelu", args[:1], shape, dtype)
 
 
 def _clamp(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value:
     low, high = _get(args, kwargs, 1, "min"), _get(args, kwargs, 2, "max")
     if low is not None and high is not None:
-        return front.word("clip", [args[0], low, high], shape, dtype)
-    return front.word("minimum" if low is None else "maximum", [args[0], high if low is None else low], shape, dtype)
+        return front.primitive("clip", [args[0], low, high], shape, dtype)
+    return front.primitive(
+        "minimum" if low is None else "maximum", [args[0], high if low is None else low], shape, dtype
+    )
 
 
 def _unequal(front: Front, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value:
-    return front.word("logical_not", [front.word("equal", args, shape, "bool")], shape, dtype)
+    return front.primitive("logical_not", [front.primitive("equal", args, shape, "bool")], shape, dtype)
 
 
 def _softmax(logarithm: bool) -> Callable[..., Value | None]:
@@ -207,12 +211,12 @@ def _softmax(logarithm: bool) -> Callable[..., Value | None]:
             return None
         graph = front.graph
         row = (*shape[:-1], 1)
-        shifted = graph.word("subtract", [x, graph.reduce("max", x, (-1,), True, dtype)], shape, dtype)
-        exponential = graph.word("exp", [shifted], shape, dtype)
+        shifted = graph.primitive("subtract", [x, graph.reduce("max", x, (-1,), True, dtype)], shape, dtype)
+        exponential = graph.primitive("exp", [shifted], shape, dtype)
         total = graph.reduce("sum", exponential, (-1,), True, dtype)
         if logarithm:
-            return graph.word("subtract", [shifted, graph.word("log", [total], row, dtype)], shape, dtype)
-        return graph.word("divide", [exponential, total], shape, dtype)
+            return graph.primitive("subtract", [shifted, graph.primitive("log", [total], row, dtype)], shape, dtype)
+        return graph.primitive("divide", [exponential, total], shape, dtype)
 
     return translate
 
@@ -227,10 +231,10 @@ _ELEMENTWISE: dict[str, Callable[..., Value | None]] = {
     "clamp": _clamp,
     "clamp_min": _clamp,
     "clamp_max": lambda front, args, kwargs, *rest: _clamp(front, (args[0], None, args[1]), {}, *rest),
-    "gt": lambda front, args, kwargs, *rest: front.word("less", args[::-1], *rest),
-    "ge": lambda front, args, kwargs, *rest: front.word("less_equal", args[::-1], *rest),
+    "gt": lambda front, args, kwargs, *rest: front.primitive("less", args[::-1], *rest),
+    "ge": lambda front, args, kwargs, *rest: front.primitive("less_equal", args[::-1], *rest),
     "ne": _unequal,
-    "masked_fill": lambda front, args, kwargs, *rest: front.word("where", [args[1], args[2], args[0]], *rest),
+    "masked_fill": lambda front, args, kwargs, *rest: front.primitive("where", [args[1], args[2], args[0]], *rest),
     "_softmax": _softmax(logarithm=False),
     "_log_softmax": _softmax(logarithm=True),
 }
@@ -267,13 +271,17 @@ def _slice(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Val
     return graph.slice(x, axis, first % size if first < 0 else first, last + size if last < 0 else last, step)
 
 
-def _reduce(word: str) -> Callable[..., Value | None]:
+def _reduce(primitive: str) -> Callable[..., Value | None]:
     def translate(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
         dims = _get(args, kwargs, 1, "dim")
         if dims is None or dtype not in FLOATS or args[0].dtype not in FLOATS:
             return None
         axes = [dims] if isinstance(dims, int) else list(dims)
-        return graph.reduce(word, args[0], axes, bool(_get(args, kwargs, 2, "keepdim", False)), dtype) if axes else None
+        return (
+            graph.reduce(primitive, args[0], axes, bool(_get(args, kwargs, 2, "keepdim", False)), dtype)
+            if axes
+            else None
+        )
 
     return translate
 
@@ -291,8 +299,8 @@ def _var(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value
 def _variance(graph: Graph, x: Value, keepdims: bool, dtype: str) -> tuple[Value, Value, Value]:
     """The variance of each row, its mean, and the differences from it."""
     mean = graph.reduce("mean", x, (-1,), True, dtype)
-    centred = graph.word("subtract", [x, mean], x.shape, dtype)
-    squares = graph.word("square", [centred], x.shape, dtype)
+    centred = graph.primitive("subtract", [x, mean], x.shape, dtype)
+    squares = graph.primitive("square", [centred], x.shape, dtype)
     return graph.reduce("mean", squares, (-1,), keepdims, dtype), mean, centred
 
 
@@ -308,13 +316,13 @@ def _bmm(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value
 def _addmm(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
     if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
         return None
-    return graph.word("add", [_mm(graph, args[1:], {}, shape, dtype), args[0]], shape, dtype)
+    return graph.primitive("add", [_mm(graph, args[1:], {}, shape, dtype), args[0]], shape, dtype)
 
 
 def _linear(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value:
     x, weight, bias = args[0], args[1], _get(args, kwargs, 2, "bias")
     made = graph.contract(x, weight, ((len(x.shape) - 1,), (1,)), shape, dtype)
-    return made if bias is None else graph.word("add", [made, bias], shape, dtype)
+    return made if bias is None else graph.primitive("add", [made, bias], shape, dtype)
 
 
 def _full(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
@@ -332,7 +340,7 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
     "expand": _expand, "broadcast_in_dim": _broadcast_in_dim, "permute": _permute, "transpose": _transpose,
     "t": _transpose, "slice": _slice, "var": _var, "mm": _mm, "bmm": _bmm, "addmm": _addmm, "linear": _linear,
     "full": _full, "scalar_tensor": _full, "cat": _concatenated,
-    **{name: _reduce(word) for name, word in _REDUCTIONS.items()},
+    **{name: _reduce(primitive) for name, primitive in _REDUCTIONS.items()},
 }  # fmt: skip
 
 
@@ -355,12 +363,14 @@ def _normalised(graph: Graph, args: Args, kwargs: Any, value: Any) -> Any:
         return None
     row = (*x.shape[:-1], 1)
     variance, mean, centred = _variance(graph, x, True, "float32")
-    rstd = graph.word("rsqrt", [graph.word("add", [variance, graph.constant(eps)], row, "float32")], row, "float32")
-    made = graph.word("multiply", [centred, rstd], x.shape, "float32")
+    rstd = graph.primitive(
+        "rsqrt", [graph.primitive("add", [variance, graph.constant(eps)], row, "float32")], row, "float32"
+    )
+    made = graph.primitive("multiply", [centred, rstd], x.shape, "float32")
     if weight is not None:
-        made = graph.word("multiply", [made, weight], x.shape, "float32")
+        made = graph.primitive("multiply", [made, weight], x.shape, "float32")
     if bias is not None:
-        made = graph.word("add", [made, bias], x.shape, "float32")
+        made = graph.primitive("add", [made, bias], x.shape, "float32")
     return graph.cast(made, dtype_of(value[0])), mean, rstd
 
 

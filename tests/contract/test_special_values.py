@@ -1,4 +1,4 @@
-"""Every word at special numbers, values and gradients: as the framework's own functions have them."""
+"""Every primitive at special numbers, values and gradients: as the framework's own functions have them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from tests.contract.adapters import Adapter
 from tests.ops import special
 
-WORDS = special.words(None, None)
+PRIMITIVES = special.primitives(None, None)
 NOT_OURS = {"torch": special.NOT_TORCH, "jax": special.NOT_JAX}
 if find_spec("torch") is not None and tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
     NOT_OURS["torch"] = special.NOT_TORCH_2_15
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("name", PRIMITIVES)
 def test_values_and_gradients(adapter: Adapter, name: str) -> None:
-    word = WORDS[name]
-    arrays = [special.ROWS] if word.rows else special.pairs(len(word.operands))
-    theirs = special.words(*((adapter.torch, None) if adapter.name == "torch" else (None, adapter.jax)))[name]
-    functions = adapter.ours.fused(word.ours, name="special"), getattr(theirs, adapter.name)
+    primitive = PRIMITIVES[name]
+    arrays = [special.ROWS] if primitive.rows else special.pairs(len(primitive.operands))
+    theirs = special.primitives(*((adapter.torch, None) if adapter.name == "torch" else (None, adapter.jax)))[name]
+    functions = adapter.ours.fused(primitive.ours, name="special"), getattr(theirs, adapter.name)
     given, names = adapter.arrays(arrays), ("out", "dx", "dy", "dz")
     found, wanted = ({}, {})
     for function, into in zip(functions, (found, wanted), strict=True):
@@ -35,9 +35,11 @@ def test_values_and_gradients(adapter: Adapter, name: str) -> None:
         unsure = special.is_subnormal(*arrays)
     elif getattr(adapter, "device", "cpu") == "cuda":  # a kernel's reciprocals take subnormal numbers for 0
         unsure = special.is_subnormal(*arrays) | special.is_huge(*arrays)
-    unsure = unsure.any(-1, keepdims=True) if word.rows else unsure
+    unsure = unsure.any(-1, keepdims=True) if primitive.rows else unsure
     for what, ours in found.items():
         wrong = special.differ(ours, wanted[what]) & ~unsure
         if (name, what) in NOT_OURS[adapter.name]:
             wrong &= ~NOT_OURS[adapter.name][name, what](*arrays)
-        assert not wrong.any(), special.told(name, what, wrong, arrays if not word.rows else [], ours, wanted[what])
+        assert not wrong.any(), special.told(
+            name, what, wrong, arrays if not primitive.rows else [], ours, wanted[what]
+        )

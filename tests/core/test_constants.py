@@ -411,7 +411,7 @@ def test_what_is_expected_is_what_the_function_wrote(monkeypatch: pytest.MonkeyP
     np.testing.assert_allclose(found, exact, rtol=1e-12, atol=1e-15)
     testing.check(op, {"x": x}, {}, testing.run_reference(op, {"x": x}, {}))
     recognised = parse(text_of(trace(nearly, {"x": "*m n"})))
-    assert [node.word for node in recognised.nodes] == ["operand", "gelu"]
+    assert [node.primitive for node in recognised.nodes] == ["operand", "gelu"]
     with pytest.raises(AssertionError, match="output out"):
         testing.check(op, {"x": x}, {}, evaluate(recognised, np, [x]))
 

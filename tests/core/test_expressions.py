@@ -17,9 +17,9 @@ from cute_ops.declaration.case import Case
 from cute_ops.expressions import TraceError, differentiate, digest, evaluate, gelu, parse, text_of, trace
 from cute_ops.expressions.derivative import DERIVATIVE
 from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES
+from cute_ops.expressions.primitives import FUNCTIONS, PRIMITIVES
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.stages import split, stages
-from cute_ops.expressions.words import FUNCTIONS, WORDS
 from cute_ops.tools import gradient
 
 TILES = {"x": "*m n", "y": "*m n"}
@@ -119,7 +119,7 @@ SLOPE = math.sqrt(2 / math.pi)
 
 
 @pytest.mark.parametrize(
-    ("word", "function"),
+    ("primitive", "function"),
     [
         ("silu", lambda xp, x: x * xp.sigmoid(x)), ("silu", lambda xp, x: x / (1 + xp.exp(-x))),
         ("silu", lambda xp, x: x * (1 / (1 + xp.exp(-x)))), ("sigmoid", lambda xp, x: 1 / (1 + xp.exp(-x))),
@@ -135,8 +135,8 @@ SLOPE = math.sqrt(2 / math.pi)
         ("rsqrt", lambda xp, x: 1 / xp.sqrt(x)), ("rsqrt", lambda xp, x: xp.reciprocal(x**0.5)),
     ],
 )  # fmt: skip
-def test_what_is_recognised(word: str, function: Callable[..., Any]) -> None:
-    assert written(function) == f"e1(t) {word} 0 -> 1"
+def test_what_is_recognised(primitive: str, function: Callable[..., Any]) -> None:
+    assert written(function) == f"e1(t) {primitive} 0 -> 1"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_only_looks_alike_is_not(function: Callable[..., Any]) -> None:
     assert evaluate(parse(text), np, [x])[0] == pytest.approx(function(_Numbers, x), rel=1e-12)
 
 
-def test_looking_for_a_word_takes_no_time() -> None:
+def test_looking_for_a_primitive_takes_no_time() -> None:
     def function(xp: Any, x: Any) -> Any:
         shared, product = x, x + 1
         for _ in range(30):
@@ -183,22 +183,22 @@ class _Numbers:
         return np.vectorize(math.erf)(x)
 
 
-def test_every_word_is_in_every_table() -> None:
-    device = (Path(cute_ops.expressions.__file__).parents[1] / "kernels" / "emit" / "words.py").read_text()
+def test_every_primitive_is_in_every_table() -> None:
+    device = (Path(cute_ops.expressions.__file__).parents[1] / "kernels" / "emit" / "primitives.py").read_text()
     named = set(re.findall(r'^    "(\w+)": ', device.partition("\nDEVICE = ")[2], re.MULTILINE))
-    others = {name for name, word in WORDS.items() if word.reduces or word.grouped}
-    assert REFERENCE.keys() == DERIVATIVE.keys() == WORDS.keys() == named | others
+    others = {name for name, primitive in PRIMITIVES.items() if primitive.reduces or primitive.grouped}
+    assert REFERENCE.keys() == DERIVATIVE.keys() == PRIMITIVES.keys() == named | others
     with pytest.raises(AttributeError, match="no attribute 'cumsum'"):
         _ = cute_ops.expressions.cumsum
 
 
-@pytest.mark.parametrize("word", FUNCTIONS)
-def test_a_word_is_a_function_of_symbols_arrays_and_numbers(word: str) -> None:
-    function = getattr(cute_ops.expressions, word)
-    assert written(lambda xp, x: function(x)) == f"e1(t) {word} 0 -> 1"
+@pytest.mark.parametrize("primitive", FUNCTIONS)
+def test_a_primitive_is_a_function_of_symbols_arrays_and_numbers(primitive: str) -> None:
+    function = getattr(cute_ops.expressions, primitive)
+    assert written(lambda xp, x: function(x)) == f"e1(t) {primitive} 0 -> 1"
     x = np.asarray([0.25, 2.0])
     assert function(x) == pytest.approx([function(0.25), function(2.0)])
-    assert function(x) == pytest.approx(evaluate(parse(f"e1(r) {word} 0 -> 1"), np, [x])[0])
+    assert function(x) == pytest.approx(evaluate(parse(f"e1(r) {primitive} 0 -> 1"), np, [x])[0])
 
 
 def test_outputs_are_rounded_once_and_values_are_float32() -> None:
@@ -221,7 +221,7 @@ def test_float8_saturates() -> None:
     assert evaluate(expression, np, [x])[0] == pytest.approx([448, -448, 448, 16, np.nan], nan_ok=True)
 
 
-def test_the_cost_is_the_sum_of_the_words() -> None:
+def test_the_cost_is_the_sum_of_the_primitives() -> None:
     assert trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"}).cost == (2, 18)
 
 
@@ -235,7 +235,7 @@ def test_the_cost_is_the_sum_of_the_words() -> None:
         ("e2(t) -> 0", "its format is 'e2'"),
         ("e1(q) -> 0", "'q' is no operand"), ("e1(t) -> 1", "'1' stands for nothing"), ("e1(2t) -> 0", "is packed"),
         ("e1(t) -> 0[:n]", "is not packed"), ("e1(t) add 0 2; exp 0 -> 1", "'2' stands for nothing"),
-        ("e1(t) system 0 -> 1", "'system' is no word"),
+        ("e1(t) system 0 -> 1", "'system' is no primitive"),
         ("e1(t) add 0 -> 1", r"add takes \(float32, float32\), got \(float32\)"),
         ("e1(t) logical_not 0 -> 1", r"takes \(bool\), got \(float32\)"),
         ("e1(t) astype 0 float64 -> 1", "belong to astype"),
@@ -303,7 +303,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: max(x, 0), "Python's control flow on a value", "xp.maximum"),
     (lambda xp, x: 0 < x < 1, "Python's control flow on a value", "xp.logical_and"),
     (lambda xp, x: x > 0 and x, "Python's control flow on a value", "xp.logical_and"),
-    (lambda xp, x: float(x), "float() of a value", "write the word of xp"),
+    (lambda xp, x: float(x), "float() of a value", "write the function of xp"),
     (lambda xp, x: math.exp(x), "float() of a value", "as xp.exp for math.exp"),
     (lambda xp, x: math.floor(x), "rounding a value", "write xp.floor(x)"),
     (lambda xp, x: int(x), "int() of a value", "write xp.floor(x)"),
@@ -318,13 +318,13 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: x * len(x.shape), "a shape", "write shape[-1]"),
     (lambda xp, x: x if x.shape[-1] > 4 else -x, "a decision on the length of a row", "one expression serves"),
     (lambda xp, x: range(x.shape[-1]), "a decision on the length of a row", "one expression serves"),
-    (lambda xp, x: xp.cumsum(x), "xp.cumsum is no word (did you mean sum?)", "words are functions of single elements"),
-    (lambda xp, x: xp.sigmiod(x), "xp.sigmiod is no word (did you mean sigmoid?)", "words are functions"),
-    (lambda xp, x: xp.linalg.norm(x), "xp.linalg is no word", "words are functions"),
-    (lambda xp, x: xp.argmin(x, **ROW), "xp.argmin is no word", "xp.sum, xp.mean, xp.max and xp.min of rows"),
-    (lambda xp, x: xp.isnan(x), "xp.isnan is no word", "write x != x"),
-    (lambda xp, x: xp.nonzero(x), "xp.nonzero is no word", "shapes may not depend on values"),
-    (lambda xp, x: x + xp.zeros_like(x), "xp.zeros_like is no word", "write the number itself"),
+    (lambda xp, x: xp.cumsum(x), "xp.cumsum is no primitive (did you mean sum?)", "primitives are functions of"),
+    (lambda xp, x: xp.sigmiod(x), "xp.sigmiod is no primitive (did you mean sigmoid?)", "primitives are functions"),
+    (lambda xp, x: xp.linalg.norm(x), "xp.linalg is no primitive", "primitives are functions"),
+    (lambda xp, x: xp.argmin(x, **ROW), "xp.argmin is no primitive", "xp.sum, xp.mean, xp.max and xp.min of rows"),
+    (lambda xp, x: xp.isnan(x), "xp.isnan is no primitive", "write x != x"),
+    (lambda xp, x: xp.nonzero(x), "xp.nonzero is no primitive", "shapes may not depend on values"),
+    (lambda xp, x: x + xp.zeros_like(x), "xp.zeros_like is no primitive", "write the number itself"),
     (lambda xp, x: xp.sum(x), "xp.sum of anything but whole rows", "write xp.sum(x, axis=-1, keepdims=True)"),
     (lambda xp, x: xp.max(x, 0), "xp.max of anything but whole rows", "or xp.maximum(x, y)"),
     (lambda xp, x: xp.min(x, -1), "xp.min of anything but whole rows", "or xp.minimum(x, y)"),
@@ -343,16 +343,16 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: 3**x, "a power of another number than 2 and e", "write xp.exp(x * math.log(base))"),
     (lambda xp, x: x // 2, "// of a value", "write xp.floor(x / y)"),
     (lambda xp, x: x @ x, "a product of matrices", "write what happens to its result"),
-    (lambda xp, x: xp.astype(x, xp.int32), "xp.int32 is no word", "words are functions"),
+    (lambda xp, x: xp.astype(x, xp.int32), "xp.int32 is no primitive", "primitives are functions"),
     (lambda xp, x: xp.astype(x, np.float64), "astype to float64", "values are computed in float32"),
     (lambda xp, x: x.sum(), ".sum of a value", "write xp.sum(x)"),
-    (lambda xp, x: x.T, ".T of a value", "write a word of xp"),
+    (lambda xp, x: x.T, ".T of a value", "write a function of xp"),
     (lambda xp, x: x + ARRAY, "add of a numpy array of shape (4,), which is no operand", "make it a parameter"),
     (lambda xp, x: ARRAY * x, "multiply of a numpy array of shape (4,), which is no operand", "make it a parameter"),
     (lambda xp, x: np.exp(x), "numpy.exp of a value", "write xp.exp"),
     (lambda xp, x: np.where(x > 0, x, 0), "numpy.where of a value", "write xp.where"),
-    (lambda xp, x: np.sort(x), "numpy.sort of a value", "write the word of xp that does it"),
-    (lambda xp, x: np.asarray(x), "numpy.asarray of a value", "write the word of xp that does it"),
+    (lambda xp, x: np.sort(x), "numpy.sort of a value", "write the function of xp that does it"),
+    (lambda xp, x: np.asarray(x), "numpy.asarray of a value", "write the function of xp that does it"),
     (lambda xp, x: 1.0, "it returns a value that depends on no operand", "return a value or a tuple of values"),
     (lambda xp, x: 1 / x.shape[-1], "it returns a value that depends on no operand", "return a value"),
     (lambda xp, x: None, "it returns a NoneType", "return a value or a tuple of values"),
@@ -370,7 +370,7 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: xp.group_mean(x, 0), "xp.group_sum of groups of 0 columns", "write xp.group_sum(x, 64)"),
     (lambda xp, x: xp.rotate_half(x, "a"), "xp.rotate_half of groups of 'a' columns", "write xp.rotate_half(x, 64)"),
     (lambda xp, x: xp.clip(), "TypeError: xp.clip() missing 1 required positional argument: 'x'", "as xp.exp(x)"),
-    (lambda xp, x: xp(x), "TypeError: 'xp' object is not callable", "write words as xp.exp(x)"),
+    (lambda xp, x: xp(x), "TypeError: 'xp' object is not callable", "write functions as xp.exp(x)"),
     (lambda xp, x: xp.sum(), "xp.sum of anything but whole rows", "write xp.sum(x, axis=-1, keepdims=True)"),
     (lambda xp, x: x * x.shape[-1] ** 2, "the length of a row in TypeError: unsupported", "use +, -, * and / on it"),
 ]  # fmt: skip
@@ -403,7 +403,7 @@ def swallows_everything(xp: Any, x: Any) -> Any:
     return x * scale
 
 
-def swallows_a_word(xp: Any, x: Any) -> Any:
+def swallows_a_primitive(xp: Any, x: Any) -> Any:
     try:
         return xp.fft(x)
     except TypeError:
@@ -414,7 +414,7 @@ def swallows_a_word(xp: Any, x: Any) -> Any:
     ("function", "what"),
     [
         (swallows_a_condition, "Python's control flow on a value"), (swallows_everything, "float() of a value"),
-        (swallows_a_word, "xp.fft is no word"),
+        (swallows_a_primitive, "xp.fft is no primitive"),
     ],
 )  # fmt: skip
 def test_what_a_function_catches_is_refused_all_the_same(function: Callable[..., Any], what: str) -> None:
@@ -491,9 +491,9 @@ def test_a_derivative_reads_only_what_it_needs() -> None:
     assert found.expression.outputs[0] == found.expression.outputs[1]
 
 
-@pytest.mark.parametrize("word", ["tanh", "exp", "sigmoid", "sqrt", "rsqrt", "reciprocal", "relu"])
-def test_a_saved_output_is_read_instead(word: str) -> None:
-    expression = trace(lambda xp, x, y: getattr(xp, word)(x + y), TILES)
+@pytest.mark.parametrize("primitive", ["tanh", "exp", "sigmoid", "sqrt", "rsqrt", "reciprocal", "relu"])
+def test_a_saved_output_is_read_instead(primitive: str) -> None:
+    expression = trace(lambda xp, x, y: getattr(xp, primitive)(x + y), TILES)
     assert [s.role for s in differentiate(expression, saved=[0]).sources] == ["cotangent", "output"]
     assert [s.role for s in differentiate(expression).sources] == ["operand", "operand", "cotangent"]
 
@@ -558,7 +558,7 @@ def softmax(xp: Any, x: Any) -> Any:
 def test_reductions_that_do_not_wait_are_taken_together(function: Any, forward: Any, backward: Any) -> None:
     expression = trace(function, {"x": "*m n"})
     for each, wanted in ((expression, forward), (differentiate(expression, sum_columns=True).expression, backward)):
-        assert [sorted(each.nodes[i].word for i in stage) for stage in stages(each)] == wanted
+        assert [sorted(each.nodes[i].primitive for i in stage) for stage in stages(each)] == wanted
 
 
 def log_sum_exp(xp: Any, x: Any) -> Any:
@@ -580,8 +580,10 @@ def log_sum_exp(xp: Any, x: Any) -> Any:
 def test_a_maximum_whose_gradient_cancels_has_none(function: Any, cancels: bool) -> None:
     op = fused(function, operands={"x": "*m n"}, name="function")
     gradient.check(op, Case("", {"m": (3,), "n": 5}))
-    words = {node.word for node in differentiate(trace(function, {"x": "*m n"}), sum_columns=True).expression.nodes}
-    assert ("equal" not in words) == cancels
+    primitives = {
+        node.primitive for node in differentiate(trace(function, {"x": "*m n"}), sum_columns=True).expression.nodes
+    }
+    assert ("equal" not in primitives) == cancels
 
 
 def test_what_is_too_large_is_not_taken_apart() -> None:

@@ -1,4 +1,4 @@
-"""Expressions in kernels: what words' device functions compute, and that they compile, at the cost that is declared."""
+"""Expressions in kernels: what primitives' device functions compute, and that they compile, at the declared cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cute_ops import FLOATS, Array, Op, Tensor, fused
 from cute_ops.autotune.dispatch import choose
 from cute_ops.declaration.binding import bind
 from cute_ops.expressions import differentiate, evaluate, text_of, trace
-from cute_ops.expressions.words import ROUNDS_TO, WORDS
+from cute_ops.expressions.primitives import PRIMITIVES, ROUNDS_TO
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
@@ -25,7 +25,7 @@ from cute_ops.testing import interpreter
 from cute_ops.testing.kernel_calls import interpreted
 from cute_ops.tools import sass
 
-POINTWISE = [name for name, word in WORDS.items() if not (word.reduces or word.grouped)]
+POINTWISE = [name for name, primitive in PRIMITIVES.items() if not (primitive.reduces or primitive.grouped)]
 WIDE = {"x": "*m n", "bias": "n", "scale": "*m 1", "packed": "*m 2n"}
 
 
@@ -41,19 +41,19 @@ def computed(emitter: Any, text: str, *given: Any, **options: Any) -> list[np.nd
     return [np.asarray(x) for x in emitter(text)(*(kind(x) for kind, x in zip(kinds, given, strict=True)), **options)]
 
 
-@pytest.mark.parametrize("word", [name for name in POINTWISE if name != "astype"])
-def test_device_functions_are_the_references(word: str, emitter: Any) -> None:
+@pytest.mark.parametrize("primitive", [name for name in POINTWISE if name != "astype"])
+def test_device_functions_are_the_references(primitive: str, emitter: Any) -> None:
     """Large and small arguments too, infinities and NaN; logarithms and roots of positive ones."""
-    takes, rng = WORDS[word].takes, np.random.default_rng(0)
+    takes, rng = PRIMITIVES[primitive].takes, np.random.default_rng(0)
     near, far = rng.standard_normal(4000), rng.standard_normal(400) * 10.0 ** rng.integers(-12, 13, 400)
     floats = np.concatenate([near, far, [0.0, np.inf, -np.inf, np.nan]]).astype(np.float32)
-    if word in ("log", "log1p", "sqrt", "rsqrt"):
+    if primitive in ("log", "log1p", "sqrt", "rsqrt"):
         floats = np.abs(floats)
     given = [rng.permutation(floats) if i else floats for i in range(len(takes))]
     given = [x > 0 if letter == "b" else x for x, letter in zip(given, takes, strict=True)]
     names = "xyz"[: len(takes)]
     shapes = {name: "bool n" if letter == "b" else "n" for name, letter in zip(names, takes, strict=True)}
-    expression = trace(lambda xp, **values: getattr(xp, word)(*values.values()), shapes)
+    expression = trace(lambda xp, **values: getattr(xp, primitive)(*values.values()), shapes)
     (found,) = computed(emitter, text_of(expression), *given)
     with np.errstate(all="ignore"):
         wide = [x if x.dtype == bool else x.astype(np.float64) for x in given]
@@ -63,23 +63,29 @@ def test_device_functions_are_the_references(word: str, emitter: Any) -> None:
         return
     # Not what float32 has no number for, and not infinite arguments, which a formula may multiply by 0.
     kept = (np.abs(exact) < 3e38) & (np.abs(exact) > 1e-30) & np.all([np.isfinite(x) for x in wide], axis=0)
-    tail = word in ("gelu", "gelu_tanh", "ndtr", "sigmoid", "silu")  # its exponential is rounded before it is taken
+    tail = primitive in (
+        "gelu",
+        "gelu_tanh",
+        "ndtr",
+        "sigmoid",
+        "silu",
+    )  # its exponential is rounded before it is taken
     assert kept.sum() > 2000
     np.testing.assert_allclose(found[kept], exact[kept], rtol=5e-6 if tail else 1e-6)
-    if word in ("minimum", "maximum", "relu", "clip", "where", "abs", "negative", "sign"):
+    if primitive in ("minimum", "maximum", "relu", "clip", "where", "abs", "negative", "sign"):
         assert np.array_equal(found, exact.astype(np.float32), equal_nan=True)
 
 
-@pytest.mark.parametrize("word", ["exp", "tanh", "softplus"])
-def test_short_device_functions_are_right_to_17_bits(word: str, emitter: Any) -> None:
+@pytest.mark.parametrize("primitive", ["exp", "tanh", "softplus"])
+def test_short_device_functions_are_right_to_17_bits(primitive: str, emitter: Any) -> None:
     """Tanh loses no more of 1 than 2 units in the last place, as a derivative's ``1 - tanh(x)**2`` needs."""
     x = np.concatenate([np.linspace(-100, 88, 20001), np.geomspace(1e-30, 88, 2001), [0.0, np.inf, -np.inf, np.nan]])
     x = x.astype(np.float32)
-    device = importlib.import_module("cute_ops.kernels.emit.words").SHORT_DEVICE[word]
-    exactly = partial(np.logaddexp, 0) if word == "softplus" else getattr(np, word)
+    device = importlib.import_module("cute_ops.kernels.emit.primitives").SHORT_DEVICE[primitive]
+    exactly = partial(np.logaddexp, 0) if primitive == "softplus" else getattr(np, primitive)
     found, exact = np.asarray(device(interpreter.Float32(x))), exactly(x.astype(np.float64))
     np.testing.assert_allclose(found, exact, rtol=2**-17, atol=1e-37)
-    if word == "tanh":
+    if primitive == "tanh":
         np.testing.assert_allclose(found, exact, rtol=0, atol=2**-22)
 
 
@@ -89,9 +95,9 @@ def test_short_device_functions_are_right_to_17_bits(word: str, emitter: Any) ->
 def test_outputs_of_16_bits_take_short_device_functions(dtype: str, table: str, emitter: Any) -> None:
     op = fused(lambda xp, x: xp.tanh(x), operands={"x": "*m n"}, name="tanh_of_x")
     variant = choose(bind(op, {"x": Array((64, 4096), dtype)}), {}, parse("sm_90a")).variant
-    words = importlib.import_module("cute_ops.kernels.emit.words")
+    primitives = importlib.import_module("cute_ops.kernels.emit.primitives")
     kernel = importlib.import_module("cute_ops.kernels.rows.pointwise").FusedPointwise(variant)
-    assert kernel.emit.device is getattr(words, table)
+    assert kernel.emit.device is getattr(primitives, table)
 
 
 @pytest.mark.parametrize("dtype", ROUNDS_TO)
@@ -151,24 +157,28 @@ def variant(text: str) -> Variant:
     return choose(bind(op, arrays, {"expression": text}), {}, parse("sm_90a")).variant
 
 
-def every_word(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
-    """All words, no two of which have an instruction in common."""
+def every_primitive(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
+    """All primitives, no two of which have an instruction in common."""
     n, least, some = packed.shape[-1] // 2, scale, x > bias
-    for i, word in enumerate(POINTWISE):
+    for i, primitive in enumerate(POINTWISE):
         floats = [x + float(i), bias, packed[..., n:]]
         bools = [floats[0] > scale, packed[..., :n] > scale]
-        if word == "astype":
+        if primitive == "astype":
             values = [xp.astype(floats[0] * (2.0 + j), dtype) for j, dtype in enumerate(ROUNDS_TO)]
         else:
-            values = [getattr(xp, word)(*((bools if letter == "b" else floats).pop(0) for letter in WORDS[word].takes))]
+            values = [
+                getattr(xp, primitive)(
+                    *((bools if letter == "b" else floats).pop(0) for letter in PRIMITIVES[primitive].takes)
+                )
+            ]
         for value in values:
             least, some = (least, some | value) if value.dtype == "bool" else (xp.minimum(least, value), some)
     return xp.where(some, least, packed[..., :n])
 
 
-def test_every_word_compiles_at_its_cost(instructions: Callable[[str], list[str]]) -> None:
-    expression = trace(every_word, WIDE)
-    assert {node.word for node in expression.nodes} >= set(POINTWISE)
+def test_every_primitive_compiles_at_its_cost(instructions: Callable[[str], list[str]]) -> None:
+    expression = trace(every_primitive, WIDE)
+    assert {node.primitive for node in expression.nodes} >= set(POINTWISE)
     names = [name.partition(".")[0] for name in instructions(text_of(expression))]
     slow = sum(names.count(name) for name in ("MUFU", "F2F", "FRND"))
     assert slow == expression.cost[0] - (len(ROUNDS_TO) - 1)  # of the roundings only bfloat16's
@@ -179,13 +189,13 @@ def gated(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
     return (xp.silu(packed[..., :n]) * packed[..., n:] + x + bias) * scale
 
 
-@pytest.mark.parametrize("word", ["gelu", "gelu_tanh", "silu"])
-def test_expressions_and_derivatives_compile(word: str, instructions: Callable[[str], list[str]]) -> None:
+@pytest.mark.parametrize("primitive", ["gelu", "gelu_tanh", "silu"])
+def test_expressions_and_derivatives_compile(primitive: str, instructions: Callable[[str], list[str]]) -> None:
     def scaled(xp: Any, x: Any, bias: Any, scale: Any) -> Any:
-        return getattr(xp, word)(x + bias) * scale
+        return getattr(xp, primitive)(x + bias) * scale
 
     derivative = differentiate(trace(scaled, {"x": "*m n", "bias": "n", "scale": "*m 1"}))
     assert [source.role for source in derivative.sources] == ["operand", "operand", "operand", "cotangent"]
     for expression in (trace(gated, WIDE), derivative.expression):
         names = [name.partition(".")[0] for name in instructions(text_of(expression))]
-        assert names.count("MUFU") == 2  # a word and its derivative share an exponential and a reciprocal
+        assert names.count("MUFU") == 2  # a primitive and its derivative share an exponential and a reciprocal

@@ -14,7 +14,7 @@ import pytest
 
 from cute_ops.expressions import differentiate, evaluate, parse, text_of, trace
 from cute_ops.expressions.derivative import Derivative, worth_saving
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 from tests.ops.random_programs import FLOATS, OPERANDS, ROW, Program, program
 
 M, N = (2, 3), 5
@@ -23,11 +23,11 @@ COUNT, CHUNK = 500, 100
 
 
 @cache
-def torch_words() -> Mapping[str, Any]:
+def torch_primitives() -> Mapping[str, Any]:
     torch = pytest.importorskip("torch")  # here: of pytest's processes, one may do
     functional = torch.nn.functional
     return {
-        **{name: getattr(torch, name) for name in WORDS if hasattr(torch, name)},
+        **{name: getattr(torch, name) for name in PRIMITIVES if hasattr(torch, name)},
         "equal": torch.eq, "gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "ndtr": torch.special.ndtr, "silu": functional.silu,
         "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)), "max": lambda x: torch.amax(x, -1, True),
@@ -37,11 +37,11 @@ def torch_words() -> Mapping[str, Any]:
 
 
 @cache
-def jax_words() -> Mapping[str, Any]:
+def jax_primitives() -> Mapping[str, Any]:
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     return {
-        **{name: getattr(jnp, name) for name in WORDS if hasattr(jnp, name)},
+        **{name: getattr(jnp, name) for name in PRIMITIVES if hasattr(jnp, name)},
         **{name: getattr(jax.nn, name) for name in ("relu", "sigmoid", "silu", "softplus")},
         "erf": jax.lax.erf, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": jax.nn.gelu,
         "ndtr": jax.scipy.special.ndtr, "rsqrt": jax.lax.rsqrt, "max": lambda x: jnp.max(x, -1, keepdims=True),
@@ -96,7 +96,7 @@ def test_values_and_gradients_are_torch_s(start: int) -> None:
         tensors = {name: torch.from_numpy(a) for name, a in given.items()}
         for name in FLOATS:
             tensors[name].requires_grad_()
-        wanted = made(torch_words(), tensors, N)
+        wanted = made(torch_primitives(), tensors, N)
         found = evaluate(expression, np, list(given.values()))
         for value, tensor in zip(found, wanted, strict=True):
             close(value, tensor.detach(), 1e-9)
@@ -131,7 +131,7 @@ def test_gradients_that_read_sums() -> None:
     for seed in range(60):
         expression, given = program(seed).traced(), [*arrays(seed).values()]
         tiles = [i for i, kind in enumerate(expression.kinds) if str(kind) == "t"]
-        more = [i for i in tiles if expression.nodes[i].word in ("add", "subtract", "multiply")]
+        more = [i for i in tiles if expression.nodes[i].primitive in ("add", "subtract", "multiply")]
         expression = expression._replace(outputs=(*expression.outputs, *more)[:8])
         outputs = evaluate(expression, np, given)
         cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(outputs)]
@@ -166,7 +166,7 @@ def test_values_are_the_same_in_all_namespaces(start: int) -> None:
 @pytest.mark.slow
 def test_float32_is_near_in_all_namespaces() -> None:
     steep = {"floor", "sign", "less", "less_equal", "equal"}
-    smooth = [s for s in range(100) if not steep & {step.word for step in program(s).steps}]
+    smooth = [s for s in range(100) if not steep & {step.primitive for step in program(s).steps}]
     for seed in smooth:
         expression = program(seed).traced()
         exact = evaluate(expression, np, list(arrays(seed).values()))
@@ -188,7 +188,7 @@ def test_gradients_are_jax_s() -> None:
             expression = made.traced()
 
             def run(*floats: Any, made: Program = made, mask: Any = given["mask"]) -> Any:
-                return made(jax_words(), {**dict(zip(FLOATS, floats, strict=True)), "mask": mask}, N)
+                return made(jax_primitives(), {**dict(zip(FLOATS, floats, strict=True)), "mask": mask}, N)
 
             values, pull = jax.vjp(run, *(jax.numpy.asarray(given[name]) for name in FLOATS))
             cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(values)]
@@ -225,32 +225,39 @@ def test_what_is_broadcast_in_a_row_is_summed_over_it(function: Any) -> None:
         close(mine[i], gradient, 1e-12)
 
 
-@pytest.mark.parametrize("word", ["silu", "gelu", "gelu_tanh", "sigmoid", "softplus", "tanh", "relu", "erf", "ndtr"])
-def test_derivatives_do_not_overflow(word: str) -> None:
+@pytest.mark.parametrize(
+    "primitive", ["silu", "gelu", "gelu_tanh", "sigmoid", "softplus", "tanh", "relu", "erf", "ndtr"]
+)
+def test_derivatives_do_not_overflow(primitive: str) -> None:
     x = np.asarray([-1e36, -1e13, -200, 200, 1e13, 1e36], np.float32)
-    derivative = differentiate(trace(lambda xp, x: getattr(xp, word)(x), {"x": "n"}))
+    derivative = differentiate(trace(lambda xp, x: getattr(xp, primitive)(x), {"x": "n"}))
     with np.errstate(over="ignore"):
         (found,) = evaluate(derivative.expression, np, [x, np.ones_like(x)][: len(derivative.sources)])
-    right = float(word not in ("sigmoid", "tanh", "erf", "ndtr"))
+    right = float(primitive not in ("sigmoid", "tanh", "erf", "ndtr"))
     assert found == pytest.approx([0, 0, 0, right, right, right], abs=1e-30)
 
 
 @pytest.mark.parametrize(
-    "word", [name for name, word in WORDS.items() if "f" in word.takes and word.gives == "f" and not word.grouped]
+    "primitive",
+    [
+        name
+        for name, primitive in PRIMITIVES.items()
+        if "f" in primitive.takes and primitive.gives == "f" and not primitive.grouped
+    ],
 )
-def test_every_word_s_derivative_is_that_of_differences(word: str) -> None:
-    takes = WORDS[word].takes.replace("b", "")
+def test_every_primitive_s_derivative_is_that_of_differences(primitive: str) -> None:
+    takes = PRIMITIVES[primitive].takes.replace("b", "")
     names = ["x", "y", "z"][: len(takes)]
 
     def function(xp: Any, **given: Any) -> Any:
         args = [given[name] for name in names]
-        if WORDS[word].reduces:
-            return getattr(xp, word)(*args, axis=-1, keepdims=True)
-        if word == "astype":
+        if PRIMITIVES[primitive].reduces:
+            return getattr(xp, primitive)(*args, axis=-1, keepdims=True)
+        if primitive == "astype":
             return xp.astype(*args, xp.bfloat16)
-        if word == "clip":
+        if primitive == "clip":
             args = [args[0], args[1] - 0.5, args[2]]
-        return getattr(xp, word)(*([args[0] > 1.1] if word == "where" else []), *args)
+        return getattr(xp, primitive)(*([args[0] > 1.1] if primitive == "where" else []), *args)
 
     expression = trace(function, dict.fromkeys(names, "*m n"))
     rng, step = np.random.default_rng(3), 1e-6

@@ -14,9 +14,9 @@ from cute_ops.autotune.dispatch import choose
 from cute_ops.autotune.space import objection
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.case import Case
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.stages import awaited, stages
 from cute_ops.expressions.text import parse as parse_text
-from cute_ops.expressions.words import WORDS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
@@ -152,15 +152,15 @@ def test_gradients(op: Op, lead: tuple[int, ...]) -> None:
 def smooth(seed: int) -> Op | None:
     """An op of a random expression with reductions, without steps; None of another one."""
     program = random_programs.program(seed)
-    words = {step.word for step in program.steps}
-    if words & {"floor", "sign", "less", "less_equal", "equal"} or not words & {*random_programs.REDUCTIONS}:
+    primitives = {step.primitive for step in program.steps}
+    if primitives & {"floor", "sign", "less", "less_equal", "equal"} or not primitives & {*random_programs.REDUCTIONS}:
         return None
 
     def function(xp: Any, x: Any, y: Any, bias: Any, scale: Any, s: Any, packed: Any) -> Any:
         given = {"x": x, "y": y, "bias": bias, "scale": scale, "s": s, "packed": packed, "mask": y > 0}
         named: dict[str, Any] = {
-            name: partial(getattr(xp, name), **ROW) if word.reduces else getattr(xp, name)
-            for name, word in WORDS.items()
+            name: partial(getattr(xp, name), **ROW) if primitive.reduces else getattr(xp, name)
+            for name, primitive in PRIMITIVES.items()
         }
         return program(named, given, packed.shape[-1] // 2)
 

@@ -15,22 +15,24 @@ from cute_ops.fusion.match import meaning_of
 ROWS = (2, 3, 8)
 
 
-def word(g: Graph, name: str, *args: Node) -> Node:
+def primitive(g: Graph, name: str, *args: Node) -> Node:
     shape = max((a.shape for a in args), key=lambda shape: (len(shape), [-(size == 1) for size in shape]))
-    return g.word(name, args, shape, args[0].dtype)
+    return g.primitive(name, args, shape, args[0].dtype)
 
 
 def rms(g: Graph, x: Node, keepdims: bool = True) -> Node:
-    mean = g.reduce("mean", word(g, "square", x), (-1,), keepdims, "float32")
-    r = word(g, "rsqrt", word(g, "add", mean, g.constant(1e-6)))
-    return word(g, "multiply", x, r if keepdims else g.reshape(r, (2, 3, 1)))
+    mean = g.reduce("mean", primitive(g, "square", x), (-1,), keepdims, "float32")
+    r = primitive(g, "rsqrt", primitive(g, "add", mean, g.constant(1e-6)))
+    return primitive(g, "multiply", x, r if keepdims else g.reshape(r, (2, 3, 1)))
 
 
 NORMS = {
-    "kept dims": lambda g, x, w: word(g, "multiply", rms(g, x), w),
-    "squeezed": lambda g, x, w: word(g, "multiply", w, rms(g, x, keepdims=False)),
-    "narrow in between": lambda g, x, w: word(g, "multiply", w, g.cast(g.cast(rms(g, x), "bfloat16"), "float32")),
-    "weight first": lambda g, x, w: word(g, "multiply", word(g, "multiply", x, w), word(g, "divide", rms(g, x), x)),
+    "kept dims": lambda g, x, w: primitive(g, "multiply", rms(g, x), w),
+    "squeezed": lambda g, x, w: primitive(g, "multiply", w, rms(g, x, keepdims=False)),
+    "narrow in between": lambda g, x, w: primitive(g, "multiply", w, g.cast(g.cast(rms(g, x), "bfloat16"), "float32")),
+    "weight first": lambda g, x, w: primitive(
+        g, "multiply", primitive(g, "multiply", x, w), primitive(g, "divide", rms(g, x), x)
+    ),
 }
 
 
@@ -54,7 +56,7 @@ def test_one_meaning_has_one_text(how: str) -> None:
 def test_exact_text_keeps_roundings() -> None:
     g = Graph()
     x, w = g.input(ROWS, "bfloat16"), g.input((8,), "bfloat16")
-    g.outputs = [word(g, "multiply", w, g.cast(rms(g, g.cast(x, "float32")), "bfloat16"))]
+    g.outputs = [primitive(g, "multiply", w, g.cast(rms(g, g.cast(x, "float32")), "bfloat16"))]
     assert analyse(g).found[0].meaning is not None
     (exact,) = analyse(g, exact=True).found
     assert exact.meaning is None
@@ -111,9 +113,9 @@ def test_meanings_differ_by_their_numbers() -> None:
 def test_what_comparisons_read_stays_rounded() -> None:
     g = Graph()
     x = g.input(ROWS, "bfloat16")
-    y = word(g, "multiply", x, g.constant(3.0))
-    more = g.word("less", [g.constant(1.0), y], ROWS, "bool")
-    g.outputs = [g.word("where", [more, word(g, "tanh", y), x], ROWS, "bfloat16")]
+    y = primitive(g, "multiply", x, g.constant(3.0))
+    more = g.primitive("less", [g.constant(1.0), y], ROWS, "bool")
+    g.outputs = [g.primitive("where", [more, primitive(g, "tanh", y), x], ROWS, "bfloat16")]
     (found,) = analyse(g).found
     assert "astype 1 bfloat16; less 1.0 2" in found.text
 
@@ -122,9 +124,9 @@ def test_regions_never_wait_for_each_other() -> None:
     """A value that leaves a region and comes back by a product is computed in a region of its own."""
     g = Graph()
     x, w = g.input(ROWS, "float32"), g.input((8, 8), "float32")
-    first = word(g, "tanh", word(g, "square", x))
+    first = primitive(g, "tanh", primitive(g, "square", x))
     product = g.contract(first, w, ((2,), (0,)), ROWS, "float32")
-    g.outputs = [word(g, "add", word(g, "silu", product), first)]
+    g.outputs = [primitive(g, "add", primitive(g, "silu", product), first)]
     analysis = analyse(g)
     assert [found.text for found in analysis.found] == ["e1(t) square 0; tanh 1 -> 2", "e1(t,t) silu 0; add 1 2 -> 3"]
     assert analysis.products(analysis.found[1]) == [[leaf.node for leaf in analysis.found[1].leaves].index(product)]
@@ -156,7 +158,7 @@ def layers(count: int) -> Graph:
     for _ in range(count):
         y = rms(g, x)
         y = g.contract(y, w, ((2,), (0,)), ROWS, "float32")
-        x = word(g, "add", x, word(g, "multiply", word(g, "silu", y), word(g, "tanh", y)))
+        x = primitive(g, "add", x, primitive(g, "multiply", primitive(g, "silu", y), primitive(g, "tanh", y)))
     g.outputs = [x]
     return g
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from cute_ops.expressions import evaluate
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.reference import REFERENCE
-from cute_ops.expressions.words import WORDS
 from cute_ops.fusion import Found, Graph, analyse
 from cute_ops.fusion.choose import choose
 from cute_ops.fusion.express import COLUMNS, Leaf
@@ -49,12 +49,12 @@ def value(node: Node, values: dict[Node, Any]) -> Any:
     args = [values[arg] for arg in node.args]
     if node.op == "constant":
         return np.asarray(node.attr, bool if node.dtype == "bool" else np.float64)
-    if node.op == "word":
+    if node.op == "primitive":
         name, more = node.attr if isinstance(node.attr, tuple) else (node.attr, None)
         return np.broadcast_to(REFERENCE[name](np, *args, *([] if more is None else [more])), node.shape)
     if node.op == "reduce":
-        word, axes, keepdims = node.attr
-        return getattr(np, word)(args[0], axis=axes, keepdims=keepdims)
+        primitive, axes, keepdims = node.attr
+        return getattr(np, primitive)(args[0], axis=axes, keepdims=keepdims)
     if node.op == "broadcast":
         there = [1] * len(node.shape)
         for dim, size in zip(node.attr, args[0].shape, strict=True):
@@ -88,8 +88,8 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
     def pick() -> Node:
         return tiles[-1] if rng.random() < 0.5 else tiles[int(rng.integers(0, len(tiles)))]
 
-    def word(name: str, *args: Node) -> Node:
-        return g.word(name, args, (B, T, N), "float32")
+    def primitive(name: str, *args: Node) -> Node:
+        return g.primitive(name, args, (B, T, N), "float32")
 
     def number() -> Node:
         return g.constant(float(rng.choice([0.5, 1.0, 2.0, -0.3, 1.702, 0.044715])))
@@ -98,7 +98,7 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
         keepdims = bool(rng.random() < 0.5)
         row = g.reduce(str(rng.choice(["mean", "sum", "max", "min"])), tile, (-1,), keepdims, "float32")
         if rng.random() < 0.5:
-            row = g.word("tanh", [row], row.shape, "float32")
+            row = g.primitive("tanh", [row], row.shape, "float32")
         return (
             row
             if keepdims
@@ -109,47 +109,47 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
 
     def norm(tile: Node) -> Node:
         if rng.random() < 0.4:
-            tile = word("subtract", tile, g.reduce("mean", tile, (-1,), True, "float32"))
-        mean = g.reduce("mean", word("square", tile), (-1,), True, "float32")
-        row = g.word("add", [mean, g.constant(1e-3)], (B, T, 1), "float32")
+            tile = primitive("subtract", tile, g.reduce("mean", tile, (-1,), True, "float32"))
+        mean = g.reduce("mean", primitive("square", tile), (-1,), True, "float32")
+        row = g.primitive("add", [mean, g.constant(1e-3)], (B, T, 1), "float32")
         if rng.random() < 0.5:
-            made = word("divide", tile, g.word("sqrt", [row], (B, T, 1), "float32"))
+            made = primitive("divide", tile, g.primitive("sqrt", [row], (B, T, 1), "float32"))
         else:
-            made = word("multiply", g.word("rsqrt", [row], (B, T, 1), "float32"), tile)
-        made = word("multiply", made, weight) if rng.random() < 0.7 else made
-        return word("add", bias, made) if rng.random() < 0.3 else made
+            made = primitive("multiply", g.primitive("rsqrt", [row], (B, T, 1), "float32"), tile)
+        made = primitive("multiply", made, weight) if rng.random() < 0.7 else made
+        return primitive("add", bias, made) if rng.random() < 0.3 else made
 
     def softmax(tile: Node) -> Node:
-        e = word("exp", word("subtract", tile, g.reduce("max", tile, (-1,), True, "float32")))
-        return word("divide", e, g.reduce("sum", e, (-1,), True, "float32"))
+        e = primitive("exp", primitive("subtract", tile, g.reduce("max", tile, (-1,), True, "float32")))
+        return primitive("divide", e, g.reduce("sum", e, (-1,), True, "float32"))
 
     def halves(of: Node) -> Node:
-        return word(str(rng.choice(_TWO)), word("silu", g.slice(of, 2, 0, N)), g.slice(of, 2, N, 2 * N))
+        return primitive(str(rng.choice(_TWO)), primitive("silu", g.slice(of, 2, 0, N)), g.slice(of, 2, N, 2 * N))
 
     def rotated(tile: Node) -> Node:
         low, high = g.slice(tile, 2, 0, N // 2), g.slice(tile, 2, N // 2, N)
-        turned = g.word("negative", [high], high.shape, "float32")
-        return word("multiply", g.concat([turned, low], 2, (B, T, N)), bias)
+        turned = g.primitive("negative", [high], high.shape, "float32")
+        return primitive("multiply", g.concat([turned, low], 2, (B, T, N)), bias)
 
     def rows(tile: Node) -> Node:
         shape = (B * T, N) if rng.random() < 0.5 else (B, 1, T, N)
         both = [g.reshape(tile, shape), g.reshape(pick(), shape)]
-        return g.reshape(g.word("multiply", both, shape, "float32"), (B, T, N))
+        return g.reshape(g.primitive("multiply", both, shape, "float32"), (B, T, N))
 
     def turned(tile: Node) -> Node:
         other = g.transpose(tile, (1, 0, 2))
-        return g.transpose(g.word("tanh", [other], other.shape, "float32"), (1, 0, 2))
+        return g.transpose(g.primitive("tanh", [other], other.shape, "float32"), (1, 0, 2))
 
     def modulated(tile: Node) -> Node:
-        shift = g.word("silu", [batch], (B, N), "float32")
-        return word("multiply", tile, g.broadcast(g.reshape(shift, (B, 1, N)), (B, T, N), (0, 1, 2)))
+        shift = g.primitive("silu", [batch], (B, N), "float32")
+        return primitive("multiply", tile, g.broadcast(g.reshape(shift, (B, 1, N)), (B, T, N), (0, 1, 2)))
 
     def chosen(tile: Node) -> Node:
-        return word("where", g.word("less", [scale, g.constant(0.1)], (B, T, 1), "bool"), tile, pick())
+        return primitive("where", g.primitive("less", [scale, g.constant(0.1)], (B, T, 1), "bool"), tile, pick())
 
     def bools(tile: Node) -> Node:
-        both = g.word("logical_and", [g.word("less", [x, y], (B, T, N), "bool")] * 2, (B, T, N), "bool")
-        return word("add", tile, g.cast(both, "float32"))
+        both = g.primitive("logical_and", [g.primitive("less", [x, y], (B, T, N), "bool")] * 2, (B, T, N), "bool")
+        return primitive("add", tile, g.cast(both, "float32"))
 
     root = g.constant(math.sqrt(0.5))  # of GELU
 
@@ -157,16 +157,18 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
         return g.contract(of, by, ((2,), (0,)), (B, T, by.shape[1]), "float32")  # type: ignore[arg-type]
 
     kinds: list[Callable[[Node], Node]] = [
-        lambda t: word(str(rng.choice(_ONE)), t), lambda t: word(str(rng.choice(_TWO)), t, pick()),
-        lambda t: word(str(rng.choice(_TWO)), t, number()), lambda t: word("multiply", t, weight),
-        lambda t: word("divide", t, word("add", g.constant(1.0), word("square", pick()))),
-        lambda t: word("multiply", t, reduced(pick())), lambda t: word("add", reduced(pick()), t),
+        lambda t: primitive(str(rng.choice(_ONE)), t), lambda t: primitive(str(rng.choice(_TWO)), t, pick()),
+        lambda t: primitive(str(rng.choice(_TWO)), t, number()), lambda t: primitive("multiply", t, weight),
+        lambda t: primitive("divide", t, primitive("add", g.constant(1.0), primitive("square", pick()))),
+        lambda t: primitive("multiply", t, reduced(pick())), lambda t: primitive("add", reduced(pick()), t),
         lambda t: g.cast(g.cast(t, "bfloat16"), "float32"), norm, norm, softmax, rows, turned, modulated, chosen, bools,
-        lambda t: word("add", product(t, square), bias), lambda t: product(t, square),
+        lambda t: primitive("add", product(t, square), bias), lambda t: product(t, square),
         lambda t: halves(product(t, packed)), lambda t: halves(wide), rotated, lambda t: rotated(product(t, square)),
         lambda t: g.opaque("cumsum", [t], (B, T, N), "float32"),
-        lambda t: word("subtract", t, g.reduce("mean", t, (0,), True, "float32")),
-        lambda t: word("multiply", t, word("add", g.constant(1.0), word("erf", word("multiply", t, root)))),
+        lambda t: primitive("subtract", t, g.reduce("mean", t, (0,), True, "float32")),
+        lambda t: primitive(
+            "multiply", t, primitive("add", g.constant(1.0), primitive("erf", primitive("multiply", t, root)))
+        ),
     ]  # fmt: skip
     for _ in range(int(rng.integers(2, 14))):
         tiles.append(kinds[int(rng.integers(0, len(kinds)))](pick()))
@@ -227,8 +229,8 @@ def test_found_expressions_compute_what_the_graph_does(first: int) -> None:
     assert sum(check(seed) for seed in range(first, first + CHUNK)) > CHUNK
 
 
-def test_every_word_is_drawn_or_has_no_front_end() -> None:
-    assert {name for name in (*_ONE, *_TWO) if name != "erfc"} <= WORDS.keys()
+def test_every_primitive_is_drawn_or_has_no_front_end() -> None:
+    assert {name for name in (*_ONE, *_TWO) if name != "erfc"} <= PRIMITIVES.keys()
 
 
 if __name__ == "__main__":

@@ -75,16 +75,16 @@ def test_a_float_without_bounds_is_refused() -> None:
 
 
 def _drawn(draw: random.Random, values: list[Any], bools: list[Any], xp: Any) -> None:
-    """Add one value, a word of drawn ones."""
+    """Add one value, a primitive of drawn ones."""
     x, y = draw.choice(values), draw.choice(values)
     number = draw.choice([-3.0, -0.5, 0.0, 0.25, 1.0, 2.0, 100.0])
-    words: list[Callable[[], Any]] = [
+    primitives: list[Callable[[], Any]] = [
         lambda: x + y, lambda: x - y, lambda: x * number, lambda: x * y * 2.0**-10, lambda: -x, lambda: xp.abs(x),
         lambda: xp.square(x) * 2.0**-10, lambda: xp.floor(x * 0.125), lambda: xp.minimum(x, y), lambda: xp.sign(x),
         lambda: xp.maximum(x, number), lambda: xp.clip(x, -50.0, 50.0), lambda: x / (number or 7.0),
         lambda: xp.where(draw.choice(bools), x, y),
     ]  # fmt: skip
-    values.append(words[draw.randrange(len(words))]())
+    values.append(primitives[draw.randrange(len(primitives))]())
     a, b = draw.choice(values), draw.choice([*values, number])
     compared = draw.choice([lambda: a < b, lambda: a <= b, lambda: a == b])()
     both = xp.logical_and if draw.random() < 0.5 else xp.logical_or

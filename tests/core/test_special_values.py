@@ -1,4 +1,4 @@
-"""Every word at NaN, infinities, zeros, subnormal and the largest numbers, in the kernels' arithmetic."""
+"""Every primitive at NaN, infinities, zeros, subnormal and the largest numbers, in the kernels' arithmetic."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import pytest
 
 from cute_ops import Op, fused, testing
 from cute_ops.expressions import differentiate, evaluate, trace
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import compact
 from cute_ops.testing import kernel_calls
 from tests.ops import special
 
-TABLE = special.words(None, None)
+TABLE = special.primitives(None, None)
 
 
-def test_every_word_is_swept() -> None:
+def test_every_primitive_is_swept() -> None:
     """But for those that look at groups of columns, the maximum of which is tested below."""
     found: set[str] = set()
-    for word in TABLE.values():
-        expression = trace(word.ours, dict.fromkeys(word.operands, "*m n"))
+    for primitive in TABLE.values():
+        expression = trace(primitive.ours, dict.fromkeys(primitive.operands, "*m n"))
         nodes = [*expression.nodes, *differentiate(expression).expression.nodes]
-        found |= {node.word for node in nodes}
-    assert {*WORDS} - found == {"rotate_half", "group_sum", "group_max", "astype"}
+        found |= {node.primitive for node in nodes}
+    assert {*PRIMITIVES} - found == {"rotate_half", "group_sum", "group_max", "astype"}
 
 
-def calls_of(word: special.Word, dtype: str) -> list[tuple[Op, dict[str, np.ndarray]]]:
+def calls_of(primitive: special.Primitive, dtype: str) -> list[tuple[Op, dict[str, np.ndarray]]]:
     """The op and its gradient, with special numbers."""
-    op = fused(word.ours, operands=dict.fromkeys(word.operands, "*m n"), name="special")
-    arrays = [special.ROWS] if word.rows else special.pairs(len(word.operands))
+    op = fused(primitive.ours, operands=dict.fromkeys(primitive.operands, "*m n"), name="special")
+    arrays = [special.ROWS] if primitive.rows else special.pairs(len(primitive.operands))
     given = {name: testing.as_dtype(a, dtype) for name, a in zip(op.inputs, arrays, strict=True)}
     outputs = dict(zip(op.outputs, testing.run_reference(op, given, {}), strict=True))
     known = given | outputs | {f"d{name}": np.full_like(out, 1.5) for name, out in outputs.items()}
@@ -67,9 +67,9 @@ def gradients(function: Any, *arrays: Any) -> list[Any]:
 
 def test_what_is_chosen_where_frameworks_differ() -> None:
     nan, one, inf = (np.full((1, 2), x, np.float32) for x in (np.nan, 1.0, np.inf))
-    for word in ("minimum", "maximum"):  # as torch: both get all of it; JAX gives none to both
+    for primitive in ("minimum", "maximum"):  # as torch: both get all of it; JAX gives none to both
         for x, y in ((nan, one), (one, nan), (nan, nan)):
-            found = gradients(lambda xp, x, y, word=word: getattr(xp, word)(x, y), x, y)
+            found = gradients(lambda xp, x, y, primitive=primitive: getattr(xp, primitive)(x, y), x, y)
             assert all((g == 1).all() for g in found)
     (found,) = gradients(lambda xp, x: xp.relu(x), nan)
     assert (found == 1).all()

@@ -12,7 +12,7 @@ from cute_ops import Case, Op, fused, testing
 from cute_ops.declaration.shapes import FLOATS as DTYPES
 from cute_ops.expressions import evaluate, reference, trace
 from cute_ops.expressions.graph import Expression
-from cute_ops.expressions.words import WORDS
+from cute_ops.expressions.primitives import PRIMITIVES
 
 OPERANDS = {"x": "*m n", "y": "*m n", "bias": "n", "scale": "*m 1", "s": "", "packed": "*m 2n", "mask": "bool *m n"}
 FLOATS = [name for name in OPERANDS if name != "mask"]
@@ -26,9 +26,9 @@ NEAR = {
 
 
 class Step(NamedTuple):
-    """A word of earlier values; a number stands for itself."""
+    """A primitive of earlier values; a number stands for itself."""
 
-    word: str
+    primitive: str
     args: tuple[int | float, ...]
 
 
@@ -38,19 +38,19 @@ class Program(NamedTuple):
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
 
-    def __call__(self, words: Mapping[str, Any], given: Mapping[str, Any], n: Any) -> tuple[Any, ...]:
+    def __call__(self, primitives: Mapping[str, Any], given: Mapping[str, Any], n: Any) -> tuple[Any, ...]:
         values = [given[name] for name in FLOATS if name != "packed"]
         values += [given["packed"][..., :n], given["packed"][..., n:], given["mask"]]
-        for word, args in self.steps:
+        for primitive, args in self.steps:
             read = [values[x] if isinstance(x, int) else x for x in args]
-            values.append(OPERATORS[word](*read) if word in OPERATORS else words[word](*read))
+            values.append(OPERATORS[primitive](*read) if primitive in OPERATORS else primitives[primitive](*read))
         return tuple(values[i] for i in self.outputs)
 
     def written(self, xp: Any, **given: Any) -> tuple[Any, ...]:
         """As a user writes it."""
-        words: dict[str, Any] = {name: getattr(xp, name) for name in WORDS if not WORDS[name].reduces}
-        words |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in REDUCTIONS}
-        return self(words, given, given["packed"].shape[-1] // 2)
+        primitives: dict[str, Any] = {name: getattr(xp, name) for name in PRIMITIVES if not PRIMITIVES[name].reduces}
+        primitives |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in REDUCTIONS}
+        return self(primitives, given, given["packed"].shape[-1] // 2)
 
     def traced(self) -> Expression:
         return trace(self.written, OPERANDS)
@@ -61,9 +61,9 @@ OPERATORS: Mapping[str, Any] = {
     "divide": lambda x, y: x / (y * y + 1.5), "plus": lambda x: x + 0.3, "negative": lambda x: -x,
     "cube": lambda x: x**3,
 }  # fmt: skip
-REDUCTIONS = [name for name, word in WORDS.items() if word.reduces]
+REDUCTIONS = [name for name, primitive in PRIMITIVES.items() if primitive.reduces]
 UNARY = [
-    *(n for n, word in WORDS.items() if word.takes == "f" and not (word.reduces or word.grouped or n == "astype")),
+    *(n for n, p in PRIMITIVES.items() if p.takes == "f" and not (p.reduces or p.grouped or n == "astype")),
     "cube",
 ]  # fmt: skip
 
@@ -73,10 +73,10 @@ def program(seed: int) -> Program:
     floats, bools, columns = list(range(7)), [7], {0, 1, 2, 5, 6}  # of the values; those that have columns
     steps: list[Step] = []
 
-    def add(word: str, *args: int | float) -> int:
-        steps.append(Step(word, args))
+    def add(primitive: str, *args: int | float) -> int:
+        steps.append(Step(primitive, args))
         new = 7 + len(steps)
-        if word not in REDUCTIONS and any(isinstance(x, int) and x in columns for x in args):
+        if primitive not in REDUCTIONS and any(isinstance(x, int) and x in columns for x in args):
             columns.add(new)
         return new
 
@@ -87,20 +87,20 @@ def program(seed: int) -> Program:
     while len(steps) < rng.integers(3, 14):
         choice = rng.random()
         if choice < 0.45:
-            word, x = str(rng.choice(UNARY)), some(floats)
-            for before in NEAR.get(word, []):
+            primitive, x = str(rng.choice(UNARY)), some(floats)
+            for before in NEAR.get(primitive, []):
                 x = add(before, x)
-            floats.append(add(word, x))
+            floats.append(add(primitive, x))
         elif choice < 0.75:
-            word = str(rng.choice(["add", "subtract", "multiply", "divide", "minimum", "maximum"]))
-            constant = word not in ("minimum", "maximum") and rng.random() < 0.3
+            primitive = str(rng.choice(["add", "subtract", "multiply", "divide", "minimum", "maximum"]))
+            constant = primitive not in ("minimum", "maximum") and rng.random() < 0.3
             floats.append(
-                add(word, some(floats), float(rng.choice([1, -1, 2, 0.25, 0.7, -3])) if constant else some(floats))
+                add(primitive, some(floats), float(rng.choice([1, -1, 2, 0.25, 0.7, -3])) if constant else some(floats))
             )
         elif choice < 0.83:
             comparison = str(rng.choice(["less", "less_equal", "equal", "logical_and", "logical_or", "logical_not"]))
             pool = bools if comparison.startswith("logical") else floats
-            bools.append(add(comparison, *(some(pool) for _ in WORDS[comparison].takes)))
+            bools.append(add(comparison, *(some(pool) for _ in PRIMITIVES[comparison].takes)))
         elif choice < 0.9:
             floats.append(add("where", some(bools), some(floats), some(floats)))
         elif choice < 0.93:
@@ -137,9 +137,9 @@ class Drawn(NamedTuple):
         return found
 
     def more(self, call: int) -> Iterator[dict[str, Any]]:
-        """Inputs like those of a call, by which the reference's loss is measured. Meanwhile its words in float32 are
-        off by up to :data:`UNITS`, as device functions are: this is what an expression of them may lose. Equal values
-        stay equal.
+        """Inputs like those of a call, by which the reference's loss is measured. Meanwhile its primitives in float32
+        are off by up to :data:`UNITS`, as device functions are: this is what an expression of them may lose. Equal
+        values stay equal.
         """
         table: dict[str, Any] = reference.REFERENCE  # type: ignore[assignment]
         exact = {name: table[name] for name in ROUNDED}
@@ -147,7 +147,7 @@ class Drawn(NamedTuple):
         try:
             for salt, arrays in enumerate([*[self.arrays] * 8, *draws]):
                 given = self.calls(arrays, salt)[call][1]
-                table.update({name: _moved(word, 7919 * salt) for name, word in exact.items()})
+                table.update({name: _moved(primitive, 7919 * salt) for name, primitive in exact.items()})
                 yield given
                 table.update(exact)
         finally:
@@ -169,7 +169,7 @@ def drawn(seed: int, count: int) -> Iterator[Drawn]:
         if not all(kind.rows for kind in expression.output_kinds):
             continue
         # Kernels of rows are others than those of elements.
-        pool = pools[any(node.word in REDUCTIONS for node in expression.nodes)]
+        pool = pools[any(node.primitive in REDUCTIONS for node in expression.nodes)]
         pool.append(one)
         if len(pool) < TOGETHER:
             continue
@@ -221,8 +221,8 @@ def decides_clearly(one: Program, arrays: Mapping[str, np.ndarray]) -> bool:
         )
         if not all(np.isfinite(value).all() for value in low):
             return False
-        for word, args in one.steps:
-            for distance in DISTANCES.get(word, ()):
+        for primitive, args in one.steps:
+            for distance in DISTANCES.get(primitive, ()):
                 near, right = (
                     distance(*(values[x] if isinstance(x, int) else x for x in args)) for values in (low, exact)
                 )
@@ -238,7 +238,7 @@ def _lead(x: np.ndarray) -> np.ndarray:
     return two[..., -1] - two[..., 0] if two.shape[-1] == 2 else np.ones(x.shape[:-1])
 
 
-# How far an element is from where its word, or that one's derivative, jumps.
+# How far an element is from where its primitive, or that one's derivative, jumps.
 DISTANCES: Mapping[str, Sequence[Callable[..., np.ndarray]]] = {
     **{name: [lambda x: x] for name in ("abs", "relu", "sign")},
     **{name: [np.subtract] for name in ("equal", "less", "less_equal", "maximum", "minimum")},
@@ -248,14 +248,14 @@ DISTANCES: Mapping[str, Sequence[Callable[..., np.ndarray]]] = {
     "min": [lambda x: _lead(-x)],
 }
 
-# Words whose device functions lose up to so many units in the last place: 2 in the hardware's, which ours combine.
+# Primitives whose device functions lose up to so many units in the last place: 2 in the hardware's, which ours combine.
 ROUNDED = ["divide", *(n for n in UNARY if n not in ("abs", "cube", "floor", "negative", "relu", "sign", "square"))]
 UNITS = 4
 
 
-def _moved(word: Callable[..., Any], salt: int) -> Callable[..., Any]:
+def _moved(primitive: Callable[..., Any], salt: int) -> Callable[..., Any]:
     def run(xp: Any, *args: Any) -> Any:
-        value = word(xp, *args)
+        value = primitive(xp, *args)
         if value.dtype != np.float32:
             return value
         mixed = (value.view(np.uint32) + np.uint32(salt)) * np.uint32(2654435761)

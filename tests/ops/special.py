@@ -1,4 +1,4 @@
-"""Special numbers, and each word of expressions as a function of them and in the words of both frameworks."""
+"""Special numbers, and each primitive of expressions as a function of them and in the primitives of both frameworks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROWS = np.array(
 )  # fmt: skip
 
 
-class Word(NamedTuple):
-    """A word, or what is written with some.
+class Primitive(NamedTuple):
+    """A primitive, or what is written with some.
 
     Attributes:
         ours: the function to trace, of up to three operands.
-        torch, jax: the same in these frameworks' words.
+        torch, jax: the same in these frameworks' primitives.
         rows: whether it reduces rows.
     """
 
@@ -68,14 +68,14 @@ def power(k: float) -> Function:
     return lambda xp, x: x**k
 
 
-def words(torch: Any, jax: Any) -> dict[str, Word]:
+def primitives(torch: Any, jax: Any) -> dict[str, Primitive]:
     """The table, for these modules; either may be None."""
     jnp = jax and jax.numpy
     functional = torch and torch.nn.functional
-    made: dict[str, Word] = {}
+    made: dict[str, Primitive] = {}
 
     def same(name: str, function: Function, rows: bool = False) -> None:
-        made[name] = Word(
+        made[name] = Primitive(
             function,
             lambda *a: function(_Named(torch, functional), *a),
             lambda *a: function(_Named(jnp, jax.nn, jax.lax), *a),
@@ -150,7 +150,7 @@ def is_huge(*arrays: Any) -> Any:
 
 
 Where = Callable[..., Any]
-# Where a value or a gradient is not the framework's: docs/fused.md has the reasons. By word, and ``out`` or ``dx``.
+# Where a value or a gradient is not the framework's: docs/fused.md says why. By primitive, and ``out`` or ``dx``.
 NOT_TORCH: dict[tuple[str, str], Where] = {
     ("sign", "out"): is_nan, ("abs", "dx"): is_nan, ("gelu", "out"): lambda x: x > 2.0**127,
     ("gelu_tanh", "dx"): lambda x: np.abs(x) > 2.0**60, ("power -0.5", "dx"): lambda x: (x == 0) | np.isinf(x),
@@ -161,7 +161,7 @@ NOT_JAX: dict[tuple[str, str], Where] = {
     ("silu", "dx"): lambda x: np.abs(x) > 2.0**127, ("gelu_tanh", "dx"): lambda x: np.abs(x) > 2.0**60,
     ("divide", "dy"): lambda x, y: (np.abs(y) > 2.0**60) | (np.abs(y) < 2.0**-60),
     ("clip", "dx"): lambda x: (x == -1.5) | (x == 2),
-    **{(word, f"d{each}"): is_nan for word in ("minimum", "maximum") for each in "xy"},
+    **{(primitive, f"d{each}"): is_nan for primitive in ("minimum", "maximum") for each in "xy"},
     **{("clip between", f"d{x}"): lambda x, y, z: is_nan(x, y, z) | ~(y < z) | (x == y) | (x == z) for x in "xyz"},
     **{(f"power {k}", what): lambda x: (x == 0) | (x == -np.inf) for k in (0.5, -0.5) for what in ("out", "dx")},
 }  # fmt: skip

@@ -5,7 +5,7 @@ from cutlass import Float32
 
 from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.kernels.emit.emitter import computed
-from cute_ops.kernels.emit.words import COMBINE, DEVICE, NEUTRAL
+from cute_ops.kernels.emit.primitives import COMBINE, DEVICE, NEUTRAL
 from cute_ops.kernels.lib.copy import fragment
 
 
@@ -42,18 +42,18 @@ class AccumulatorEmitter:
     def _reduce_groups(self, accumulators, operands, chunk, groups):
         """Reduce the groups of columns that a chunk lies in; four lanes have those of a row."""
         nodes = self.expression.nodes
-        for i, size in [(i, int(node.value)) for i, node in enumerate(nodes) if node.word in REDUCTIONS]:
-            word = nodes[i].word.removeprefix("group_")
+        for i, size in [(i, int(node.value)) for i, node in enumerate(nodes) if node.primitive in REDUCTIONS]:
+            primitive = nodes[i].primitive.removeprefix("group_")
             for group in sorted({c // size for c in chunk.tile_columns} - {group for j, group in groups if i == j}):
                 results = []
                 for r in range(2):
-                    x = Float32(NEUTRAL[word])
+                    x = Float32(NEUTRAL[primitive])
                     for column in range(group * size, (group + 1) * size, 8):
                         for j in range(2):
                             shift = column - chunk.tile_columns[0]
                             element = Element(self, (accumulators, operands, groups), chunk, 2 * r + j, shift)
-                            x = COMBINE[word](x, element(nodes[i].args[0]))
-                    results.append(cute.arch.warp_reduction(x, COMBINE[word], threads_in_group=4))
+                            x = COMBINE[primitive](x, element(nodes[i].args[0]))
+                    results.append(cute.arch.warp_reduction(x, COMBINE[primitive], threads_in_group=4))
                 groups[i, group] = results
 
 
@@ -77,14 +77,14 @@ class Element:
         expression = self.emitter.expression
         node, column = expression.nodes[i], self.chunk.tile_columns[self.v // 4] + self.shift
         distance = self.shift + partner(column, rotate)
-        if node.word == "operand" and node.operand == 0:
+        if node.primitive == "operand" and node.operand == 0:
             return self.accumulators(int(node.half == "[n:]"), self.v, distance)
-        if node.word == "operand":
+        if node.primitive == "operand":
             return self.operands[node.operand, node.half, rotate if expression.kinds[i].columns else 0](self.v)
-        if node.word == "rotate_half":
+        if node.primitive == "rotate_half":
             x = self(node.args[0], int(node.value))
             return x if partner(column, int(node.value)) < 0 else x * -1.0
-        if node.word in REDUCTIONS:
+        if node.primitive in REDUCTIONS:
             return self.groups[i, column // int(node.value)][self.v // 2 % 2]
         at = self.chunk.columns[self.v // 4] + self.v % 2 + distance
         args = [self(arg, rotate) for arg in node.args]

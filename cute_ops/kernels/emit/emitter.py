@@ -3,7 +3,7 @@
 from cutlass import Boolean, Float32
 
 from cute_ops.expressions.text import parse
-from cute_ops.kernels.emit.words import DEVICE
+from cute_ops.kernels.emit.primitives import DEVICE
 
 
 class Emitter:
@@ -26,7 +26,7 @@ class Emitter:
         values = []
         for node in self.expression.nodes:
             args = [values[i] for i in node.args]
-            if node.word == "operand":
+            if node.primitive == "operand":
                 given = operands[node.operand]
                 values.append(given[node.half == "[n:]"] if node.half else given)
             else:
@@ -36,9 +36,9 @@ class Emitter:
 
 def computed(node, args, length, device=DEVICE, column=None):
     """The value of a node that is neither an operand nor a reduction, by a table of device functions."""
-    if node.word in ("n", "column"):
-        return Float32(length if node.word == "n" else column)
-    if node.word == "constant":
+    if node.primitive in ("n", "column"):
+        return Float32(length if node.primitive == "n" else column)
+    if node.primitive == "constant":
         bool_ = node.value in ("true", "false")
         return Boolean(node.value == "true") if bool_ else Float32(float(node.value))
-    return device[node.word](*args, *([node.value] if node.word == "astype" else []))
+    return device[node.primitive](*args, *([node.value] if node.primitive == "astype" else []))

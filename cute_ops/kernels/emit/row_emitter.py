@@ -5,7 +5,7 @@ from cutlass import Float32
 from cute_ops.expressions.stages import awaited, levels, stages
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.emit.emitter import computed
-from cute_ops.kernels.emit.words import DEVICE, SHORT_DEVICE
+from cute_ops.kernels.emit.primitives import DEVICE, SHORT_DEVICE
 
 
 class RowEmitter:
@@ -13,7 +13,7 @@ class RowEmitter:
 
     Attributes:
         stages: the nodes of the reductions of each stage.
-        words: their words.
+        primitives: their primitives.
         read: the nodes of the operands that are read.
         reduced: those with columns that reductions are computed from.
         short: exponentials of what lies below the maximum of its row, ``exp(x - max(x))``, if ``narrow``: if tiles have
@@ -25,8 +25,8 @@ class RowEmitter:
         self.short = {node for node in self.expression.nodes if narrow and self._below_maximum(node)}
         self.levels, self.stages = levels(self.expression), stages(self.expression)
         nodes = self.expression.nodes
-        self.words = [[nodes[i].word for i in stage] for stage in self.stages]
-        self.read = [i for i, node in enumerate(nodes) if node.word == "operand"]
+        self.primitives = [[nodes[i].primitive for i in stage] for stage in self.stages]
+        self.read = [i for i, node in enumerate(nodes) if node.primitive == "operand"]
         waiting, seen = [nodes[i].args[0] for stage in self.stages for i in stage], set()
         while waiting:
             i = waiting.pop()
@@ -37,8 +37,10 @@ class RowEmitter:
 
     def _below_maximum(self, node):
         nodes = self.expression.nodes
-        inner = nodes[node.args[0]] if node.word == "exp" else node
-        return inner.word == "subtract" and nodes[inner.args[1]] == inner._replace(word="max", args=inner.args[:1])
+        inner = nodes[node.args[0]] if node.primitive == "exp" else node
+        return inner.primitive == "subtract" and nodes[inner.args[1]] == inner._replace(
+            primitive="max", args=inner.args[:1]
+        )
 
     def awaited(self, kinds):
         """How many stages outputs with columns wait for; ``kinds``: the outputs' letters."""
@@ -66,8 +68,8 @@ class RowValues:
 
     def reduced(self, stage, totals):
         """Take the results of a stage's reductions, means as sums."""
-        for i, word, total in zip(self.emitter.stages[stage], self.emitter.words[stage], totals):
-            self.known[i] = total * (1.0 / Float32(self.length)) if word == "mean" else total
+        for i, primitive, total in zip(self.emitter.stages[stage], self.emitter.primitives[stage], totals):
+            self.known[i] = total * (1.0 / Float32(self.length)) if primitive == "mean" else total
         self._settle(stage + 1)
 
     def terms(self, stage, elements):

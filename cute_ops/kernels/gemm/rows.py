@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_ops.expressions.text import text_of
 from cute_ops.kernels.emit.emitter import Emitter
-from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
+from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.copy import fragment, load, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import store_number_if
@@ -18,7 +18,7 @@ class RowReductions:
 
     The results go to the workspace ``row_partials``, ``(rows, partials, reductions)`` in fp32: each warp along a row
     has one.
-    ``reductions`` are words of :data:`COMBINE`.
+    ``reductions`` are primitives of :data:`COMBINE`.
     """
 
     def __init__(self, reductions):
@@ -26,14 +26,14 @@ class RowReductions:
 
     def start(self):
         """The results for no columns: two rows for each reduction."""
-        return [fragment(Float32, 2, NEUTRAL[word]) for word in self.reductions]
+        return [fragment(Float32, 2, NEUTRAL[primitive]) for primitive in self.reductions]
 
     def add(self, results, terms, chunk):
         """Add the terms of a chunk, a fragment for each reduction, except for columns outside."""
         for v in range(chunk.size):
             r, inside = v // 2 % 2, chunk.columns[v // 4] + v % 2 < chunk.shape[1]
-            for word, rX, rTerm in zip(self.reductions, results, terms):
-                rX[r] = COMBINE[word](rX[r], cutlass.select_(inside, rTerm[v], Float32(NEUTRAL[word])))
+            for primitive, rX, rTerm in zip(self.reductions, results, terms):
+                rX[r] = COMBINE[primitive](rX[r], cutlass.select_(inside, rTerm[v], Float32(NEUTRAL[primitive])))
 
     @cute.jit
     def store(self, results: cutlass.Constexpr, mPartials, rows: cutlass.Constexpr, m, partial):
@@ -41,8 +41,8 @@ class RowReductions:
         count = len(self.reductions)
         for r in cutlass.range_constexpr(2):
             rX = fragment(Float32, count)
-            for i, word in enumerate(self.reductions):
-                rX[i] = cute.arch.warp_reduction(results[i][r], COMBINE[word], threads_in_group=4)
+            for i, primitive in enumerate(self.reductions):
+                rX[i] = cute.arch.warp_reduction(results[i][r], COMBINE[primitive], threads_in_group=4)
             at = address(mPartials, rows[r], partial, count)
             for i in cutlass.range_constexpr(count):
                 store_number_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), rX[i], at + 4 * i)
@@ -87,16 +87,16 @@ class FinishRows:
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         results = fragment(Float32, max(len(self.reductions), 1))
-        for i, word in enumerate(self.reductions):
-            results[i] = Float32(NEUTRAL[word])
+        for i, primitive in enumerate(self.reductions):
+            results[i] = Float32(NEUTRAL[primitive])
         for partial in cutlass.range(lane, partials, self.lanes, unroll=4):
-            for i, word in enumerate(self.reductions):
+            for i, primitive in enumerate(self.reductions):
                 one = fragment(Float32, 1)
                 load(one, address(mPartials, row, partial, len(self.reductions)) + 4 * i)
-                results[i] = COMBINE[word](results[i], one[0])
+                results[i] = COMBINE[primitive](results[i], one[0])
         elements = [None] * len(self.emit.expression.operands)
-        for i, word in enumerate(self.reductions):
-            elements[i] = cute.arch.warp_reduction(results[i], COMBINE[word], threads_in_group=self.lanes)
+        for i, primitive in enumerate(self.reductions):
+            elements[i] = cute.arch.warp_reduction(results[i], COMBINE[primitive], threads_in_group=self.lanes)
         for (i, tensor), mX in zip(self.operands.items(), operands):
             one = fragment(mX.element_type, 1)
             load(one, tensor.address(mX, row, n))

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_ops.hardware import WARP
-from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
+from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.row_reduce import RowSum
 
 COPIES = 2  # of the shared memory: a row takes its stages one after another, see :class:`RowSum`
@@ -14,17 +14,20 @@ COPIES = 2  # of the shared memory: a row takes its stages one after another, se
 def exchanges(tile, stages):
     """One reduction over the threads for each stage. All use the shared memory and mbarriers of the first."""
     most = max(map(len, stages), default=0)
-    plain = all(len(words) == most and {*words} <= {"sum", "mean"} for words in stages)
-    return [RowSum(tile, most, COPIES) if plain else RowExchange(tile, words, most) for words in stages]
+    plain = all(len(primitives) == most and {*primitives} <= {"sum", "mean"} for primitives in stages)
+    return [RowSum(tile, most, COPIES) if plain else RowExchange(tile, primitives, most) for primitives in stages]
 
 
 class RowExchange(RowSum):
-    """A :class:`RowSum` in which each number has its own word; numbers beyond the words are not used."""
+    """A :class:`RowSum` in which each number has its own reduction; numbers beyond the reductions are not used."""
 
-    def __init__(self, tile, words, values):
+    def __init__(self, tile, primitives, values):
         super().__init__(tile, values, COPIES)
         self.halved = False
-        self.combine, self.neutral = [COMBINE[word] for word in words], [NEUTRAL[word] for word in words]
+        self.combine, self.neutral = (
+            [COMBINE[primitive] for primitive in primitives],
+            [NEUTRAL[primitive] for primitive in primitives],
+        )
 
     def warp_sums(self, values):
         found = self._across_lanes(values, min(self.tile.threads_per_row, WARP))

@@ -9,8 +9,8 @@ from cutlass import Float32, Int32, Int64
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.expressions.groups import REDUCTIONS, sizes
 from cute_ops.kernels.emit.emitter import computed
+from cute_ops.kernels.emit.primitives import COMBINE
 from cute_ops.kernels.emit.row_emitter import RowEmitter, RowValues
-from cute_ops.kernels.emit.words import COMBINE
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.row_copy import Row
 from cute_ops.kernels.lib.row_layout import row_count
@@ -151,7 +151,7 @@ class RowsOfGroups(RowsInPasses):
             held.append((i, piece, Row(mW.element_type, mW.iterator.toint())))
         found = {i: self._loaded(source, piece, at) for i, piece, source in held}
         places = [Float32(at + j) for j in range(self.tile.vec)]
-        return found | {i: places for i, node in enumerate(self.emit.expression.nodes) if node.word == "column"}
+        return found | {i: places for i, node in enumerate(self.emit.expression.nodes) if node.primitive == "column"}
 
     def _loaded(self, source, piece, first):
         rX, period = fragment(source.element_type, self.tile.vec), self._period(piece) if piece.tile else 0
@@ -207,10 +207,10 @@ class GroupValues(RowValues):
     """:class:`RowValues` in which a value with columns is a list, one number for each column of a thread."""
 
     def _computed(self, node, args):
-        if node.word == "rotate_half":
+        if node.primitive == "rotate_half":
             return turned(args[0], int(node.value))
-        if node.word in REDUCTIONS:
-            return reduced(args[0], int(node.value), COMBINE[node.word.removeprefix("group_")])
+        if node.primitive in REDUCTIONS:
+            return reduced(args[0], int(node.value), COMBINE[node.primitive.removeprefix("group_")])
         count = next((len(x) for x in args if isinstance(x, list)), 0)
         found = [
             computed(node, [x[j] if isinstance(x, list) else x for x in args], self.length, self.emitter.device)

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.emit.words import COMBINE, NEUTRAL
+from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.column_params import column_elements, column_vectors
 from cute_ops.kernels.lib.column_reduce import TileColumnSum
 from cute_ops.kernels.lib.copy import (
@@ -46,7 +46,7 @@ class HeldRows(RowPieces):
         shown = Shown(self.tensors)
         self.tile = RowTile(self._vectors(shown), self.config)
         self.access = RowAccess(shown, self.tile)
-        self.exchanges = exchanges(self.tile, self.emit.words)
+        self.exchanges = exchanges(self.tile, self.emit.primitives)
         self.pdl = can_use_pdl(variant.arch)
 
     def _vectors(self, shown):
@@ -75,8 +75,8 @@ class HeldRows(RowPieces):
         """Compute the stages of a row that its columns wait for or, ``last``, the others; ``totals(s)`` is this
         thread's share of stage ``s``.
         """
-        for s in range(self.awaited, len(self.emit.words)) if last else range(self.awaited):
-            values.reduced(s, self.exchanges[s](totals(s), shared, step * len(self.emit.words) + s))
+        for s in range(self.awaited, len(self.emit.primitives)) if last else range(self.awaited):
+            values.reduced(s, self.exchanges[s](totals(s), shared, step * len(self.emit.primitives) + s))
 
     def _totals(self, values, stage, read, columns, first):
         """A thread's share of a stage's reductions; ``read(k)`` gives the k-th vectors."""
@@ -89,13 +89,13 @@ class HeldRows(RowPieces):
         """A stage's reductions with the k-th vectors."""
         found = []
         terms = self.terms(values, stage, elements, self.tile.vec)
-        for word, total, rTerm in zip(self.emit.words[stage], totals, terms):
+        for primitive, total, rTerm in zip(self.emit.primitives[stage], totals, terms):
             if self.tile.predicated(k):
-                trim(rTerm, first, Int32(self.n), NEUTRAL[word])
-            x = combined(COMBINE[word], rTerm)
+                trim(rTerm, first, Int32(self.n), NEUTRAL[primitive])
+            x = combined(COMBINE[primitive], rTerm)
             if self.tile.ends_outside(k) and not self.tile.predicated(k):
-                x = cutlass.select_(first < self.n, x, Float32(NEUTRAL[word]))
-            found.append(COMBINE[word](total, x))
+                x = cutlass.select_(first < self.n, x, Float32(NEUTRAL[primitive]))
+            found.append(COMBINE[primitive](total, x))
         return tuple(found)
 
     def _elements(self, read, columns, k):
@@ -177,7 +177,7 @@ class RowsInRegisters(HeldRows):
     def _store(self, tensors, values, read, columns, coord):
         """Store a row's columns. Returns this thread's share of the next stage, which the same registers serve."""
         targets = self.rows(tensors, self.outputs["t"], coord.row, self.n)
-        last = self.awaited < len(self.emit.words)
+        last = self.awaited < len(self.emit.primitives)
         totals = self.nothing(self.awaited) if last else ()
         for k in range(self.tile.per_thread if targets or last else 0):
             elements = self._elements(read, columns, k)

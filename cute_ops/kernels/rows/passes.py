@@ -28,7 +28,7 @@ class RowsInPasses(RowPieces):
         super().__init__(variant)
         config = FusedRowConfig.of(variant.config)
         self.tile = WalkedRow(Vectors(Shown(self.tensors), self.names, self.n, config.align_vectors), config)
-        self.exchanges = exchanges(self.tile, self.emit.words)
+        self.exchanges = exchanges(self.tile, self.emit.primitives)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         self.pdl = can_use_pdl(variant.arch)
 
@@ -73,7 +73,7 @@ class RowsInPasses(RowPieces):
 
     def _reduced(self, walk, step, shared, scalars):
         """The values of a row after its last stage; its numbers are stored and added to their sums over rows."""
-        tidx, stages = cute.arch.thread_idx()[0], len(self.emit.words)
+        tidx, stages = cute.arch.thread_idx()[0], len(self.emit.primitives)
         values = self.emit.begin(self.row_numbers(walk.tensors, walk.row, walk.row < walk.count), walk.n)
         for s in range(stages):
             totals = self._stage(walk, values, s, tidx)

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.emit.row_emitter import RowEmitter
-from cute_ops.kernels.emit.words import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, trim
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
@@ -137,7 +137,7 @@ class RowPieces:
 
     def terms(self, values, stage, elements, vec):
         """The terms of a stage's reductions, one vector each: fp32 fragments."""
-        vectors = [fragment(Float32, vec) for _ in self.emit.words[stage]]
+        vectors = [fragment(Float32, vec) for _ in self.emit.primitives[stage]]
         for j in range(vec):
             for rTerm, x in zip(vectors, values.terms(stage, elements(j))):
                 rTerm[j] = x
@@ -145,17 +145,17 @@ class RowPieces:
 
     def nothing(self, stage):
         """The neutral elements of a stage's reductions."""
-        return tuple(Float32(NEUTRAL[word]) for word in self.emit.words[stage])
+        return tuple(Float32(NEUTRAL[primitive]) for primitive in self.emit.primitives[stage])
 
     def added(self, totals, values, stage, elements, first, n):
         """A stage's reductions with one more vector, of which some elements may lie outside the row."""
         found = []
-        for word, total, rTerm in zip(
-            self.emit.words[stage], totals, self.terms(values, stage, elements, self.tile.vec)
+        for primitive, total, rTerm in zip(
+            self.emit.primitives[stage], totals, self.terms(values, stage, elements, self.tile.vec)
         ):
             if self.tile.v.masked:
-                trim(rTerm, first, n, NEUTRAL[word])
-            found.append(COMBINE[word](total, combined(COMBINE[word], rTerm)))
+                trim(rTerm, first, n, NEUTRAL[primitive])
+            found.append(COMBINE[primitive](total, combined(COMBINE[primitive], rTerm)))
         return tuple(found)
 
     def computed(self, values, outputs, elements, vec):

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.emit.emitter import Emitter
-from cute_ops.kernels.emit.words import device_for
+from cute_ops.kernels.emit.primitives import device_for
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import gmem_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -37,7 +37,7 @@ class FusedPointwise:
         config = FusedConfig.of(variant.config)
         self.variant, self.names, self.n = variant, variant.names, variant.dims["n"]
         self.emit = Emitter(config.expression, device_for(variant, config.writes))
-        self.read = {node.operand for node in self.emit.expression.nodes if node.word == "operand"}
+        self.read = {node.operand for node in self.emit.expression.nodes if node.primitive == "operand"}
         self.inputs, whole = [], []
         for i, (name, operand) in enumerate(zip(config.reads.split(), self.emit.expression.operands)):
             count, kind = 1 + operand.packed, operand.kind

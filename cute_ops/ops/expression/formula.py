@@ -85,7 +85,7 @@ class Formula(NamedTuple):
     def rows(self) -> RowExpression:
         """The formula as the heuristic of kernels of rows sees it."""
         nodes, operands = self.expression.nodes, self.expression.operands
-        read = {self.reads[node.operand] + node.half for node in nodes if node.word == "operand"}
+        read = {self.reads[node.operand] + node.half for node in nodes if node.primitive == "operand"}
         tiles = {name for name, operand in zip(self.reads, operands, strict=True) if all(operand.kind[:2])}
         read = {name for name in read if name.partition("[")[0] in tiles}
         written = [name.partition("[") for name, kind in zip(self.writes, self.kinds, strict=True) if kind == "t"]
@@ -159,7 +159,7 @@ def declare(
         return sum_workspaces(of_call(problem), shapes, problem, config)
 
     reference.__module__ = module
-    counts = any(node.word == "n" for node in first.expression.nodes)
+    counts = any(node.primitive == "n" for node in first.expression.nodes)
     packed = any("2n" in tensor.shape for tensor in (*inputs.values(), *outputs.values()))
     usual: dict[str, Any] = {
         "static": ("n",) if counts and not first.by_rows else WhileFew("n"), "kernel": KERNEL,

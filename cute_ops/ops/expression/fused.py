@@ -18,8 +18,8 @@ from cute_ops.errors import header_of, suggesting
 from cute_ops.expressions.derivative import differentiate, worth_saving
 from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
+from cute_ops.expressions.primitives import LIKE
 from cute_ops.expressions.stages import stages
-from cute_ops.expressions.words import LIKE
 from cute_ops.ops.expression.formula import Attrs, ByAttrs, Formula, declare
 from cute_ops.ops.expression.traces import Traces
 
@@ -207,7 +207,7 @@ class _Fused:
         """What the op and its gradient declare alike."""
         defaults = defaults_of(self.attrs)
         forward, backward = self.forward(defaults), self.backward(defaults)
-        counts = any(node.word == "n" for each in (forward, backward) for node in each.expression.nodes)
+        counts = any(node.primitive == "n" for each in (forward, backward) for node in each.expression.nodes)
         whole = forward.by_rows or any("2n" in shape for shape in self.operands.values())
         return {
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
@@ -262,7 +262,7 @@ class _Fused:
             last = len(cotangents) + len(twins) + 1 == len(self.wanted)
             if name not in whole or addend.rows or addend.columns or last:
                 continue
-            source = found.sources[node.operand] if node.word == "operand" else None
+            source = found.sources[node.operand] if node.primitive == "operand" else None
             if source and source.role == "cotangent" and self.outputs[outputs[source.position]] == "*m n":
                 cotangents[name] = outputs[source.position]
             elif (first := firsts.setdefault(i, name)) != name:
@@ -274,7 +274,7 @@ class _Fused:
 
     def _traced(self, attrs: Attrs) -> Formula:
         expression = self.expression(attrs)
-        if sizes(expression) or any(node.word == "column" for node in expression.nodes):
+        if sizes(expression) or any(node.primitive == "column" for node in expression.nodes):
             self._refuse("columns by their number or in groups are for epilogues of products, cute_ops.fused_linear")
         if len(expression.outputs) != len(self.outputs):
             self._refuse(f"it returns {len(expression.outputs)} values for the outputs {', '.join(self.outputs)}")

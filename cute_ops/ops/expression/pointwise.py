@@ -61,7 +61,7 @@ def _of_batch(op: Op, formula: Callable[[Attrs], Formula]) -> Op:
     first = formula(op.attrs)
     (alone, *more), one_pass = first.expression.nodes, None
     # The sum of an input needs no pass. With other attributes it may be the sum of something else.
-    direct = sums and not op.attrs and not more and alone.word == "operand"
+    direct = sums and not op.attrs and not more and alone.primitive == "operand"
     if not direct:
         one_pass = _of_rows(op, formula)
 

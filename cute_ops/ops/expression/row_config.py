@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from cute_ops.declaration.config import Config, Needs, Problem
 from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.stages import awaited, stages
-from cute_ops.expressions.words import WORDS
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.rows.config import FusedRowConfig, Texts
 from cute_ops.ops.rows import (
@@ -181,16 +181,18 @@ class RowExpression(NamedTuple):
         """Special instructions per element, without those for column vectors, which are computed once per row."""
         nodes, kinds = self.expression.nodes, self.expression.kinds
         return sum(
-            WORDS[node.word].mufu
+            PRIMITIVES[node.primitive].mufu
             for node, kind in zip(nodes, kinds, strict=True)
-            if kind.columns and node.word in WORDS and not (node.word == "divide" and not kinds[node.args[1]].columns)
+            if kind.columns
+            and node.primitive in PRIMITIVES
+            and not (node.primitive == "divide" and not kinds[node.args[1]].columns)
         )
 
     @property
     def weights(self) -> int:
         """Row vectors that are read."""
         nodes, kinds = self.expression.nodes, self.expression.kinds
-        return sum(node.word == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
+        return sum(node.primitive == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
 
     def row(self, problem: Problem) -> RowProblem:
         """The row; packed ones are aligned only if their halves have whole vectors."""

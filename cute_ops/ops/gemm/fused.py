@@ -26,10 +26,10 @@ from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.errors import suggesting
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, copied
 from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes
+from cute_ops.expressions.primitives import LIKE
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
-from cute_ops.expressions.words import LIKE
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
@@ -548,9 +548,9 @@ class _Epilogue:
         """What the epilogue needs of an SM, where ``start`` bytes, at most 16, divide the offset of second halves, and
         ``blocks`` columns of the weight share a row of shared memory.
         """
-        expression, words, _ = split(self.expression(problem.attrs))
+        expression, primitives, _ = split(self.expression(problem.attrs))
         # A thread reduces two rows. A reduction of groups takes eight registers, for what it adds up and for results.
-        tiles, vectors = [], 2 * len(words) + 8 * sum(node.word in REDUCTIONS for node in expression.nodes)
+        tiles, vectors = [], 2 * len(primitives) + 8 * sum(node.primitive in REDUCTIONS for node in expression.nodes)
         for read in reads(expression):
             if not read.operand:
                 continue
@@ -568,19 +568,19 @@ class _Epilogue:
         mufu, fma = expression.cost
         return EpilogueCost(
             tuple(ITEMSIZE[problem.dtypes[name]] for name in outputs), tuple(tiles), self.packed, blocks, vectors,
-            _live(expression), mufu, fma + len(words), math.lcm(*sizes(expression)),
+            _live(expression), mufu, fma + len(primitives), math.lcm(*sizes(expression)),
         )  # fmt: skip
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
         """The workspace of reductions of rows: partial results, of each tile."""
         partials = GemmConfig.of(config).row_partials(problem.size("n"), self.packed)
-        words = split(self.expression(problem.attrs)).reductions
-        return {ROW_PARTIALS: Array((problem.size("m"), partials, len(words)), "float32")}
+        primitives = split(self.expression(problem.attrs)).reductions
+        return {ROW_PARTIALS: Array((problem.size("m"), partials, len(primitives)), "float32")}
 
 
 def _looks_at_columns(expression: Expression) -> bool:
     """Whether it computes with groups of columns, or with their numbers."""
-    return bool(sizes(expression)) or any(node.word == "column" for node in expression.nodes)
+    return bool(sizes(expression)) or any(node.primitive == "column" for node in expression.nodes)
 
 
 def _with_acc(expression: Expression) -> Expression:
@@ -595,5 +595,5 @@ def _live(expression: Expression) -> int:
     """The most values that are needed at once while nodes are computed in order."""
     last = {arg: i for i, node in enumerate(expression.nodes) for arg in node.args}
     last |= dict.fromkeys(expression.outputs, len(expression.nodes))
-    values = [i for i, node in enumerate(expression.nodes) if node.word not in ("constant", "n")]
+    values = [i for i, node in enumerate(expression.nodes) if node.primitive not in ("constant", "n")]
     return max(sum(j <= i < last.get(j, j) for j in values) for i in range(len(expression.nodes)))

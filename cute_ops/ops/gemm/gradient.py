@@ -25,7 +25,7 @@ from cute_ops.ops.gemm.linear import linear_acc, product_gradients
 
 ACC = "acc"  # the product, before the epilogue
 MOST_SKIPPABLE = 3  # gradients of a step; each set of them that is wanted is an op
-# Words whose derivative compares a result with arguments. Rounded, as a saved output is, it would equal none of them.
+# Primitives whose derivative compares a result with arguments. Rounded, as a saved output is, it would equal none.
 COMPARING = ("max", "min", "group_max")
 
 
@@ -100,7 +100,7 @@ class EpilogueDerivative(NamedTuple):
     def read(self, nodes: Sequence[int]) -> list[tuple[int, str]]:
         """The operands, with their halves, that these nodes are; empty if one of them is computed."""
         found = [self.expression.nodes[i] for i in nodes]
-        return [(node.operand, node.half) for node in found] if all(n.word == "operand" for n in found) else []
+        return [(node.operand, node.half) for node in found] if all(n.primitive == "operand" for n in found) else []
 
 
 def gradient(forward: Forward, save: bool) -> Gradient:
@@ -256,7 +256,7 @@ class _Gradient:
         names, nodes, expression = list(sources), [i for key in wanted for i in terms.nodes(key)], terms.expression
         needed = rebuilt(expression, outputs=nodes)
         # At least one cotangent, or the product, is read: it says how many rows and columns there are.
-        read = {node.operand for node in needed.nodes if node.word == "operand"}
+        read = {node.operand for node in needed.nodes if node.primitive == "operand"}
         cotangents = [names.index(f"d{out}") for out, tensor in self.forward.outputs.items() if _is_tile(tensor)]
         cotangents = cotangents or [names.index(ACC)]
         kept = sorted(read if read.intersection(cotangents) else read | {cotangents[0]})
@@ -274,7 +274,7 @@ class _Gradient:
         expression = forward.expression(attrs)
         halves = [(key, half) for key, t in forward.outputs.items() for half in SHAPES[shape_of(t.shape)].halves]
         # Which outputs a derivative can use may depend on attributes; which ones are saved may not.
-        compares = any(node.word in COMPARING for node in expression.nodes)
+        compares = any(node.primitive in COMPARING for node in expression.nodes)
         saved = () if forward.attrs or compares else range(len(halves))
         wanted = [0, *(i for i, key in enumerate(forward.operands, 1) if key in self.operands)]
         found = differentiate(expression, wanted, saved, sum_columns=forward.by != "elements")

@@ -1,4 +1,4 @@
-"""Device functions of an expression's words, in fp32, one element at a time.
+"""Device functions of an expression's primitives, in fp32, one element at a time.
 
 Reciprocals and roots are the hardware's, right to 2 units in the last place; denormal numbers may count as 0. exp,
 tanh, erf and logarithms are the math library's, because the hardware's lose bits of large arguments or small results.
@@ -144,6 +144,6 @@ SHORT_DEVICE = DEVICE | {
 
 def device_for(variant, writes):
     """The device functions of an expression whose outputs are stored in these tensors or halves, ``dx[:n] dx[n:]``."""
-    stored = {word.partition("[")[0] for word in writes.split()}
+    stored = {primitive.partition("[")[0] for primitive in writes.split()}
     short = all(ITEMSIZE[variant.tensors[name].dtype] <= 2 for name in stored)
     return SHORT_DEVICE if short else DEVICE
