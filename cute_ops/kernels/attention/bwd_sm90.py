@@ -70,7 +70,7 @@ class AttentionBackward:
             head = which - batch * heads
             rows = []
             for m in (mOut, mDout):
-                rX = fragment(m.element_type, VECTOR)
+                rX = fragment(m.element_type, VECTOR, 0)
                 offset = cute.crd2idx((row, 0, head, batch), m.layout)
                 address = m.iterator.toint() + (Int64(offset) + lane * VECTOR) * (m.element_type.width // 8)
                 load_if(lane * VECTOR < self.dv, rX, address)
