@@ -21,7 +21,7 @@ from cute_ops.errors import shown
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.batches import of_program
 from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
-from cute_ops.ops.gemm.halves import halves_apart
+from cute_ops.ops.gemm.halves import stack_halves
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated_linear
 
@@ -197,4 +197,4 @@ def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool =
 @cache
 def _one(save: str, transposed: bool, halves: bool) -> Op:
     op = mlp_ops(transposed).op(save)
-    return halves_apart(op) if halves else op
+    return stack_halves(op) if halves else op

@@ -19,7 +19,7 @@ from cute_ops.ops.expression.call import Attrs, key_of
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_of
-from cute_ops.ops.gemm.halves import APART, PACKED
+from cute_ops.ops.gemm.halves import PACKED, STACKED
 from cute_ops.ops.gemm.linear import linear as product
 
 Array = TypeVar("Array")
@@ -131,7 +131,7 @@ class Products(ABC, Generic[Array]):
             if as_given:
                 return function, arrays[2:]
         fitted = zip(arrays[2:], fits, strict=True)
-        halves = APART in layout
+        halves = STACKED in layout
         return function, [self._fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
 
     def _remembered(
@@ -142,7 +142,7 @@ class Products(ABC, Generic[Array]):
         options, fits = self.choose(epilogue, arrays, layout, attrs, caller)
         function = self.function(make(epilogue, *options, layout, save, attrs))
         as_given = all(fit and fit.sizes == shape for shape, fit in zip(shapes[2:], fits, strict=True))
-        found = function, fits, as_given and APART not in layout
+        found = function, fits, as_given and STACKED not in layout
         if key and key == key_of(epilogue, attrs, *what):  # nothing has changed meanwhile
             try:
                 make_room(self.known)

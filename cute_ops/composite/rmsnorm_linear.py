@@ -29,7 +29,7 @@ from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.by_call import Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.gradient import ACC
-from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
+from cute_ops.ops.gemm.halves import PACKED, STACKED, stack_halves
 from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.norm import rmsnorm as norm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
@@ -195,7 +195,7 @@ def rmsnorm_linear(
 
 def op_of_call(epilogue: Epilogue, shapes: Shapes, batched: bool, layout: str, save: str, attrs: Attrs) -> Op:
     """The op of a call; raises as :func:`rmsnorm_linear` does."""
-    return rmsnorm_linear(epilogue, shapes, layout.replace(APART, PACKED), save, attrs, APART in layout, batched)
+    return rmsnorm_linear(epilogue, shapes, layout.replace(STACKED, PACKED), save, attrs, STACKED in layout, batched)
 
 
 @cache
@@ -208,7 +208,7 @@ def _op(found: Traced, called: str, weight: str, save: str, halves: bool, batche
         return None
     if halves:
         whole = _op(found, called, weight, save, False, batched)
-        return whole and halves_apart(whole, whole=product.batched is None)
+        return whole and stack_halves(whole, whole=product.batched is None)
     return Layer(name and f"{name}{'_batched' * batched}", product, found.text, batched).op()
 
 

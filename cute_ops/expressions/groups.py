@@ -14,12 +14,12 @@ class Read(NamedTuple):
     Attributes:
         operand: its index.
         half: of a packed one: ``[:n]`` or ``[n:]``.
-        turned: columns of the groups in whose other half it is read, by ``rotate_half``; 0 at the element's own place.
+        rotate: group size when ``rotate_half`` reads the opposite half of its group; 0 otherwise.
     """
 
     operand: int
     half: str
-    turned: int
+    rotate: int
 
 
 # Primitives that reduce each group of columns to one value, which all of its columns get.
@@ -34,11 +34,11 @@ def reads(expression: Expression) -> tuple[Read, ...]:
     """
     found: dict[tuple[int, int], None] = {}
 
-    def visit(i: int, turned: int) -> None:
-        if (i, turned) not in found:
-            found[i, turned] = None
+    def visit(i: int, rotate: int) -> None:
+        if (i, rotate) not in found:
+            found[i, rotate] = None
             node = expression.nodes[i]
-            if turned and node.primitive == "rotate_half":
+            if rotate and node.primitive == "rotate_half":
                 raise ValueError("xp.rotate_half of a value that depends on xp.rotate_half")
             for arg in node.args:
                 visit(
@@ -47,14 +47,14 @@ def reads(expression: Expression) -> tuple[Read, ...]:
                     if node.primitive == "rotate_half"
                     else 0
                     if node.primitive in REDUCTIONS
-                    else turned,
+                    else rotate,
                 )
 
     for i in expression.outputs:
         visit(i, 0)
-    nodes = [(expression.nodes[i], turned if expression.kinds[i].columns else 0) for i, turned in found]
+    nodes = [(expression.nodes[i], rotate if expression.kinds[i].columns else 0) for i, rotate in found]
     return tuple(
-        sorted({Read(node.operand, node.half, turned) for node, turned in nodes if node.primitive == "operand"})
+        sorted({Read(node.operand, node.half, rotate) for node, rotate in nodes if node.primitive == "operand"})
     )
 
 

@@ -100,7 +100,7 @@ class Epilogue:
         for read in self.emit.read:
             operand, name = self.expression.operands[read.operand], self.names[read.operand - 1]
             tensor = self._tensor(variant, name, operand.kind, int(read.half == "[n:]"), operand.packed)
-            self.operands.append(tensor._replace(rotate=read.turned))
+            self.operands.append(tensor._replace(rotate=read.rotate))
         words = [word.partition("[") for word in config.writes.split() or variant.names[-1:]]
         outputs = [
             self._tensor(variant, name, kind, int(which == "n:]"), bool(which))

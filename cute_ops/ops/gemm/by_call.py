@@ -27,7 +27,7 @@ from cute_ops.ops.expression.call import Arrays, Attrs, check_attributes, digest
 from cute_ops.ops.expression.call import Shapes as ByName
 from cute_ops.ops.expression.call import read_by_halves as read_by_halves_of
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.halves import APART, PACKED, halves_apart
+from cute_ops.ops.gemm.halves import PACKED, STACKED, stack_halves
 from cute_ops.ops.gemm.named import EPILOGUES
 
 Epilogue = Callable[..., Any] | str
@@ -169,12 +169,12 @@ class Product(NamedTuple):
         op = one.batched if self.batched else one
         if op is None:
             refuse_batch(epilogue)
-        return halves_apart(op, whole=one.batched is None) if APART in self.layout else op
+        return stack_halves(op, whole=one.batched is None) if STACKED in self.layout else op
 
     @property
     def whole(self) -> str:
         """The weight's shape with both halves in one dim."""
-        return self.layout.replace(APART, PACKED)
+        return self.layout.replace(STACKED, PACKED)
 
 
 def fits(
@@ -255,7 +255,7 @@ def weight_shape(packed: bool, transposed: bool, halves: bool = False, caller: s
     """
     if halves and not packed:
         raise ValueError(f"cute.{caller}: option `halves` is for packed weights, expected `packed` too.")
-    n = APART if halves else PACKED if packed else "n"
+    n = STACKED if halves else PACKED if packed else "n"
     return f"k {n}" if transposed else f"{n} k"
 
 

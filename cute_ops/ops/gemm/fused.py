@@ -158,7 +158,7 @@ def fused_linear(
     # A copy of an operand costs little beside the product.
     read = {key: tensor._replace(otherwise="copy") for key, tensor in forward.operands.items()}
     product = _Product(
-        name, traced, traced.apart(forward),
+        name, traced, traced.alone(forward),
         inputs={"x": Tensor("*m k", "T", merged=True), "weight": forward.weight, **read}, outputs=forward.outputs,
         acc=forward.acc, attrs=attrs, module=module, check=check,
     )  # fmt: skip
@@ -223,15 +223,15 @@ class _Product:
     """The declaration of a product with an epilogue, for one example or for each of a batch.
 
     Attributes:
-        apart: the op of the epilogue alone; None where the framework computes that.
+        alone: the op of the epilogue alone; None where the framework computes that.
     """
 
     def __init__(
-        self, name: str, epilogue: _Epilogue, apart: Op | None, *, inputs: Mapping[str, Tensor],
+        self, name: str, epilogue: _Epilogue, alone: Op | None, *, inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor], acc: Tensor, attrs: Mapping[str, Any], module: str, check: Check | None,
         is_batch: bool = False,
     ) -> None:  # fmt: skip
-        self.name, self.epilogue, self.apart, self.acc = name, epilogue, apart, acc
+        self.name, self.epilogue, self.alone, self.acc = name, epilogue, alone, acc
         self.inputs, self.outputs, self.attrs = inputs, outputs, attrs
         self.module, self.check, self.is_batch = module, check, is_batch
         self.weight = inputs["weight"].shape.removeprefix("*b ")
@@ -250,12 +250,12 @@ class _Product:
         # A column vector has no contiguous dim.
         inputs = {key: t._replace(contiguous=()) if t.shape == "*b m" else t for key, t in each(self.inputs).items()}
         return self._with(
-            f"{self.name}_batched", self.epilogue, apart=self.apart and self.apart.batched, inputs=inputs,
+            f"{self.name}_batched", self.epilogue, alone=self.alone and self.alone.batched, inputs=inputs,
             outputs=each(self.outputs), is_batch=True,
         )  # fmt: skip
 
     def _with(self, name: str, epilogue: _Epilogue, **changed: Any) -> _Product:
-        fields = {key: getattr(self, key) for key in ("apart", "inputs", "outputs", "acc")}
+        fields = {key: getattr(self, key) for key in ("alone", "inputs", "outputs", "acc")}
         fields |= {key: getattr(self, key) for key in ("attrs", "module", "check", "is_batch")}
         return _Product(name, epilogue, **{**fields, **changed})
 
@@ -333,30 +333,30 @@ class _Product:
 
     def _fallback(self, config: Callable[[Problem], GemmConfig]) -> Fallback:
         """The framework's product, and a pass over it."""
-        apart, epilogue = self.apart, self.epilogue
-        if apart is None:
+        alone, epilogue = self.alone, self.epilogue
+        if alone is None:
             return Fallback(Program(self._run), lambda problem: False, WIDE, ("x", "weight"))
         if epilogue.late:
-            return Fallback(Program(self._run, (apart,)), lambda problem: LATE, WIDE, ("x", "weight"))
+            return Fallback(Program(self._run, (alone,)), lambda problem: LATE, WIDE, ("x", "weight"))
         plain = self.may_be_small and len(self.outputs) == 1 and "2n" not in self.weight
         biased = plain and not self.attrs and {t.dtype for t in (self.acc, *self.outputs.values())} == {"T"}
         first = self.multiplied._replace(read_as=ACC, bias=epilogue.bias if biased else "")
-        program = Program(self._run, apart.program.ops) if apart.program else Program(self._run, (apart,), first)
+        program = Program(self._run, alone.program.ops) if alone.program else Program(self._run, (alone,), first)
         adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
         return fallback(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds, small_m=plain)
 
     def _run(self, xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        given, attrs, apart = dict(inputs), without_fused(attrs), self.apart
+        given, attrs, alone = dict(inputs), without_fused(attrs), self.alone
         given[ACC] = multiply(xp, self.multiplied, given["x"], given["weight"])
-        if apart is None:
+        if alone is None:
             import array_api_compat  # start-up time
 
             names, arrays = array_api_compat.array_namespace(given["x"]), [given[key] for key in self.epilogue.operands]
             return dict(
                 zip(self.outputs, self.reference.of_acc(names, given[ACC], given["x"], arrays, attrs), strict=True)
             )
-        read = {key: given[key] for key in apart.inputs}
-        found = apart.program.run(xp, call, read, attrs) if apart.program else call(apart, read, attrs)
+        read = {key: given[key] for key in alone.inputs}
+        found = alone.program.run(xp, call, read, attrs) if alone.program else call(alone, read, attrs)
         return {key: given[ACC] if key == ACC else found[key] for key in self.outputs}
 
 
@@ -443,7 +443,7 @@ class _Epilogue:
         made._traced = ByAttrs(lambda attrs: _with_acc(self._traced(attrs)))
         return made
 
-    def apart(self, forward: Forward) -> Op | None:
+    def alone(self, forward: Forward) -> Op | None:
         """The op of the epilogue alone, which reads the product; None where the framework computes that."""
         if not (self.by_element or self.late):
             return None
@@ -513,7 +513,7 @@ class _Epilogue:
             every = [read for read in reads(expression) if read.operand]
         except ValueError as error:
             _refuse(self.name, str(error))
-        return [list(self.operands)[read.operand - 1] for read in every if read.turned]
+        return [list(self.operands)[read.operand - 1] for read in every if read.rotate]
 
     def _check_groups(self, expression: Expression) -> None:
         """Refuse groups of columns that no kernel computes."""

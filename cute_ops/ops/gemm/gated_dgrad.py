@@ -11,7 +11,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.ops.activation.maths import halves
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.halves import halves_apart
+from cute_ops.ops.gemm.halves import stack_halves
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear
 
 
@@ -70,4 +70,4 @@ def gated_linear_of(transposed: bool, batched: bool = False, halves: bool = Fals
     """``gated_linear`` for a weight ``[k, 2n]``, for a batch of weights, and with a dim for both halves."""
     one = gated_linear_kn() if transposed else gated_linear
     op = (batched and one.batched) or one
-    return halves_apart(op) if halves else op
+    return stack_halves(op) if halves else op

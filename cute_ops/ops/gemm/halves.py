@@ -13,12 +13,12 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.split import Sharding
 
-PACKED, APART = "2n", "2 n"
+PACKED, STACKED = "2n", "2 n"
 # Tensors of a gradient's steps that have a packed weight's 2n columns where the step calls these n.
 OF_PRODUCTS = frozenset({"acc", "dacc", "weight", "dweight"})
 
 
-def halves_apart(op: Op, whole: bool = False) -> Op:
+def stack_halves(op: Op, whole: bool = False) -> Op:
     """An op with a dim for both halves in each tensor that has ``2n``, of which devices may share n. An output without
     that dim is a sum of what they get. The op reads the same memory.
 
@@ -48,7 +48,7 @@ def _of(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
 def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
     shapes = {key: _apart(t.shape, key in packed) for key, t in {**op.inputs, **op.outputs}.items()}
 
-    def apart(other: Op, name: str = "") -> Op:
+    def stacked(other: Op, name: str = "") -> Op:
         return _of(other, name, whole, packed | _packed(op))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
         kernel=Program(run, op.program.ops if op.program else (op,), maps=op.program is None or op.program.maps),
         static=(), dtypes=op.accepts, attrs=op.declared_attrs,
         sharding=Sharding(op.parallel, contracted=tuple(dict.fromkeys((*shared, *op.contracted))), inner=op.inner),
-        grad=tuple(map(apart, op.steps)) or None, saving=op.saving and apart(op.saving), handed_on=op.handed_on,
-        no_gradient=op.no_gradient, batched=partial(apart, op.batched) if op.batched else None,
-        narrow=lambda name, outputs: apart(op.only(*outputs), name), called=op.called,
+        grad=tuple(map(stacked, op.steps)) or None, saving=op.saving and stacked(op.saving), handed_on=op.handed_on,
+        no_gradient=op.no_gradient, batched=partial(stacked, op.batched) if op.batched else None,
+        narrow=lambda name, outputs: stacked(op.only(*outputs), name), called=op.called,
         doc=f"{op.doc}\n\n    ``2n`` is two dims.",
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def _made(op: Op, name: str, whole: bool, packed: frozenset[str]) -> Op:
 def _apart(shape: str, packed: bool) -> str:
     """A tensor's shape with a dim for both halves; ``packed`` is one that has them, also where a step calls them n."""
     both = "n" if packed and PACKED not in shape.split() else PACKED
-    return " ".join(APART if dim == both else dim for dim in shape.split())
+    return " ".join(STACKED if dim == both else dim for dim in shape.split())
 
 
 def _reshaped(array: Any, shape: str, parted: bool) -> Any:
