@@ -162,10 +162,12 @@ def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
         return ""
     if where.address % tensor.align:
         return f"argument `{name}` lies {where.address % tensor.align} bytes off a multiple of {tensor.align} bytes."
-    stepped = [s for k, s in enumerate(where.strides) if k != len(where.strides) + contiguous and array.shape[k] > 1]
     if where.multiple % tensor.align:
         return f"argument `{name}` has strides that are no multiple of {tensor.align} bytes for all sizes."
-    if odd := [s for s in stepped if s * ITEMSIZE[array.dtype] % tensor.align]:
+    # Sizes come last, so that the usual case does not compare a symbolic one.
+    others = [k for k in range(len(where.strides)) if k != len(where.strides) + contiguous]
+    odd = [s for k in others if (s := where.strides[k]) * ITEMSIZE[array.dtype] % tensor.align and array.shape[k] > 1]
+    if odd:
         return (
             f"argument `{name}` has a stride of {odd[0]} elements, expected a multiple of "
             f"{tensor.align // math.gcd(tensor.align, ITEMSIZE[array.dtype])}: pad its rows."

@@ -29,7 +29,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.variant import Variant
-from cute_ops.ops import OPS, PARTS
+from cute_ops.ops import ATTENTION, OPS, PARTS
 from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
 from cute_ops_jax.primitive import ffi, function, vjp
 from cute_ops_jax.primitive.primitive import Composite, OpPrimitive, primitive_of
@@ -240,7 +240,7 @@ def through_ffi(
 ) -> Callable[[Op], Callable[..., Any]]:
     """``through_ffi(op)``: the op's function, whose CUDA lowering runs on the CPU."""
     # Functions are made when they are first asked for. Make all of them now, so that none uses these primitives.
-    for op in (*EVERY.values(), *PLAIN_PRODUCTS):
+    for op in (*EVERY.values(), *PLAIN_PRODUCTS, *ATTENTION):
         function.register(op)
     monkeypatch.setattr(vjp, "primitive_of", ffi_primitive)
     return inspect.unwrap(function.register)

@@ -65,10 +65,11 @@ def test_a_shard_map_over_sequences_and_heads() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "heads"), devices=jax.devices("cpu")[:4])
     step = partial(results_and_gradients, partial(cute_ops_jax.attention, **ATTRS))
     specs = (spec, spec, spec, jax.P("heads"))
-    mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=((spec, jax.P("data", "heads")), specs)
-    )  # fmt: skip
-    assert_same(jax.jit(mapped)(*arrays), jax.jit(step)(*arrays))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=((spec, jax.P("data", "heads")), specs))
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+        found = jax.jit(mapped)(*given)
+    assert_same(found, jax.jit(step)(*arrays))
 
 
 def test_vmap_of_gradients() -> None:
