@@ -59,6 +59,21 @@ def test_every_class_of_a_module_without_a_list_is_in_the_reference(page: str, m
     assert public and [n for n in public if n[0] != "_" and f"::: {module.__name__}.{n}\n" not in text] == []
 
 
+def test_the_tour_names_ten_files_and_what_is_in_them() -> None:
+    """Each name that a section of the page calls code stands in one of the files that the section links to."""
+    page = make_pages.PAGES / "read_the_code.md"
+    tour, _, _ = page.read_text(encoding="utf-8").partition("## Then,")
+    sections = re.findall(r"^## (\d+)\. [^`]+: `(\S+)`\n(.+?)(?=^## |\Z)", tour, re.MULTILINE | re.DOTALL)
+    assert [int(number) for number, _, _ in sections] == [*range(1, 11)]
+    for _, file, text in sections:
+        linked = [page.parent / link for link in re.findall(r"\]\((\.\./[^)#]+)\)", text)]
+        assert (ROOT / file).resolve() == linked[0].resolve()
+        files = [each for path in linked for each in (path.rglob("*.py") if path.is_dir() else [path])]
+        code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+        names = [name.rpartition(".")[2] for name in re.findall(r"`([A-Za-z_][\w.]*)`", text)]
+        assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
 def test_ops_are_documented() -> None:
     assert make_ops.PAGE.read_text(encoding="utf-8") == make_ops.page(), "run python docs/make_ops.py"
     assert make_ops.README.read_text(encoding="utf-8") == make_ops.readme(), "run python docs/make_ops.py"
