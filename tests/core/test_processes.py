@@ -434,7 +434,7 @@ print(compiled("Raising", n=96, by=Pool(1)))
 
 
 @pytest.mark.fault(
-    "Python is embedded in another program: sys.executable is empty, or names that program",
+    "Python is embedded in another program: `sys.executable` is empty, or names that program",
     "the Python that belongs to the library compiles", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize("executable", ["", "/usr/bin/true", None])
@@ -699,7 +699,7 @@ def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) 
 
 
 @pytest.mark.fault(
-    "a compiler stops in the middle of its answer, or does not read", "it is killed after CUTE_OPS_COMPILE_TIMEOUT",
+    "a compiler stops in the middle of its answer, or does not read", "it is killed after `CUTE_OPS_COMPILE_TIMEOUT`",
     "nothing",
 )  # fmt: skip
 @pytest.mark.fault("a compiler writes something that is no answer", "an error for that variant", "nothing")

@@ -343,7 +343,7 @@ def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> 
 
 
 @pytest.mark.fault(
-    "kernels were compiled with a setting of the compiler (CUTE_DSL_ENABLE_ASSERTIONS=1)",
+    "kernels were compiled with a setting of the compiler (`CUTE_DSL_ENABLE_ASSERTIONS=1`)",
     "they have other names, so they are not found without the setting", "nothing",
 )  # fmt: skip
 def test_the_compilers_settings_are_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:

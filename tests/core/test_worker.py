@@ -100,7 +100,7 @@ def test_numbers_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the compiler hangs", "it is killed after CUTE_OPS_COMPILE_TIMEOUT; an error says so", "nothing")
+@pytest.mark.fault("the compiler hangs", "it is killed after `CUTE_OPS_COMPILE_TIMEOUT`; an error says so", "nothing")
 def test_a_compile_that_hangs_is_ended(
     variant: Make, tmp_path: Path, begun: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,7 +252,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.fault(
-    "linear_cross_entropy takes its rows in 128 chunks, in bfloat16",
+    "`linear_cross_entropy` takes its rows in 128 chunks, in bfloat16",
     "the weight's gradient is as accurate as with one chunk: it is summed in float32", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize("device", DEVICES)
