@@ -34,15 +34,14 @@ def ours() -> dict[str, Op]:
     # Start-up time: a program with an op of its own may need none of ours.
     from cute_ops.composite import qkv_rope
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
-    from cute_ops.composite.rmsnorm_linear import row_factors, scaled_weight
     from cute_ops.ops import OPS, PARTS, PRODUCTS
     from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
     from cute_ops.ops.gemm.linear import linear_acc
 
-    by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd, scaled_weight
+    by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
-    inside = gated_linear_kn(), scaled_rows(), row_factors(), *(make(kn) for make in by_layout for kn in (False, True))
+    inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
     return {op.name: op for forward in (*OPS, *PRODUCTS, *PLAIN_PRODUCTS, *inside, *PARTS) for op in _family(forward)}
 
 

@@ -1,8 +1,6 @@
 """RMSNorm and the linear layer that reads its rows.
 
-With our kernel the norm moves behind the product: its factor is a column vector of the epilogue, and its weight is
-multiplied into the layer's. Otherwise :func:`rmsnorm` writes the rows that the product reads. The gradient normalises x
-again, so nothing of this is kept.
+:func:`rmsnorm` writes the rows that the product reads. The gradient normalises x again, so these rows are not kept.
 """
 
 from __future__ import annotations
@@ -17,18 +15,9 @@ from cute_ops.declaration.program import FUSED, Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
-from cute_ops.expressions.text import parse, text_of
-from cute_ops.expressions.tracing import trace
 from cute_ops.ops.batches import each
 from cute_ops.ops.expression.call import Attrs
-from cute_ops.ops.expression.formula import Attrs as Attributes
-from cute_ops.ops.expression.formula import ByAttrs, Formula
-from cute_ops.ops.expression.fused import fused
-from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.by_call import Epilogue, Shapes, Traced, check_save, op_of_traced, refuse_batch, traced
-from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.gradient import ACC
 from cute_ops.ops.gemm.halves import PACKED, STACKED, stack_halves
 from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.norm import rmsnorm as norm
@@ -44,12 +33,7 @@ Args:
     operands: what the epilogue reads besides the product, as in :func:`linear`; by default a bias ``[n]``, or None.
     eps: what is added to the mean of squares.
     epilogue: as in :func:`linear`; ``"bias"`` for no activation.
-    fused: ``"auto"`` and ``"never"`` run :func:`rmsnorm` and a product, as in :func:`linear`. ``"always"`` moves
-        the norm behind the product, for bfloat16 and float16: instead of ``4 m k`` bytes of a pass it moves ``2 m k``
-        for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
-        rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
-        65536, n = 2048 to 28672 and k = 768 to 4096.
-    packed, transposed, halves, save, attrs: as in :func:`linear`.
+    fused, packed, transposed, halves, save, attrs: as in :func:`linear`.
 
 Returns:
     ``T[*m n]``, or what the epilogue returns. Sums are in float32, in a fixed order. Devices may share n; each has
@@ -66,7 +50,7 @@ Call = Callable[..., Arrays]
 # Epilogues whose ops have names, with a bias and without.
 NAMED = ("bias", "gelu", "gelu_tanh", "silu")
 # Names that the op uses for other things than operands.
-TAKEN = ("norm_weight", "dnorm_weight", "normed", "dnormed", "rstd", "pre", "eps", "fused")
+TAKEN = ("norm_weight", "dnorm_weight", "normed", "dnormed", "eps", "fused")
 CASES = (
     Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
     Case("llama3-1b-qkv", {"m": (4, 4096), "n": 3072, "k": 2048}),
@@ -74,38 +58,6 @@ CASES = (
 )
 ROWS = Tensor("*m k", "T")
 NORM = Tensor("k", "W", optional=True)
-
-
-def _factor(xp: Any, x: Any, *, eps: float) -> Any:
-    return xp.rsqrt(xp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-@cache
-def row_factors() -> Op:
-    """The op of the factor by which RMSNorm multiplies each row, in float32."""
-
-    def formula(attrs: Attributes) -> Formula:
-        return Formula(trace(_factor, {"x": "*m n"}, attrs), True, ("x",), ("rstd",), "c", "x")
-
-    return pointwise(
-        "rmsnorm_factors", ByAttrs(formula), {"x": Tensor("*m n", "T")},
-        {"rstd": Tensor("*m 1", "float32")}, {"eps": 1e-6}, module=__name__,
-        doc="``rsqrt(mean(x^2) + eps)`` of each row.",
-    )  # fmt: skip
-
-
-def _scaled(xp: Any, weight: Any, norm_weight: Any) -> Any:
-    """Both weights as one: its columns, or its rows, times a number each."""
-    return weight * norm_weight
-
-
-@cache
-def scaled_weight(across: bool) -> Op:
-    """The op of a layer's weight times a norm's, for rows that were not multiplied by the latter; with ``across`` the
-    weight is ``[k, n]``, so the norm's is a column vector.
-    """
-    name, shape = ("scaled_weight_kn", "*m 1") if across else ("scaled_columns", "n")
-    return fused(_scaled, name=name, operands={"weight": "*m n", "norm_weight": shape})
 
 
 COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS, "W": FLOATS}, "static": (), "cases": CASES}
@@ -203,102 +155,47 @@ def _op(found: Traced, called: str, weight: str, save: str, halves: bool, batche
     biased = bool(found.operands)
     plain = called == "bias" and not biased
     name = "rmsnorm_linear" + "_bias" * biased + ("" if called == "bias" else f"_{called}") if called else ""
-    product = linear if plain else op_of_traced(found, weight, save)
-    if batched and product.batched is None:
-        return None
+    one = linear if plain else op_of_traced(found, weight, save)
+    product, inputs = one, {"x": ROWS, "weight": Tensor(one.inputs["weight"].shape, "T")}
+    if batched:
+        if one.batched is None:
+            return None
+        product, inputs, name = one.batched, each(inputs), name and f"{name}_batched"
     if halves:
         whole = _op(found, called, weight, save, False, batched)
-        return whole and stack_halves(whole, whole=product.batched is None)
-    return Layer(name and f"{name}{'_batched' * batched}", product, found.text, batched).op()
+        return whole and stack_halves(whole, whole=one.batched is None)
+    return _layer(name or f"rmsnorm_{product.name}", product, inputs)
 
 
-def _of_batch(op: Op) -> Op:
-    assert op.batched is not None
-    return op.batched
+def _layer(name: str, product: Op, inputs: Mapping[str, Tensor]) -> Op:
+    """The op of a product of normalised rows, with the gradient of that product, then that of the norm."""
+    steps, none = tuple(map(_of_normed, product.steps)), product.no_gradient
+    if "x" in none:  # the epilogue does not depend on the product
+        return _declare(name, product, inputs, grad=steps, no_gradient=(*none, "norm_weight"))
+    return _declare(
+        name, product, inputs, grad=(_normed(), *steps, _norm_bwd()), no_gradient=none, handed_on=product.handed_on,
+        saving=product.saving and _declare(f"{name}_saving", product.saving, inputs),
+    )  # fmt: skip
 
 
-class Layer:
-    """The ops of one epilogue, an expression's ``text``, with a name of their own or one made from that of ``product``,
-    of normalised rows. ``batched``: each matrix of x has a weight of its own.
-    """
+def _declare(name: str, product: Op, inputs: Mapping[str, Tensor], **more: Any) -> Op:
+    operands = {key: tensor for key, tensor in product.inputs.items() if key not in inputs}
 
-    def __init__(self, name: str, product: Op, text: str, batched: bool) -> None:
-        # The weight of one example, and its operands.
-        self.weight, self.text, self.batched = product.inputs["weight"].shape, text, batched
-        self.shapes = {key: t.shape for key, t in product.inputs.items() if key not in ("x", "weight")}
-        self.product = product = _of_batch(product) if batched else product
-        self.name = name or f"rmsnorm_{product.name}"
-        self.operands = {key: product.inputs[key] for key in self.shapes}
+    def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
+        rows = {"x": inputs["x"], "weight": inputs["norm_weight"]}
+        normed = call(rmsnorm, rows, {"eps": attrs["eps"]})["out"]
+        given = {key: inputs[key] for key in ("weight", *operands)}
+        return call(product, {"x": normed, **given}, {"fused": attrs["fused"]})
 
-    def op(self) -> Op:
-        """The op of the layer, with the gradient of the product of normalised rows, then that of the norm."""
-        product = self.product
-        steps, none = tuple(map(_of_normed, product.steps)), product.no_gradient
-        if "x" in none:  # the epilogue does not depend on the product
-            return self._declare(self.name, product, grad=steps, no_gradient=(*none, "norm_weight"))
-        return self._declare(
-            self.name, product, grad=(_normed(), *steps, _norm_bwd()), no_gradient=none, handed_on=product.handed_on,
-            saving=product.saving and self._declare(f"{self.name}_saving", product.saving),
-        )  # fmt: skip
+    def reference(xp: Any, x: Any, weight: Any, *others: Any, eps: float, fused: str) -> Any:
+        count = len(operands)
+        norm_weight = others[count] if len(others) > count else None
+        return product.reference(xp, _reference_normed(xp, x, norm_weight, eps=eps), weight, *others[:count])
 
-    def _declare(self, name: str, product: Op, **more: Any) -> Op:
-        across = self.weight.startswith("k")
-        behind, scaled = self._behind(name, product), scaled_weight(across)
-        behind = _of_batch(behind) if self.batched else behind
-
-        def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
-            given, how = {key: inputs[key] for key in self.operands}, {"fused": attrs["fused"]}
-            x, weight, norm_weight, eps = inputs["x"], inputs["weight"], inputs["norm_weight"], {"eps": attrs["eps"]}
-            if how["fused"] == "always" and x.shape[-1] != 0:  # rows of nothing have no factor
-                if norm_weight is not None:
-                    factors = norm_weight.reshape((-1, 1)) if across else norm_weight
-                    if across and len(weight.shape) > 2:
-                        factors = xp.broadcast_to(factors, (*weight.shape[:-1], 1))
-                    weight = call(scaled, {"weight": weight, "norm_weight": factors}, {})["out"]
-                rstd = call(row_factors(), {"x": x}, eps)["rstd"]
-                found = call(behind, {"x": x, "weight": weight, "rstd": rstd, **given}, how)
-                return {key: found["pre" if key == ACC else key] for key in product.outputs}
-            normed = call(rmsnorm, {"x": x, "weight": norm_weight}, eps)["out"]
-            return call(product, {"x": normed, "weight": weight, **given}, how)
-
-        def reference(xp: Any, x: Any, weight: Any, *others: Any, eps: float, fused: str) -> Any:
-            count = len(self.operands)
-            operands, norm_weight = others[:count], others[count] if len(others) > count else None
-            return product.reference(xp, _reference_normed(xp, x, norm_weight, eps=eps), weight, *operands)
-
-        inputs = {"x": ROWS, "weight": Tensor(self.weight, "T")}
-        inputs = each(inputs) if self.batched else inputs
-        return Op(
-            name, inputs={**inputs, **self.operands, "norm_weight": NORM},
-            outputs=product.outputs, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
-            kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind), maps=True), static=(), cases=CASES,
-            dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}",
-            called="rmsnorm_linear", sharding=Sharding(tuple(dim for dim in product.parallel if dim == "n")), **more,
-        )  # fmt: skip
-
-    def _behind(self, name: str, product: Op) -> Op:
-        """The op of the product of x itself, with the norm's factor and the epilogue behind it."""
-        shapes = {"pre" if key == ACC else key: tensor.shape for key, tensor in product.outputs.items()}
-        if self.batched:
-            shapes = {key: shape.replace("*b m", "*m") for key, shape in shapes.items()}
-        return fused_linear(
-            _behind_norm(self.text, "pre" in shapes), name=f"{name}_behind", weight=self.weight, outputs=shapes,
-            operands={"rstd": "*m 1"} | self.shapes,
-        )  # fmt: skip
-
-
-def _behind_norm(text: str, saves: bool) -> str:
-    """An epilogue that first multiplies the product by a further operand, its second one, and may return that, too."""
-    expression = parse(text)
-    acc, *others = expression.operands
-    graph = Graph([acc, SHAPES["*m 1"], *others])
-
-    def operand(node: Node) -> int:
-        if node.operand:
-            return graph.operand(node.operand + 1, node.half)
-        return graph.add("multiply", graph.operand(0, node.half), graph.operand(1))
-
-    nodes = copied(expression, graph, operand)
-    halves = acc.halves if saves else ()
-    sums = [graph.add("multiply", graph.operand(0, half), graph.operand(1)) for half in halves]
-    return text_of(graph.finish([*(nodes[i] for i in expression.outputs), *sums]))
+    return Op(
+        name, inputs={**inputs, **operands, "norm_weight": NORM}, outputs=product.outputs, reference=reference,
+        attrs={"eps": 1e-6, "fused": FUSED}, kernel=Program(run, (rmsnorm, product), maps=True), static=(),
+        cases=CASES, dtypes={**product.accepts, "T": FLOATS, "W": FLOATS},
+        doc=f"RMSNorm and a linear layer.\n\n{DOC}", called="rmsnorm_linear",
+        sharding=Sharding(tuple(dim for dim in product.parallel if dim == "n")), **more,
+    )  # fmt: skip

@@ -65,12 +65,7 @@ def rmsnorm_linear(
         operands: what the epilogue reads besides the product, as in :func:`linear`; by default a bias ``[n]``, or None.
         eps: what is added to the mean of squares.
         epilogue: as in :func:`linear`; ``"bias"`` for no activation.
-        fused: ``"auto"`` and ``"never"`` run :func:`rmsnorm` and a product, as in :func:`linear`. ``"always"`` moves
-            the norm behind the product, for bfloat16 and float16: instead of ``4 m k`` bytes of a pass it moves ``2 m k``
-            for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
-            rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
-            65536, n = 2048 to 28672 and k = 768 to 4096.
-        packed, transposed, halves, save, attrs: as in :func:`linear`.
+        fused, packed, transposed, halves, save, attrs: as in :func:`linear`.
 
     Returns:
         ``T[*m n]``, or what the epilogue returns. Sums are in float32, in a fixed order. Devices may share n; each has

@@ -16,7 +16,6 @@ import pytest
 from cute_ops import Array, Case, Op, testing
 from cute_ops.autotune import dispatch
 from cute_ops.composite.gated_mlp import gated_mlp
-from cute_ops.composite.rmsnorm_linear import row_factors
 from cute_ops.declaration.binding import bind
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
@@ -406,14 +405,6 @@ def test_kernels_of_gradients_compile(name: str, tmp_path: Path) -> None:
     path = tmp_path / "kernel.cubin"
     worker.compile(plan(bind(op, testing.specs(op, case, "bfloat16")), {}, TARGET).variant, path)
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("n", [7, 4096])
-def test_the_factors_of_rows(n: int, dtype: str) -> None:
-    """In float32, whatever the rows' dtype."""
-    assert row_factors().outputs["rstd"].declared == "float32[*m 1]"
-    kernel_calls.check(kernel_calls.made(row_factors(), 5, n, dtype, "compact", np.random.default_rng(n)))
 
 
 def test_a_gradient_has_no_gradient() -> None:

@@ -356,8 +356,8 @@ LLAMA = {
 
 def test_manifests_know_what_modules_of_either_layout_call() -> None:
     """JAX's have weights [k, n]."""
-    parts = ("linear_kn_add_rstd", "qkv_rope_64_kn", "linear_kn_acc", "gated_linear_kn", "rmsnorm_factors")
-    assert [lookup.find(name).name for name in (*parts, "scaled_weight_kn")] == [*parts, "scaled_weight_kn"]
+    parts = ["linear_kn_add_rstd", "qkv_rope_64_kn", "linear_kn_acc", "gated_linear_kn", "scaled_rows"]
+    assert [lookup.find(name).name for name in parts] == parts
 
 
 def test_a_model_is_planned_from_its_configuration() -> None:

@@ -369,7 +369,7 @@ def test_what_a_transformer_does_next() -> None:
     ],
 )
 def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str, transposed: bool) -> None:
-    """Jitted, with gradients, with the norm before the product and behind it."""
+    """Jitted, with gradients."""
     generator = np.random.default_rng(0)
     given = [generator.standard_normal(shape) for shape in ((2, 3, 32), (32,), (24, 32), (24,))]
     arrays = [jnp.asarray(a, "float32") for a in given]

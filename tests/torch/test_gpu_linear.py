@@ -573,7 +573,7 @@ def test_the_next_norm(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (129, 1000, 72), (67, 130, 17), (8192, 4096, 1024)], ids=str)
 def test_the_norm_before(sizes: tuple[int, int, int], weighted: bool, epilogue: str) -> None:
-    """Forward and backward, with the norm before the product and behind it: either rounds once more than at the end."""
+    """Forward and backward: normalised rows are rounded."""
     m, n, k = sizes
     op = rmsnorm_linear(epilogue, ("n",))
     given = {name: t.requires_grad_() for name, t in epilogue_inputs(op, (m,), n, k).items()}

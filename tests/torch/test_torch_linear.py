@@ -929,7 +929,7 @@ def normed_inputs(biased: bool, weighted: bool, dtype: torch.dtype = torch.bfloa
 @NORMED
 @pytest.mark.parametrize("fused", ["always", "never", "auto"])
 def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str) -> None:
-    """Forward and gradients, with the norm before the product and behind it."""
+    """Forward and gradients."""
     given = normed_inputs(biased, weighted)
     tensors = [t for t in given if t is not None]
     out = cute_ops_torch.rmsnorm_linear(*given, eps=1e-2, epilogue=epilogue, fused=fused)
@@ -950,7 +950,7 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
 @pytest.mark.parametrize("fused", ["always", "never", "auto"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_norm_of_no_columns(transposed: bool, fused: str) -> None:
-    """Rows of nothing have no factor, and their product is zero."""
+    """The product of rows of nothing is zero."""
     weight, bias = torch.randn((0, 6) if transposed else (6, 0)), torch.randn(6)
     given = [t.half().requires_grad_() for t in (torch.randn(3, 0), weight, bias)]
     x, weight, bias = given
