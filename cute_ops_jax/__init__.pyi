@@ -141,3 +141,15 @@ def attention(
     right: int = -1,
     softcap: float = 0.0,
 ) -> tuple[Array, Array]: ...
+def decode_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    lengths: ArrayLike,
+    page_table: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float = 0.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    batch_invariant: bool = False,
+) -> tuple[Array, Array]: ...

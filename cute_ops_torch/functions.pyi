@@ -12,6 +12,7 @@ __all__ = [
     "attention",
     "causal_conv1d",
     "cross_entropy",
+    "decode_attention",
     "gated_linear",
     "geglu",
     "gelu",
@@ -201,6 +202,20 @@ def attention(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float = 0.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    batch_invariant: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...

@@ -256,10 +256,10 @@ class Cta:
                     block[places] = self.read(name)[here].astype(f"u{size}")[:, None].view(np.uint8)
 
     def together(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
-        if op[0] == "shfl":  # of the first lane, as make_warp_uniform has it, or of the one across
-            lanes, (distance,) = self.threads % LANES, operands[2]
-            assert op[2] == "bfly" or distance == "0"
-            source = lanes ^ int(distance) if op[2] == "bfly" else 0
+        if op[0] == "shfl":  # of a lane, or of the one across
+            lanes, distance = self.threads % LANES, self.read(operands[2][0])
+            assert op[2] in ("bfly", "idx")
+            source = lanes ^ distance if op[2] == "bfly" else distance % LANES
             self.write(operands[0][0], self.read(operands[1][0])[self.threads - lanes + source], self.everyone)
         elif op[0] == "ldmatrix":
             rows = sum(self.read(name) for name in operands[1]).reshape(-1, 4, 8)

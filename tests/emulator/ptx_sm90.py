@@ -1,7 +1,8 @@
-"""Runs a warp-specialised Hopper kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of a cluster.
+"""Runs the warps of a kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of a cluster, and cp.async.
 
 Warps go in a random order, each until it has to wait. WGMMA and TMA act at once, in place: this finds wrong addresses,
-swizzles, coordinates, counts and phases, and waits without an end; not a wait that is missing.
+swizzles, coordinates, counts and phases, and waits without an end; not a wait that is missing. Copies by cp.async act
+when they are waited for.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ class Warp(ptx_cta.Cta):
         if cluster.in_a_row:
             self.registers |= {"%ctaid.x": zero + cluster.index, "%nctaid.x": zero + cluster.count}
         self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
+        self.copies: list[list[tuple[Any, ...]]] = [[]]  # groups of cp.async, the last one not yet committed
 
     def run(self) -> Iterator[str]:  # type: ignore[override]
         """Yields what it waits for."""
@@ -212,6 +214,8 @@ class Warp(ptx_cta.Cta):
                 cta.arrive(address & (1 << RANK_BITS) - 1, 1 if bytes_too else count, count if bytes_too else 0)
         elif op[0] == "mapa":
             self.write(operands[0][0], self.read(operands[1][0]) + (self.read(operands[2][0]) + 1 << RANK_BITS), now)
+        elif op[:2] == ("cp", "async") and "bulk" not in op:
+            self.copy_async(op, operands, now)
         elif op[0] == "cp":
             if "tensor" in op:
                 ctas = self.cta.cluster.ctas
@@ -227,15 +231,36 @@ class Warp(ptx_cta.Cta):
                 self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
-        elif op[0] in ("ldmatrix", "shfl"):
+        elif op[0] == "vote":
+            value = self.read(operands[1][0])
+            self.write(operands[0][0], np.full(LANES, int(((value != 0) * (1 << self.threads)).sum())), now)
+        elif op[0] in ("ldmatrix", "mma", "shfl"):
             self.together(op, operands)
         elif op[0] == "cvta":
             self.write(operands[0][0], self.read(operands[1][0]), now)
         elif op[:2] == ("mul", "hi"):
             a, b = (number(self.read(name), op[-1]) for (name,) in operands[1:])
-            self.write(operands[0][0], number(a * b >> 32, op[-1]), now)
+            self.write(operands[0][0], number(a * b >> int(op[-1][1:]), op[-1]), now)
         else:
             self.compute(op, operands, now)
+
+    def copy_async(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        """Begin copies of 16 bytes, of which the last ones may be zeros; commit or await a group of copies."""
+        if op[2] == "commit_group":
+            self.copies.append([])
+        elif op[2] == "wait_group":
+            left = len(self.copies) - 1 - self.one(operands[0], now)
+            for target, source, size in (each for _ in range(left) for each in self.copies.pop(0)):
+                self.blocks[0][target : target + 16] = 0
+                self.blocks[0][target : target + size] = self.blocks[source >> 32][source & 0xFFFFFFFF :][:size]
+        else:
+            target, source = (sum(self.read(name) for name in place) for place in operands[:2])
+            size = self.read(operands[-1][0])
+            for lane in np.flatnonzero(now):
+                start, block = int(source[lane]) & 0xFFFFFFFF, self.blocks[int(source[lane]) >> 32]
+                if target[lane] % 16 or start % 16 or start + size[lane] > len(block):
+                    raise IndexError(f"cp.async from byte {start} of {len(block)} to {target[lane]}")
+                self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane])))
 
     def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta]) -> None:
         """A part of a matrix by TMA into these CTAs, with zeros for what lies outside of it; where there are none, from

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from cute_ops.declaration.config import KernelConfig
 
+# Of attention to caches: rows of an MMA, keys of a warp's tile, and elements between rows in shared memory.
+MMA_ROWS, KEYS_OF_TILE, PADDING = 16, 16, 8
+
 
 @dataclass(frozen=True)
 class AppendConfig(KernelConfig):
@@ -64,3 +67,40 @@ class AttentionBackwardConfig(KernelConfig):
     bounds: str = ""
     score: str = ""
     dscore: str = ""
+
+
+@dataclass(frozen=True)
+class DecodeConfig(KernelConfig):
+    """How attention to caches spreads over warps.
+
+    Attributes:
+        form: how a tile of keys lies in memory: ``contiguous``; in one of the pages (``whole_pages``); in several
+            (``any_pages``).
+        tiles_m: tiles of 16 queries, of heads that share keys, which a CTA has.
+        warps: of a CTA, each with tiles of keys of its own.
+        stages: tiles of keys and values that a warp has in shared memory.
+        split_keys: keys after which they are split; 0 where the number of splits is chosen.
+        score: the expression of a change of scores; empty if there is none.
+    """
+
+    form: str
+    tiles_m: int
+    warps: int
+    stages: int
+    split_keys: int = 0
+    score: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Queries of a CTA."""
+        return MMA_ROWS * self.tiles_m
+
+    def stage_bytes(self, d: int, e: int) -> int:
+        """Bytes of a tile of keys and values: padding keeps eight neighbouring rows in different banks."""
+        return 2 * KEYS_OF_TILE * (d + e + 2 * PADDING)
+
+    def shared(self, d: int, e: int) -> int:
+        """Bytes of shared memory: queries, tiles or results of each warp, which take their place, and masks."""
+        results = 4 * self.rows * (e + 2)
+        ring = self.stages * self.stage_bytes(d, e)
+        return 2 * self.rows * (d + PADDING) + self.warps * (max(ring, results) + 4 * self.stages)

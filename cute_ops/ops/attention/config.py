@@ -6,8 +6,15 @@ import math
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.hardware import VECTOR_BYTES
-from cute_ops.kernels.attention.config import AppendConfig, AttentionBackwardConfig, AttentionConfig
+from cute_ops.hardware import ARCHES, VECTOR_BYTES
+from cute_ops.kernels.attention.config import (
+    KEYS_OF_TILE,
+    MMA_ROWS,
+    AppendConfig,
+    AttentionBackwardConfig,
+    AttentionConfig,
+    DecodeConfig,
+)
 from cute_ops.ops.attention import mods
 from cute_ops.ops.rows import threads_for
 
@@ -16,6 +23,12 @@ THREADS, UNROLL = 128, 4
 KEYS = {128: 128, 192: 96, 256: 80}
 # Likewise keys and slots of the gradient of queries, and queries and slots of that of keys and values.
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
+# Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
+WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
+# The longest heads of which a thread has registers for two tiles of queries.
+LONGEST_OF_TWO = 128
+# Splits of keys: the fewest with this share of the best wave, each of so many keys at least; a batch-invariant one.
+WAVE_SHARE, LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS = 0.85, 256, 128, 512
 
 
 def append_kv(problem: Problem) -> AppendConfig:
@@ -42,6 +55,62 @@ def workspace(problem: Problem, _: Config) -> dict[str, Array | None]:
     """A number for each row of each head: the sum of its output times its cotangent."""
     dims = problem.dims
     return {"delta": Array((problem.m, dims["g"] * dims["r"], dims["s"]), "float32")}
+
+
+def decode_attention(problem: Problem) -> DecodeConfig:
+    """As many stages as leave room for two CTAs on an SM, or for one where heads are long."""
+    dims, attrs = problem.dims, problem.attrs
+    d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
+    tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
+    form = "contiguous"
+    if "page_table" in problem.dtypes:
+        form = "any_pages" if dims["c"] % KEYS_OF_TILE else "whole_pages"
+    keys, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"])
+    configs = (
+        (resident, DecodeConfig(form, tiles_m, warps, stages, keys, score))
+        for resident, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))
+        for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1)
+    )
+    return next(config for resident, config in configs if _resident(problem, config) >= resident)
+
+
+def _resident(problem: Problem, config: DecodeConfig) -> int:
+    """CTAs that fit an SM together, by their shared memory."""
+    sm = ARCHES[problem.arch]
+    shared = config.shared(problem.dims["d"], problem.dims["e"])
+    return 0 if shared > sm.shared_per_cta else sm.shared // (shared + sm.shared - sm.shared_per_cta)
+
+
+def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """The result of each split of keys, and its log-sum-exp; of one split these are outputs."""
+    dims, config = problem.dims, DecodeConfig.of(flat)
+    splits = splits_of(problem, config)
+    rows = dims["b"] * dims["s"] * dims["g"] * dims["r"] if splits > 1 else 1
+    return {
+        "partial": Array((rows, splits, dims["e"] if splits > 1 else 1), "float32"),
+        "partial_lse": Array((rows, splits), "float32"),
+    }
+
+
+def splits_of(problem: Problem, config: DecodeConfig) -> int:
+    """How many parts the keys of a sequence are split into: what its pages hold is known, its length is not."""
+    dims = problem.dims
+    keys = dims["c"] * (1 if config.form == "contiguous" else dims["t"])
+    if config.split_keys:
+        return max(-(-keys // config.split_keys), 1)
+    if problem.attrs["window"]:
+        keys = min(keys, problem.attrs["window"] + dims["s"])
+    most = max(min(keys // LEAST_KEYS, MOST_SPLITS), 1)
+    blocks = -(-dims["r"] * dims["s"] // config.rows)
+    slots = problem.sm_count * min(_resident(problem, config), RESIDENT)
+
+    def share(splits: int) -> float:
+        """Of the slots that the waves of CTAs fill."""
+        waves = dims["b"] * dims["g"] * blocks * splits / slots
+        return waves / math.ceil(waves)
+
+    shares = [share(splits) for splits in range(1, most + 1)]
+    return next(i for i, each in enumerate(shares, start=1) if each >= WAVE_SHARE * max(shares))
 
 
 def _headdim(problem: Problem) -> int:

@@ -1,0 +1,386 @@
+"""Attention of a few queries to caches of keys and values: see :mod:`cute_ops.ops.attention.decode_attention`."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
+
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.attention.combine import Combine, Results
+from cute_ops.kernels.attention.config import KEYS_OF_TILE, MMA_ROWS, PADDING, DecodeConfig
+from cute_ops.kernels.attention.mods import Mods
+from cute_ops.kernels.attention.pages import Keys, load_tile, page_entry
+from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.tiles import Place, Tile
+from cute_ops.kernels.lib.activation import LOG2_E
+from cute_ops.kernels.lib.arguments import named
+from cute_ops.kernels.lib.copy import fragment, load, store
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+
+VECTOR = VECTOR_BYTES // 2  # elements of 16 bits
+
+
+class Tensors(NamedTuple):
+    """The op's arguments."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    lengths: Any
+    page_table: Any
+    sinks: Any
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+
+
+class Work(NamedTuple):
+    """What a CTA has: a block of queries of the heads that share a head of the caches, and a part of its keys.
+
+    Attributes:
+        batch, head: of the caches.
+        block: of queries.
+        split, splits: which part of the keys, and how many there are.
+        keys: of the sequence.
+        begin, end: its tiles of keys.
+    """
+
+    batch: Any
+    head: Any
+    block: Any
+    split: Any
+    splits: Any
+    keys: Any
+    begin: Any
+    end: Any
+
+
+class Accumulated(NamedTuple):
+    """A warp's sums for a tile of queries: scores, weights in 16 bits, values; largest scores and sums of weights; the
+    first key that each of a thread's rows attends to, and the last one.
+    """
+
+    scores: Any
+    weights: Any
+    values: Any
+    largest: Any
+    sums: Any
+    low: Any
+    high: Any
+
+
+class DecodeAttention:
+    """``out = softmax(softcap(scale * q @ k.T)) @ v`` over the keys of each sequence, and the log-sum-exp of scores.
+
+    Tile: a CTA has ``16 * tiles_m`` rows, the queries of all heads that share one of the caches, and a part of a
+    sequence's keys. Its warps go through them 16 keys at a time, each by itself: a warp copies tiles into a ring of its
+    own, so that no barrier stops the loop, and multiplies by ``mma.sync``. At the end the CTA combines the results of
+    its warps; if keys are split, :class:`Combine` does so with those of CTAs. Both do it in a fixed order.
+    Shared memory: ``16 * tiles_m x d`` queries; ``stages`` tiles of ``16 x (d + e)`` keys and values of each warp,
+    whose place its results take; padded.
+    Bytes moved per element: keys and values once, from memory if there is one block of queries, else from L2.
+    """
+
+    def __init__(self, variant):
+        self.variant, self.config = variant, DecodeConfig.of(variant.config)
+        dims, attrs, keys = variant.dims, variant.attrs, variant.tensors
+        self.d, self.e, self.shared_by, self.queries = (dims[name] for name in "ders")
+        self.rows = self.shared_by * self.queries  # of a head of the caches
+        self.window, self.itemsize = attrs["window"], ITEMSIZE[keys["q"].dtype]
+        self.mods, self.scale = Mods("", "", self.config.score), attrs["scale"] or self.d**-0.5
+        self.softmax = OnlineSoftmax(1.0 if self.config.score else self.scale)
+        self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
+        # What stays in registers: queries, beside sums of values.
+        self.keeps_queries = self.config.tiles_m * (self.d + 2 * self.e) <= 512
+        self.combine = Combine(self.e, self.pdl)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
+        self.dtype = tensors.q.element_type
+        mma = cute.make_tiled_mma(
+            MmaF16BF16Op(self.dtype, Float32, (MMA_ROWS, 8, 16)), (1, 1, 1), permutation_mnk=(MMA_ROWS, 16, 16)
+        )
+        batches, heads = (Int32(tensors.k_cache.shape[2]) if i else Int32(tensors.q.shape[0]) for i in range(2))
+        splits = Int32(tensors.partial_lse.shape[1])
+        blocks = -(-self.rows // self.config.rows)
+        self.kernel(mma, tensors, heads, splits).launch(
+            grid=[batches * heads * splits * blocks, 1, 1], block=[self.threads, 1, 1], stream=stream,
+            use_pdl=self.pdl, min_blocks_per_mp=1,
+        )  # fmt: skip
+        if splits > 1:
+            results = Results(tensors.partial, tensors.partial_lse, tensors.sinks, tensors.out, tensors.lse)
+            self.combine(results, splits, stream)
+
+    @cute.kernel
+    def kernel(self, mma: cute.TiledMma, tensors, heads: Int32, splits: Int32):
+        tidx = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(tidx // WARP)
+        let_next_start(self.pdl)
+        wait_for_previous(self.pdl)
+        work = self._work(tensors, heads, splits)
+        smem = cutlass.utils.SmemAllocator()
+        sQ = self._slots(smem, self.config.rows, self.d)
+        ring = self._ring(smem, warp)
+        if (work.begin < work.end) | (splits == 1):
+            self._attend(mma, tensors, work, (sQ, ring), (tidx, warp))
+        elif tidx < self.config.rows:
+            row = work.block * self.config.rows + tidx
+            if row < self.rows:
+                tensors.partial_lse[self._place(row, work, heads), work.split] = -Float32.inf
+
+    def _work(self, tensors, heads, splits):
+        """The CTA's part; row blocks that read the same keys run together."""
+        bidx, blocks = cute.arch.block_idx()[0], -(-self.rows // self.config.rows)
+        index = bidx // blocks
+        head = index // splits
+        batch = head // heads
+        size = Int32(tensors.k_cache.shape[1])
+        if const_expr(tensors.page_table is not None):
+            size = size * Int32(tensors.page_table.shape[1])
+        # In 64 bits, before it is cut: a length may be any number.
+        keys = Int32(cutlass.max(cutlass.min(Int64(tensors.lengths[batch]), Int64(size)), Int64(0)))
+        begin, end, split = Int32(0), cute.ceil_div(keys, KEYS_OF_TILE), index - head * splits
+        if const_expr(self.window > 0):
+            begin = cutlass.max(keys - (self.queries - 1 + self.window), Int32(0)) // KEYS_OF_TILE
+        if const_expr(self.config.split_keys > 0):
+            tiles = self.config.split_keys // KEYS_OF_TILE
+            begin, end = cutlass.max(begin, split * tiles), cutlass.min(end, (split + 1) * tiles)
+        else:
+            tiles = cute.ceil_div(cute.ceil_div(end - begin, splits), self.config.warps) * self.config.warps
+            begin = begin + split * tiles
+            end = cutlass.min(end, begin + tiles)
+        return Work(batch, head - batch * heads, bidx - index * blocks, split, splits, keys, begin, end)
+
+    def _slots(self, smem, rows, width):
+        return smem.allocate_tensor(self.dtype, cute.make_layout((rows, width), stride=(width + PADDING, 1)), 16)
+
+    def _ring(self, smem, warp):
+        """A warp's tiles of keys and values, (keys, elements, stages), and its bytes as float32 results: values of each
+        row, the largest score and the sum of weights of each row.
+        """
+        config, warps = self.config, self.config.warps
+        stage, rows = config.stage_bytes(self.d, self.e), config.rows
+        size = max(config.stages * stage, 4 * rows * (self.e + 2))
+        base = smem.allocate(size * warps, 16)
+        tiles = []
+        for start, width in ((0, self.d), (2 * KEYS_OF_TILE * (self.d + PADDING), self.e)):
+            address = (base + (warp * size + start)).toint()
+            pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+            shape, strides = (KEYS_OF_TILE, width, config.stages), (width + PADDING, 1, stage // 2)
+            tiles.append(cute.make_tensor(pointer, cute.make_layout(shape, stride=strides)))
+        results = cute.recast_ptr(base, dtype=Float32)
+        values = cute.make_tensor(results, cute.make_layout((rows, self.e, warps), stride=(self.e, 1, size // 4)))
+        sums = cute.make_tensor(
+            results + rows * self.e, cute.make_layout((2, rows, warps), stride=(rows, 1, size // 4))
+        )
+        masks = smem.allocate_array(Int32, warps * config.stages)
+        masks = cute.make_tensor(masks + warp * config.stages, cute.make_layout(config.stages))
+        return (*tiles, masks, values, sums)
+
+    @cute.jit
+    def _attend(
+        self, mma, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr,
+        at: cutlass.Constexpr,
+    ):  # fmt: skip
+        (sQ, (sK, sV, masks, sValues, sSums)), (tidx, warp), warps = shared, at, self.config.warps
+        lane, stages = tidx % WARP, self.config.stages
+        keys = Keys(self.config.form, tensors.page_table, work.batch, work.keys)
+        caches = [(tensors.k_cache, sK), (tensors.v_cache, sV)]
+        first = work.begin + warp
+        # The page of a tile is looked up one tile ahead of its copies.
+        entry = page_entry(keys, tensors.k_cache, first, lane)
+        for i in cutlass.range(stages - 1, unroll=1):
+            tile = first + i * warps
+            load_tile(keys, caches, masks, (work.head, tile, work.end), (entry, i, lane))
+            entry = page_entry(keys, tensors.k_cache, tile + warps, lane)
+        self._load_queries(tensors.q, sQ, work, tidx)
+        cute.arch.barrier()
+        mine = mma.get_slice(lane)
+        rows, fragments = [], []
+        for i in cutlass.range_constexpr(self.config.tiles_m):
+            fragments.append(mma.make_fragment_A(mine.partition_A(cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)))))
+            if const_expr(self.keeps_queries):
+                self._read_queries(mma, sQ, fragments[i], i, lane)
+            rows.append(self._start(mma, work, i, lane))
+        readers = [
+            cute.make_tiled_copy_B(cute.make_copy_atom(LdMatrix8x8x16bOp(across, 4), self.dtype), mma).get_slice(lane)
+            for across in (False, True)
+        ]
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (e, keys, stages)
+        tSrK = mma.make_fragment_B(mine.partition_B(sK[None, None, 0]))
+        tOrV = mma.make_fragment_B(mine.partition_B(sVt[None, None, 0]))
+        stage = Int32(0)
+        for tile in cutlass.range(first, work.end, warps, unroll=1):
+            cute.arch.cp_async_wait_group(stages - 2)
+            cute.arch.sync_warp()
+            # All lanes have read the stage that is loaded now.
+            ahead = tile + (stages - 1) * warps
+            free = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
+            load_tile(keys, caches, masks, (work.head, ahead, work.end), (entry, free, lane))
+            entry = page_entry(keys, tensors.k_cache, ahead + warps, lane)
+            for row in rows:
+                row.scores.fill(0.0)
+            source = readers[0].partition_S(sK)
+            for k in cutlass.range_constexpr(self.d // 16):
+                cute.copy(readers[0], source[None, None, k, stage], readers[0].retile(tSrK)[None, None, k])
+                for i, row in enumerate(rows):
+                    if const_expr(not self.keeps_queries):
+                        self._read_queries(mma, sQ, fragments[i], i, lane, k)
+                    cute.gemm(mma, row.scores, fragments[i][None, None, k], tSrK[None, None, k], row.scores)
+            mask = masks[stage] if const_expr(keys.paged) else Int32(-1)
+            for row in rows:
+                self._weigh(row, work, tile, mask, lane)
+            source = readers[1].partition_S(sVt)
+            cute.copy(readers[1], source[None, None, 0, stage], readers[1].retile(tOrV)[None, None, 0])
+            for row in rows:
+                cute.gemm(mma, row.values, row.weights[None, None, 0], tOrV[None, None, 0], row.values)
+            stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+        cute.arch.cp_async_wait_group(0)
+        # All warps have read their tiles, whose place results take.
+        cute.arch.barrier()
+        for i, row in enumerate(rows):
+            self._keep(row, i, (sValues, sSums), warp, lane)
+        cute.arch.barrier()
+        self._finish(tensors, work, (sValues, sSums), tidx)
+
+    # --- before the loop
+
+    @cute.jit
+    def _load_queries(self, mQ, sQ, work: cutlass.Constexpr, tidx):
+        """Copy the block's queries to shared memory, zeros for rows past the last."""
+        across = self.d // VECTOR
+        for first in cutlass.range_constexpr(0, self.config.rows * across, self.threads):
+            index = first + tidx
+            row, column = index // across, index % across * VECTOR
+            rX = fragment(self.dtype, VECTOR, 0)
+            token, head = self._of_row(work.block * self.config.rows + row, work)
+            if (index < self.config.rows * across) & (token < self.queries):
+                load(rX, self._address(mQ, work.batch, token, head, column))
+            if index < self.config.rows * across:
+                cute.autovec_copy(rX, cute.make_tensor(sQ.iterator + (row * (self.d + PADDING) + column), rX.layout))
+
+    def _of_row(self, row, work):
+        """The query and the head of q that a row stands for; past the last row there are further queries."""
+        token = row // self.shared_by
+        return token, work.head * self.shared_by + row - token * self.shared_by
+
+    def _address(self, mX, batch, token, head, column):
+        """Byte address of an element of q or out."""
+        at = Int64(batch) * mX.stride[0] + Int64(token) * mX.stride[1] + Int64(head) * mX.stride[2] + column
+        return mX.iterator.toint() + at * self.itemsize
+
+    def _place(self, row, work, heads):
+        """A row's number in the order of outputs."""
+        token, head = self._of_row(row, work)
+        return (Int64(work.batch) * self.queries + token) * (heads * self.shared_by) + head
+
+    def _read_queries(self, mma, sQ, tSrQ, i, lane, k=None):
+        """Load a tile of queries from shared memory, or 16 of their elements."""
+        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.dtype)
+        reader = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
+        source = reader.partition_S(cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)))
+        for each in range(self.d // 16) if k is None else (k,):
+            cute.copy(reader, source[None, None, each], reader.retile(tSrQ)[None, None, each])
+
+    def _start(self, mma, work, i, lane):
+        """Sums of nothing."""
+        rows, keys = [cute.make_rmem_tensor(2, Float32) for _ in range(2)], []
+        values = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, self.e)), Float32)
+        values.fill(0.0)
+        rows[0].fill(-Float32.inf)
+        rows[1].fill(0.0)
+        for _ in range(2):
+            keys.append(cute.make_rmem_tensor(2, Int32))
+        for r in range(2):
+            row = work.block * self.config.rows + i * MMA_ROWS + lane // 4 + 8 * r
+            token = row // self.shared_by
+            last = work.keys - self.queries + token
+            keys[0][r] = last - self.window + 1 if self.window else Int32(0)
+            keys[1][r] = cutlass.select_(token < self.queries, last, Int32(-1))
+        scores = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, KEYS_OF_TILE)), Float32)
+        weights = cute.make_rmem_tensor(((2, 2, 2), 1, 1), self.dtype)
+        return Accumulated(scores, weights, values, *rows, *keys)
+
+    # --- in the loop
+
+    @cute.jit
+    def _weigh(self, row: cutlass.Constexpr, work: cutlass.Constexpr, tile, mask, lane):
+        """Exponentials of a tile's scores, and what they do to the sums so far."""
+        scores, start = by_row(row.scores), tile * KEYS_OF_TILE + lane % 4 * 2
+        if const_expr(self.mods.score is not None):
+            place = Place(Tile(0, 0, 0), (0, 0), 0, (0, 1, 8, 9), False, 0)
+            self.mods.change(scores, place, self.scale)
+        # All queries attend to all keys of a tile, if it is none of the last or of the window's first ones.
+        before = work.keys - self.queries
+        whole = ((tile + 1) * KEYS_OF_TILE <= before + 1) & (mask == -1)
+        if const_expr(self.window > 0):
+            whole = whole & (tile * KEYS_OF_TILE >= work.keys - self.window)
+        if not whole:
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(4):
+                    offset = 8 * (c // 2) + c % 2
+                    there = (mask >> (lane % 4 * 2 + offset)) & 1
+                    seen = (start + offset <= row.high[r]) & (start + offset >= row.low[r]) & (there != 0)
+                    scores[r, c] = cutlass.select_(seen, scores[r, c], -Float32.inf)
+        factors = self.softmax.add(row.scores, row.largest, row.sums)
+        self.softmax.rescale(row.values, factors)
+        store_packed(row.scores, row.weights)
+
+    # --- after the loop
+
+    @cute.jit
+    def _keep(self, row: cutlass.Constexpr, i: cutlass.Constexpr, results: cutlass.Constexpr, warp, lane):
+        """Store a warp's sums in shared memory."""
+        (sValues, sSums), values = results, by_row(row.values)
+        for r in cutlass.range_constexpr(2):
+            at, total = i * MMA_ROWS + lane // 4 + 8 * r, row.sums[r]
+            for offset in (2, 1):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+            if lane % 4 == 0:
+                sSums[0, at, warp] = row.largest[r] * Float32(self.softmax.scale * LOG2_E)
+                sSums[1, at, warp] = total
+            for c in cutlass.range_constexpr(self.e // 4):
+                sValues[at, lane % 4 * 2 + 8 * (c // 2) + c % 2, warp] = values[r, c]
+
+    @cute.jit
+    def _finish(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, results: cutlass.Constexpr, tidx):
+        """Combine the warps' sums of each row, four columns a thread, and store them."""
+        (sValues, sSums), across, warps = results, self.e // 4, self.config.warps
+        heads = Int32(tensors.k_cache.shape[2])
+        for first in cutlass.range_constexpr(0, self.config.rows * across, self.threads):
+            at, column = (first + tidx) // across, (first + tidx) % across * 4
+            row = work.block * self.config.rows + at
+            if (first + tidx < self.config.rows * across) & (row < self.rows):
+                largest = sSums[0, at, 0]
+                for w in cutlass.range_constexpr(1, warps):
+                    largest = cute.arch.fmax(largest, sSums[0, at, w])
+                total, rX = Float32(0.0), fragment(Float32, 4, 0)
+                for w in cutlass.range_constexpr(warps):
+                    share = self.combine.share(sSums[0, at, w], largest)
+                    total = total + share * sSums[1, at, w]
+                    for j in cutlass.range_constexpr(4):
+                        rX[j] = rX[j] + share * sValues[at, column + j, w]
+                token, head = self._of_row(row, work)
+                if work.splits == 1:
+                    sink = None if const_expr(tensors.sinks is None) else Float32(tensors.sinks[head])
+                    lse, factor = self.combine.finish(largest, total, sink)
+                    if column == 0:
+                        tensors.lse[work.batch, head, token] = lse
+                    rOut = fragment(self.dtype, 4)
+                    for j in cutlass.range_constexpr(4):
+                        rOut[j] = (rX[j] * factor).to(self.dtype)
+                    store(rOut, self._address(tensors.out, work.batch, token, head, column))
+                else:
+                    lse, factor = self.combine.of_part(largest, total)
+                    place = self._place(row, work, heads)
+                    if column == 0:
+                        tensors.partial_lse[place, work.split] = lse
+                    for j in cutlass.range_constexpr(4):
+                        rX[j] = rX[j] * factor
+                    start = (place * work.splits + work.split) * self.e + column
+                    store(rX, tensors.partial.iterator.toint() + start * 4)

@@ -1,0 +1,186 @@
+"""Attention of new queries to caches of keys and values: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cute_ops.declaration.array_api import beside, widen
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
+from cute_ops.ops.attention import config, mods
+from cute_ops.ops.attention.attention import HALVES, LONGEST
+
+MOST_QUERIES = 16
+PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks")}
+PAGED: dict[str, Any] = {"absent": ("sinks",)}
+CASES = (
+    Case("llama3-8b", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 3, "c": 300}, **PLAIN),
+    Case("llama3-8b-paged", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 40, "c": 16, "t": 20}, **PAGED),
+    Case("qwen3-8b-speculative", {"b": 2, "s": 4, "g": 2, "r": 4, "d": 128, "e": 128, "p": 9, "c": 64, "t": 5},
+         {"P": "int64"}, **PAGED),
+    Case("gpt-oss-20b", {"b": 2, "s": 1, "g": 2, "r": 8, "d": 64, "e": 64, "p": 9, "c": 128, "t": 3},
+         attrs={"window": 128}),
+    Case("gemma2-9b", {"b": 2, "s": 2, "g": 2, "r": 2, "d": 256, "e": 256, "p": 2, "c": 150}, {"I": "int64"}, **PLAIN,
+         attrs={"softcap": 50.0, "scale": 0.0625}),
+    Case("phi3-mini", {"b": 1, "s": 1, "g": 3, "r": 1, "d": 96, "e": 96, "p": 200, "c": 1, "t": 170}, **PAGED),
+    Case("other-values", {"b": 2, "s": 16, "g": 1, "r": 3, "d": 80, "e": 48, "p": 50, "c": 7, "t": 11}, **PAGED,
+         attrs={"batch_invariant": True}),
+)  # fmt: skip
+
+
+def reference(
+    xp: Any, q: Any, k_cache: Any, v_cache: Any, lengths: Any, page_table: Any = None, sinks: Any = None,
+    *, scale: float, window: int, softcap: float, batch_invariant: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    del batch_invariant  # about the order of sums alone
+    (b, s, h, d), (p, c, g, e) = q.shape, v_cache.shape
+    here, r = beside(xp, q), h // max(g, 1)
+    if 0 in (b, s, h):
+        out = xp.zeros((b, s, h, e), dtype=q.dtype, **here)
+        return out, xp.zeros((b, h, s), dtype=xp.float32, **here)
+    # A sequence's keys side by side, and which of them are there: NaN may stand in all others.
+    if page_table is None:
+        k, v, keys, there = k_cache, v_cache, c, None
+    else:
+        there = xp.logical_and(page_table >= 0, page_table < p)
+        pages = xp.reshape(xp.where(there, page_table, xp.zeros_like(page_table)), (-1,))
+        keys = page_table.shape[1] * c
+        k, v = (xp.reshape(xp.take(x, pages, axis=0), (b, keys, g, x.shape[-1])) for x in (k_cache, v_cache))
+        there = xp.reshape(xp.broadcast_to(there[..., None], (*there.shape, c)), (b, keys))
+    key = xp.arange(keys, dtype=lengths.dtype, **here)
+    written = key < lengths[:, None]
+    there = written if there is None else xp.logical_and(there, written)
+    wide_q, wide_k, wide_v, wide_sinks = widen(xp, q, k, v, sinks)
+    wide_k, wide_v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (wide_k, wide_v))
+    grouped = xp.reshape(xp.permute_dims(wide_q, (0, 2, 1, 3)), (b, g, r * s, d))
+    scores = grouped @ xp.permute_dims(wide_k, (0, 2, 3, 1)) * (scale or d**-0.5)
+    if (change := mods.soft_cap(softcap)) is not None:
+        scores = change(xp, scores, None, None, None, None, None)
+    scores = xp.reshape(scores, (b, h, s, keys))
+    # The last query stands at the last key.
+    whole = xp.where(lengths < keys, lengths, xp.full_like(lengths, keys))
+    place = whole[:, None] - s + xp.arange(s, dtype=lengths.dtype, **here)
+    seen = xp.logical_and(there[:, None, :], key <= place[..., None])
+    if window:
+        seen = xp.logical_and(seen, key > place[..., None] - window)
+    low = xp.asarray(-math.inf, dtype=scores.dtype, **here)
+    scores = xp.where(seen[:, None], scores, low)
+    # A last column without a value: the sink, or a score of no weight.
+    last = xp.broadcast_to(low, (b, h, s, 1))
+    if wide_sinks is not None:
+        last = xp.broadcast_to(xp.astype(xp.reshape(wide_sinks, (1, h, 1, 1)), scores.dtype), (b, h, s, 1))
+    scores = xp.concat([scores, last], axis=-1)
+    highest = xp.max(scores, axis=-1, keepdims=True)
+    highest = xp.where(highest > -math.inf, highest, xp.zeros_like(highest))
+    weights = xp.exp(scores - highest)
+    total = xp.sum(weights, axis=-1, keepdims=True)
+    some = xp.where(total > 0, total, xp.ones_like(total))
+    lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
+    weights = xp.reshape((weights / some)[..., :-1], (b, g, r * s, keys))
+    out = xp.reshape(weights @ xp.permute_dims(wide_v, (0, 2, 1, 3)), (b, h, s, e))
+    return xp.astype(xp.permute_dims(out, (0, 2, 1, 3)), q.dtype), xp.reshape(lse, (b, h, s))
+
+
+def check(binding: Binding) -> str | None:
+    dims, attrs = binding.dims, binding.attrs
+    for name in ("d", "e"):
+        if not 16 <= dims[name] <= 256 or dims[name] % 16:
+            return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
+    if not 1 <= dims["s"] <= MOST_QUERIES:
+        return f"a sequence has 1 to {MOST_QUERIES} queries, got s={dims['s']}; `attention` takes more."
+    if binding.inputs["page_table"] is None:
+        keys = dims["c"]
+        if dims["p"] != dims["b"]:
+            said = "without page_table caches are (batch, capacity, kv heads, headdim)"
+            return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
+    else:
+        keys = dims["t"] * dims["c"]
+    if keys > LONGEST:
+        return f"a sequence has at most {LONGEST} keys, got room for {keys}."
+    for name in ("scale", "softcap", "window"):
+        if attrs[name] < 0:
+            return f"{name} is not negative, got {attrs[name]}."
+    return None
+
+
+def fill_pages(xp: Any, arrays: dict[str, Any]) -> None:
+    """Lengths from none to all keys, of which the last is not always there; pages of the pool, and some beyond."""
+    lengths, table, cache = arrays["lengths"], arrays.get("page_table"), arrays["k_cache"]
+    room = cache.shape[1] * (1 if table is None else table.shape[1])
+    if lengths.size:
+        lengths[...] = xp.linspace(room, 0, lengths.size).astype(lengths.dtype)
+    if table is not None and table.size:
+        flat = table.reshape(-1)
+        flat[::5] = xp.where(flat[::5] % 2 == 0, -1 - flat[::5], cache.shape[0] + flat[::5])
+        table[...] = flat.reshape(table.shape)
+
+
+def _cache(shape: str) -> Tensor:
+    return Tensor(shape, "T", align=16)
+
+
+decode_attention = Op(
+    "decode_attention",
+    inputs={
+        "q": Tensor("b s g*r d", "T", align=16, otherwise="copy"),
+        "k_cache": _cache("p c g d"),
+        "v_cache": _cache("p c g e"),
+        "lengths": Tensor("b", "I"),
+        "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
+        "sinks": Tensor("g*r", "S", optional=True),
+    },
+    outputs={"out": Tensor("b s g*r e", "T"), "lse": Tensor("b g*r s", "float32")},
+    dtypes={"T": HALVES, "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS},
+    attrs={"scale": 0.0, "window": 0, "softcap": 0.0, "batch_invariant": False},
+    static=("d", "e", "r", "s"),
+    sharding=Sharding(parallel=("g",)),
+    check=check,
+    cases=CASES,
+    reference=reference,
+    kernel="cute_ops.kernels.attention.decode_attention:DecodeAttention",
+    tuning=Tuning(config.decode_attention, workspace=config.decode_workspace),
+    arrange=fill_pages,
+    inference_only="caches have no gradient: train with the framework's attention.",
+    doc="""Attention of a few new queries of each sequence to its cached keys and values.
+
+    ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` over the keys of a sequence, and ``lse =
+    log(sum(exp(scores)))``. The last query stands at the last key: query i attends to the keys up to ``length - s +
+    i``. :func:`append_kv` writes keys and values of the new tokens before the call.
+
+    Args:
+        q: ``T[b s g*r d]``: (batch, queries, heads, headdim), float16 or bfloat16; 1 to 16 queries a sequence.
+        k_cache: ``T[p c g d]``: (pages, page size, kv heads, headdim), pages of any size; or (batch, capacity, kv
+            heads, headdim). All dims but the last may have any stride of 16 bytes, as :func:`append_kv` takes them;
+            ``r`` neighbouring heads of q share one.
+        v_cache: ``T[p c g e]``: as k_cache, with a headdim of its own. d and e are multiples of 16, at most 256.
+        lengths: int32 or int64 ``[b]``: keys of each sequence, new ones included; on the device, so that one captured
+            graph serves all lengths. More than there is room for is all of it, fewer than 0 is none.
+        page_table: int32 or int64 ``[b t]``: key i of a sequence is in page ``page_table[i // c]``; without it, caches
+            are contiguous. Keys of a page outside of ``[0, p)`` are not attended to, and nothing is read there.
+        sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
+        scale: of scores; 0 is ``1 / sqrt(d)``.
+        window: keys that a query attends to at most, the last ones up to its own; 0 is all.
+        softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
+        batch_invariant: whether keys are split after every 512th, so that the bits of a sequence depend on nothing else
+            in the batch. By default they depend on the size of the batch, by which keys are split to fill the GPU.
+
+    Returns:
+        ``out``: ``T[b s g*r e]`` and ``lse``: ``float32[b g*r s]``. Sums and exponentials in float32; weights are
+        rounded to T before they multiply values. Deterministic. Whatever stands in the caches beyond a sequence's
+        length, NaN too, changes nothing. A query that attends to nothing gets 0, its lse is -inf.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, caches whose last dim is not contiguous or that are not aligned to 16 bytes.
+        NotImplementedError: an input that requires a gradient.
+
+    Source: Dao et al., Flash-Decoding, 2023; Kwon et al., Efficient Memory Management for Large Language Model Serving
+    with PagedAttention, 2023.
+    """,
+)

@@ -1,0 +1,80 @@
+"""Attention to caches in JAX: drawn calls against float64, loops that decode, and the bits of PyTorch on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from tests.ops.decode_calls import Decoding, arrays, drawn, expected
+
+
+def given(call: Decoding, seed: int) -> dict[str, Any]:
+    return {name: jnp.asarray(np.ascontiguousarray(a)) for name, a in arrays(call, seed).items()}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_calls(part: int) -> None:
+    for seed in range(300 + 3 * part, 303 + 3 * part):
+        call = drawn(seed, longest=60)
+        found = jax.jit(lambda x, _call=call: cute_ops_jax.decode_attention(**x, **_call.attrs))(given(call, seed))
+        right = expected(call, arrays(call, seed))
+        for name, x in zip(("out", "lse"), found, strict=True):
+            right[name].assert_holds(np.asarray(x, np.float64), f"{call.name}: {name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
+def test_the_bits_are_those_of_pytorch(part: int) -> None:
+    torch = pytest.importorskip("torch")
+    import cute_ops_torch
+
+    for seed in range(6 * part, 6 * part + 6):
+        call = drawn(seed)
+        operands = given(call, seed)
+        found = jax.jit(lambda x, _call=call: cute_ops_jax.decode_attention(**x, **_call.attrs))(operands)
+        theirs = cute_ops_torch.decode_attention(
+            **{name: torch.from_dlpack(x) for name, x in operands.items()}, **call.attrs
+        )
+        for ours, other in zip(found, theirs, strict=True):
+            assert torch.equal(torch.from_dlpack(ours), other), f"seed {seed}: {call.name}"
+
+
+def test_a_loop_with_donated_caches() -> None:
+    """Lengths are the loop's state: the program neither reads them nor copies a cache."""
+    steps, batch = 9, 3
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (steps, batch, 1, h, 32), jnp.bfloat16) for i, h in enumerate((4, 2, 2))
+    )
+
+    def step(state: Any) -> Any:
+        i, lengths, k_cache, v_cache, found = state
+        slots = jnp.arange(batch, dtype=jnp.int32)[:, None] * k_cache.shape[1] + lengths[:, None]
+        k_cache, v_cache = cute_ops_jax.append_kv(k_cache, v_cache, k[i], v[i], slots)
+        lengths = lengths + 1
+        out, _ = cute_ops_jax.decode_attention(q[i], k_cache, v_cache, lengths)
+        return i + 1, lengths, k_cache, v_cache, found.at[i].set(out)
+
+    def run(k_cache: Any, v_cache: Any) -> Any:
+        state = (0, jnp.zeros(batch, jnp.int32), k_cache, v_cache, jnp.zeros((steps, batch, 1, 4, 32), jnp.bfloat16))
+        return jax.lax.while_loop(lambda state: state[0] < steps, step, state)[2:]
+
+    caches = [jnp.full((batch, 16, 2, 32), jnp.nan, jnp.bfloat16) for _ in range(2)]
+    *_, found = jax.jit(run, donate_argnums=(0, 1))(*caches)
+    whole = [jnp.swapaxes(x[:, :, 0], 0, 1) for x in (q, k, v)]
+    right, _ = cute_ops_jax.attention(*whole, causal=True)
+    found = jnp.swapaxes(found[:, :, 0], 0, 1)
+    np.testing.assert_allclose(found.astype(np.float32), right.astype(np.float32), atol=0.02, rtol=0.02)
+
+
+def test_vmap_over_groups_of_sequences() -> None:
+    operands = given(Decoding((5, 3, 0, 4), 1, 2, 2, 32, 32, 0, 6), 0)
+    grouped = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in operands.items()}
+    out, lse = jax.jit(jax.vmap(lambda x: cute_ops_jax.decode_attention(**x)))(grouped)
+    right = cute_ops_jax.decode_attention(**operands)
+    assert (out.reshape(right[0].shape) == right[0]).all()
+    assert (lse.reshape(right[1].shape) == right[1]).all()

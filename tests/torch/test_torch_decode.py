@@ -1,0 +1,198 @@
+"""Attention to caches in PyTorch: drawn calls against float64, programs that decode, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cute_ops_torch
+from tests.ops.decode_calls import Decoding, arrays, drawn, expected
+
+
+def tensors(call: Decoding, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The op's inputs; caches keep their strides."""
+    found = {}
+    for name, a in arrays(call, seed).items():
+        half = name in ("q", "k_cache", "v_cache")
+        x = torch.from_numpy(a.astype(np.float32) if half else a)
+        found[name] = x.to(device, getattr(torch, call.dtype) if half else x.dtype, memory_format=torch.preserve_format)
+    return found
+
+
+def check(call: Decoding, seed: int, device: str) -> None:
+    """Results are right, and have the same bits when they are computed again in poisoned memory."""
+    given, right = tensors(call, seed, device), expected(call, arrays(call, seed))
+    runs = []
+    for _ in range(2 if device == "cuda" else 1):
+        runs.append(cute_ops_torch.decode_attention(**given, **call.attrs))
+        poison = [torch.full((1 << 16,), math.nan, device=device) for _ in range(8)]
+        del poison
+    for i, name in enumerate(("out", "lse")):
+        what = f"seed {seed}: {call.name}: {name}"
+        right[name].assert_holds(runs[0][i].cpu().double().numpy(), what)
+        assert all(torch.equal(runs[0][i], again[i]) for again in runs[1:]), what
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_drawn_calls(part: int) -> None:
+    for seed in range(8 * part, 8 * part + 8):
+        check(drawn(seed, longest=60), seed, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(12))
+def test_drawn_calls_on_a_gpu(part: int) -> None:
+    for seed in range(8 * part, 8 * part + 8):
+        check(drawn(seed, longest=700), seed, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "invariant"), [(0, False), (1, False), (16, True), (24, False)])
+def test_every_length_on_a_gpu(size: int, invariant: bool) -> None:
+    """In one call, beside each other: all that surrounds a sequence's keys is NaN."""
+    keys = -(-301 // size) * size if size else 301
+    attrs = {"batch_invariant": invariant}
+    check(Decoding(tuple(range(302)), 1, 2, 4, 64, 64, size, keys, attrs=attrs, holes=size == 16), 0, "cuda")
+
+
+@pytest.mark.gpu
+def test_splits_of_many_keys_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    for batch, keys, heads in ((1, 131072, 8), (3, 40000, 2), (64, 1500, 8)):
+        q = torch.randn(batch, 1, 4 * heads, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, keys, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        right = F.scaled_dot_product_attention(
+            *(x[-1:].transpose(1, 2).float() for x in (q, k, v)), enable_gqa=True
+        ).transpose(1, 2)
+        for invariant in (False, True):
+            out, _ = cute_ops_torch.decode_attention(q, k, v, lengths, batch_invariant=invariant)
+            torch.testing.assert_close(out[-1:].float(), right, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_all_lengths() -> None:
+    call = drawn(5)._replace(lengths=(0, 0, 0), size=16, keys=304, attrs={}, s=1)
+    given = tensors(call._replace(lengths=(304, 304, 304)), 0, "cuda")
+    cute_ops_torch.decode_attention(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = cute_ops_torch.decode_attention(**given)
+    for lengths in ((0, 1, 304), (17, 300, 16), (64, 63, 65)):
+        given["lengths"].copy_(torch.tensor(lengths))
+        graph.replay()
+        right = cute_ops_torch.decode_attention(**given)
+        assert torch.equal(out, right[0])
+        assert torch.equal(lse, right[1])
+
+
+@pytest.mark.gpu
+def test_the_bits_of_a_sequence_depend_on_it_alone() -> None:
+    call = Decoding((900, 3, 1400, 0, 512), 2, 2, 4, 128, 128, 16, 1408, attrs={"batch_invariant": True})
+    given = tensors(call, 0, "cuda")
+    out, lse = cute_ops_torch.decode_attention(**given, **call.attrs)
+    for i in range(len(call.lengths)):
+        each = {name: x if "cache" in name else x[i : i + 1] for name, x in given.items()}
+        alone = cute_ops_torch.decode_attention(**each, **call.attrs)
+        assert torch.equal(out[i : i + 1], alone[0])
+        assert torch.equal(lse[i : i + 1], alone[1])
+
+
+def decode(steps: int, batch: int, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of some steps by caches, and by attention to all tokens."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, steps, heads, 32, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    k_cache, v_cache = (torch.full((batch, 16, 2, 32), math.nan, dtype=torch.bfloat16) for _ in range(2))
+    lengths, found = torch.zeros(batch, dtype=torch.int32), []
+    for i in range(steps):
+        found.append(step(k_cache, v_cache, *(x[:, i : i + 1] for x in (q, k, v)), lengths))
+    return torch.cat(found, dim=1), cute_ops_torch.attention(q, k, v, causal=True)[0]
+
+
+def one_step(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    slots = torch.arange(len(lengths)) * k_cache.shape[1] + lengths
+    cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots[:, None])
+    lengths += 1
+    out: torch.Tensor = cute_ops_torch.decode_attention(q, k_cache, v_cache, lengths)[0]
+    return out
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_equal_attention_to_all_tokens(compiled: bool) -> None:
+    """A step writes its tokens, then attends; compiled once, it serves all lengths without reading them."""
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(one_step, fullgraph=True, backend=counter) if compiled else one_step
+    found, right = decode(9, 3, step)
+    torch.testing.assert_close(found.float(), right.float(), atol=0.02, rtol=0.02)
+    assert counter.frame_count == compiled
+
+
+def test_pages_are_those_of_append_kv() -> None:
+    torch.manual_seed(0)
+    new = [torch.randn(2, 7, 2, 32, dtype=torch.bfloat16) for _ in range(2)]
+    table, lengths = torch.tensor([[4, 0, 2], [1, 5, 3]], dtype=torch.int32), torch.tensor([7, 7])
+    paged = [torch.full((6, 3, 2, 32), math.nan, dtype=torch.bfloat16) for _ in range(2)]
+    places = torch.arange(7)
+    slots = table[:, places // 3].to(torch.int64) * 3 + places % 3
+    cute_ops_torch.append_kv(*paged, *new, slots)
+    q = torch.randn(2, 3, 4, 32, dtype=torch.bfloat16)
+    found = cute_ops_torch.decode_attention(q, *paged, lengths, table)
+    right = cute_ops_torch.decode_attention(q, *new, lengths)
+    assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+
+
+def test_lengths_of_any_kind() -> None:
+    call = Decoding((5, 5), 1, 1, 2, 32, 32, 0, 5)
+    given = tensors(call, 0)
+    whole = cute_ops_torch.decode_attention(**given)
+    given["lengths"] = torch.tensor([2**40, 5])
+    assert torch.equal(cute_ops_torch.decode_attention(**given)[0], whole[0])
+    given["lengths"] = torch.tensor([-(2**40), -1])
+    out, lse = cute_ops_torch.decode_attention(**given)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+TESTS = ("test_schema", "test_faketensor")
+
+
+def test_registered_op_passes_the_checks_of_torch() -> None:
+    given = tensors(Decoding((5, 3), 2, 1, 2, 32, 16, 2, 6, sinks=True), 0)
+    torch.library.opcheck(torch.ops.cute.decode_attention.default, tuple(given.values()), test_utils=TESTS)
+
+
+CACHE = (2, 9, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"k_cache": (2, 9, 3, 32), "v_cache": (2, 9, 3, 32)}, "g*r"),
+        ({"q": (2, 17, 4, 32)}, "a sequence has 1 to 16 queries, got s=17; `attention` takes more."),
+        ({"k_cache": (4, 9, 2, 32), "v_cache": (4, 9, 2, 32)}, "got p=4 of them for b=2 sequences."),
+        ({"v_cache": (2, 9, 2, 24)}, "a head has 16, 32 ... 256 elements, got e=24."),
+        ({"v_cache": (2, 8, 2, 32)}, "has c=8, but c=9"),
+        ({"window": -1}, "window is not negative, got -1."),
+    ],
+)
+def test_what_does_not_fit_is_said(changed: dict[str, Any], said: str) -> None:
+    shapes = {"q": (2, 1, 4, 32), "k_cache": CACHE, "v_cache": CACHE, **changed}
+    given = {n: torch.zeros(x, dtype=torch.bfloat16) if isinstance(x, tuple) else x for n, x in shapes.items()}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cute_ops_torch.decode_attention(**given, lengths=torch.zeros(2, dtype=torch.int32))
+
+
+def test_a_gradient_is_refused() -> None:
+    given = tensors(Decoding((5,), 1, 1, 2, 32, 32, 0, 5), 0)
+    with pytest.raises(NotImplementedError, match=r"cute\.decode_attention.*caches have no gradient"):
+        cute_ops_torch.decode_attention(given.pop("q").requires_grad_(), **given)[0].sum().backward()
