@@ -94,9 +94,13 @@ def _named(pattern: str, module: nn.Module) -> bool:
 
 
 def _is_loss(module: Any) -> bool:
-    if not (hasattr(module, "loss_function") and hasattr(module, "get_output_embeddings")):
+    # `loss_function` is asked for last: it is a property that logs a warning in modules without a loss.
+    if (
+        not hasattr(module, "get_output_embeddings")
+        or "labels" not in inspect.signature(type(module).forward).parameters
+    ):
         return False
-    return "labels" in inspect.signature(type(module).forward).parameters and bool(module.get_output_embeddings())
+    return bool(module.get_output_embeddings()) and hasattr(module, "loss_function")
 
 
 def _why_loss(module: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -52,6 +53,13 @@ def test_a_llama_of_which_nothing_is_left() -> None:
         "  rmsnorm               model.layers.0-1.input_layernorm,",
         "                        model.layers.0-1.post_attention_layernorm, model.norm",
     ]
+
+
+def test_patching_makes_transformers_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda self, *args: said.append(args), raising=False)
+    cute_ops_torch.patch(make("Llama"))
+    assert said == []
 
 
 NEXT_TOKEN = "its forward does not pass hidden states through the head and the loss only, as Llama's does"
