@@ -23,7 +23,7 @@ _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION)}
 _LAZY = {
     "export": "exporting", "fuse": "fusion", "fused": "composite.fused", "gated_linear": "composite.linear",
     "gated_mlp": "composite.block", "linear": "composite.linear", "linear_add_rmsnorm": "composite.block",
-    "load": "loading", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
+    "load": "loading", "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
 }  # fmt: skip
 __all__ = [
     "embedding",

@@ -6,6 +6,7 @@ from jax.typing import ArrayLike
 from cute_ops import __version__ as __version__
 from cute_ops_jax.composite.block import gated_mlp as gated_mlp
 from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnorm
+from cute_ops_jax.composite.block import mlp as mlp
 from cute_ops_jax.composite.block import qkv_rope as qkv_rope
 from cute_ops_jax.composite.block import rmsnorm_linear as rmsnorm_linear
 from cute_ops_jax.composite.embedding import embedding as embedding

@@ -394,6 +394,47 @@ class GatedMLP(eqx.Module):
         return cute_ops_jax.gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save, halves=halves)
 
 
+class MLP(eqx.Module):
+    """:func:`cute_ops_jax.mlp` with learned weights and biases: those of ``up`` and ``down``.
+
+    Args:
+        in_features: size of x's last dim, and of the output's.
+        hidden_features: size between.
+        activation: the function's.
+        dtype: of the parameters.
+        use_bias: learn biases of both layers.
+        fused, save: the function's.
+        key: for the initial values.
+    """
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: str = eqx.field(static=True)
+    fused: str = eqx.field(static=True)
+    save: str = eqx.field(static=True)
+
+    @suggesting
+    def __init__(
+        self, in_features: int, hidden_features: int, activation: str = "gelu", dtype: Any = None, *,
+        use_bias: bool = True, fused: str = "auto", save: str = "pre", key: Any,
+    ) -> None:  # fmt: skip
+        first, second = jax.random.split(key)
+        self.up = eqx.nn.Linear(in_features, hidden_features, use_bias, dtype, key=first)
+        self.down = eqx.nn.Linear(hidden_features, in_features, use_bias, dtype, key=second)
+        self.activation, self.fused, self.save = activation, fused, save
+
+    @classmethod
+    def from_linear(cls, up: eqx.nn.Linear, down: eqx.nn.Linear, **options: Any) -> Self:
+        """The MLP of two layers, whose parameters it shares; either may have no bias."""
+        shape = partial(cls, up.in_features, up.out_features, **options)
+        return _holding(shape, lambda mlp: (mlp.up, mlp.down), (up, down))
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        up, down = self.up, self.down
+        options: dict[str, Any] = {"fused": self.fused, "save": self.save}
+        return cute_ops_jax.mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, **options)
+
+
 if not TYPE_CHECKING:  # for which each name would exist
 
     def __getattr__(name: str) -> Any:

@@ -462,6 +462,48 @@ class PackedGatedMLP(nnx.Module):
         return cute_ops_jax.gated_mlp(x, gate_up, down, self.activation, transposed=True, **options)
 
 
+class MLP(nnx.Module):
+    """:func:`cute_ops_jax.mlp` with learned kernels and biases: those of ``up`` and ``down``.
+
+    Args:
+        num_features: size of the last dim, in and out.
+        hidden_features: size between.
+        activation: the function's.
+        use_bias, dtype, param_dtype, kernel_init, bias_init: of both ``nnx.Linear``.
+        fused, save: the function's.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, num_features: int, hidden_features: int, *, activation: str = "gelu", use_bias: bool = True,
+        dtype: Any = None, param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros, fused: str = "auto", save: str = "pre", rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        init = {} if kernel_init is None else {"kernel_init": kernel_init}
+        linear = partial(
+            nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, bias_init=bias_init, rngs=rngs, **init
+        )
+        self.activation, self.fused, self.save = activation, fused, save
+        self.up, self.down = linear(num_features, hidden_features), linear(hidden_features, num_features)
+
+    @classmethod
+    def from_linear(cls, up: nnx.Linear, down: nnx.Linear, **options: Any) -> Self:
+        """The MLP of two layers, whose parameters it shares; either may have no bias."""
+        made: Self = nnx.eval_shape(
+            lambda: cls(up.in_features, up.out_features, dtype=up.dtype, rngs=nnx.Rngs(0), **options)
+        )
+        made.up, made.down = up, down
+        return made
+
+    def __call__(self, x: Array) -> Array:
+        layers = self.up, self.down
+        kernels, biases = [layer.kernel[...] for layer in layers], [_value(layer.bias) for layer in layers]
+        x, up, down = self.down.promote_dtype((x, *kernels), dtype=self.down.dtype)
+        options: dict[str, Any] = {"transposed": True, "fused": self.fused, "save": self.save}
+        return cute_ops_jax.mlp(x, up, biases[0], down, biases[1], self.activation, **options)
+
+
 if not TYPE_CHECKING:  # for which each name would exist
 
     def __getattr__(name: str) -> Any:

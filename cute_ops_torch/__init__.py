@@ -21,7 +21,7 @@ from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
     from cute_ops_torch import nn
-    from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, qkv_rope, rmsnorm_linear
+    from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.fused import fused
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.patch import patch, unpatch
@@ -34,6 +34,7 @@ __all__ = [
     "linear",
     "linear_add_rmsnorm",
     "linear_cross_entropy",
+    "mlp",
     "nn",
     "patch",
     "qkv_rope",
@@ -47,8 +48,8 @@ __all__ = [
 # Where functions are that no op of torch's needs, and that take time to import.
 _LAZY = {
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
-    "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block", "patch": "huggingface.patch",
-    "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
+    "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
+    "patch": "huggingface.patch", "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
 }  # fmt: skip
 
 # Teach all ops to take DTensors, once a program imports those.

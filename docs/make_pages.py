@@ -45,6 +45,7 @@ _WRITTEN = [
     "QKVRoPE",
     "GatedLinear",
     "GatedMLP",
+    "MLP",
     "LinearCrossEntropy",
 ]  # of `nn`: not made of declarations
 

@@ -71,8 +71,8 @@ from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
 
 # What the second table of features has as columns.
 PRODUCT_NAMES = (
-    "linear", "linear_epilogue", *(op.name for op in PRODUCTS), "gated_mlp", "linear_add_rmsnorm", "rmsnorm_linear",
-    "qkv_rope",
+    "linear", "linear_epilogue", *(op.name for op in PRODUCTS), "gated_mlp", "mlp", "linear_add_rmsnorm",
+    "rmsnorm_linear", "qkv_rope",
 )  # fmt: skip
 
 

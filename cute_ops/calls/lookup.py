@@ -38,10 +38,13 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
     from cute_ops.ops.gemm.linear import linear_acc
+    from cute_ops.ops.gemm.mlp_products import parts
+    from cute_ops.ops.gemm.sums import column_sum
 
     by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
+    inside += (*parts(False), *parts(True), column_sum())
     return {op.name: op for forward in (*OPS, *PRODUCTS, *PLAIN_PRODUCTS, *inside, *PARTS) for op in _family(forward)}
 
 

@@ -1,15 +1,16 @@
 """Parts of a transformer's block as functions, written once for the arrays of any framework.
 
 They are linear layers with the norm of the residual stream before or after them, or with the rotation of heads after
-them; and the gated MLP.
+them; and MLPs, gated and not.
 """
 
 from __future__ import annotations
 
 from typing import Any, Generic
 
-from cute_ops.composite import gated_mlp as mlp
+from cute_ops.composite import gated_mlp as gated
 from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
+from cute_ops.composite import mlp as plain
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.products import Array, Products
@@ -24,7 +25,8 @@ class Block(Generic[Array]):
         self._products = products
         self._linear_add_rmsnorm = products.functions(add_rmsnorm.linear_add_rmsnorm)
         self._qkv_rope = products.functions(rotation.qkv_rope)
-        self._gated_mlp = products.functions(mlp.gated_mlp)
+        self._gated_mlp = products.functions(gated.gated_mlp)
+        self._mlp = products.functions(plain.mlp)
 
     @continued(add_rmsnorm.DOC)
     def linear_add_rmsnorm(
@@ -63,7 +65,7 @@ class Block(Generic[Array]):
             x, weight = self._products.operands(x, weight)
         return self._qkv_rope(size, transposed)(x, weight, cos, sin, heads, fused)  # type: ignore[no-any-return]
 
-    @continued(mlp.DOC)
+    @continued(gated.DOC)
     def gated_mlp(
         self, x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, fused: str = "auto",
         save: str = "pre", transposed: bool = False, halves: bool = False,
@@ -74,3 +76,15 @@ class Block(Generic[Array]):
         packed: Any = w_gate_up
         function = self._gated_mlp(save, transposed, packed.ndim > 2 and not halves, halves)
         return function(x, w_gate_up, w_down, activation, fused)  # type: ignore[no-any-return]
+
+    @continued(plain.DOC)
+    def mlp(
+        self, x: Array, w_up: Array, b_up: Array | None, w_down: Array, b_down: Array | None = None,
+        activation: str = "gelu", *, fused: str = "auto", save: str = "pre", transposed: bool = False,
+    ) -> Array:  # fmt: skip
+        """``out = activation(x @ w_up.T + b_up) @ w_down.T + b_down``; biases may be None."""
+        if self._products.converts():
+            x, w_up, w_down = self._products.operands(x, w_up, w_down)
+        weight: Any = w_up
+        function = self._mlp(save, transposed, weight.ndim > 2)
+        return function(x, w_up, w_down, b_up, b_down, activation, fused)  # type: ignore[no-any-return]

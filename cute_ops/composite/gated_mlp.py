@@ -62,7 +62,7 @@ Call: TypeAlias = Callable[..., Arrays]
 Attrs: TypeAlias = Mapping[str, Any]
 
 
-def _product(call: Call, op: Op, a: Any, b: Any, attrs: Attrs) -> Any:
+def product(call: Call, op: Op, a: Any, b: Any, attrs: Attrs) -> Any:
     """The output of one of the products, of its two inputs in order."""
     (first, second), (out,) = op.inputs, op.outputs
     return call(op, {first: a, second: b}, {"fused": attrs["fused"]})[out]
@@ -87,14 +87,14 @@ class MLPOps:
 
     def forward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         h = call(self.gated, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)["out"]
-        return {"out": _product(call, self.linear, h, inputs["w_down"], attrs)}
+        return {"out": product(call, self.linear, h, inputs["w_down"], attrs)}
 
     def forward_saving(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         found = call(self.gated_saving, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)
-        return {"out": _product(call, self.linear, found["out"], inputs["w_down"], attrs), "pre": found["acc"]}
+        return {"out": product(call, self.linear, found["out"], inputs["w_down"], attrs), "pre": found["acc"]}
 
     def again(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"pre": _product(call, self.linear, inputs["x"], inputs["w_gate_up"], attrs)}
+        return {"pre": product(call, self.linear, inputs["x"], inputs["w_gate_up"], attrs)}
 
     def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
@@ -110,7 +110,7 @@ class MLPOps:
         return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
 
     def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dx": _product(call, self.linear_dx, inputs["dpre"], inputs["w_gate_up"], attrs)}
+        return {"dx": product(call, self.linear_dx, inputs["dpre"], inputs["w_gate_up"], attrs)}
 
     def dw_gate_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"dw_gate_up": self._dweight(call, inputs["dpre"], inputs["x"], attrs)}
@@ -119,7 +119,7 @@ class MLPOps:
         return {"dw_down": self._dweight(call, inputs["dout"], inputs["hidden"], attrs)}
 
     def _dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
-        return _product(call, linear_dweight, *((x, dout) if self.transposed else (dout, x)), attrs)
+        return product(call, linear_dweight, *((x, dout) if self.transposed else (dout, x)), attrs)
 
     # --- declarations ----------------------------------------------------------------------------------------------
 

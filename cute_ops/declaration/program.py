@@ -21,7 +21,7 @@ class Framework(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether devices share the dim that the op splits."""
+        """Whether devices share the dim that the op splits, or an inner one."""
 
     def where(self, condition: Any, x: Any, y: Any, /) -> Any: ...
 

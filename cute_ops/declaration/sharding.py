@@ -93,7 +93,8 @@ class OnTerms(NamedTuple):
         """The op's outputs from the device's slices of its inputs, None where absent."""
         program = op.without_kernel
         assert program is not None  # a declaration with inner dims has one
-        return program.run(with_others(self.framework, product=self._product), self._nested, inputs, attrs)
+        offered = with_others(self.framework, product=self._product, shared=True)
+        return program.run(offered, self._nested, inputs, attrs)
 
     def _product(self, a: Any, b: Any, dtype: str | None = None) -> Any:
         return self.add(self.framework.product(a, b, dtype), self.terms)

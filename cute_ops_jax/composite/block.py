@@ -10,3 +10,4 @@ linear_add_rmsnorm = published(_block.linear_add_rmsnorm, __name__, "Array", che
 rmsnorm_linear = published(_block.rmsnorm_linear, __name__, "Array", checked)
 qkv_rope = published(_block.qkv_rope, __name__, "Array", checked)
 gated_mlp = published(_block.gated_mlp, __name__, "Array", checked)
+mlp = published(_block.mlp, __name__, "Array", checked)

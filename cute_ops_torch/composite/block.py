@@ -10,3 +10,4 @@ linear_add_rmsnorm = published(_block.linear_add_rmsnorm, __name__, "Tensor", ch
 rmsnorm_linear = published(_block.rmsnorm_linear, __name__, "Tensor", checked)
 qkv_rope = published(_block.qkv_rope, __name__, "Tensor", checked)
 gated_mlp = published(_block.gated_mlp, __name__, "Tensor", checked)
+mlp = published(_block.mlp, __name__, "Tensor", checked)

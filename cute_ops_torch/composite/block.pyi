@@ -141,3 +141,40 @@ def gated_mlp(
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit together, another activation.
     """
+
+def mlp(
+    x: Tensor,
+    w_up: Tensor,
+    b_up: Tensor | None,
+    w_down: Tensor,
+    b_down: Tensor | None = None,
+    activation: str = "gelu",
+    *,
+    fused: str = "auto",
+    save: str = "pre",
+    transposed: bool = False,
+) -> Tensor:
+    """``out = activation(x @ w_up.T + b_up) @ w_down.T + b_down``; biases may be None.
+
+    Args:
+        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
+        w_up: ``T[n k]``; ``T[k n]`` with ``transposed``. If both weights have leading dims, each matrix of x, ``T[*b m k]``,
+            has weights and biases of its own.
+        b_up: ``[n]``; float32, bfloat16 or float16; or None.
+        w_down: ``T[p n]``, for an output of p columns; ``T[n p]`` with ``transposed``.
+        b_down: ``[p]``; float32, bfloat16 or float16; or None.
+        activation: ``"gelu"`` (by the error function), ``"gelu_tanh"``, ``"relu"``, ``"relu2"`` (``max(x, 0)^2``),
+            ``"silu"``, or ``"quick_gelu"`` (``x * sigmoid(1.702 x)``).
+        fused: as in :func:`linear`, for all products.
+        save: what a call that is differentiated keeps for its gradient: ``"pre"``, what the activation is of, ``[*m n]``;
+            or ``"none"``, and the backward computes that product again.
+        transposed: weights are ``[k, n]`` and ``[n, p]``, as in JAX.
+
+    Returns:
+        ``T[*m p]``. Products are summed in float32, and the hidden layer between them is rounded once. If devices share
+        ``n``, each adds up its part of the output with the others' before ``b_down`` is added.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit together, another activation.
+    """

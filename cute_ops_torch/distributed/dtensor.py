@@ -269,8 +269,13 @@ class CallPlacements:
         return next(found, None)
 
     def _keeps_rows(self, names: Sequence[str | None], own: str | None) -> bool:
-        """Whether an input whose factor ``own`` is sharded may stay so while an inner dim of others is."""
-        return own is not None and own not in self.binding.dims and set(self.binding.op.inner).isdisjoint(names)
+        """Whether an input whose factor ``own`` is sharded may stay so while an inner dim of others is: what is summed
+        over that has all of these rows. An MLP has the dim within, so its x is gathered.
+        """
+        binding = self.binding
+        inner = set(binding.op.inner)
+        summed = {name for key in binding.op.inputs if not inner.isdisjoint(of := self._named.get(key, ())) for name in of}
+        return own is not None and own not in binding.dims and own in summed and inner.isdisjoint(names)
 
     def _input_placements(self, names: Sequence[str | None]) -> tuple[Placement, ...]:
         chosen = [f if f in names else rows for f, rows in zip(self.factors, self.scattered, strict=True)]
@@ -280,7 +285,8 @@ class CallPlacements:
         """Sharded along factors that an output has; a sum over ranks along others, unless slices have been merged."""
         split, names = self.binding.op.split, self._named[name]
         replicated = {None} if split is None or split.adds_up(name) else {None, self.split}
-        chosen = [rows if f in self.terms else f for f, rows in zip(self.factors, self.scattered, strict=True)]
+        inner = self.terms.difference(names)
+        chosen = [rows if f in inner else f for f, rows in zip(self.factors, self.scattered, strict=True)]
         return tuple(
             Shard(names.index(f)) if f is not None and f in names else Replicate() if f in replicated else Partial()
             for f in chosen

@@ -7,6 +7,7 @@ from cute_ops.ops import OPS
 from cute_ops_torch.nn.from_op import class_name as class_name
 from cute_ops_torch.nn.from_op import module as module
 from cute_ops_torch.nn.linear import GatedLinear as GatedLinear
+from cute_ops_torch.nn.linear import MLP as MLP
 from cute_ops_torch.nn.linear import GatedMLP as GatedMLP
 from cute_ops_torch.nn.linear import Linear as Linear
 from cute_ops_torch.nn.linear import LinearAdd as LinearAdd
@@ -24,7 +25,7 @@ from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 _OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
 _WRITTEN = {
     "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm",
-    "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "QKVRoPE", "RMSNorm", "RMSNormLinear",
+    "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP", "QKVRoPE", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
 __all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 

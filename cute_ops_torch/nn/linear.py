@@ -10,7 +10,7 @@ from torch import nn
 from cute_ops.errors import suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
 from cute_ops.ops.gemm.named import gelu_epilogue
-from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, qkv_rope, rmsnorm_linear
+from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
 from cute_ops_torch.composite.linear import gated_linear, linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 
@@ -299,6 +299,53 @@ class GatedMLP(nn.Module):
         weights = self.gate_up_proj.weight, self.down_proj.weight
         halves = self.gate_up_proj.halves
         return gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save, halves=halves)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class MLP(nn.Module):
+    """:func:`cute_ops_torch.mlp` with learned parameters: those of ``up_proj`` and ``down_proj``.
+
+    Args:
+        in_features: size of x's last dim, and of the output's.
+        hidden_features: size between.
+        activation: the function's.
+        device: where the parameters are.
+        dtype: of the parameters.
+        bias: learn biases of both layers.
+        fused, save: the function's.
+    """
+
+    @suggesting
+    def __init__(
+        self, in_features: int, hidden_features: int, activation: str = "gelu", device: Device = None,
+        dtype: torch.dtype | None = None, *, bias: bool = True, fused: str = "auto", save: str = "pre",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.up_proj = nn.Linear(in_features, hidden_features, bias, device, dtype)
+        self.down_proj = nn.Linear(hidden_features, in_features, bias, device, dtype)
+        self.activation, self.fused, self.save = activation, fused, save
+
+    @classmethod
+    def from_linear(cls, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:
+        """The MLP of two layers, whose parameters it shares; either may have no bias.
+
+        Raises:
+            ValueError: the second layer does not read what the first one returns.
+        """
+        if down.in_features != up.out_features:
+            raise ValueError(f"MLP: down is {down}, expected {up.out_features} columns.")
+        made = cls(up.in_features, up.out_features, device="meta", **options)
+        for ours, theirs in ((made.up_proj, up), (made.down_proj, down)):
+            ours.in_features, ours.out_features = theirs.in_features, theirs.out_features
+            ours.weight, ours.bias = theirs.weight, theirs.bias
+        return made.train(down.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.up_proj, self.down_proj
+        options = {"fused": self.fused, "save": self.save}
+        return mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, **options)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -160,6 +160,7 @@ WRONG: dict[Call, str] = {
     lambda ours, x: ours.gated_mlp(
         x, None, None
     ): "cute.gated_mlp: argument `w_gate_up` is required, but None was given.",
+    lambda ours, x: ours.mlp(x, x[0], None, "down"): "cute.mlp: argument `w_down` must be {array}, got str.",
     lambda ours, x: ours.qkv_rope(x, x[0], "cos", x, 2): "cute.qkv_rope: argument `cos` must be {array}, got str.",
     lambda ours, x: ours.fused(max): (
         "cute_ops.fused: argument `function` must be a function written in Python, got the built-in max."

@@ -217,6 +217,59 @@ def test_gated_mlp(save: str, transposed: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("save", ["pre", "none"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "quick_gelu"])
+def test_mlp(activation: str, biased: bool, save: str) -> None:
+    rng, shapes = np.random.default_rng(0), ((2, 3, 24), (33, 24), (33,), (20, 33), (20,))
+    arrays = [jnp.asarray(rng.standard_normal(s) / 4, "float32" if len(s) == 1 else "bfloat16") for s in shapes]
+    exact = {
+        "gelu_tanh": jax.nn.gelu, "relu2": lambda x: jax.nn.relu(x) ** 2, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    }[activation]  # fmt: skip
+    wanted = (0, 1, 2, 3, 4) if biased else (0, 1, 3)
+
+    def run(x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any, transposed: bool = False) -> Any:
+        weights = (w_up.T, w_down.T) if transposed else (w_up, w_down)
+        biases = (b_up, b_down) if biased else (None, None)
+        options: dict[str, Any] = {"save": save, "transposed": transposed}
+        return cute_ops_jax.mlp(x, weights[0], biases[0], weights[1], biases[1], activation, **options)
+
+    def plain(x: Any, w_up: Any, b_up: Any, w_down: Any, b_down: Any) -> Any:
+        b_up, b_down = (b_up, b_down) if biased else (0, 0)
+        return exact(x @ w_up.T + b_up) @ w_down.T + b_down
+
+    def summed(function: Any) -> Any:
+        return lambda *given: (function(*given).astype("float32") * jnp.cos(jnp.arange(20))).sum()
+
+    right = jax.grad(summed(plain), wanted)(*(a.astype("float32") for a in arrays))
+    for transposed in (False, True):
+        found = jax.jit(jax.grad(summed(partial(run, transposed=transposed)), wanted))(*arrays)
+        for got, gradient, k in zip(found, right, wanted, strict=True):
+            assert got.dtype == arrays[k].dtype
+            np.testing.assert_allclose(got.astype("float32"), gradient, rtol=0.03, atol=0.03 * np.abs(gradient).max())
+    each = jax.vmap(run, (0, None, None, None, None))(*arrays)
+    np.testing.assert_array_equal(each, run(*arrays))
+
+
+@pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
+def test_a_batch_of_mlps_runs_once(save: str, transposed: bool) -> None:
+    rng, shapes = np.random.default_rng(0), ((24, 33), (33, 20)) if transposed else ((33, 24), (20, 33))
+    given = ((3, 24), shapes[0], (33,), shapes[1], (20,))
+    arrays = [jnp.asarray(rng.standard_normal((2, *shape)) / 4, "float32") for shape in given]
+
+    def summed(*given: Any) -> Any:
+        return jnp.sin(cute_ops_jax.mlp(*given, save=save, transposed=transposed)).sum()
+
+    every = (0, 1, 2, 3, 4)
+    one = jax.jit(jax.grad(summed, every))
+    each = [jnp.stack(pair) for pair in zip(*(one(*(a[i] for a in arrays)) for i in range(2)), strict=True)]
+    for mapped in (jax.vmap(one), jax.grad(summed, every)):
+        assert " scan[" not in str(jax.make_jaxpr(mapped)(*arrays))
+        for got, gradient in zip(jax.jit(mapped)(*arrays), each, strict=True):
+            np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_packed_weight_of_no_columns(halves: bool) -> None:
     """A bias of no columns may be one of halves, or one of a half alone."""

@@ -180,6 +180,30 @@ def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: 
     assert equinox.GatedMLP(N, 40, key=jax.random.key(0)).gate_up.weight.shape == (80, N)
 
 
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_mlps(use_bias: bool, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
+    from cute_ops_jax import equinox
+    from cute_ops_jax import nnx as ours
+
+    up, down = (nnx.Linear(*size, use_bias=use_bias, rngs=nnx.Rngs(k)) for k, size in enumerate([(N, 40), (40, N)]))
+    if use_bias:
+        up.bias, down.bias = (nnx.Param(jnp.cos(jnp.arange(float(size)))) for size in (40, N))
+    expected = down(jax.nn.relu(up(x)) ** 2)
+    mlp = ours.MLP.from_linear(up, down, activation="relu2", save="none")
+    close(mlp(x), expected)
+    nnx.jit(nnx.grad(lambda layer, x: layer(x).sum()))(mlp, x)
+    assert ours.MLP(N, 40, use_bias=use_bias, rngs=nnx.Rngs(0)).up.kernel.shape == (N, 40)
+    layers = []
+    for layer in (up, down):
+        other = eqx.nn.Linear(*layer.kernel.shape, use_bias, key=jax.random.key(0))
+        other = eqx.tree_at(lambda m: m.weight, other, layer.kernel[...].T)
+        layers.append(eqx.tree_at(lambda m: m.bias, other, layer.bias[...]) if use_bias else other)
+    made = equinox.MLP.from_linear(*layers, activation="relu2")
+    close(made(x), expected)
+    close(jax.vmap(made)(x), expected)
+    assert equinox.MLP(N, 40, use_bias=use_bias, key=jax.random.key(0)).up.weight.shape == (40, N)
+
+
 @pytest.mark.slow
 def test_halves_that_devices_may_share(nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     """The same numbers in the same order."""

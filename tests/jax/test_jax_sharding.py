@@ -366,13 +366,15 @@ CUTS = {  # of the inputs that are not whole
     "rows": {"x": ROWS, "residual": ROWS},
     "columns": {"weight": ROWS, "bias": ROWS, "residual": COLUMNS},
     "terms": {"x": COLUMNS, "weight": TERMS},
+    "hidden": {"w_up": ROWS, "b_up": ROWS, "w_down": TERMS},
 }
 
 
 def every_product(cut: str) -> list[Product]:
     """Those that may be cut so."""
-    whole = {"rows": set[str](), "columns": {"n"}, "terms": {"k"}}[cut]
-    return [p for p in PRODUCTS if whole <= {*p.op.parallel, *p.op.contracted, *p.op.inner}]
+    whole = {"rows": set[str](), "columns": {"n"}, "terms": {"k"}, "hidden": {"n"}}[cut]
+    found = [p for p in PRODUCTS if whole <= {*p.op.parallel, *p.op.contracted, *p.op.inner}]
+    return [p for p in found if not {*CUTS[cut]}.isdisjoint(p.op.inputs)]
 
 
 @cache
@@ -392,7 +394,7 @@ def test_products_of_slices(
     product: Product, cut: str, kind: AxisType, request: pytest.FixtureRequest, close: Close
 ) -> None:
     """Cut by rows, by columns and along the sum, after which the epilogue comes. Nothing is gathered, and there is one
-    sum over devices: of gradients that devices share, or of the product.
+    sum over devices: of gradients that devices share, or of the product; of a hidden layer both.
     """
     op, arrays = product.op, product.arrays((4, 8))
     plain, expected = product_on_one_device(product.name)
@@ -406,8 +408,8 @@ def test_products_of_slices(
         forward = jax.jit(function).lower(*given).compile()
         both = jax.jit(gradient(op, function)).lower(*given).compile()
         close(jax.device_get(jax.block_until_ready(both(*given))), jax.device_get(expected))
-    assert collectives(forward.as_text()) == ({"all-reduce": 1} if cut == "terms" else {})
-    assert collectives(both.as_text()) == {"all-reduce": 1}
+    assert collectives(forward.as_text()) == ({"all-reduce": 1} if cut in ("terms", "hidden") else {})
+    assert collectives(both.as_text()) == {"all-reduce": 2 if cut == "hidden" else 1}
     if cut == "rows" and kind == AxisType.Auto:
         of_gradients = tuple(specs[i] for i in testing.argnums(op))
         mapped = jax.shard_map(

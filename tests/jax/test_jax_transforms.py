@@ -442,6 +442,7 @@ ALONE = {
     "linear": (1, ["linear_dweight"]),
     "linear_add": (2, []),
     "gated_mlp": (2, ["gated_mlp_bwd_only_hidden", "gated_mlp_dw_down"]),
+    "mlp": (2, ["mlp_bwd_only_hidden", "mlp_dw_down"]),
     "linear_add_rmsnorm": (0, ["linear_add_rmsnorm_bwd_only_dresidual", "linear_of_dresidual_dx"]),
     "rmsnorm_linear": (2, ["rmsnorm_linear_dx", "rmsnorm_linear_norm_bwd_only_dnorm_weight"]),
     "embedding": (1, ["embedding_bwd"]),

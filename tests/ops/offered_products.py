@@ -10,13 +10,14 @@ import numpy as np
 from cute_ops import Op, Tensor
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.expressions import TraceError
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.linear import linear
-from cute_ops.ops.gemm.named import gated_linear
+from cute_ops.ops.gemm.named import gated_linear, linear_gelu
 
 ROWS, COLUMNS, TERMS = (3, 4), 24, 16
 
@@ -93,6 +94,11 @@ def _gated_mlp(xp: Any, x: Any, w_gate_up: Any, w_down: Any) -> Any:
     return linear.reference(xp, hidden, w_down)
 
 
+def _mlp(xp: Any, x: Any, w_up: Any, w_down: Any, b_up: Any, b_down: Any) -> Any:
+    (hidden,) = linear_gelu.reference(xp, x, w_up, b_up, approximate="none")
+    return linear.reference(xp, hidden, w_down) + b_down
+
+
 PRODUCTS = (
     _of(linear),
     _of(
@@ -101,6 +107,7 @@ PRODUCTS = (
     ),
     *map(_of, NAMED),
     _of(gated_mlp("pre", False))._replace(reference=_gated_mlp),
+    _of(mlp("pre", False))._replace(reference=_mlp, order=(0, 1, 3, 2, 4)),
     _of(linear_add_rmsnorm()),
     _of(rmsnorm_linear("bias"))._replace(order=(0, 2, 1)),
     _of(qkv_rope(64), "qkv_rope", heads=2),
@@ -151,6 +158,12 @@ def _refused() -> Iterator[Refused]:
         "linear", (x, (2, 8, 15)), {"epilogue": "gelu"}, ValueError, "linear: argument `weight` has k=15, but k=16."
     )
     yield Refused("gated_mlp", (x, (3, 8, 16), (3, 5, 4)), {}, ValueError, "gated_mlp: argument `w_gate_up` has lead")
+    biased = "mlp: argument `b_up` has n=7, but n=8."
+    yield Refused("mlp", (x, weight, (7,), (5, 8)), {}, ValueError, biased)
+    yield Refused("mlp", (x, weight, None, (5, 4)), {}, ValueError, "mlp: argument `w_down` has n=4, but n=8.")
+    yield Refused("mlp", (x, weight, (8,), None), {}, TypeError, "mlp: argument `w_down` is required, but None was")
+    down = "mlp: argument `b_down` has p=4, but p=5."
+    yield Refused("mlp", (x, (16, 8), None, (8, 5), (4,)), {"transposed": True}, ValueError, down)
     transposed = "gated_mlp: argument `w_down` has n=5, but n=4."
     yield Refused("gated_mlp", (x, (16, 8), (5, 4)), {"transposed": True, "save": "none"}, ValueError, transposed)
     normed = "rmsnorm_linear: argument `norm_weight` has k=15, but k=16."
@@ -219,6 +232,10 @@ def _refused() -> Iterator[Refused]:
     yield Refused("gated_linear", (x, (7, 16)), {}, ValueError, halves)
     activation = "gated_mlp: attribute `activation` must be 'silu', 'gelu' or 'gelu_tanh', got 'relu'"
     yield Refused("gated_mlp", (x, weight, (5, 4)), {"activation": "relu"}, ValueError, activation)
+    every = "mlp: attribute `activation` must be 'gelu', 'gelu_tanh', 'relu', 'relu2', 'silu' or 'quick_gelu', got 'mi"
+    yield Refused("mlp", (x, weight, None, (5, 8)), {"activation": "mish"}, ValueError, every)
+    saved = "mlp: option `save` is 'h', expected 'pre' or 'none'."
+    yield Refused("mlp", (x, weight, None, (5, 8)), {"save": "h"}, ValueError, saved)
     angles = {"heads": 2}
     few_rows = "qkv_rope: argument `cos` has leading dims (2,), expected the last ones of *m=(2, 3), or 1."
     yield Refused("qkv_rope", (x, (192, 16), (2, 32), (2, 32)), angles, ValueError, few_rows)

@@ -29,6 +29,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "layernorm": (ROWS, ROW, ROW), "linear": (ROWS, COLUMNS), "linear_add": (ROWS, COLUMNS, (2, 6)),
     "linear_add_rmsnorm": (ROWS, COLUMNS, (2, 6), (6,)), "linear_cross_entropy": (ROWS, COLUMNS, {"classes": 6}),
     "linear_gelu": (ROWS, COLUMNS, (6,)), "linear_silu": (ROWS, COLUMNS, (6,)), "log_softmax": (ROWS,), "mean": (ROWS,),
+    "mlp": (ROWS, COLUMNS, (6,), (8, 6), (8,)),
     "qkv_rope": (ROWS, (192, 8), (2, 32), (2, 32), 2), "quantize_fp8": (ROWS,), "relu2": (ROWS,),
     "rmsnorm": (ROWS, ROW), "rmsnorm_fp8": (ROWS, ROW),
     "rmsnorm_linear": (ROWS, ROW, COLUMNS), "rope": ((2, 3, 4, 8), (2, 3, 4), (2, 3, 4)),

@@ -38,6 +38,7 @@ from cute_ops import Tensor as Declared
 from cute_ops.composite import chunks
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.ops import OPS, PRODUCTS
@@ -788,6 +789,10 @@ PRODUCT_CASES: list[tuple[str, list[Any], Any, list[Any], dict[str, int], dict[s
     ("gated_mlp", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
     ("gated_mlp_halves", [SAME, SEQ, SEQ], PART, [PART, SEQ, SEQ], {}, {}),
     ("gated_mlp_halves", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
+    ("mlp", [ROW, SAME, SAME, SAME, SAME], ROW, [ROW, PART, PART, PART, PART], {}, {}),
+    ("mlp", [SAME, FIRST, SEQ, FIRST, SAME], SAME, [PART, FIRST, SEQ, FIRST, SAME], {REDUCE: 1}, {}),
+    ("mlp", [SEQ, FIRST, SEQ, FIRST, SAME], SAME, [PART, FIRST, SEQ, FIRST, SAME], {GATHER: 1, REDUCE: 1}, {GATHER: 1}),
+    ("mlp_kn", [SAME, SEQ, FIRST, FIRST, SAME], SAME, [PART, SEQ, FIRST, FIRST, SAME], {REDUCE: 1}, {}),
     ("qkv_rope_64", [ROW, SAME, SAME, SAME], ROW, [ROW, PART], {}, {}),
     ("qkv_rope_64", [LAST, SEQ, SAME, SAME], SAME, [LAST, SEQ], {REDUCE: 1}, {}),
 ]
@@ -803,7 +808,7 @@ def products_of_shards(world: World) -> None:
     """Cut by rows, by columns and along the sum, after which the epilogue comes: nothing is gathered for that."""
     if world.few:
         return
-    mlps = gated_mlp("pre", False), gated_mlp("pre", False, halves=True)
+    mlps = gated_mlp("pre", False), gated_mlp("pre", False, halves=True), mlp("pre", False), mlp("pre", True)
     norms = [linear_add_rmsnorm(transposed) for transposed in (False, True)]
     before = rmsnorm_linear("bias"), rmsnorm_linear("gelu", ("n",))
     halves = gated_linear_of(False, halves=True)

@@ -98,6 +98,9 @@ CALLS: dict[str, Callable[[Arguments], tuple[Callable[..., Any], list[Any]]]] = 
     ),
     "gated_linear": lambda a: (lambda *t: ct.gated_linear(*t, fused=a.fused), [a.rows(24), a.of(32, 24)]),
     "gated_mlp": lambda a: (lambda *t: ct.gated_mlp(*t, fused=a.fused), [a.rows(24), a.of(32, 24), a.of(24, 16)]),
+    "mlp": lambda a: (
+        lambda *t: ct.mlp(*t, fused=a.fused), [a.rows(24), a.of(32, 24), a.of(32), a.of(16, 32), a.of(16)]
+    ),
     "rmsnorm_linear": lambda a: (
         lambda *t: ct.rmsnorm_linear(*t, fused=a.fused), [a.rows(24), a.of(24), a.of(16, 24), a.of(16)]
     ),

@@ -152,6 +152,24 @@ def test_gated_layers_of_linear_ones(activation: str) -> None:
         cute_ops_torch.nn.GatedMLP.from_linear(gate, up, nn.Linear(16, 16, bias=False))
 
 
+@pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
+def test_an_mlp_of_linear_layers(biases: tuple[bool, bool]) -> None:
+    up, down = nn.Linear(16, 24, bias=biases[0]), nn.Linear(24, 8, bias=biases[1])
+    x, mlp = torch.randn(2, 3, 16), cute_ops_torch.nn.MLP.from_linear(up, down, activation="silu", save="none")
+    torch.testing.assert_close(mlp(x), down(nn.functional.silu(up(x))))
+    mlp(x).sum().backward()
+    assert up.weight.grad is mlp.up_proj.weight.grad and (up.bias is None) == (mlp.up_proj.bias is None)
+    assert repr(mlp).startswith("MLP(\n  activation='silu'\n  (up_proj): Linear(in_features=16, out_features=24")
+    assert [*cute_ops_torch.nn.MLP(16, 24).state_dict()] == [
+        "up_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias"
+    ]  # fmt: skip
+    assert cute_ops_torch.nn.MLP(16, 24, bias=False)(x).shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mlp(x).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="MLP: down is Linear.*, expected 24 columns"):
+        cute_ops_torch.nn.MLP.from_linear(up, nn.Linear(16, 16))
+
+
 @pytest.mark.parametrize("make", [cute_ops_torch.nn.GatedLinear, cute_ops_torch.nn.GatedMLP])
 def test_halves_that_devices_may_share(make: Any) -> None:
     """The same numbers in the same memory, and either shape in state dicts."""

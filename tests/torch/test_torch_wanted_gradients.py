@@ -35,6 +35,8 @@ ALONE: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int, lis
     "layernorm": (ours.layernorm, ((4, 8), (8,), (8,)), 2, ["layernorm_bwd_only_dbias"]),
     "linear": (ours.linear, ((4, 8), (6, 8)), 1, ["linear_dweight"]),
     "gated_mlp": (mlp, ((4, 8), (12, 8), (5, 6)), 2, ["gated_mlp_bwd_only_hidden", "gated_mlp_dw_down"]),
+    "mlp": (ours.mlp, ((4, 8), (6, 8), (6,), (5, 6), (5,)), 2, ["mlp_bwd_only_dpre", "mlp_db_up"]),
+    "mlp, down": (ours.mlp, ((4, 8), (6, 8), (6,), (5, 6), (5,)), 4, ["mlp_db_down"]),
     "linear_add_rmsnorm": (
         ours.linear_add_rmsnorm, ((4, 8), (6, 8), (4, 6), (6,)), 0,
         ["linear_add_rmsnorm_bwd_only_dresidual", "linear_of_dresidual_dx"],
