@@ -130,6 +130,7 @@ def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]
             return rotated(F.linear(x, qkv).unflatten(-1, (heads + 1, columns))[:, :heads])
 
         return {
+            "mlp": lambda: F.linear(F.gelu(F.linear(x, weight, bias)), down, bias),
             "gated_mlp": gated_mlp, "linear_add_rmsnorm": linear_add_rmsnorm, "qkv_rope": qkv_rope,
             "rmsnorm_linear": lambda: F.linear(F.rms_norm(x, (n,), norm, EPS), weight, bias),
             "linear_cross_entropy": lambda: F.cross_entropy(F.linear(x, head), target),
@@ -142,6 +143,7 @@ def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]
             return ours.rope(ours.linear(x, qkv).unflatten(-1, (heads + 1, columns))[:, :heads], cos, sin)
 
         return {
+            "mlp": lambda: ours.linear(ours.linear_gelu(x, weight, bias), down, bias, epilogue="bias"),
             "gated_mlp": lambda: ours.linear(ours.gated_linear(x, up), down), "qkv_rope": qkv_rope,
             "linear_add_rmsnorm": lambda: ours.add_rmsnorm(ours.linear(x, weight), residual, norm, eps=EPS),
             "rmsnorm_linear": lambda: ours.linear(ours.rmsnorm(x, norm, eps=EPS), weight, bias, epilogue="bias"),
@@ -152,7 +154,8 @@ def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]
         import cute_ops_torch as ours
 
         given: dict[str, tuple[Any, ...]] = {
-            "gated_mlp": (x, up, down), "linear_add_rmsnorm": (x, weight, residual, norm, EPS),
+            "mlp": (x, weight, bias, down, bias), "gated_mlp": (x, up, down),
+            "linear_add_rmsnorm": (x, weight, residual, norm, EPS),
             "qkv_rope": (x, qkv, cos, sin, heads), "rmsnorm_linear": (x, norm, weight, bias),
             "linear_cross_entropy": (x, head, target),
         }  # fmt: skip
@@ -174,7 +177,7 @@ def composites(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]
         return both
 
     kinds: dict[str, Callable[[str], Call]] = {"": as_one, ", its parts": by_parts, ", by torch": by_torch}
-    names = "gated_mlp", "rmsnorm_linear", "linear_add_rmsnorm", "qkv_rope", "linear_cross_entropy"
+    names = "mlp", "gated_mlp", "rmsnorm_linear", "linear_add_rmsnorm", "qkv_rope", "linear_cross_entropy"
     return {f"cute_ops_torch.{name}{kind}": entry(make, name) for name in names for kind, make in kinds.items()}
 
 

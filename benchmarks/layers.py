@@ -56,6 +56,10 @@ LAYERS = {
     "gated MLP": Layer(
         lambda x, w, down: F.linear(swiglu(x, w), down), "gated_mlp", ("mk", "Nk", "kn"), {}, 3,
     ),
+    "MLP, gelu": Layer(
+        lambda x, up, b, down, c: F.linear(F.gelu(F.linear(x, up, b)), down, c), "mlp", ("mk", "nk", "n", "kn", "k"),
+        {}, 2,
+    ),
     "norm, linear": Layer(
         lambda x, g, w: F.linear(F.rms_norm(x, x.shape[-1:], g, EPS), w), "rmsnorm_linear", ("mk", "k", "nk"),
         {"eps": EPS},
@@ -104,13 +108,18 @@ class Product:
         size = {"m": self.m, "n": self.n, "k": self.k, "N": 2 * self.n}
         return [tuple(size[letter] for letter in word) for word in LAYERS[self.op].inputs]
 
+    @property
+    def columns(self) -> int:
+        """Of the output."""
+        return self.k if self.op in ("gated MLP", "MLP, gelu") else self.n
+
     def flops(self, direction: str) -> int:
         """Of the products alone; a gradient has two for each."""
         return 2 * LAYERS[self.op].products * math.prod((self.m, self.n, self.k)) * (1 if direction == "fwd" else 3)
 
     def bytes(self, direction: str) -> int:
         """Each input and output once, and each gradient."""
-        elements = sum(map(math.prod, self.shapes())) + self.m * (self.k if self.op == "gated MLP" else self.n)
+        elements = sum(map(math.prod, self.shapes())) + self.m * self.columns
         return elements * (4 if self.dtype == "float32" else 2) * (1 if direction == "fwd" else 2)
 
     def buffers(self, device: torch.device, seed: int) -> Buffers:
@@ -123,7 +132,7 @@ class Product:
             return (values if word[0] == "m" or len(word) < 2 else values / math.sqrt(shape[-1])).to(dtype)
 
         inputs = tuple(map(made, self.shapes(), LAYERS[self.op].inputs))
-        return Buffers(inputs, (made((self.m, self.k if self.op == "gated MLP" else self.n), "m"),))
+        return Buffers(inputs, (made((self.m, self.columns), "m"),))
 
 
 def make(contender: str, layer: str) -> Call | None:

@@ -48,6 +48,7 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.ops.gemm import config as gemm_config
+from cute_ops.ops.gemm import mlp_products
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import CASES, linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu
@@ -127,6 +128,16 @@ def xla_gated_dgrad(dout: Any, weight: Any, pre: Any) -> Any:
     return jax.numpy.concatenate([cotangent * up * (s + gate * s * (1 - s)), cotangent * gate * s], -1)
 
 
+def eager_gelu_dgrad(dout: torch.Tensor, weight: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(dout @ weight, pre)
+
+
+def xla_gelu_dgrad(dout: Any, weight: Any, pre: Any) -> Any:
+    import jax
+
+    return jax.vjp(lambda x: jax.nn.gelu(x, approximate=False), pre)[1](dout @ weight)[0]
+
+
 def xla_gelu(x: Any, weight: Any, bias: Any) -> Any:
     import jax
 
@@ -163,6 +174,7 @@ EPILOGUES = {
     ),
     "swiglu": Epilogue(gated_linear, {}, eager_swiglu, xla_swiglu),
     "gated-dgrad": Epilogue(mlp_ops(transposed=False).dgrad, {}, eager_gated_dgrad, xla_gated_dgrad),
+    "gelu-dgrad": Epilogue(mlp_products.dgrad(transposed=False, again=False), {}, eager_gelu_dgrad, xla_gelu_dgrad),
 }  # fmt: skip
 
 

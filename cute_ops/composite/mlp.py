@@ -2,8 +2,8 @@
 
 ``pre = x @ w_up.T + b_up``, ``hidden = activation(pre)`` and ``out = hidden @ w_down.T + b_down``. The epilogue of the
 first product adds the bias and computes the activation. In the backward, the epilogue of the product that computes the
-gradient of ``hidden`` turns it into that of ``pre`` and computes ``hidden`` again for the gradient of ``w_down``. So the
-activation's gradient is no pass of its own, and of both ``[*m n]`` arrays only ``pre`` is kept.
+gradient of ``hidden`` turns it into that of ``pre`` and computes ``hidden`` again for the gradient of ``w_down``. So
+the activation's gradient is no pass of its own, and of both ``[*m n]`` arrays only ``pre`` is kept.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cute_ops.ops.gemm.sums import column_sum
 
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    w_up: ``T[n k]``; ``T[k n]`` with ``transposed``. If both weights have leading dims, each matrix of x, ``T[*b m k]``,
-        has weights and biases of its own.
+    w_up: ``T[n k]``; ``T[k n]`` with ``transposed``. If both weights have leading dims, each matrix of x,
+        ``T[*b m k]``, has weights and biases of its own.
     b_up: ``[n]``; float32, bfloat16 or float16; or None.
     w_down: ``T[p n]``, for an output of p columns; ``T[n p]`` with ``transposed``.
     b_down: ``[p]``; float32, bfloat16 or float16; or None.
@@ -65,7 +65,8 @@ class MLPOps:
 
     def __init__(self, transposed: bool) -> None:
         self.transposed, self.name = transposed, f"mlp{'_kn' if transposed else ''}"
-        self.w_up, self.w_down = Tensor("k n" if transposed else "n k", "T"), Tensor("n p" if transposed else "p n", "T")
+        self.w_up = Tensor("k n" if transposed else "n k", "T")
+        self.w_down = Tensor("n p" if transposed else "p n", "T")
         self.inputs = {"x": X, "w_up": self.w_up, "w_down": self.w_down, "b_up": B_UP, "b_down": B_DOWN}
         # By whether there is a bias.
         self.up = [mlp_products.up(transposed, biased, False) for biased in (False, True)]
@@ -203,12 +204,12 @@ class MLPOps:
         )  # fmt: skip
 
     def _bias(
-        self, name: str, run: Callable[..., Arrays], rows: Mapping[str, Tensor], key: str, bias: Tensor, shared: Sharding
+        self, name: str, run: Callable[..., Arrays], rows: Mapping[str, Tensor], key: str, bias: Tensor, over: Sharding
     ) -> Op:
         """The op of a bias's gradient."""
         inputs = {**rows, key: bias._replace(unread=True)}
         outputs = {f"d{key}": bias._replace(optional=False, given=key)}
-        return self._declare(name, run, (column_sum(),), inputs, outputs, sharding=shared)
+        return self._declare(name, run, (column_sum(),), inputs, outputs, sharding=over)
 
     def _declare(
         self, name: str, run: Callable[..., Arrays], ops: tuple[Op, ...], inputs: Mapping[str, Tensor],

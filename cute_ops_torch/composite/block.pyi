@@ -158,8 +158,8 @@ def mlp(
 
     Args:
         x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-        w_up: ``T[n k]``; ``T[k n]`` with ``transposed``. If both weights have leading dims, each matrix of x, ``T[*b m k]``,
-            has weights and biases of its own.
+        w_up: ``T[n k]``; ``T[k n]`` with ``transposed``. If both weights have leading dims, each matrix of x,
+            ``T[*b m k]``, has weights and biases of its own.
         b_up: ``[n]``; float32, bfloat16 or float16; or None.
         w_down: ``T[p n]``, for an output of p columns; ``T[n p]`` with ``transposed``.
         b_down: ``[p]``; float32, bfloat16 or float16; or None.

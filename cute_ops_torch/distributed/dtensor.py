@@ -272,10 +272,10 @@ class CallPlacements:
         """Whether an input whose factor ``own`` is sharded may stay so while an inner dim of others is: what is summed
         over that has all of these rows. An MLP has the dim within, so its x is gathered.
         """
-        binding = self.binding
-        inner = set(binding.op.inner)
-        summed = {name for key in binding.op.inputs if not inner.isdisjoint(of := self._named.get(key, ())) for name in of}
-        return own is not None and own not in binding.dims and own in summed and inner.isdisjoint(names)
+        binding, inner = self.binding, set(self.binding.op.inner)
+        every = [self._named.get(key, ()) for key in binding.op.inputs]
+        summed = any(own in of and not inner.isdisjoint(of) for of in every)
+        return own is not None and own not in binding.dims and summed and inner.isdisjoint(names)
 
     def _input_placements(self, names: Sequence[str | None]) -> tuple[Placement, ...]:
         chosen = [f if f in names else rows for f, rows in zip(self.factors, self.scattered, strict=True)]

@@ -6,8 +6,8 @@ from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS
 from cute_ops_torch.nn.from_op import class_name as class_name
 from cute_ops_torch.nn.from_op import module as module
-from cute_ops_torch.nn.linear import GatedLinear as GatedLinear
 from cute_ops_torch.nn.linear import MLP as MLP
+from cute_ops_torch.nn.linear import GatedLinear as GatedLinear
 from cute_ops_torch.nn.linear import GatedMLP as GatedMLP
 from cute_ops_torch.nn.linear import Linear as Linear
 from cute_ops_torch.nn.linear import LinearAdd as LinearAdd

@@ -344,8 +344,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.up_proj, self.down_proj
-        options = {"fused": self.fused, "save": self.save}
-        return mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, **options)
+        parameters = up.weight, up.bias, down.weight, down.bias
+        return mlp(x, *parameters, self.activation, fused=self.fused, save=self.save)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -25,6 +25,7 @@ from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.expression.broadcast import fit
 from cute_ops.ops.expression.fused import fused
+from cute_ops.ops.gemm import mlp_products
 from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.config import EpilogueCost, configs
 from cute_ops.ops.gemm.fused import fused_linear
@@ -750,7 +751,19 @@ def test_the_gated_gradient_does_not_spill(activation: str, transposed: bool, tm
     """The epilogue that reads two tiles and writes three; the longest one with both layouts of the weight."""
     (step,) = (step for step in gated_mlp("pre", transposed).steps if step.name.endswith("_bwd"))
     (op,) = step.program.ops
+    check_spills(op, activation, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_an_mlp_does_not_spill(tmp_path: Path) -> None:
+    """The longest of its epilogues, forward and backward."""
+    for op in (mlp_products.dgrad(False, again=True), mlp_products.up(False, biased=True, saving=True)):
+        check_spills(op, "gelu", tmp_path)
+
+
+def check_spills(op: Op, activation: str, tmp_path: Path) -> None:
     variant = plan(bind(op, specs(op, 4096, 8192, 2048), {"activation": activation}), {}, TARGET).variant
-    path = tmp_path / "kernel.cubin"
+    assert variant.config["form"] in ("cooperative", "pingpong")
+    path = tmp_path / f"{op.name}.cubin"
     worker.compile(variant, path)
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))

@@ -224,7 +224,8 @@ def test_mlp(activation: str, biased: bool, save: str) -> None:
     rng, shapes = np.random.default_rng(0), ((2, 3, 24), (33, 24), (33,), (20, 33), (20,))
     arrays = [jnp.asarray(rng.standard_normal(s) / 4, "float32" if len(s) == 1 else "bfloat16") for s in shapes]
     exact = {
-        "gelu_tanh": jax.nn.gelu, "relu2": lambda x: jax.nn.relu(x) ** 2, "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+        "gelu_tanh": jax.nn.gelu, "relu2": lambda x: jax.nn.relu(x) ** 2,
+        "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     }[activation]  # fmt: skip
     wanted = (0, 1, 2, 3, 4) if biased else (0, 1, 3)
 

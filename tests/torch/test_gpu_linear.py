@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product as every_pair
 from typing import Any
@@ -670,6 +670,52 @@ def test_gated_mlp(sizes: tuple[int, int, int, int], activation: str, transposed
         out = run(*tensors)
         results.append([out, *torch.autograd.grad(out, tensors, dout)])
     finish(f"gated_mlp {sizes}")
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    exact = plain(*wide)
+    for first, again, wanted in zip(*results, [exact, *torch.autograd.grad(exact, wide, dout.double())], strict=True):
+        assert torch.equal(first, again)
+        torch.testing.assert_close(first.double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "relu2", "silu", "quick_gelu"])
+@pytest.mark.parametrize("sizes", [(300, 136, 264, 200), (4096, 1280, 5120, 1280)], ids=str)
+def test_mlp(sizes: tuple[int, int, int, int], activation: str, biased: bool, save: str, transposed: bool) -> None:
+    """Every product by our kernels: the output and all gradients, against float64, and again."""
+    m, k, n, p = sizes
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    every = (((m, k), 0), ((n, k), 0.5), ((n,), 0), ((p, n), 0.5), ((p,), 0))
+    tensors = [
+        (torch.randn(shape, generator=generator, device=DEVICE) / shape[-1] ** scale).bfloat16().requires_grad_()
+        for shape, scale in every if biased or len(shape) > 1
+    ]  # fmt: skip
+    dout = torch.randn(m, p, generator=generator, device=DEVICE).bfloat16()
+    exact_of = {
+        "gelu": torch.nn.functional.gelu, "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu": torch.relu, "relu2": lambda x: torch.relu(x) ** 2, "silu": torch.nn.functional.silu,
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    }  # fmt: skip
+
+    def apart(given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        return tuple(given) if biased else (*given[:2], None, given[2], None)
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        x, up, b_up, down, b_down = apart(given)
+        up, down = (w.T.contiguous() if transposed else w for w in (up, down))
+        options: dict[str, Any] = {"fused": "always", "save": save, "transposed": transposed}
+        return cute_ops_torch.mlp(x, up, b_up, down, b_down, activation, **options)
+
+    def plain(*given: torch.Tensor) -> torch.Tensor:
+        x, up, b_up, down, b_down = apart(given)
+        linear = torch.nn.functional.linear
+        return linear(exact_of[activation](linear(x, up, b_up)), down, b_down)
+
+    results = []
+    for _ in range(2):
+        out = run(*tensors)
+        results.append([out, *torch.autograd.grad(out, tensors, dout)])
+    finish(f"mlp {sizes}")
     wide = [t.detach().double().requires_grad_() for t in tensors]
     exact = plain(*wide)
     for first, again, wanted in zip(*results, [exact, *torch.autograd.grad(exact, wide, dout.double())], strict=True):

@@ -166,7 +166,7 @@ def test_an_mlp_of_linear_layers(biases: tuple[bool, bool]) -> None:
     assert cute_ops_torch.nn.MLP(16, 24, bias=False)(x).shape == x.shape
     with torch.autocast("cpu", torch.bfloat16):
         assert mlp(x).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="MLP: down is Linear.*, expected 24 columns"):
+    with pytest.raises(ValueError, match=r"MLP: down is Linear.*, expected 24 columns"):
         cute_ops_torch.nn.MLP.from_linear(up, nn.Linear(16, 16))
 
 
