@@ -23,6 +23,7 @@ __all__ = [
     "linear_silu",
     "log_softmax",
     "mean",
+    "merge_states",
     "qk_norm_rope",
     "quantize_fp8",
     "relu2",
@@ -216,6 +217,14 @@ def decode_attention(
     window: int = 0,
     softcap: float = 0.0,
     batch_invariant: bool = False,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def merge_states(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...

@@ -239,8 +239,12 @@ class Warp(ptx_cta.Cta):
         elif op[0] == "cvta":
             self.write(operands[0][0], self.read(operands[1][0]), now)
         elif op[:2] == ("mul", "hi"):
-            a, b = (number(self.read(name), op[-1]) for (name,) in operands[1:])
-            self.write(operands[0][0], number(a * b >> int(op[-1][1:]), op[-1]), now)
+            width = int(op[-1][1:])
+            a, b = (number(self.read(name), op[-1]).astype(object) for (name,) in operands[1:])
+            if op[-1] == "u64":
+                a, b = a % (1 << 64), b % (1 << 64)
+            high = np.array([int(x) % (1 << 64) for x in a * b >> width], np.uint64)
+            self.write(operands[0][0], number(high.astype(np.int64), op[-1]), now)
         else:
             self.compute(op, operands, now)
 

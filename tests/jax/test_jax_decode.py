@@ -71,6 +71,16 @@ def test_a_loop_with_donated_caches() -> None:
     np.testing.assert_allclose(found.astype(np.float32), right.astype(np.float32), atol=0.02, rtol=0.02)
 
 
+def test_merged_states_are_those_of_all_keys() -> None:
+    call = Decoding((20, 20), 2, 2, 2, 32, 16, 0, 20)
+    x = given(call, 0)
+    first = cute_ops_jax.attention(x["q"], x["k_cache"][:, :8], x["v_cache"][:, :8])
+    second = cute_ops_jax.decode_attention(x["q"], x["k_cache"][:, 8:], x["v_cache"][:, 8:], x["lengths"] - 8)
+    found = jax.jit(cute_ops_jax.merge_states)(*first, *second)
+    for part, right in zip(found, cute_ops_jax.decode_attention(**x), strict=True):
+        np.testing.assert_allclose(part.astype(np.float32), right.astype(np.float32), atol=0.02, rtol=0.02)
+
+
 def test_vmap_over_groups_of_sequences() -> None:
     operands = given(Decoding((5, 3, 0, 4), 1, 2, 2, 32, 32, 0, 6), 0)
     grouped = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in operands.items()}

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cute_ops_torch
+from cute_ops import testing
+from cute_ops.ops.attention.merge_states import merge_states
 from tests.ops.decode_calls import Decoding, arrays, drawn, expected
 
 
@@ -161,6 +163,52 @@ def test_lengths_of_any_kind() -> None:
     out, lse = cute_ops_torch.decode_attention(**given)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
+
+
+def test_a_shared_prefix_is_merged_with_own_keys() -> None:
+    """A prefix is attended to once, by the queries of all sequences side by side."""
+    torch.manual_seed(0)
+    shared = [torch.randn(1, 11, 2, 32, dtype=torch.bfloat16) for _ in range(2)]
+    own = [torch.randn(3, 9, 2, 32, dtype=torch.bfloat16) for _ in range(2)]
+    q, lengths = torch.randn(3, 1, 4, 32, dtype=torch.bfloat16), torch.tensor([9, 4, 0])
+    of_prefix = cute_ops_torch.attention(q.transpose(0, 1), *shared)
+    a = of_prefix[0].transpose(0, 1), of_prefix[1].transpose(0, 2)
+    b = cute_ops_torch.decode_attention(q, *own, lengths)
+    out, lse = cute_ops_torch.merge_states(*a, *b)
+    whole = [torch.cat([x.expand(3, -1, -1, -1), y], dim=1) for x, y in zip(shared, own, strict=True)]
+    right = cute_ops_torch.decode_attention(q, *whole, lengths + 11)
+    torch.testing.assert_close(out.float(), right[0].float(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse, right[1])
+    assert torch.equal(out[2], a[0][2])
+
+
+def check_merge(device: str, dtype: torch.dtype, e: int) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(2, 5, 3, e, device=device).to(dtype) for _ in range(2)]
+    sums = [torch.randn(2, 3, 5, device=device) * 9 for _ in range(2)]
+    for i, which in enumerate(((0,), (1,), (0, 1))):
+        for each in which:
+            sums[each][0, i] = -math.inf
+            given[each][0, :, i] = math.nan
+    found = cute_ops_torch.merge_states(given[0], sums[0], given[1], sums[1])
+    arguments = [x.cpu().float().numpy() for x in (given[0], sums[0], given[1], sums[1])]
+    names = dict(zip(merge_states.inputs, arguments, strict=True))
+    halves = {name: x.astype(testing.numpy_dtype(str(dtype)[6:])) if "out" in name else x for name, x in names.items()}
+    results = [x.cpu().float().numpy() for x in found]
+    testing.check(merge_states, halves, {}, (results[0].astype(halves["out_a"].dtype), results[1]))
+    again = cute_ops_torch.merge_states(given[1], sums[1], given[0], sums[0])
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+
+
+def test_merged_states() -> None:
+    check_merge("cpu", torch.bfloat16, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("e", [7, 36, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_merged_states_on_a_gpu(dtype: torch.dtype, e: int) -> None:
+    check_merge("cuda", dtype, e)
 
 
 TESTS = ("test_schema", "test_faketensor")

@@ -104,3 +104,10 @@ class DecodeConfig(KernelConfig):
         results = 4 * self.rows * (e + 2)
         ring = self.stages * self.stage_bytes(d, e)
         return 2 * self.rows * (d + PADDING) + self.warps * (max(ring, results) + 4 * self.stages)
+
+
+@dataclass(frozen=True)
+class MergeConfig(KernelConfig):
+    """``threads`` of a CTA, each with one vector."""
+
+    threads: int

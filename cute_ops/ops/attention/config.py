@@ -14,6 +14,7 @@ from cute_ops.kernels.attention.config import (
     AttentionBackwardConfig,
     AttentionConfig,
     DecodeConfig,
+    MergeConfig,
 )
 from cute_ops.ops.attention import mods
 from cute_ops.ops.rows import threads_for
@@ -57,6 +58,10 @@ def workspace(problem: Problem, _: Config) -> dict[str, Array | None]:
     return {"delta": Array((problem.m, dims["g"] * dims["r"], dims["s"]), "float32")}
 
 
+def merge_states(_: Problem) -> MergeConfig:
+    return MergeConfig(THREADS)
+
+
 def decode_attention(problem: Problem) -> DecodeConfig:
     """As many stages as leave room for two CTAs on an SM, or for one where heads are long."""
     dims, attrs = problem.dims, problem.attrs
@@ -77,7 +82,7 @@ def decode_attention(problem: Problem) -> DecodeConfig:
 def _resident(problem: Problem, config: DecodeConfig) -> int:
     """CTAs that fit an SM together, by their shared memory."""
     sm = ARCHES[problem.arch]
-    shared = config.shared(problem.dims["d"], problem.dims["e"])
+    shared: int = config.shared(problem.dims["d"], problem.dims["e"])
     return 0 if shared > sm.shared_per_cta else sm.shared // (shared + sm.shared - sm.shared_per_cta)
 
 
@@ -95,7 +100,7 @@ def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
 def splits_of(problem: Problem, config: DecodeConfig) -> int:
     """How many parts the keys of a sequence are split into: what its pages hold is known, its length is not."""
     dims = problem.dims
-    keys = dims["c"] * (1 if config.form == "contiguous" else dims["t"])
+    keys: int = dims["c"] * (1 if config.form == "contiguous" else dims["t"])
     if config.split_keys:
         return max(-(-keys // config.split_keys), 1)
     if problem.attrs["window"]:
@@ -106,7 +111,7 @@ def splits_of(problem: Problem, config: DecodeConfig) -> int:
 
     def share(splits: int) -> float:
         """Of the slots that the waves of CTAs fill."""
-        waves = dims["b"] * dims["g"] * blocks * splits / slots
+        waves: float = dims["b"] * dims["g"] * blocks * splits / slots
         return waves / math.ceil(waves)
 
     shares = [share(splits) for splits in range(1, most + 1)]
