@@ -63,7 +63,7 @@ def merge_states(_: Problem) -> MergeConfig:
 
 
 def decode_attention(problem: Problem) -> DecodeConfig:
-    """As many stages as leave room for two CTAs on an SM, or for one where heads are long."""
+    """The most stages with which :data:`RESIDENT` CTAs fit an SM, or one CTA, of fewer warps, where heads are long."""
     dims, attrs = problem.dims, problem.attrs
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
     tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
