@@ -18,8 +18,9 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import meant, shown
 
 INT64 = 2**63
-# What to do with float64, which NumPy and `jax_enable_x64` make by default.
+# What to do with float64, which NumPy and `jax_enable_x64` make by default, and with floats that are too wide for an op.
 _CAST = " Kernels compute in float32: cast `{name}` to it, or take the framework's own function where float64 matters."
+_NARROW = " Its kernels take floats of 16 bits: cast `{name}` to one of these, or take the framework's own function."
 # An argument, one of its dims, and the size that it came with.
 Declared = tuple[str, Dim, Any]
 
@@ -140,8 +141,7 @@ class _Call:
         choices = self.op.accepts.get(tensor.dtype, (tensor.dtype,))
         problem = ""
         if dtype not in choices:
-            advice = _CAST.format(name=name) if dtype == "float64" and "float32" in choices else ""
-            problem = f"expected {_one_of(choices)}.{advice}"
+            problem = f"expected {_one_of(choices)}.{_advice(dtype, choices).format(name=name)}"
         elif tensor.dtype in self.op.dtypes:
             first, other = self.dtypes.setdefault(tensor.dtype, dtype), self._binds.setdefault(tensor.dtype, name)
             problem = "" if first == dtype else f"but {tensor.dtype}={first} from `{other}`."
@@ -313,6 +313,13 @@ def _unknown(names: Iterable[str], known: Iterable[str]) -> str:
 
 def _quoted(names: Any) -> str:
     return ", ".join(f"`{n}`" for n in names)
+
+
+def _advice(dtype: str, choices: tuple[str, ...]) -> str:
+    """What to do with a float that is wider than those an op takes; nothing for other dtypes."""
+    if "float32" in choices:
+        return _CAST if dtype == "float64" else ""
+    return _NARROW if dtype in ("float32", "float64") and "bfloat16" in choices else ""
 
 
 def _one_of(choices: tuple[str, ...]) -> str:

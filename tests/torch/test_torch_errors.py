@@ -57,6 +57,17 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_op_of_16_bits_says_what_to_do_with_wider_floats(dtype: torch.dtype) -> None:
+    q = torch.ones(1, 8, 2, 64, dtype=dtype)
+    with pytest.raises(TypeError) as raised:
+        cute_ops_torch.attention(q, q, q)
+    assert str(raised.value).splitlines()[0] == (
+        f"cute.attention: argument `q` has dtype {str(dtype)[6:]}, expected bfloat16 or float16. Its kernels take floats of "
+        "16 bits: cast `q` to one of these, or take the framework's own function."
+    )
+
+
 def test_an_unknown_argument_is_named() -> None:
     with pytest.raises(TypeError) as caught:
         cute_ops_torch.rmsnorm(x, epsilon=1.0)
