@@ -63,8 +63,8 @@ def test_an_op_of_16_bits_says_what_to_do_with_wider_floats(dtype: torch.dtype) 
     with pytest.raises(TypeError) as raised:
         cute_ops_torch.attention(q, q, q)
     assert str(raised.value).splitlines()[0] == (
-        f"cute.attention: argument `q` has dtype {str(dtype)[6:]}, expected bfloat16 or float16. Its kernels take floats of "
-        "16 bits: cast `q` to one of these, or take the framework's own function."
+        f"cute.attention: argument `q` has dtype {str(dtype)[6:]}, expected bfloat16 or float16. Its kernels take "
+        "floats of 16 bits: cast `q` to one of these, or take the framework's own function."
     )
 
 

@@ -55,6 +55,11 @@ def test_a_llama_of_which_nothing_is_left() -> None:
     ]
 
 
+def test_the_report_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "patch.md").read_text(encoding="utf-8")
+    assert f"\n```\n{quietly(make('Gemma2'))}\n```\n" in page
+
+
 def test_patching_makes_transformers_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     monkeypatch.setattr(logging.Logger, "warning_once", lambda self, *args: said.append(args), raising=False)
