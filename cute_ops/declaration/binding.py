@@ -18,7 +18,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import meant, shown
 
 INT64 = 2**63
-# What to do with float64, which NumPy and `jax_enable_x64` make by default, and with floats that are too wide for an op.
+# What to do with float64, which NumPy and `jax_enable_x64` make by default, and with floats too wide for an op.
 _CAST = " Kernels compute in float32: cast `{name}` to it, or take the framework's own function where float64 matters."
 _NARROW = " Its kernels take floats of 16 bits: cast `{name}` to one of these, or take the framework's own function."
 # An argument, one of its dims, and the size that it came with.

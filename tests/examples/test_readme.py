@@ -24,7 +24,7 @@ PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rg
 PAGES += ["SECURITY.md", "CHANGELOG.md", "benchmarks/results/README.md"]
 # What they show are parts of programs.
 FRAGMENTS = ["CONTRIBUTING.md", "docs/bring_a_kernel.md", "docs/debugging.md"]
-FRAGMENTS += [f"docs/{page}.md" for page in ("kernels", "own_kernel", "row_kernel", "tuning")]
+FRAGMENTS += [f"docs/{page}.md" for page in ("kernels", "own_kernel", "row_kernel")]
 
 
 def code(page: str, language: str = "python") -> list[str]:
