@@ -21,19 +21,11 @@ _PRIMITIVES = {
     "logical_or": "logical_or", "bitwise_or": "logical_or", "where": "where",
 }  # fmt: skip
 _REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "max", "amin": "min"}
-_VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
-_COPIES = (
-    "clone",
-    "detach",
-    "contiguous",
-    "alias",
-    "lift_fresh_copy",
-    "lift_fresh",
-    "_to_copy",
-    "convert_element_type",
-    "to",
-)
-_VALUES = (*FLOATS, "bool")
+VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
+COPIES = (
+    "clone", "detach", "contiguous", "alias", "lift_fresh_copy", "lift_fresh", "_to_copy", "convert_element_type", "to",
+)  # fmt: skip
+VALUES = (*FLOATS, "bool")
 # Of decompositions; whatever else a program writes in place was made functional before.
 _IN_PLACE = ("add_", "mul_", "sub_", "div_")
 Args = Sequence[Any]
@@ -57,15 +49,15 @@ class Front:
         inputs: by value the fx node of an input.
     """
 
-    def __init__(self, module: GraphModule) -> None:
-        self.graph = Graph()
+    def __init__(self, module: GraphModule, graph: Graph | None = None) -> None:
+        self.graph = Graph() if graph is None else graph
         self.values: dict[Node, Any] = {}
         self.inputs: dict[Value, Node] = {}
         self._module = module
         for node in module.graph.nodes:
             if node.op == "output":
                 leaves = torch.utils._pytree.tree_leaves(node.args)
-                made = [self.values[leaf] for leaf in leaves if isinstance(leaf, Node)]
+                made = [self._read(leaf) for leaf in leaves if isinstance(leaf, Node)]
                 self.graph.outputs = [each for each in made if isinstance(each, Value)]
             else:
                 self.values[node] = self._value(node)
@@ -74,29 +66,27 @@ class Front:
         value = node.meta.get("val", node.meta.get("example_value"))
         if node.op == "get_attr":
             value = getattr(self._module, str(node.target), None)
-            if (
-                type(value) is torch.Tensor
-                and value.numel() == 1
-                and dtype_of(value) in _VALUES
-                and not _is_fake(value)
-            ):
+            if type(value) is torch.Tensor and value.numel() == 1 and dtype_of(value) in VALUES and not _is_fake(value):
                 return self._constant(value.item(), dtype_of(value))
         if node.op in ("placeholder", "get_attr"):
             made = self.graph.input(shape_of(value), dtype_of(value)) if isinstance(value, torch.Tensor) else value
             if isinstance(made, Value):
                 self.inputs[made] = node
             return made
-        if node.target is operator.getitem:
-            whole, index = node.args
-            return self.values[whole][index]  # type: ignore[index]
+        if node.target is operator.getitem and isinstance(whole := self.values[node.args[0]], tuple):  # type: ignore[index]
+            return whole[node.args[1]]  # type: ignore[index]
         made = self._translated(node, value)
         return self._opaque(node, value) if made is None else made
+
+    def _read(self, node: Node) -> Any:
+        """The value of a node that another reads."""
+        return self.values[node]
 
     def _constant(self, number: Any, dtype: str = "float32") -> Value:
         return self.graph.constant(number if isinstance(number, bool) else float(number), dtype)
 
     def _opaque(self, node: Node, value: Any) -> Any:
-        args = [each for arg in node.all_input_nodes for each in _flat(self.values[arg])]
+        args = [each for arg in node.all_input_nodes for each in _flat(self._read(arg))]
         name = _name(node)
 
         def of(each: Any) -> Any:
@@ -107,9 +97,11 @@ class Front:
         return tuple(map(of, value)) if isinstance(value, (tuple, list)) else of(value)
 
     def _translated(self, node: Node, value: Any) -> Any:
-        name = _name(node)
-        both: Any = torch.fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        args, kwargs = both
+        both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
+        return self._of_name(_name(node), *both, value)
+
+    def _of_name(self, name: str, args: Args, kwargs: Any, value: Any) -> Any:
+        """The value of a call of ATen's function of this name; None of one that no primitive says."""
         several = _SEVERAL.get(name)
         if several is not None:
             return several(self.graph, args, kwargs, value)
@@ -120,14 +112,14 @@ class Front:
         shape, dtype = shape_of(value), dtype_of(value)
         if name in _IN_PLACE:  # on a tensor that the graph made, and reads nowhere else
             name = name[:-1]
-        if name in _VIEWS:
+        if name in VIEWS:
             return self.graph.reshape(args[0], shape)
-        if name in _COPIES:
+        if name in COPIES:
             return self.graph.cast(args[0], dtype)
         translate = _TRANSLATIONS.get(name)
         if translate is not None:
             return translate(self.graph, args, kwargs, shape, dtype)
-        if dtype not in _VALUES or any(isinstance(a, Value) and a.dtype not in _VALUES for a in args):
+        if dtype not in VALUES or any(isinstance(a, Value) and a.dtype not in VALUES for a in args):
             return None
         if name in _PRIMITIVES:
             return self.graph.primitive(_PRIMITIVES[name], [*map(self._operand, args)], shape, dtype)
@@ -327,7 +319,7 @@ def _linear(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Va
 
 def _full(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
     number = args[-1]
-    if isinstance(number, Value) or dtype not in _VALUES or not isinstance(number, (bool, int, float)):
+    if isinstance(number, Value) or dtype not in VALUES or not isinstance(number, (bool, int, float)):
         return None
     return graph.broadcast(graph.constant(number if isinstance(number, bool) else float(number), dtype), shape)
 

@@ -1,0 +1,545 @@
+"""A graph of Dynamo, before autograd, as a neutral graph.
+
+Such a graph is a list of calls of torch's functions and methods as the model writes them. It may write in place, switch
+gradients or autocast on and off, and draw random numbers. So this front end also knows which node of Dynamo holds each
+value, from where on, and until when: values that are written to, and those of another mode, begin anew as opaque ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cute_ops.fusion.graph import FLOATS, Graph
+from cute_ops.fusion.graph import Node as Value
+from cute_ops_torch.inductor.front import COPIES, VALUES, VIEWS, Front, dtype_of, shape_of
+
+# Names of functions and methods of torch whose meaning a name of ATen has.
+_ATEN = {
+    "truediv": "div", "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub", "and_": "logical_and",
+    "or_": "logical_or", "invert": "logical_not", "negative": "neg", "view_as": "view", "reshape_as": "view",
+    "float": "to", "half": "to", "bfloat16": "to", "type_as": "to", "type": "to", "expand_as": "expand",
+    "broadcast_to": "expand", "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "transpose",
+    "concat": "cat", "concatenate": "cat", "greater": "gt",
+    "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne", "clip": "clamp",
+}  # fmt: skip
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm")
+_TAKES_SIZES = (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
+_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_WITH_DTYPE = ("sum", "mean")
+_WRITERS = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ipow", "imatmul", "ifloordiv")
+# Functions that update the running statistics among their arguments.
+_STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
+_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
+_RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rand_like",
+           "randn_like", "randint_like", "rrelu", "gumbel_softmax", "scaled_dot_product_attention")  # fmt: skip
+
+
+class Holder(NamedTuple):
+    """A node of Dynamo that holds a value, from a place in the graph on."""
+
+    node: Node
+    since: int
+
+
+class DynamoFront(Front):
+    """The neutral graph of a module that Dynamo captured.
+
+    Attributes:
+        holders: by value the nodes that hold it.
+        place: by node its place in Dynamo's graph.
+        written: by storage the places at which it is written to.
+        barriers: places of nodes that others must not be moved across.
+        mode: by node the mode in which it runs; 0 is the one in which the graph begins.
+    """
+
+    def __init__(self, module: GraphModule, exact: bool = False) -> None:
+        self.holders: dict[Value, list[Holder]] = defaultdict(list)
+        self.place: dict[Node, int] = {}
+        self.written: dict[int, list[int]] = defaultdict(list)
+        self.barriers: list[int] = []
+        self.mode: dict[Node, int] = {}
+        self._state: list[Any] = []
+        self._modes: dict[Any, int] = {(): 0}
+        self._of_mode: dict[Value, int] = {}
+        self._seen: dict[tuple[Value, int], Value] = {}
+        self._aliases: dict[int, list[Node]] = defaultdict(list)
+        self._effects: list[Value] = []
+        self._initial = _initial_mode(module)
+        super().__init__(module, Graph(exact))
+        self.graph.outputs += self._effects
+
+    def stable(self, holder: Holder) -> bool:
+        """Whether nothing writes to what a node holds, from then on."""
+        return not any(place > holder.since for place in self.written[storage_of(example(holder.node))])
+
+    def device_of(self, value: Value) -> str:
+        """The type of the device that a value lies on; empty where no node holds it."""
+        holders = self.holders.get(value)
+        return example(holders[0].node).device.type if holders else ""
+
+    @property
+    def _now(self) -> int:
+        return self._modes.setdefault(tuple(self._state), len(self._modes))
+
+    def _value(self, node: Node) -> Any:
+        self.place[node], self.mode[node] = len(self.place), self._now
+        if node.op == "call_function" and _name(node) in _MODES:
+            self._switch(node)
+            return None
+        made = example(node)
+        if writes := list(_written_by(node)):
+            return self._write(node, writes)
+        value = super()._value(node)
+        if isinstance(value, Value) and value.op not in ("constant", "input", "opaque"):
+            if self._now and not any(isinstance(each, Value) for each in self._reads(node)):
+                value = self._opaque(node, made)
+            self._of_mode.setdefault(value, self._now)
+        elif isinstance(value, Value):
+            self._of_mode.setdefault(value, self._now if value.op == "opaque" else 0)
+        if is_random(node):
+            self.barriers.append(self.place[node])
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            self.barriers.append(self.place[node])
+        elif not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
+            self.barriers.append(self.place[node])
+            self._effects += [each for each in self._reads(node) if isinstance(each, Value)]
+        self._hold(node, value, made)
+        return value
+
+    def _hold(self, node: Node, value: Any, made: Any) -> None:
+        if isinstance(value, Value) and isinstance(made, torch.Tensor):
+            self.holders[value].append(Holder(node, self.place[node]))
+            self._aliases[storage_of(made)].append(node)
+
+    def _reads(self, node: Node) -> list[Any]:
+        return [self.values.get(arg) for arg in node.all_input_nodes]
+
+    def _switch(self, node: Node) -> None:
+        """Gradients or autocast are switched."""
+        self.barriers.append(self.place[node])
+        name = _name(node)
+        if name.startswith("_exit"):
+            entered = node.args[0]
+            self._state = [each for each in self._state if each[0] is not entered]
+        elif name == "_set_grad_enabled":
+            self._state = [each for each in self._state if each[0] != "grad"]
+            self._state += [("grad", node.args[0])] if node.args[0] != self._initial else []
+        else:
+            self._state.append((node, name))
+
+    def _write(self, node: Node, writes: Sequence[Node]) -> Any:
+        """A node that writes to others: they, and what shares their memory, have new values from now on."""
+        place, made = self.place[node], example(node)
+        self.barriers.append(place)
+        before = [each for each in self._reads(node) if isinstance(each, Value)]
+        own = self.graph.opaque(f"{_name(node)}, which writes in place", before, (), "float32")
+        self._effects.append(own)
+        for memory in {storage_of(example(written)) for written in writes}:
+            self.written[memory].append(place)
+            for alias in self._aliases[memory]:
+                value = example(alias)
+                assert value is not None
+                anew = self.graph.opaque("what is written in place", [own], shape_of(value), dtype_of(value))
+                self.values[alias] = anew
+                self._of_mode[anew] = self._now
+                self.holders[anew].append(Holder(alias, place))
+        if not isinstance(made, torch.Tensor):
+            return made
+        result = self.graph.opaque("what is written in place", [own], shape_of(made), dtype_of(made))
+        self._of_mode[result] = self._now
+        self._hold(node, result, made)
+        return result
+
+    def _read(self, node: Node) -> Any:
+        """The value of a node; one of another mode is opaque."""
+        value = self.values[node]
+        if not isinstance(value, Value) or value.op == "constant" or self._of_mode.get(value, 0) == self._now:
+            return value
+        key = value, self._now
+        if key not in self._seen:
+            if self._now == 0 and value.op in ("input", "opaque"):
+                return value
+            self._seen[key] = self.graph.opaque("a value of another mode", [value], value.shape, value.dtype)
+            self._of_mode[self._seen[key]] = self._now
+            self.holders[self._seen[key]] += [Holder(node, self.place[node])]
+        return self._seen[key]
+
+    def _translated(self, node: Node, value: Any) -> Any:
+        name = _name(node)
+        both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
+        args, kwargs = both
+        if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
+            return _parts(self.graph, args, kwargs, value)
+        if not isinstance(value, torch.Tensor) or not args or not _understood(args, kwargs):
+            return None
+        if any(isinstance(arg, Node) and moves(arg, value) for arg in node.all_input_nodes):
+            return None
+        if name not in _TAKES_SIZES and _has_symbols((args, kwargs)):
+            return None
+        if name in _PRODUCTS:
+            args = _in_one_dtype(self.graph, name, args, dtype_of(value))
+        translate = _TRANSLATIONS.get(name)
+        if translate is not None:
+            return translate(self, args, kwargs, value)
+        if name in _WITH_DTYPE:
+            args, kwargs = _cast_first(self.graph, name, args, kwargs, value)
+        return self._of_name(_ATEN.get(name, name), args, kwargs, value)
+
+
+def _initial_mode(module: GraphModule) -> bool | None:
+    """Whether gradients are on where the graph begins: what the last switch sets again. None if that is not sure."""
+    switches = [node.args[0] for node in module.graph.nodes if node.op == "call_function" and _name(node) == _MODES[0]]
+    known = torch.is_grad_enabled()
+    return known if not switches or switches[-1] == known else None
+
+
+def example(node: Any) -> Any:
+    """The value that Dynamo made a node with."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def storage_of(value: Any) -> int:
+    """The number of a tensor's memory; that of no tensor is 0."""
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one of a subclass without memory
+        return 0
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers: others that do must not change places with it."""
+    name = _name(node)
+    if name in _DROPOUT or name == "scaled_dot_product_attention":
+        return _dropped(node, name)
+    return name in _RANDOM or bool(getattr(node.target, "tags", ()) and torch.Tag.nondeterministic_seeded in node.target.tags)  # type: ignore[union-attr]  # fmt: skip
+
+
+def _dropped(node: Node, name: str) -> bool:
+    if name == "scaled_dot_product_attention":
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return bool(training) and p != 0
+
+
+def _name(node: Node) -> str:
+    """The name of what a node calls, ``__add__`` as ``add``."""
+    target = node.target
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return str(schema.name.rpartition("::")[2])
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if name.startswith("__") and name.endswith("__"):
+        return str(name[2:-2])
+    return str(name)
+
+
+def _written_by(node: Node) -> Iterator[Node]:
+    """The nodes that a node writes to."""
+    if node.op not in ("call_function", "call_method"):
+        return
+    name = _name(node)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        yield from _written_by_bodies(node)
+        return
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        for argument, given in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes(given)
+        return
+    first = [each for each in node.args[:1] if isinstance(each, Node)]
+    if isinstance(node.kwargs.get("out"), (Node, tuple, list)):
+        yield from _nodes(node.kwargs["out"])
+    if name in _STATISTICS:
+        yield from (node.args[i] for i in _STATISTICS[name] if len(node.args) > i and isinstance(node.args[i], Node))  # type: ignore[misc]
+    elif name == "embedding" and (node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")) is not None:
+        yield from _nodes(node.args[1:2])
+    elif name in _WRITERS and (node.op == "call_function" or str(node.target).startswith("__")):
+        yield from first
+    elif name.endswith("_") and node.target not in (operator.and_, operator.or_, operator.not_):
+        yield from _nodes(node.args[:1])
+    elif _in_place(node):
+        yield from first
+
+
+def _written_by_bodies(node: Node) -> list[Node]:
+    """All tensors that a call with bodies reads, if a body or a kernel of Triton's in it may write to them."""
+    owner = node.graph.owning_module
+    bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
+    inner = [each for body in bodies if isinstance(body, GraphModule) for each in body.graph.nodes]
+    writes = "triton" in _name(node) or any(next(_written_by(each), None) is not None for each in inner)
+    return [each for each in node.all_input_nodes if isinstance(example(each), torch.Tensor)] if writes else []
+
+
+def _nodes(given: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.map_arg(given, found.append)
+    return found
+
+
+def _in_place(node: Node) -> bool:
+    """Whether an argument ``inplace`` is true."""
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    place = _place_of_inplace(node.target) if callable(node.target) else None
+    return place is not None and len(node.args) > place and bool(node.args[place])
+
+
+@cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of C
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
+
+
+def _understood(args: Any, kwargs: Any) -> bool:
+    """Whether all tensors among the arguments are values."""
+    found = torch.utils._pytree.tree_leaves((args, kwargs))
+    return not any(isinstance(each, (torch.Tensor, Node)) for each in found)
+
+
+def _has_symbols(given: Any) -> bool:
+    """Whether a number is not known when the graph is compiled."""
+    leaves = torch.utils._pytree.tree_leaves(given)
+    return any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in leaves)
+
+
+def moves(arg: Node, value: torch.Tensor) -> bool:
+    """Whether an argument lies on another device."""
+    given = example(arg)
+    return isinstance(given, torch.Tensor) and given.device != value.device and given.ndim > 0
+
+
+def _in_one_dtype(graph: Graph, name: str, args: Sequence[Any], dtype: str) -> list[Any]:
+    """The operands of a product in the dtype of its result, as autocast has them."""
+    if dtype not in FLOATS:
+        return list(args)
+    first = 1 if name == "addmm" else 0
+    return [
+        graph.cast(arg, dtype) if first <= i < first + 2 and isinstance(arg, Value) and arg.dtype in FLOATS else arg
+        for i, arg in enumerate(args)
+    ]
+
+
+def _cast_first(graph: Graph, name: str, args: Any, kwargs: Any, value: torch.Tensor) -> Any:
+    """Arguments of a reduction, the first in the result's dtype, as torch computes it."""
+    kwargs = {key: given for key, given in kwargs.items() if key != "dtype"}
+    if isinstance(args[0], Value) and dtype_of(value) in FLOATS and args[0].dtype in FLOATS:
+        args = [graph.cast(args[0], dtype_of(value)), *args[1:]]
+    return args, kwargs
+
+
+def _is_float(*values: Any) -> bool:
+    return all(not isinstance(each, Value) or each.dtype in FLOATS for each in values)
+
+
+def _plain(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """A function without an effect, such as dropout in evaluation."""
+    return front.graph.cast(args[0], dtype_of(value)) if isinstance(args[0], Value) else None
+
+
+def _dropout(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", True)
+    return None if training and p != 0 else _plain(front, args, kwargs, value)
+
+
+def _getitem(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """Slices, new dims and single indices; no tensors as indices."""
+    x, index = args
+    if not isinstance(x, Value):
+        return None
+    index = list(index) if isinstance(index, (tuple, list)) else [index]
+    if any(not isinstance(each, (slice, int, type(None), type(...))) or isinstance(each, bool) for each in index):
+        return None
+    taken = sum(isinstance(each, (slice, int)) for each in index)
+    if ... in index:
+        at = index.index(...)
+        index[at : at + 1] = [slice(None)] * (len(x.shape) - taken)
+    axis = 0
+    for each in index:
+        if each is None:
+            continue
+        size = x.shape[axis]
+        if isinstance(each, int):
+            if not isinstance(size, int):
+                return None
+            x = front.graph.slice(x, axis, each % size, each % size + 1)
+        elif each != slice(None):
+            bounds = each.indices(size) if isinstance(size, int) and _has_ints(each) else None
+            if bounds is None or bounds[2] < 1 or bounds[1] < bounds[0]:
+                return None
+            x = front.graph.slice(x, axis, *bounds)
+        axis += 1
+    return front.graph.reshape(x, shape_of(value))
+
+
+def _has_ints(index: slice) -> bool:
+    return all(each is None or isinstance(each, int) for each in (index.start, index.stop, index.step))
+
+
+def _narrow(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    x, dim, start, length = args
+    axis = dim % len(x.shape)
+    if not all(isinstance(each, int) for each in (start, length, x.shape[axis])):
+        return None
+    return front.graph.slice(x, axis, start % x.shape[axis] if start < 0 else start, start % x.shape[axis] + length)
+
+
+def _view(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    """Another shape. A bias that was added to a product of rows that were joined is added to the rows as they were."""
+    x, shape = args[0], shape_of(value)
+    if dtype_of(value) != x.dtype:  # the bits as they are
+        return None
+    if x.op == "word" and x.attr == "add" and x.args[0].op == "contract" and len(x.args[1].shape) == 1:
+        product = front.graph.reshape(x.args[0], shape)
+        if product.op == "contract":
+            return front.graph.word("add", [product, x.args[1]], shape, x.dtype)
+    return front.graph.reshape(x, shape)
+
+
+def _square(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    return front.graph.power(args[0], 2, shape_of(value), dtype_of(value)) if _is_float(*args) else None
+
+
+def _matmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    left, right = args[:2]
+    if len(right.shape) != 2 or len(left.shape) < 2:
+        return None
+    shape, dtype = shape_of(value), dtype_of(value)
+    return front.graph.contract(left, right, ((len(left.shape) - 1,), (0,)), shape, dtype)
+
+
+def _rms_norm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+    x, eps = given["input"], given.get("eps")
+    if eps is None:
+        eps = torch.finfo(torch.float32).eps  # whatever the dtype of x is
+    return _normalised(front, x, given, float(eps), value, centred=False)
+
+
+def _layer_norm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    given = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), args, strict=False)) | kwargs
+    return _normalised(front, given["input"], given, float(given.get("eps", 1e-5)), value, centred=True)
+
+
+def _normalised(front: Front, x: Value, given: Any, eps: float, value: torch.Tensor, centred: bool) -> Value | None:
+    """A norm over the last dim, computed in float32 and rounded once."""
+    sizes = given["normalized_shape"]
+    if (
+        len(sizes if isinstance(sizes, (tuple, list)) else [sizes]) != 1
+        or not _is_float(x)
+        or dtype_of(value) not in FLOATS
+    ):
+        return None
+    graph, row, wide = front.graph, (*x.shape[:-1], 1), "float32"
+    y = graph.cast(x, wide)
+    if centred:
+        y = graph.word("subtract", [y, graph.reduce("mean", y, (-1,), True, wide)], x.shape, wide)
+    square = graph.word("square", [y], x.shape, wide)
+    total = graph.word("add", [graph.reduce("mean", square, (-1,), True, wide), graph.constant(eps)], row, wide)
+    y = graph.word("multiply", [y, graph.word("rsqrt", [total], row, wide)], x.shape, wide)
+    for word, name in (("multiply", "weight"), ("add", "bias")):
+        if given.get(name) is not None:
+            y = graph.word(word, [y, given[name]], x.shape, wide)
+    return graph.cast(y, dtype_of(value))
+
+
+def _softmax(logarithm: bool) -> Callable[..., Value | None]:
+    """Over the last dim, computed in float32 and rounded once."""
+
+    def translate(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+        x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+        shape, dtype = shape_of(value), dtype_of(value)
+        if dim is None or dim % len(shape) != len(shape) - 1 or dtype not in FLOATS or x.dtype not in FLOATS:
+            return None
+        graph, row, wide = front.graph, (*shape[:-1], 1), "float32"
+        y = graph.cast(x, wide)
+        y = graph.word("subtract", [y, graph.reduce("max", y, (-1,), True, wide)], shape, wide)
+        e = graph.word("exp", [y], shape, wide)
+        total = graph.reduce("sum", e, (-1,), True, wide)
+        if logarithm:
+            made = graph.word("subtract", [y, graph.word("log", [total], row, wide)], shape, wide)
+        else:
+            made = graph.word("divide", [e, total], shape, wide)
+        return graph.cast(made, dtype)
+
+    return translate
+
+
+def _addcmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    shape, dtype, scale = shape_of(value), dtype_of(value), kwargs.get("value", 1)
+    if not _is_float(*args) or dtype not in FLOATS or shape not in (args[1].shape, args[2].shape):
+        return None
+    product = front.word("multiply", args[1:3], shape, dtype)
+    product = product if scale == 1 else front.word("multiply", [product, scale], shape, dtype)
+    return front.word("add", [args[0], product], shape, dtype)
+
+
+def _leaky(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    slope = args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)
+    shape, dtype = shape_of(value), dtype_of(value)
+    if dtype not in FLOATS:
+        return None
+    positive = front.word("less", [0.0, args[0]], shape, "bool")
+    return front.word(
+        "where", [positive, args[0], front.word("multiply", [args[0], slope], shape, dtype)], shape, dtype
+    )
+
+
+def _parts(graph: Graph, args: Any, kwargs: Any, value: Any) -> Any:
+    """The tensors of ``chunk`` and ``split``."""
+    x = args[0]
+    axis = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(x.shape)
+    at, made = 0, []
+    for part in value:
+        size = part.shape[axis]
+        if not isinstance(size, int):
+            return None
+        made.append(graph.slice(x, axis, at, at + size))
+        at += size
+    return tuple(made)
+
+
+def _turned(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    order = args[1:] if len(args) > 2 or isinstance(args[1], int) else args[1]
+    return front.graph.transpose(args[0], order)
+
+
+def _attribute(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+    x, name = args[:2]
+    if name not in ("T", "mT") or not isinstance(x, Value) or len(x.shape) < 2 or (name == "T" and len(x.shape) > 2):
+        return None
+    rank = len(x.shape)
+    return front.graph.transpose(x, (*range(rank - 2), rank - 1, rank - 2))
+
+
+def _maximum(word: str) -> Callable[..., Value | None]:
+    """Of two tensors; that of one is a reduction of another kind."""
+
+    def translate(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
+        if len(args) != 2 or not all(isinstance(each, Value) for each in args) or dtype_of(value) not in FLOATS:
+            return None
+        return front.word(word, args, shape_of(value), dtype_of(value))
+
+    return translate
+
+
+_TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
+    "getitem": _getitem, "narrow": _narrow, "square": _square, "matmul": _matmul, "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
+    "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),
+    "log_softmax": _softmax(logarithm=True), "detach": lambda *given: None, "view": _view, "reshape": _view,
+    **dict.fromkeys(_DROPOUT, _dropout),
+}  # fmt: skip

@@ -1,0 +1,247 @@
+"""Nodes of Dynamo's graph that compute an expression which was found: calls of ``torch.ops.cute``.
+
+Each node is made together with its fake value, so whatever an op refuses, strides included, is known before the graph
+has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from cute_ops.declaration.op import Op
+from cute_ops.expressions.graph import Expression, copied
+from cute_ops.expressions.graph import Graph as Nodes
+from cute_ops.expressions.text import text_of
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.choose import Choice, is_whole
+from cute_ops.fusion.declare import declared, is_expanded, operand_dtypes, with_dtypes
+from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.fusion.graph import Node as Value
+from cute_ops.ops import OPS
+from cute_ops.ops.gemm import by_call
+from cute_ops_torch.inductor.front import shape_of
+from cute_ops_torch.registry import define
+
+_OPS = {op.name: op for op in OPS}
+_SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
+
+
+class Refused(Exception):
+    """A part stays as it is; says why."""
+
+
+class Call(NamedTuple):
+    """The call of an op.
+
+    Attributes:
+        op: the op.
+        arrays: for each of its inputs the tensor among the leaves' tensors, or None.
+        attrs: its attributes.
+        outputs: the places of the roots among its outputs.
+    """
+
+    op: Op
+    arrays: tuple[Any, ...]
+    attrs: tuple[Any, ...]
+    outputs: tuple[int, ...]
+
+
+class Emitter:
+    """Puts nodes before a node of a graph.
+
+    Args:
+        graph: Dynamo's graph.
+        before: the node.
+        lookup: the node that holds a value there; None if none does.
+    """
+
+    def __init__(self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None]) -> None:
+        self.graph, self.before, self.lookup = graph, before, lookup
+        self.made: list[Node] = []
+
+    def emit(self, found: Found, choice: Choice) -> list[Node]:
+        """The nodes of the roots.
+
+        Raises:
+            Refused: a tensor lies otherwise than the op takes it.
+        """
+        try:
+            call = {"op": self._op, "fused": self._fused, "linear": self._linear}[choice.kind](found, choice)
+            define(call.op).lower()  # code from Inductor's caches calls it and its gradient, and nothing else is traced
+            whole = self.function(define(call.op).overload, *call.arrays, *call.attrs)
+            several = len(call.op.outputs) > 1
+            outs = [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
+            return [self._as_root(out, root, found) for out, root in zip(outs, found.roots, strict=True)]
+        except Exception as error:
+            self.undo()
+            said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            raise Refused(said.splitlines()[0]) from error
+
+    def undo(self) -> None:
+        """Remove the nodes that were made."""
+        for node in reversed(self.made):
+            self.graph.erase_node(node)
+        self.made.clear()
+
+    def function(self, target: Any, *args: Any) -> Node:
+        """A call of a function with its value."""
+        return self._made(self.graph.call_function, target, target, args)
+
+    def method(self, name: str, *args: Any) -> Node:
+        """A call of a tensor's method with its value."""
+        return self._made(self.graph.call_method, name, getattr(torch.Tensor, name), args)
+
+    def _made(self, create: Callable[..., Node], target: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Node:
+        with torch.no_grad(), torch._C._DisableAutocast():
+            value = run(*torch.fx.map_arg(args, lambda node: node.meta["example_value"]))
+        with self.graph.inserting_before(self.before):
+            node = create(target, args)
+        node.meta = {**{key: self.before.meta[key] for key in _KEPT if key in self.before.meta}, "example_value": value}
+        self.made.append(node)
+        return node
+
+    # The three kinds of calls
+
+    def _op(self, found: Found, choice: Choice) -> Call:
+        meaning = found.meaning
+        assert meaning is not None
+        op = _OPS[meaning.op]
+        given = {
+            name: self._fitted(leaf, found) for name, leaf in zip(meaning.operands, found.leaves, strict=True)
+        }
+        attrs = tuple(meaning.attrs.get(name, default) for name, default in op.attrs.items())
+        names = list(op.outputs)
+        outputs = tuple(names.index(name) for name in meaning.outputs)
+        return Call(op, tuple(given.get(name) for name in op.inputs), attrs, outputs)
+
+    def _fused(self, found: Found, choice: Choice) -> Call:
+        op = declared(found)
+        arrays = []
+        for leaf, dtype in zip(found.leaves, operand_dtypes(found), strict=True):
+            array = self._fitted(leaf, found)
+            if leaf.node.dtype == "bool":
+                array = self.method("to", array, getattr(torch, dtype))
+            arrays.append(array)
+        return Call(op, tuple(arrays), tuple(op.attrs.values()), tuple(range(len(found.roots))))
+
+    def _linear(self, found: Found, choice: Choice) -> Call:
+        op, others, roots = linear_op(found, choice)
+        product = found.leaves[choice.product].node
+        x, weight = (self.array(each) for each in product.args)
+        operands = [self._fitted(leaf, found, copied=True) for leaf in others]
+        return Call(op, (x, weight, *operands), ("auto",), roots)
+
+    # Arrays as ops take them
+
+    def array(self, value: Value) -> Node:
+        """The node that holds a value, made anew where the program has none.
+
+        Raises:
+            Refused: it is none of the program's, and no view or cast of one.
+        """
+        held = self.lookup(value)
+        if held is not None:
+            return held
+        if value.op == "cast":
+            return self.method("to", self.array(value.args[0]), getattr(torch, value.dtype))
+        if value.op == "reshape" and sum(isinstance(size, str) for size in value.shape) <= 1:
+            return self.method("reshape", self.array(value.args[0]), _sizes(value.shape))
+        if value.op == "transpose":
+            return self.method("permute", self.array(value.args[0]), tuple(value.attr))
+        if value.op == "slice" and all(isinstance(each, int) for each in value.attr):
+            axis, start, stop, step = value.attr
+            index = (slice(None),) * axis + (slice(start, stop, step),)
+            return self.function(operator.getitem, self.array(value.args[0]), index)
+        if value.op == "contract" and value.attr[2] == ((), ()) and len(value.args[1].shape) == 2:
+            left, right = map(self.array, value.args)
+            if value.attr[0] == (len(value.args[0].shape) - 1,):
+                return self.function(torch.matmul, left, right if value.attr[1] == (0,) else self.method("t", right))
+        raise Refused(f"the program has no tensor of its {value.op}")
+
+    def _fitted(self, leaf: Leaf, found: Found, copied: bool = False) -> Node:
+        """An operand in the shape in which it meets the values."""
+        array = self.array(leaf.node)
+        if not leaf.operand.kind.rows:
+            columns = [size for label, size in zip(leaf.labels, leaf.node.shape, strict=True) if label == COLUMNS]
+            return self._reshaped(array, leaf.node.shape, tuple(columns))
+        columns = [leaf.node.shape[leaf.labels.index(COLUMNS)]] if COLUMNS in leaf.labels else [1]
+        there = tuple(size if i in leaf.labels else 1 for i, size in enumerate(leaf.rows))
+        array = self._reshaped(array, leaf.node.shape, (*there, *columns))
+        if leaf.rows == found.rows and is_whole(leaf):
+            return self._aligned(array)
+        if not is_whole(leaf):
+            array = self._expanded(array, leaf, found, (*leaf.rows, *columns))
+        if leaf.rows != found.rows:
+            array = self._reshaped(array, (*leaf.rows, *columns), (*found.rows, *columns))
+        return self.method("contiguous", array) if copied or not is_expanded(leaf, found) else array
+
+    def _expanded(self, array: Node, leaf: Leaf, found: Found, shape: tuple[Any, ...]) -> Node:
+        """A tile, copied to rows that it lacks; one of 16 bits as float32, so that its gradient is summed in that."""
+        if any(isinstance(size, str) for size in shape):
+            like = next((each for each in found.leaves if each is not leaf and each.node.shape == shape), None)
+            if like is None:
+                raise Refused("an operand is repeated along sizes that are not known")
+            return self.method("expand_as", array, self.array(like.node))
+        return self.method("expand", array, shape)
+
+    def _reshaped(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> Node:
+        if before == after:
+            return array
+        if sum(isinstance(size, str) for size in after) > 1:
+            raise Refused("a reshape to several sizes that are not known")
+        return self.method("reshape", array, _sizes(after))
+
+    def _aligned(self, array: Node) -> Node:
+        value = array.meta["example_value"]
+        if value.ndim and value.shape[-1] != 1 and value.stride(-1) != 1:
+            raise Refused("an operand's rows are not contiguous")
+        return array
+
+    def _as_root(self, out: Node, root: Value, found: Found) -> Node:
+        """An output with the shape and the dtype that the program has."""
+        shape = shape_of(out.meta["example_value"])
+        if shape != root.shape:
+            if root.shape[-1:] != shape[-1:] and len(root.shape) == len(shape):
+                raise Refused("the program repeats what is computed once per row")
+            out = self._reshaped(out, shape, root.shape)
+        if root.dtype == "bool":
+            return self.function(operator.ne, out, 0)
+        dtype = getattr(torch, root.dtype)
+        return out if out.meta["example_value"].dtype == dtype else self.method("to", out, dtype)
+
+
+# What an inserted node takes over from the one before which it stands.
+_KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def linear_op(found: Found, choice: Choice) -> tuple[Op, list[Leaf], tuple[int, ...]]:
+    """The op of a product with an epilogue, the leaves that are its operands, and the outputs that the roots are."""
+    leaf = found.leaves[choice.product]
+    others = [each for i, each in enumerate(found.leaves) if i != choice.product]
+    expression = _acc_first(found.expression, choice.product)
+    x = leaf.node.args[0]
+    tiles = {i: x.dtype for i, operand in enumerate(expression.operands) if operand.kind.rows and operand.kind.columns}
+    epilogue = text_of(with_dtypes(expression, tiles, [root.dtype for root in found.roots]))
+    layout = by_call.weight_shape(leaf.packed, leaf.node.attr[1] == (0,))
+    shapes = tuple(_SHAPES[str(each.operand)] for each in others)
+    return by_call.op_of_call(epilogue, shapes, False, layout, "pre"), others, tuple(range(len(found.roots)))
+
+
+def _acc_first(expression: Expression, product: int) -> Expression:
+    """The expression with the product as its first operand."""
+    order = [product, *(i for i in range(len(expression.operands)) if i != product)]
+    graph = Nodes([expression.operands[i] for i in order])
+    nodes = copied(expression, graph, lambda node: graph.operand(order.index(node.operand), node.half))
+    return graph.finish([nodes[i] for i in expression.outputs])
+
+
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes for a reshape; the one that is symbolic follows from the others."""
+    return tuple(-1 if isinstance(size, str) else size for size in shape)

@@ -1,0 +1,191 @@
+"""Replaces what was found in a graph of Dynamo by ops, where that is safe and the choice says so.
+
+A part is computed where its last operand is known. Nothing may have been written to its operands or results by then or
+later, all of it runs in one mode, and no random number or write in place changes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cute_ops.fusion.analyse import Analysis, Found, analyse
+from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.graph import Node as Value
+from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example
+from cute_ops_torch.inductor.emit import Emitter, Refused
+
+# What becomes of an expression on a device: its products that may take an epilogue are given.
+Choose = Callable[[Found, list[int], str], Choice]
+
+
+class Part(NamedTuple):
+    """An expression that was found, and what became of it."""
+
+    found: Found
+    choice: Choice
+
+
+class Rewritten(NamedTuple):
+    """What became of a graph.
+
+    Attributes:
+        parts: the expressions that were found.
+        analysis: what else was found.
+        front: the graph as it was.
+    """
+
+    parts: list[Part]
+    analysis: Analysis
+    front: DynamoFront
+
+
+def rewrite(module: GraphModule, choose: Choose, exact: bool = False) -> Rewritten:
+    """Replace parts of a graph, which changes."""
+    front = DynamoFront(module, exact)
+    analysis = analyse(front.graph, exact=exact)
+    work = _Rewriting(module, front)
+    parts = []
+    for found in analysis.found:
+        choice = choose(found, analysis.products(found), front.device_of(found.roots[0]))
+        if choice.kind:
+            try:
+                work.replace(found, choice)
+            except Refused as error:
+                choice = Choice("", why=str(error))
+        parts.append(Part(found, choice))
+    work.finish()
+    return Rewritten(parts, analysis, front)
+
+
+class _Rewriting:
+    def __init__(self, module: GraphModule, front: DynamoFront) -> None:
+        self.graph, self.front = module.graph, front
+        self.nodes = list(module.graph.nodes)
+        self.instead: dict[Node, Node] = {}
+        self.moved = False
+
+    def replace(self, found: Found, choice: Choice) -> None:
+        """Put an op in the place of an expression.
+
+        Raises:
+            Refused: that would not be safe.
+        """
+        roots = [self._holders(root) for root in found.roots]
+        place = self._place(found, choice, min(holder.since for each in roots for holder in each))
+        emitter = Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place))
+        made = emitter.emit(found, choice)
+        for root, holders, new in zip(found.roots, roots, made, strict=True):
+            if wrong := _differs(new, holders[0].node, root):
+                emitter.undo()
+                raise Refused(wrong)
+        for holders, new in zip(roots, made, strict=True):
+            for holder in holders:
+                self.instead[holder.node] = new
+                holder.node.replace_all_uses_with(new)
+
+    def finish(self) -> None:
+        """Sort the graph again where that is needed, and remove what nothing reads any more."""
+        if self.moved:
+            from torch._inductor.pattern_matcher import stable_topological_sort  # Inductor's neighbours, imported late
+
+            stable_topological_sort(self.graph)
+        for node in reversed(self.nodes):
+            values = self.front.values.get(node)
+            understood = all(isinstance(v, Value) and v.op != "opaque" for v in _each(values))
+            if node.op in ("call_function", "call_method") and not node.users and understood and values is not None:
+                self.graph.erase_node(node)
+
+    def _holders(self, root: Value) -> list[Holder]:
+        """The nodes whose results an op will compute.
+
+        Raises:
+            Refused: there is none, or it is written to.
+        """
+        holders = self.front.holders.get(root, [])
+        if not holders:
+            raise Refused("the program has no tensor of its result")
+        if not all(map(self.front.stable, holders)):
+            raise Refused("its result is written to in place")
+        # Others that only pass the first one on read the new one through it.
+        first = holders[0].node
+        return [each for each in holders if each.node is first or first not in each.node.all_input_nodes]
+
+    def _held(self, value: Value, place: int) -> Node | None:
+        """The node that holds a value at a place.
+
+        Raises:
+            Refused: it is written to later.
+        """
+        holders = [each for each in self.front.holders.get(value, ()) if each.since < place]
+        if not holders:
+            return None
+        for holder in holders:
+            if self.front.stable(holder):
+                return self.instead.get(holder.node, holder.node)
+        raise Refused("an operand is written to in place")
+
+    def _place(self, found: Found, choice: Choice, first: int) -> int:
+        """Where an expression is computed: before the first node of it that comes after all operands."""
+        last = max((self._known(value) for value in _operands(found, choice)), default=-1)
+        inside = [holder for node in found.region.nodes for holder in self.front.holders.get(node, ())]
+        modes = {self.front.mode[holder.node] for holder in inside}
+        if len(modes) > 1:
+            raise Refused("it is computed in several modes")
+        later = [holder.since for holder in inside if holder.since > last]
+        if not later:
+            raise Refused("its results are known before its operands")
+        place = min(later)
+        if first < place:
+            if any(first <= barrier < place for barrier in self.front.barriers):
+                raise Refused("a random number or a write in place stands between its results")
+            self.moved = True
+        return place
+
+    def _known(self, value: Value) -> int:
+        """The place at which a value is known."""
+        holders = self.front.holders.get(value)
+        if holders:
+            return min(holder.since for holder in holders)
+        return max((self._known(arg) for arg in value.args), default=-1)
+
+
+def _each(values: Any) -> Iterable[Any]:
+    return values if isinstance(values, (tuple, list)) else (values,)
+
+
+def _operands(found: Found, choice: Choice) -> Iterable[Value]:
+    """What an expression reads; of a product that it computes, the product's operands."""
+    for i, leaf in enumerate(found.leaves):
+        if choice.kind == "linear" and i == choice.product:
+            yield from leaf.node.args
+        else:
+            yield leaf.node
+
+
+def _differs(new: Node, old: Node, root: Value) -> str:
+    """In what a new tensor differs from the one that the program has; empty if in nothing."""
+    made, was = example(new), example(old)
+    if not isinstance(was, torch.Tensor):
+        return "the program has no tensor of its result"
+    for what in ("dtype", "device"):
+        if getattr(made, what) != getattr(was, what):
+            return f"its result has the {what} {getattr(was, what)}, not {getattr(made, what)}"
+    if not _same(made.shape, was.shape):
+        return f"its result has the shape {tuple(was.shape)}, not {tuple(made.shape)}"
+    strides = zip(made.stride(), was.stride(), was.shape, strict=True)
+    if any(not _same([a], [b]) for a, b, size in strides if not (isinstance(size, int) and size == 1)):
+        return "its result is not laid out row by row"
+    return ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether sizes are the same numbers or the same symbols; nothing is guarded."""
+    return [_text(each) for each in a] == [_text(each) for each in b]
+
+
+def _text(size: Any) -> str:
+    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
