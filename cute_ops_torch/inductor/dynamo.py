@@ -402,10 +402,10 @@ def _view(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | 
     x, shape = args[0], shape_of(value)
     if dtype_of(value) != x.dtype:  # the bits as they are
         return None
-    if x.op == "word" and x.attr == "add" and x.args[0].op == "contract" and len(x.args[1].shape) == 1:
+    if x.op == "primitive" and x.attr == "add" and x.args[0].op == "contract" and len(x.args[1].shape) == 1:
         product = front.graph.reshape(x.args[0], shape)
         if product.op == "contract":
-            return front.graph.word("add", [product, x.args[1]], shape, x.dtype)
+            return front.graph.primitive("add", [product, x.args[1]], shape, x.dtype)
     return front.graph.reshape(x, shape)
 
 
@@ -446,13 +446,13 @@ def _normalised(front: Front, x: Value, given: Any, eps: float, value: torch.Ten
     graph, row, wide = front.graph, (*x.shape[:-1], 1), "float32"
     y = graph.cast(x, wide)
     if centred:
-        y = graph.word("subtract", [y, graph.reduce("mean", y, (-1,), True, wide)], x.shape, wide)
-    square = graph.word("square", [y], x.shape, wide)
-    total = graph.word("add", [graph.reduce("mean", square, (-1,), True, wide), graph.constant(eps)], row, wide)
-    y = graph.word("multiply", [y, graph.word("rsqrt", [total], row, wide)], x.shape, wide)
+        y = graph.primitive("subtract", [y, graph.reduce("mean", y, (-1,), True, wide)], x.shape, wide)
+    square = graph.primitive("square", [y], x.shape, wide)
+    total = graph.primitive("add", [graph.reduce("mean", square, (-1,), True, wide), graph.constant(eps)], row, wide)
+    y = graph.primitive("multiply", [y, graph.primitive("rsqrt", [total], row, wide)], x.shape, wide)
     for word, name in (("multiply", "weight"), ("add", "bias")):
         if given.get(name) is not None:
-            y = graph.word(word, [y, given[name]], x.shape, wide)
+            y = graph.primitive(word, [y, given[name]], x.shape, wide)
     return graph.cast(y, dtype_of(value))
 
 
@@ -466,13 +466,13 @@ def _softmax(logarithm: bool) -> Callable[..., Value | None]:
             return None
         graph, row, wide = front.graph, (*shape[:-1], 1), "float32"
         y = graph.cast(x, wide)
-        y = graph.word("subtract", [y, graph.reduce("max", y, (-1,), True, wide)], shape, wide)
-        e = graph.word("exp", [y], shape, wide)
+        y = graph.primitive("subtract", [y, graph.reduce("max", y, (-1,), True, wide)], shape, wide)
+        e = graph.primitive("exp", [y], shape, wide)
         total = graph.reduce("sum", e, (-1,), True, wide)
         if logarithm:
-            made = graph.word("subtract", [y, graph.word("log", [total], row, wide)], shape, wide)
+            made = graph.primitive("subtract", [y, graph.primitive("log", [total], row, wide)], shape, wide)
         else:
-            made = graph.word("divide", [e, total], shape, wide)
+            made = graph.primitive("divide", [e, total], shape, wide)
         return graph.cast(made, dtype)
 
     return translate
@@ -482,9 +482,9 @@ def _addcmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value
     shape, dtype, scale = shape_of(value), dtype_of(value), kwargs.get("value", 1)
     if not _is_float(*args) or dtype not in FLOATS or shape not in (args[1].shape, args[2].shape):
         return None
-    product = front.word("multiply", args[1:3], shape, dtype)
-    product = product if scale == 1 else front.word("multiply", [product, scale], shape, dtype)
-    return front.word("add", [args[0], product], shape, dtype)
+    product = front.primitive("multiply", args[1:3], shape, dtype)
+    product = product if scale == 1 else front.primitive("multiply", [product, scale], shape, dtype)
+    return front.primitive("add", [args[0], product], shape, dtype)
 
 
 def _leaky(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
@@ -492,9 +492,9 @@ def _leaky(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value |
     shape, dtype = shape_of(value), dtype_of(value)
     if dtype not in FLOATS:
         return None
-    positive = front.word("less", [0.0, args[0]], shape, "bool")
-    return front.word(
-        "where", [positive, args[0], front.word("multiply", [args[0], slope], shape, dtype)], shape, dtype
+    positive = front.primitive("less", [0.0, args[0]], shape, "bool")
+    return front.primitive(
+        "where", [positive, args[0], front.primitive("multiply", [args[0], slope], shape, dtype)], shape, dtype
     )
 
 
@@ -531,7 +531,7 @@ def _maximum(word: str) -> Callable[..., Value | None]:
     def translate(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
         if len(args) != 2 or not all(isinstance(each, Value) for each in args) or dtype_of(value) not in FLOATS:
             return None
-        return front.word(word, args, shape_of(value), dtype_of(value))
+        return front.primitive(word, args, shape_of(value), dtype_of(value))
 
     return translate
 
