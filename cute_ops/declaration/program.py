@@ -112,9 +112,12 @@ class Fallback(NamedTuple):
             depends on this attribute, which must be declared as ``FUSED``.
         dtypes: dtypes that variables of the op may have beside those that the kernel takes.
         anywhere: inputs that the program takes with any strides: it runs where the kernel cannot read one of them.
+        expected: ``expected(problem)``: microseconds of the kernel and of the program, as a model has them; None where
+            it says nothing.
     """
 
     program: Program
     when: Callable[[Any], bool | str]
     dtypes: Mapping[str, tuple[str, ...]] = {}
     anywhere: tuple[str, ...] = ()
+    expected: Callable[[Any], tuple[float, float] | None] | None = None

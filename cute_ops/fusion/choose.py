@@ -15,7 +15,7 @@ from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import FLOATS
 
 # Ops whose tiles and outputs have one dtype; a residual has its own.
-_OPS = (
+BY_MEANING = (
     "rmsnorm", "layernorm", "add_rmsnorm", "silu_mul", "gelu_mul", "swiglu", "geglu", "silu", "gelu", "relu2",
     "softmax", "log_softmax",
 )  # fmt: skip
@@ -61,7 +61,7 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
     if any(PRIMITIVES[primitive].grouped for primitive in primitives):
         return Choice("", why="only epilogues of products look at groups of columns")
     meaning = found.meaning
-    if meaning is not None and meaning.op in _OPS and _fits(found) and len(primitives) > 1:
+    if meaning is not None and meaning.op in BY_MEANING and _fits(found) and len(primitives) > 1:
         return Choice("op", meaning.op)
     if len(primitives) < 2:
         return Choice("", why="one primitive alone: there is no pass to save")

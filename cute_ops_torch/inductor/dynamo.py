@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
-from cute_ops_torch.inductor.front import COPIES, VALUES, VIEWS, Front, dtype_of, shape_of
+from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, shape_of
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
 _ATEN = {
@@ -40,6 +40,10 @@ _STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rand_like",
            "randn_like", "randint_like", "rrelu", "gumbel_softmax", "scaled_dot_product_attention")  # fmt: skip
+
+
+class Unknown(Exception):
+    """A graph cannot be read; says why."""
 
 
 class Holder(NamedTuple):
@@ -104,9 +108,7 @@ class DynamoFront(Front):
             self._of_mode.setdefault(value, self._now)
         elif isinstance(value, Value):
             self._of_mode.setdefault(value, self._now if value.op == "opaque" else 0)
-        if is_random(node):
-            self.barriers.append(self.place[node])
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        if is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
             self.barriers.append(self.place[node])
         elif not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
             self.barriers.append(self.place[node])

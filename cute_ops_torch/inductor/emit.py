@@ -6,10 +6,8 @@ has changed.
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,19 +64,22 @@ class Emitter:
         self.graph, self.before, self.lookup = graph, before, lookup
         self.made: list[Node] = []
 
-    def emit(self, found: Found, choice: Choice) -> list[Node]:
-        """The nodes of the roots.
+    def emit(
+        self, found: Found, choice: Choice, judge: Callable[[Call], float | None]
+    ) -> tuple[list[Node], float | None]:
+        """The nodes of the roots, and what ``judge`` returns of the call.
 
         Raises:
-            Refused: a tensor lies otherwise than the op takes it.
+            Refused: a tensor lies otherwise than the op takes it, or ``judge`` raises it.
         """
         try:
             call = {"op": self._op, "fused": self._fused, "linear": self._linear}[choice.kind](found, choice)
+            gain = judge(call)
             define(call.op).lower()  # code from Inductor's caches calls it and its gradient, and nothing else is traced
             whole = self.function(define(call.op).overload, *call.arrays, *call.attrs)
             several = len(call.op.outputs) > 1
             outs = [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
-            return [self._as_root(out, root, found) for out, root in zip(outs, found.roots, strict=True)]
+            return [self._as_root(out, root, found) for out, root in zip(outs, found.roots, strict=True)], gain
         except Exception as error:
             self.undo()
             said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
@@ -113,9 +114,7 @@ class Emitter:
         meaning = found.meaning
         assert meaning is not None
         op = _OPS[meaning.op]
-        given = {
-            name: self._fitted(leaf, found) for name, leaf in zip(meaning.operands, found.leaves, strict=True)
-        }
+        given = {name: self._fitted(leaf, found) for name, leaf in zip(meaning.operands, found.leaves, strict=True)}
         attrs = tuple(meaning.attrs.get(name, default) for name, default in op.attrs.items())
         names = list(op.outputs)
         outputs = tuple(names.index(name) for name in meaning.outputs)

@@ -1,18 +1,14 @@
-"""``enable()``: ``torch.compile`` replaces patterns in models by cute ops. The models themselves stay as they are.
+"""``enable()``: ``torch.compile`` runs models on our ops. The models themselves stay as they are.
 
-It finds Hugging Face's RMS norms (Llama's and Gemma's form, with the residual add before them), ``F.rms_norm``,
-``F.layer_norm``, ``silu(gate) * up``, ``gelu(gate) * up`` and ``F.cross_entropy``. It removes an attention mask that is
-computed from sizes alone and is the one of ``is_causal=True``, or masks nothing: Hugging Face's models compute such
-masks when they are compiled for training, and any mask keeps attention from its flash kernel.
-
-The pass works on the graph that Dynamo captures, before autograd, so a replaced op brings its own gradient. Values
-differ from the original's by rounding only: a cute op rounds once, to the dtype of its input.
+A pass over the graph that Dynamo captures, before autograd, replaces what one of our ops computes by the op, which
+brings its own gradient: found by its meaning (:mod:`cute_ops.fusion`), whatever it is written with. Losses are found by
+their call (:mod:`cute_ops_torch.inductor.losses`), and an attention mask that says no more than ``is_causal=True`` is
+removed (:mod:`cute_ops_torch.inductor.attention_mask`).
 
 >>> import cute_ops_torch.inductor
 >>> cute_ops_torch.inductor.enable()  # doctest: +SKIP
 >>> torch.compile(model)(**inputs)  # doctest: +SKIP
-
-What was replaced is logged at level INFO by the logger ``cute_ops`` and counted in :data:`replaced`.
+>>> print(cute_ops_torch.inductor.report())  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -28,24 +24,49 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from cute_ops.errors import meant, suggesting
+from cute_ops.fusion.report import Entry, Report
 from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
+from cute_ops_torch.inductor.attention_mask import replace_mask
+from cute_ops_torch.inductor.choice import KNOWN, Chooser
+from cute_ops_torch.inductor.dynamo import Unknown
 from cute_ops_torch.inductor.fx import value_of
-from cute_ops_torch.inductor.patterns import PATTERNS
+from cute_ops_torch.inductor.losses import replace_loss
+from cute_ops_torch.inductor.report import entries_of, entry_of_node
+from cute_ops_torch.inductor.rewrite import rewrite
 
 log = logging.getLogger("cute_ops")
 DEVICES = ("cuda", "cpu")
 replaced: Counter[str] = Counter()
 """How often each op has replaced something in this process."""
+_entries: list[Entry] = []
+
+
+class Enabled:
+    """What :func:`enable` returns: as a context manager it ends with a call of :func:`disable`."""
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        disable()
 
 
 @suggesting
-def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda",)) -> None:
-    """Let ``torch.compile`` replace patterns from now on. What is compiled already stays.
+def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda",), *, exact: bool = False) -> Enabled:
+    """Let ``torch.compile`` run models on our ops from now on. What is compiled already stays.
+
+        cute_ops_torch.inductor.enable()
+        model = torch.compile(model)
+
+    Also a context manager, ``with enable(): ...``, for what is compiled inside.
 
     Args:
-        ops: names of ops to put in, and ``"attention_mask"``; all by default.
+        ops: names of ops to put in, and ``"fused"`` (an op of its own), ``"linear"`` (a product with an epilogue) and
+            ``"attention_mask"``; all by default.
         devices: device types whose graphs are changed. On a CPU ops run their references, slower than Inductor's code.
+        exact: round every value as the model does, where otherwise values inside of a replaced part stay in float32 and
+            its outputs are rounded once.
 
     Raises:
         TypeError: a text instead of a list.
@@ -57,50 +78,100 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
             raise TypeError(f"cute_ops_torch.inductor.enable: {problem}")
     if wrong := sorted(set(devices) - set(DEVICES)):
         raise ValueError(f"cute_ops_torch.inductor.enable: no cute op runs on devices {wrong}; there are {DEVICES}")
-    unknown = set(ops or ()) - set(PATTERNS)
+    unknown = set(ops or ()) - set(KNOWN)
     if unknown:
-        named = ", ".join(f"{name}{meant(name, PATTERNS)}" for name in sorted(unknown))
-        raise ValueError(f"cute_ops_torch.inductor.enable: {named} replaces nothing; known are {', '.join(PATTERNS)}")
+        named = ", ".join(f"{name}{meant(name, KNOWN)}" for name in sorted(unknown))
+        raise ValueError(f"cute_ops_torch.inductor.enable: {named} replaces nothing; known are {', '.join(KNOWN)}")
     disable()
     # Code from Inductor's caches calls ops whose fake kernels have not run in this process.
     registry.register_lowerings()
-    chosen = tuple(name for name in PATTERNS if ops is None or name in ops)
-    config.pre_grad_custom_pass = Replace(chosen, tuple(devices), config.pre_grad_custom_pass)
+    chosen = tuple(name for name in KNOWN if ops is None or name in ops)
+    timing = getattr(config, "pre_grad_pass_timing", "")
+    config.pre_grad_custom_pass = Replace(chosen, tuple(devices), exact, config.pre_grad_custom_pass, timing)
+    if timing:
+        # Before torch looks for compiled code: the pass makes the ops that such code calls.
+        config.pre_grad_pass_timing = "early"
+    _entries.clear()
+    return Enabled()
 
 
 def disable() -> None:
     """Undo :func:`enable`."""
-    if isinstance(config.pre_grad_custom_pass, Replace):
-        config.pre_grad_custom_pass = config.pre_grad_custom_pass.previous
+    now = config.pre_grad_custom_pass
+    if isinstance(now, Replace):
+        config.pre_grad_custom_pass = now.previous
+        if now.timing:
+            config.pre_grad_pass_timing = now.timing
+
+
+def report() -> Report:
+    """What was found in all graphs since :func:`enable`: every product and region, what it became, or why it stays.
+
+    ``print`` shows a table. A graph that is compiled again, for other shapes, counts again.
+    """
+    return Report("torch.compile", _entries)
 
 
 class Replace(CustomGraphPass):
-    """The pass. It first runs the one that was set before it."""
+    """The pass. It first runs the one that was set before it.
 
-    def __init__(self, ops: tuple[str, ...], devices: tuple[str, ...], previous: Any) -> None:
-        self.ops, self.devices, self.previous = ops, devices, previous
+    Attributes:
+        ops: what may be put in.
+        devices: the types of devices whose graphs are changed.
+        exact: whether the program's own roundings are kept.
+        previous: the pass, or passes, that were set before.
+        timing: torch's setting of when passes run, as it was; empty in versions without it.
+    """
+
+    def __init__(
+        self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, timing: str = ""
+    ) -> None:
+        self.ops, self.devices, self.exact, self.previous, self.timing = ops, devices, exact, previous, timing
 
     def __call__(self, graph: Graph) -> None:
         for earlier in self._earlier():
             earlier(graph)
+        if not self._concerns(graph):
+            return
         found: Counter[str] = Counter()
-        for name in self.ops:
+        entries: list[Entry] = []
+        if "attention_mask" in self.ops:
             for node in list(graph.nodes):
-                value = value_of(node)
-                if node.users and value is not None and value.device.type in self.devices:
-                    found[name] += bool(PATTERNS[name](graph, node))
-        found = +found
+                if node.users and replace_mask(graph, node):
+                    found["attention_mask"] += 1
+                    entries.append(entry_of_node("attention_mask", "a mask that says no more than is_causal", node))
+            if found:
+                graph.eliminate_dead_code()
+        try:
+            made = rewrite(graph.owning_module, Chooser(self.ops, self.devices, self.exact), self.exact)
+        except Unknown as error:
+            log.info("torch.compile: a graph stays as it is: %s", error)
+            entries.append(Entry("", "a graph", str(error), "", "", 1))
+        else:
+            found.update(part.choice.name for part in made.parts if part.choice.kind)
+            entries += entries_of(made)
+        for node in list(graph.nodes):
+            value = value_of(node)
+            if node.users and value is not None and value.device.type in self.devices:
+                if name := replace_loss(graph, node, self.ops):
+                    found[name] += 1
+                    entries.append(entry_of_node(name, "cross entropy", node))
         if found:
             graph.eliminate_dead_code()
             graph.lint()
             replaced.update(found)
             log.info("torch.compile: replaced by cute ops: %s", ", ".join(f"{n} x {k}" for n, k in found.items()))
+        _entries.extend(entries)
+
+    def _concerns(self, graph: Graph) -> bool:
+        values = map(value_of, graph.nodes)
+        return any(value is not None and value.device.type in self.devices for value in values)
 
     def uuid(self) -> Any:
         before = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self._earlier()]
         if not all(before):
             return None  # an earlier pass without a uuid: torch must not cache
-        what = (cache_key.package(), self.ops, self.devices, before)
+        what = (cache_key.package(), self.ops, self.devices, self.exact, before)
         return hashlib.sha256(repr(what).encode()).digest()
 
     def _earlier(self) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ later, all of it runs in one mode, and no random number or write in place change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,17 +16,25 @@ from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.graph import Node as Value
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example
-from cute_ops_torch.inductor.emit import Emitter, Refused
+from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 
-# What becomes of an expression on a device: its products that may take an epilogue are given.
-Choose = Callable[[Found, list[int], str], Choice]
+
+class Choosing(Protocol):
+    """What becomes of expressions: :class:`Chooser <cute_ops_torch.inductor.choice.Chooser>` in programs."""
+
+    def choose(self, found: Found, products: list[int], device: str) -> Choice:
+        """What becomes of an expression on a device: its products that may take an epilogue are given."""
+
+    def judge(self, call: Call) -> float | None:
+        """The microseconds that a call saves; raises :class:`Refused`."""
 
 
 class Part(NamedTuple):
-    """An expression that was found, and what became of it."""
+    """An expression that was found, what became of it, and the microseconds that this is expected to save."""
 
     found: Found
     choice: Choice
+    gain: float | None = None
 
 
 class Rewritten(NamedTuple):
@@ -43,33 +51,50 @@ class Rewritten(NamedTuple):
     front: DynamoFront
 
 
-def rewrite(module: GraphModule, choose: Choose, exact: bool = False) -> Rewritten:
+def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rewritten:
     """Replace parts of a graph, which changes."""
     front = DynamoFront(module, exact)
-    analysis = analyse(front.graph, exact=exact)
-    work = _Rewriting(module, front)
-    parts = []
-    for found in analysis.found:
-        choice = choose(found, analysis.products(found), front.device_of(found.roots[0]))
+    whole: set[Value] = set()
+    while True:
+        analysis = analyse(front.graph, exact=exact, whole=whole)
+        chosen = [
+            (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
+            for found in analysis.found
+        ]
+        apart = {node for found, choice in chosen if not choice.kind for node in _splitting(found)} - whole
+        if not apart:
+            break
+        whole |= apart
+    work, parts = _Rewriting(module, front, choosing), []
+    for found, choice in chosen:
+        gain = None
         if choice.kind:
             try:
-                work.replace(found, choice)
+                gain = work.replace(found, choice)
             except Refused as error:
                 choice = Choice("", why=str(error))
-        parts.append(Part(found, choice))
+        parts.append(Part(found, choice, gain))
     work.finish()
     return Rewritten(parts, analysis, front)
 
 
+def _splitting(found: Found) -> set[Value]:
+    """The rotations in a region that stays because of them: without them the rest may be an expression."""
+    alone = len(found.region.nodes) == 1
+    return {
+        node for node in found.region.nodes if node.op == "primitive" and isinstance(node.attr, tuple) and not alone
+    }
+
+
 class _Rewriting:
-    def __init__(self, module: GraphModule, front: DynamoFront) -> None:
-        self.graph, self.front = module.graph, front
+    def __init__(self, module: GraphModule, front: DynamoFront, choosing: Choosing) -> None:
+        self.graph, self.front, self.choosing = module.graph, front, choosing
         self.nodes = list(module.graph.nodes)
         self.instead: dict[Node, Node] = {}
         self.moved = False
 
-    def replace(self, found: Found, choice: Choice) -> None:
-        """Put an op in the place of an expression.
+    def replace(self, found: Found, choice: Choice) -> float | None:
+        """Put an op in the place of an expression; returns the microseconds that it is expected to save.
 
         Raises:
             Refused: that would not be safe.
@@ -77,7 +102,7 @@ class _Rewriting:
         roots = [self._holders(root) for root in found.roots]
         place = self._place(found, choice, min(holder.since for each in roots for holder in each))
         emitter = Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place))
-        made = emitter.emit(found, choice)
+        made, gain = emitter.emit(found, choice, self.choosing.judge)
         for root, holders, new in zip(found.roots, roots, made, strict=True):
             if wrong := _differs(new, holders[0].node, root):
                 emitter.undo()
@@ -86,6 +111,7 @@ class _Rewriting:
             for holder in holders:
                 self.instead[holder.node] = new
                 holder.node.replace_all_uses_with(new)
+        return gain
 
     def finish(self) -> None:
         """Sort the graph again where that is needed, and remove what nothing reads any more."""

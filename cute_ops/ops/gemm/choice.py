@@ -53,13 +53,17 @@ def fallback(
         anywhere: the two inputs that are multiplied.
     """
 
-    def when(problem: Problem) -> str:
-        chosen, of = config(problem), work(problem) if work else None
-        if reason := fallback_reason(problem, chosen.form, small_m, of[0].m if of else None):
-            return reason
+    def expected(problem: Problem) -> tuple[float, float] | None:
+        of = work(problem) if work else None
         if of is None or _is_odd(problem) or of[0].m <= SMALL_M:
-            return ""
-        ours, theirs = _expected(chosen, *of, after, problem.sm_count)
+            return None
+        return _expected(config(problem), *of, after, problem.sm_count)
+
+    def when(problem: Problem) -> str:
+        rows = work(problem)[0].m if work else None
+        if reason := fallback_reason(problem, config(problem).form, small_m, rows):
+            return reason
+        ours, theirs = expected(problem) or (0.0, 0.0)
         if ours <= theirs:
             return ""
         return f"{theirs:.3g} us are expected{' with a pass' if after else ''}, {ours:.3g} of our kernel"

@@ -1,0 +1,107 @@
+"""What an expression that was found in a graph becomes: an op of ours, or Inductor's code as without us.
+
+Row reductions become ops, which read and write each tensor once. Of a product with an epilogue the model of cycles
+expects the times of our kernel and of the framework's product followed by a pass; ours must be shorter. Pointwise
+expressions stay with Inductor, which fuses them, too, unless ``max-autotune`` asks for both forms to be measured: then
+they become ops, and :mod:`fusion_choice <cute_ops_torch.inductor.fusion_choice>` decides where each is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from cute_ops.declaration.binding import Binding
+from cute_ops.expressions.primitives import PRIMITIVES
+from cute_ops.fusion import choose as neutral
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.choose import Choice
+from cute_ops.jit import target
+from cute_ops.jit.plan import signature
+from cute_ops_torch.inductor.emit import Call, Refused
+from cute_ops_torch.inductor.fusion_choice import asked_for
+from cute_ops_torch.library.tensors import bind_tensors, memory
+
+# What may be put into graphs, besides the ops that are found by their meaning.
+OTHERS = ("fused", "linear", "cross_entropy", "linear_cross_entropy", "attention_mask")
+KNOWN = (*neutral.BY_MEANING, *OTHERS)
+_STAYS = "Inductor fuses it, too; mode='max-autotune' measures both forms"
+
+
+class Chooser:
+    """The choice for one graph.
+
+    Args:
+        names: what may be put in.
+        devices: the types of devices whose graphs are changed.
+        exact: whether the program's own roundings are kept.
+    """
+
+    def __init__(self, names: Collection[str], devices: Collection[str], exact: bool) -> None:
+        self.names, self.devices, self.exact = names, devices, exact
+
+    def choose(self, found: Found, products: list[int], device: str) -> Choice:
+        """What an expression on a device of this type becomes, as far as its text tells."""
+        if device not in self.devices:
+            return Choice("", why=f"it is not asked for on {device or 'no device'}")
+        choice = neutral.choose(found, products, exact=self.exact)
+        if choice.kind == "linear" and (_adds_bias(found) or "linear" not in self.names):
+            choice = neutral.choose(found, exact=self.exact)
+            choice = choice._replace(why="the framework's product adds its bias") if not choice.kind else choice
+        if choice.name and choice.name not in self.names:
+            return Choice("", why=f"{choice.name} is not asked for")
+        if choice.kind == "fused" and device == "cuda" and not _reduces(found):
+            return choice if asked_for(torch.device(device)) else Choice("", why=_STAYS)
+        return choice
+
+    def judge(self, call: Call) -> float | None:
+        """The microseconds that a call is expected to save, where a model tells.
+
+        Raises:
+            Refused: none are.
+        """
+        tensors = [None if node is None else node.meta["example_value"] for node in call.arrays]
+        device = next(t.device for t in tensors if t is not None)
+        if call.op.instead is None or device.type != "cuda":
+            return None
+        tensors = [None if t is None else _concrete(t) for t in tensors]
+        binding = bind_tensors(call.op, tensors, call.attrs)
+        if binding.dtype_without_kernel is not None:
+            raise Refused(f"no kernel of a product takes {binding.dtype_without_kernel}")
+        return expected_gain(binding, memory(call.op, tensors, addresses=False), target.of_device(device.index or 0))
+
+
+def expected_gain(binding: Binding, lies: Any, on: target.Target) -> float | None:
+    """The microseconds that our kernel of a product with an epilogue is expected to save; None of what was measured to
+    be as fast, without a model.
+
+    Raises:
+        Refused: the framework's product and a pass are expected to be faster.
+    """
+    instead = binding.op.instead
+    assert instead is not None
+    problem = signature(binding, lies, on).problem
+    reason = instead.when(problem)
+    if reason:
+        raise Refused(f"the framework's product is expected to be faster: {reason}")
+    times = instead.expected(problem) if instead.expected else None
+    return times and times[1] - times[0]
+
+
+def _concrete(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, with the sizes that were traced."""
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    strides = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in tensor.stride()]
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
+
+
+def _adds_bias(found: Found) -> bool:
+    """Whether an expression only adds a bias, as the framework's product does, too."""
+    words = [node.primitive for node in found.expression.nodes if node.primitive in PRIMITIVES]
+    return words == ["add"] and {str(leaf.operand) for leaf in found.leaves} == {"t", "r"}
+
+
+def _reduces(found: Found) -> bool:
+    return any(node.primitive in PRIMITIVES and PRIMITIVES[node.primitive].reduces for node in found.expression.nodes)

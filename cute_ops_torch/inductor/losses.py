@@ -1,0 +1,225 @@
+"""Replaces ``F.cross_entropy``: by our op, together with the product of a linear head where nothing else reads logits.
+
+No expression says these: they pick one column of each row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops_torch.inductor.fx import calls, changed, value_of
+
+_DTYPES = {getattr(torch, name) for name in FLOATS}
+
+
+class _Loss(NamedTuple):
+    """The arguments of a call that our ops compute."""
+
+    logits: Any
+    target: Any
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+def replace_loss(graph: Graph, node: Any, names: Collection[str]) -> str:
+    """Replace a loss by one of the ops of these names; returns its name, empty for what stays."""
+    loss = _loss(node)
+    if loss is None:
+        return ""
+    if "linear_cross_entropy" in names and (head := _head(graph, node, loss.logits)):
+        _with_head(graph, node, loss, head)
+        return "linear_cross_entropy"
+    if "cross_entropy" in names:
+        _alone(graph, node, loss)
+        return "cross_entropy"
+    return ""
+
+
+def _loss(node: Any) -> _Loss | None:
+    if not calls(node, "cross_entropy") or node.op != "call_function":
+        return None
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    default = (None, None, None, None, -100, None, "mean", 0.0)
+    given = dict(zip(names, default, strict=True)) | dict(zip(names, node.args, strict=False)) | node.kwargs
+    x, target, value = _rows(given["input"]), value_of(given["target"]), value_of(node)
+    if any(given[name] is not None for name in ("weight", "size_average", "reduce")) or x is None or value is None:
+        return None
+    if target is None or x.ndim != 2 or target.ndim != 1 or target.dtype not in (torch.int64, torch.int32):
+        return None
+    if value.dtype != x.dtype or given["reduction"] not in ("mean", "sum", "none"):
+        return None
+    options = given["ignore_index"], given["reduction"], float(given["label_smoothing"])
+    return _Loss(given["input"], given["target"], *options)
+
+
+def _alone(graph: Graph, node: Any, loss: _Loss) -> None:
+    target, ignored = value_of(loss.target), loss.ignore_index
+    assert target is not None
+    logits = _narrow(graph, node, loss.logits)
+    raw = _insert(graph, node, "cross_entropy", logits, loss.target, ignored, loss.label_smoothing, 0.0)
+    raw.meta.pop("example_value", None)
+    losses, counted = target.new_empty(target.shape, dtype=torch.float32), target.ne(ignored)
+    with graph.inserting_before(node):
+        made = graph.call_function(operator.getitem, (raw, 0))
+        made.meta = {**node.meta, "example_value": losses}
+        if loss.reduction != "none":
+            made = _method(graph, node, "sum", made, losses.sum())
+        if loss.reduction == "mean":
+            kept = graph.call_function(operator.ne, (loss.target, ignored))
+            kept.meta = {**node.meta, "example_value": counted}
+            made = graph.call_function(operator.truediv, (made, _method(graph, node, "sum", kept, counted.sum())))
+            made.meta = {**node.meta, "example_value": losses.sum()}
+    _finish(graph, node, made, torch.float32)
+
+
+class _Head(NamedTuple):
+    """A linear layer whose output a loss alone reads.
+
+    Attributes:
+        layer: the call of the layer.
+        views: what happens to the rows of its output: views and slices, the first one first.
+    """
+
+    layer: Any
+    views: list[Any]
+
+
+def _head(graph: Graph, node: Any, logits: Any) -> _Head | None:
+    views: list[Any] = []
+    source = logits
+    while not calls(source, "linear"):
+        if not isinstance(source, Node) or len(source.users) > 1 or value_of(source) is None:
+            return None
+        if _keeps_columns(source):
+            views.append(source)
+        elif not calls(source, "contiguous") and _uncast(source, torch.float32) is source:
+            return None
+        source = source.args[0]
+    x, weight, *_ = source.args if len(source.args) > 1 else (None, None)
+    made, hidden, matrix = value_of(source), value_of(x), value_of(weight)
+    if made is None or hidden is None or matrix is None or len(source.users) > 1 or changed(graph, source, node):
+        return None
+    bias = value_of(_bias(source))
+    alike = hidden.dtype == matrix.dtype == made.dtype and (bias is None or bias.dtype == made.dtype)
+    return _Head(source, views[::-1]) if alike and made.dtype in _DTYPES and hidden.ndim > 1 else None
+
+
+def _bias(layer: Node) -> Any:
+    return layer.args[2] if len(layer.args) > 2 else layer.kwargs.get("bias")
+
+
+def _keeps_columns(node: Any) -> bool:
+    """Whether a node only selects or renumbers rows."""
+    made, given = value_of(node), value_of(node.args[0]) if node.args else None
+    if made is None or given is None or not made.ndim or not given.ndim or str(made.shape[-1]) != str(given.shape[-1]):
+        return False
+    if node.op == "call_method" and calls(node, "view", "reshape"):
+        return not isinstance(node.args[1], torch.dtype)
+    if not calls(node, "getitem") or not isinstance(index := node.args[1], tuple):
+        return False
+    plain = all(each is ... or isinstance(each, slice) for each in index)
+    return plain and (len(index) == given.ndim or ... in index) and index[-1] in (..., slice(None))
+
+
+def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
+    """The loss from the head's input, whose rows are selected as those of the logits were."""
+    hidden, weight = head.layer.args[:2]
+    with graph.inserting_before(node):
+        for view in head.views:
+            if calls(view, "getitem"):
+                made = graph.call_function(operator.getitem, (hidden, view.args[1]))
+                value = hidden.meta["example_value"][view.args[1]]
+            else:
+                sizes = view.args[1] if isinstance(view.args[1], (tuple, list, torch.Size)) else view.args[1:]
+                columns = value_of(weight).shape[1]  # type: ignore[union-attr]
+                sizes = (*sizes[:-1], columns)
+                made = graph.call_method("reshape", (hidden, sizes))
+                shape = value_of(view).shape  # type: ignore[union-attr]
+                value = hidden.meta["example_value"].new_empty((*shape[:-1], columns))
+            made.meta = {**node.meta, "example_value": value}
+            hidden = made
+        made = graph.call_function(
+            torch.ops.cute.linear_cross_entropy.default,
+            (
+                hidden,
+                weight,
+                loss.target,
+                _bias(head.layer),
+                loss.ignore_index,
+                loss.label_smoothing,
+                0.0,
+                loss.reduction,
+            ),
+        )
+    target = value_of(loss.target)
+    assert target is not None
+    made.meta = {**node.meta, "example_value": target.new_empty(value_of(node).shape, dtype=torch.float32)}  # type: ignore[union-attr]
+    _finish(graph, node, made, torch.float32)
+
+
+def _narrow(graph: Graph, node: Any, wide: Any) -> Any:
+    """Logits before a cast to float32: the op does not need the cast, which would write another array."""
+    views, source = [], wide
+    while calls(source, "view", "reshape", "contiguous") and source.op == "call_method":
+        views.append(source)
+        source = source.args[0]
+    narrow = _uncast(source, torch.float32)
+    if narrow is source or _rows(narrow) is None or changed(graph, source, node):
+        return wide
+    if any(value_of(view) is None for view in views):
+        return wide
+    dtype = value_of(narrow).dtype  # type: ignore[union-attr]
+    with graph.inserting_before(node):
+        for view in reversed(views):
+            narrow = graph.call_method(view.target, (narrow, *view.args[1:]), dict(view.kwargs))
+            narrow.meta = {**view.meta, "example_value": value_of(view).to(dtype)}  # type: ignore[union-attr]
+    return narrow
+
+
+def _uncast(node: Any, dtype: torch.dtype) -> Any:
+    """The input of a cast to this dtype; the node itself if it is no cast."""
+    forms = calls(node, "float", "half", "bfloat16", "type_as") or (
+        calls(node, "to") and len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"dtype"}
+    )
+    made, source = value_of(node), value_of(node.args[0]) if forms else None
+    cast = made is not None and source is not None and made.dtype == dtype and made.device == source.device
+    return node.args[0] if cast else node
+
+
+def _rows(node: Any) -> torch.Tensor | None:
+    """The value of a node if a kernel can read it row by row, else None."""
+    value = value_of(node)
+    fits = value is not None and value.dtype in _DTYPES and value.ndim and value.stride(-1) == 1
+    return value if fits else None
+
+
+def _insert(graph: Graph, node: Any, op: str, *args: Any) -> Any:
+    """Insert an op before a node, with the node's value."""
+    with graph.inserting_before(node):
+        made = graph.call_function(getattr(torch.ops.cute, op).default, args)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _method(graph: Graph, like: Any, name: str, of: Any, value: Any, *rest: Any) -> Any:
+    """Insert the call of a method. AOTAutograd caches a graph only if every node has a value."""
+    made = graph.call_method(name, (of, *rest))
+    made.meta = {**like.meta, "example_value": value}
+    return made
+
+
+def _finish(graph: Graph, node: Any, made: Any, dtype: torch.dtype) -> None:
+    """Replace a node by ``made``, which has this dtype."""
+    value = value_of(node)
+    assert value is not None
+    if value.dtype != dtype:
+        with graph.inserting_before(node):
+            made = _method(graph, node, "to", made, value, value.dtype)
+    node.replace_all_uses_with(made)

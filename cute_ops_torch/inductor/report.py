@@ -1,0 +1,54 @@
+"""The report of a graph: what was found in it, what became of it, and why the rest stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cute_ops.fusion.analyse import is_linear
+from cute_ops.fusion.graph import FLOATS
+from cute_ops.fusion.graph import Node as Value
+from cute_ops.fusion.report import Entry, entry_of
+from cute_ops_torch.inductor.dynamo import example
+from cute_ops_torch.inductor.rewrite import Rewritten
+
+# What computes nothing, or is named where it matters.
+_SILENT = ("a value of another mode", "what is written in place", "getitem")
+_VIEWS = ("transpose", "reshape", "broadcast", "slice", "concat")
+
+
+def entries_of(made: Rewritten) -> Iterator[Entry]:
+    """An entry for each expression, product and opaque function of a graph."""
+    taken: dict[Value, str] = {}
+    for part in made.parts:
+        yield entry_of(part.found, part.choice)._replace(gain=part.gain)
+        for i, leaf in enumerate(part.found.leaves):
+            if leaf.node.op == "contract":
+                why = part.choice.why or f"{part.choice.name} follows it"
+                taken[leaf.node] = "" if part.choice.kind == "linear" and i == part.choice.product else why
+    products = [node for node in made.front.graph.nodes if node.op == "contract" and node in made.front.holders]
+    for node in products:
+        why = taken.get(node, _why_alone(node))
+        if why:
+            yield Entry("", "product", why, _shape(node), "", 1)
+    for node, why in made.analysis.reasons.items():
+        said = str(node.attr) if node.op == "opaque" else node.op
+        if node.dtype in FLOATS and said not in (*_SILENT, *_VIEWS):
+            yield Entry("", said, "" if why == said else why, _shape(node), "", 1)
+
+
+def entry_of_node(name: str, what: str, node: Any) -> Entry:
+    """The entry of what a call was replaced by."""
+    value = example(node)
+    return Entry(name, what, "", "" if value is None else f"[{', '.join(map(str, value.shape))}]", "", 1)
+
+
+def _why_alone(product: Value) -> str:
+    if not is_linear(product):
+        return "it is no product of rows and one matrix"
+    readers = {user.attr if user.op == "opaque" else user.op for user in product.users}
+    return f"{', '.join(sorted(map(str, readers)))} follows it" if readers else "nothing follows it"
+
+
+def _shape(node: Value) -> str:
+    return f"[{', '.join(map(str, node.shape))}]"
