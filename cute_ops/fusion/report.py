@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from rich.markup import escape
+from rich.table import Table
+
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice
 
@@ -33,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Report(list[Entry]):
-    """What was found, with ``print`` as a table.
+    """What was found, with ``print`` as lines, with ``rich.print`` as a table.
 
     Attributes:
         name: the function.
@@ -59,13 +62,23 @@ class Report(list[Entry]):
     def __str__(self) -> str:
         lines = [f"{self.name}: {_total(self.replaced)} parts replaced, {_total(self.left)} left"]
         for entry in self.replaced:
-            lines.append(f"  {entry.times:3d} x {entry.becomes:14s} {_place(entry)}{entry.what}")
+            gain = "" if entry.gain is None else f", about {entry.gain:.3g} us less"
+            lines.append(f"  {entry.times:3d} x {entry.becomes:14s} {_place(entry)}{entry.what}{gain}")
         if self.left:
             lines.append("left as they are")
         for entry in self.left:
             why = f": {entry.why}" if entry.why else ""
             lines.append(f"  {entry.times:3d} x {_place(entry)}{entry.what}{why}")
         return "\n".join(lines)
+
+    def __rich__(self) -> Table:
+        table = Table("times", "becomes", "what", "shape", "saves us", "why not", title=self.name)
+        for entry in (*self.replaced, *self.left):
+            gain = "" if entry.gain is None else f"{entry.gain:.3g}"
+            what = f"{entry.what} in {entry.where}" if entry.where else entry.what
+            cells = (str(entry.times), entry.becomes or "-", what, entry.shape, gain, entry.why)
+            table.add_row(*map(escape, cells))
+        return table
 
 
 def entry_of(found: Found, choice: Choice, where: str = "") -> Entry:

@@ -18,10 +18,12 @@ from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.fusion import choose as neutral
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.express import Leaf
 from cute_ops.jit import target
 from cute_ops.jit.plan import signature
 from cute_ops_torch.inductor.emit import Call, Refused
 from cute_ops_torch.inductor.fusion_choice import asked_for
+from cute_ops_torch.inductor.fx import hint
 from cute_ops_torch.library.tensors import bind_tensors, memory
 
 # What may be put into graphs, besides the ops that are found by their meaning.
@@ -52,6 +54,8 @@ class Chooser:
             choice = choice._replace(why="the framework's product adds its bias") if not choice.kind else choice
         if choice.name and choice.name not in self.names:
             return Choice("", why=f"{choice.name} is not asked for")
+        if choice.kind == "fused" and not _reduces(found) and any(map(_is_rotated, found.leaves)):
+            return Choice("", why="it is part of a rotation, which only epilogues of products compute")
         if choice.kind == "fused" and device == "cuda" and not _reduces(found):
             return choice if asked_for(torch.device(device)) else Choice("", why=_STAYS)
         return choice
@@ -64,7 +68,7 @@ class Chooser:
         """
         tensors = [None if node is None else node.meta["example_value"] for node in call.arrays]
         device = next(t.device for t in tensors if t is not None)
-        if call.op.instead is None or device.type != "cuda":
+        if call.op.fallback is None or device.type != "cuda":
             return None
         tensors = [None if t is None else _concrete(t) for t in tensors]
         binding = bind_tensors(call.op, tensors, call.attrs)
@@ -80,20 +84,19 @@ def expected_gain(binding: Binding, lies: Any, on: target.Target) -> float | Non
     Raises:
         Refused: the framework's product and a pass are expected to be faster.
     """
-    instead = binding.op.instead
-    assert instead is not None
+    fallback = binding.op.fallback
+    assert fallback is not None
     problem = signature(binding, lies, on).problem
-    reason = instead.when(problem)
+    reason = fallback.when(problem)
     if reason:
         raise Refused(f"the framework's product is expected to be faster: {reason}")
-    times = instead.expected(problem) if instead.expected else None
+    times = fallback.expected(problem) if fallback.expected else None
     return times and times[1] - times[0]
 
 
 def _concrete(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory, with the sizes that were traced."""
-    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape]
-    strides = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in tensor.stride()]
+    sizes, strides = (tuple(map(hint, numbers)) for numbers in (tensor.shape, tensor.stride()))
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="meta")
 
 
@@ -101,6 +104,10 @@ def _adds_bias(found: Found) -> bool:
     """Whether an expression only adds a bias, as the framework's product does, too."""
     words = [node.primitive for node in found.expression.nodes if node.primitive in PRIMITIVES]
     return words == ["add"] and {str(leaf.operand) for leaf in found.leaves} == {"t", "r"}
+
+
+def _is_rotated(leaf: Leaf) -> bool:
+    return leaf.node.op == "primitive" and isinstance(leaf.node.attr, tuple)
 
 
 def _reduces(found: Found) -> bool:

@@ -23,8 +23,9 @@ from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, shape_
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
 _ATEN = {
-    "truediv": "div", "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub", "and_": "logical_and",
-    "or_": "logical_or", "invert": "logical_not", "negative": "neg", "view_as": "view", "reshape_as": "view",
+    "truediv": "div", "divide": "div", "true_divide": "div", "multiply": "mul", "subtract": "sub",
+    "and_": "logical_and", "or_": "logical_or", "invert": "logical_not", "negative": "neg", "view_as": "view",
+    "reshape_as": "view",
     "float": "to", "half": "to", "bfloat16": "to", "type_as": "to", "type": "to", "expand_as": "expand",
     "broadcast_to": "expand", "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "transpose",
     "concat": "cat", "concatenate": "cat", "greater": "gt",
@@ -40,10 +41,6 @@ _STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
 _MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
 _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rand_like",
            "randn_like", "randint_like", "rrelu", "gumbel_softmax", "scaled_dot_product_attention")  # fmt: skip
-
-
-class Unknown(Exception):
-    """A graph cannot be read; says why."""
 
 
 class Holder(NamedTuple):
@@ -221,7 +218,8 @@ def is_random(node: Node) -> bool:
     name = _name(node)
     if name in _DROPOUT or name == "scaled_dot_product_attention":
         return _dropped(node, name)
-    return name in _RANDOM or bool(getattr(node.target, "tags", ()) and torch.Tag.nondeterministic_seeded in node.target.tags)  # type: ignore[union-attr]  # fmt: skip
+    tags = getattr(node.target, "tags", None) or ()
+    return name in _RANDOM or torch.Tag.nondeterministic_seeded in tags
 
 
 def _dropped(node: Node, name: str) -> bool:
@@ -229,7 +227,7 @@ def _dropped(node: Node, name: str) -> bool:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return bool(training) and p != 0
+    return bool(training) and bool(p != 0)
 
 
 def _name(node: Node) -> str:

@@ -58,10 +58,13 @@ class Emitter:
         graph: Dynamo's graph.
         before: the node.
         lookup: the node that holds a value there; None if none does.
+        order: the order of the values' leading dims in which results lie row by row; empty for the usual one.
     """
 
-    def __init__(self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None]) -> None:
-        self.graph, self.before, self.lookup = graph, before, lookup
+    def __init__(
+        self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None], order: tuple[int, ...] = ()
+    ) -> None:
+        self.graph, self.before, self.lookup, self.order = graph, before, lookup, order
         self.made: list[Node] = []
 
     def emit(
@@ -80,7 +83,7 @@ class Emitter:
             several = len(call.op.outputs) > 1
             outs = [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
             return [self._as_root(out, root, found) for out, root in zip(outs, found.roots, strict=True)], gain
-        except Exception as error:
+        except (Refused, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             self.undo()
             said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
             raise Refused(said.splitlines()[0]) from error
@@ -165,7 +168,12 @@ class Emitter:
         raise Refused(f"the program has no tensor of its {value.op}")
 
     def _fitted(self, leaf: Leaf, found: Found, copied: bool = False) -> Node:
-        """An operand in the shape in which it meets the values."""
+        """An operand in the shape in which it meets the values, its rows in the results' order."""
+        array = self._broadcast(leaf, found, copied)
+        rows = self.order and leaf.operand.kind.rows
+        return self._aligned(self.method("permute", array, (*self.order, len(self.order))) if rows else array)
+
+    def _broadcast(self, leaf: Leaf, found: Found, copied: bool) -> Node:
         array = self.array(leaf.node)
         if not leaf.operand.kind.rows:
             columns = [size for label, size in zip(leaf.labels, leaf.node.shape, strict=True) if label == COLUMNS]
@@ -174,7 +182,7 @@ class Emitter:
         there = tuple(size if i in leaf.labels else 1 for i, size in enumerate(leaf.rows))
         array = self._reshaped(array, leaf.node.shape, (*there, *columns))
         if leaf.rows == found.rows and is_whole(leaf):
-            return self._aligned(array)
+            return array
         if not is_whole(leaf):
             array = self._expanded(array, leaf, found, (*leaf.rows, *columns))
         if leaf.rows != found.rows:
@@ -205,6 +213,9 @@ class Emitter:
 
     def _as_root(self, out: Node, root: Value, found: Found) -> Node:
         """An output with the shape and the dtype that the program has."""
+        if self.order:
+            place = [self.order.index(i) for i in range(len(self.order))]
+            out = self.method("permute", out, (*place, len(place)))
         shape = shape_of(out.meta["example_value"])
         if shape != root.shape:
             if root.shape[-1:] != shape[-1:] and len(root.shape) == len(shape):

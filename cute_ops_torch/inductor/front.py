@@ -33,7 +33,12 @@ Args = Sequence[Any]
 
 def shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     """Sizes as ints, or as texts where they are symbolic."""
-    return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return tuple(map(_size, value.shape))
+
+
+def _size(size: int | torch.SymInt) -> int | str:
+    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return str(size) if known is None else int(known)
 
 
 def dtype_of(value: torch.Tensor) -> str:
@@ -98,7 +103,8 @@ class Front:
 
     def _translated(self, node: Node, value: Any) -> Any:
         both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
-        return self._of_name(_name(node), *both, value)
+        args, kwargs = both
+        return self._of_name(_name(node), args, kwargs, value)
 
     def _of_name(self, name: str, args: Args, kwargs: Any, value: Any) -> Any:
         """The value of a call of ATen's function of this name; None of one that no primitive says."""

@@ -30,6 +30,12 @@ def calls(node: Any, *names: str) -> bool:
     return any(node.target is getattr(space, name, None) for name in names for space in (operator, torch, F))
 
 
+def hint(size: Any) -> int:
+    """A size as it was when it was traced, 0 of one that depends on data; nothing is guarded."""
+    known: Any = size.node.hint if isinstance(size, torch.SymInt) else size
+    return 0 if known is None else int(known)
+
+
 def changed(graph: Graph, since: Any, until: Any) -> bool:
     """Whether a node between two others writes in place: perhaps to a view of what a pattern has read."""
     order = list(graph.nodes)

@@ -29,7 +29,6 @@ from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.choice import KNOWN, Chooser
-from cute_ops_torch.inductor.dynamo import Unknown
 from cute_ops_torch.inductor.fx import value_of
 from cute_ops_torch.inductor.losses import replace_loss
 from cute_ops_torch.inductor.report import entries_of, entry_of_node
@@ -101,7 +100,7 @@ def disable() -> None:
     if isinstance(now, Replace):
         config.pre_grad_custom_pass = now.previous
         if now.timing:
-            config.pre_grad_pass_timing = now.timing
+            config.pre_grad_pass_timing = now.timing  # type: ignore[assignment]
 
 
 def report() -> Report:
@@ -142,20 +141,17 @@ class Replace(CustomGraphPass):
                     entries.append(entry_of_node("attention_mask", "a mask that says no more than is_causal", node))
             if found:
                 graph.eliminate_dead_code()
-        try:
-            made = rewrite(graph.owning_module, Chooser(self.ops, self.devices, self.exact), self.exact)
-        except Unknown as error:
-            log.info("torch.compile: a graph stays as it is: %s", error)
-            entries.append(Entry("", "a graph", str(error), "", "", 1))
-        else:
-            found.update(part.choice.name for part in made.parts if part.choice.kind)
-            entries += entries_of(made)
+        owner = graph.owning_module
+        assert owner is not None
+        made = rewrite(owner, Chooser(self.ops, self.devices, self.exact), self.exact)
+        found.update(part.choice.name for part in made.parts if part.choice.kind)
+        entries += entries_of(made)
         for node in list(graph.nodes):
             value = value_of(node)
-            if node.users and value is not None and value.device.type in self.devices:
-                if name := replace_loss(graph, node, self.ops):
-                    found[name] += 1
-                    entries.append(entry_of_node(name, "cross entropy", node))
+            concerned = node.users and value is not None and value.device.type in self.devices
+            if concerned and (name := replace_loss(graph, node, self.ops)):
+                found[name] += 1
+                entries.append(entry_of_node(name, "cross entropy", node))
         if found:
             graph.eliminate_dead_code()
             graph.lint()

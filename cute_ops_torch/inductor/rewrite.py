@@ -17,6 +17,7 @@ from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.graph import Node as Value
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
+from cute_ops_torch.inductor.fx import hint
 
 
 class Choosing(Protocol):
@@ -101,7 +102,8 @@ class _Rewriting:
         """
         roots = [self._holders(root) for root in found.roots]
         place = self._place(found, choice, min(holder.since for each in roots for holder in each))
-        emitter = Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place))
+        order = _order(found, [example(holders[0].node) for holders in roots]) if choice.kind != "linear" else ()
+        emitter = Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place), order)
         made, gain = emitter.emit(found, choice, self.choosing.judge)
         for root, holders, new in zip(found.roots, roots, made, strict=True):
             if wrong := _differs(new, holders[0].node, root):
@@ -190,6 +192,18 @@ def _operands(found: Found, choice: Choice) -> Iterable[Value]:
             yield from leaf.node.args
         else:
             yield leaf.node
+
+
+def _order(found: Found, results: list[Any]) -> tuple[int, ...]:
+    """The order of the leading dims in which results lie row by row; empty for the usual one, or none that all have."""
+    rank, orders = len(found.rows), set()
+    for result in results:
+        if not isinstance(result, torch.Tensor) or result.ndim != rank + 1 or result.stride(-1) != 1:
+            return ()
+        descending = [-hint(stride) for stride in result.stride()]
+        orders.add(tuple(sorted(range(rank), key=descending.__getitem__)))
+    order = orders.pop() if len(orders) == 1 else ()
+    return () if order == tuple(range(rank)) else order
 
 
 def _differs(new: Node, old: Node, root: Value) -> str:

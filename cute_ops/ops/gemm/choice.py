@@ -68,7 +68,7 @@ def fallback(
             return ""
         return f"{theirs:.3g} us are expected{' with a pass' if after else ''}, {ours:.3g} of our kernel"
 
-    return Fallback(program, when, WIDE, anywhere)
+    return Fallback(program, when, WIDE, anywhere, expected)
 
 
 def fallback_reason(problem: Problem, form: str, small_m: bool = False, rows: int | None = None) -> str:
