@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import common
+import decode
 import device_time
 import distributed
 import distributed_jax
@@ -131,6 +132,15 @@ def test_device_time_smoke(tmp_path: Path) -> None:
     flat = [r for r in flat if r not in views]
     assert {r["status"] for r in flat} == {"ok"}
     assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
+
+
+def test_decoding_is_measured(tmp_path: Path) -> None:
+    decode.main(["--cpu-smoke", "--shapes", "0", "2", "5", "--out", str(tmp_path)])
+    rows = common.read(tmp_path / "decode.csv")
+    ours = [row for row in rows if row["contender"] in ("ours", "ours, batch-invariant", "SDPA")]
+    assert len(ours) == 8
+    assert {row["status"] for row in ours} == {"ok"}
+    assert max(float(row["error"]) for row in ours) < 0.01
 
 
 def test_who_writes_no_cache_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,205 @@
+"""Attention of new queries to caches: ours beside PyTorch's SDPA and FlashInfer, and a copy of as many bytes.
+
+All contenders read the same keys and values in bfloat16, in turns, in one process; caches are larger than L2. `gbps` is
+the keys and values of all sequences, which are read once, by time; of the copy, what it reads and writes. `of_copy` is
+the ratio of both. SDPA takes contiguous caches of equal lengths alone, FlashInfer pages of its own layout, planned
+before. `host_us` is the time until a call returns. `error` is the largest difference from float32 in the last sequence.
+
+    python benchmarks/decode.py --out out/benchmarks
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import Table, first_line, spread
+from rich.console import Console
+from rich.table import Table as View
+
+import cute_ops_torch
+from cute_ops_torch.tools.measure import elapsed
+
+COLUMNS = (
+    "contender", "batch", "keys", "heads", "kv_heads", "headdim", "page", "queries", "status", "us", "us_min", "us_max",
+    "gbps", "of_copy", "host_us", "error",
+)  # fmt: skip
+Tensor = torch.Tensor
+Run = Callable[[], Tensor]
+
+
+class Shape(NamedTuple):
+    """``page``: slots of a page; 0 of contiguous caches."""
+
+    batch: int
+    keys: int
+    heads: int
+    kv_heads: int
+    headdim: int
+    page: int = 0
+    queries: int = 1
+
+
+LLAMA = Shape(64, 8192, 32, 8, 128)
+SHAPES = (
+    LLAMA, *(LLAMA._replace(page=page) for page in (1, 16, 64, 128)), LLAMA._replace(queries=4),
+    Shape(1, 131072, 32, 8, 128), Shape(1, 131072, 32, 8, 128, 16), Shape(256, 1024, 32, 8, 128),
+    Shape(256, 1024, 32, 8, 128, 16), Shape(8, 8192, 32, 8, 128), Shape(64, 8192, 64, 8, 64),
+    Shape(64, 4096, 16, 8, 256), Shape(64, 8192, 16, 16, 128), Shape(64, 8192, 64, 8, 128, 16, 4),
+)  # fmt: skip
+
+
+class Caches(NamedTuple):
+    """Queries, keys and values of equal lengths, and pages in any order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    table: Tensor | None
+
+    @classmethod
+    def of(cls, shape: Shape, device: str) -> Caches:
+        b, keys, heads, kv_heads, d, page, queries = shape
+        generator = torch.Generator(device).manual_seed(0)
+        given: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+        pages = b * keys // page if page else b
+        q = torch.randn(b, queries, heads, d, **given)
+        k, v = (torch.randn(pages, page or keys, kv_heads, d, **given) for _ in range(2))
+        table = None
+        if page:
+            table = torch.randperm(pages, device=device, generator=generator, dtype=torch.int32).reshape(b, -1)
+        return cls(q, k, v, torch.full((b,), keys, device=device, dtype=torch.int32), table)
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        """Its keys and values."""
+        if self.table is None:
+            return self.k[index], self.v[index]
+        pages = self.table[index].long()
+        return self.k[pages].flatten(0, 1), self.v[pages].flatten(0, 1)
+
+
+def contenders(shape: Shape, caches: Caches) -> dict[str, Callable[[], Run]]:
+    """What makes each one's call."""
+    q, k, v, lengths, table = caches
+
+    def ours(**options: Any) -> Run:
+        return lambda: cute_ops_torch.decode_attention(q, k, v, lengths, table, **options)[0]
+
+    def sdpa() -> Run:
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        queries, keys = shape.queries, shape.keys
+        mask = None
+        if queries > 1:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        return lambda: F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    def flashinfer() -> Run:
+        import flashinfer
+
+        size = shape.page or 16
+        pages = [x.reshape(-1, size, shape.kv_heads, shape.headdim) for x in (k, v)]
+        each = shape.keys // size
+        in_order = torch.arange(len(pages[0]), device=q.device, dtype=torch.int32)
+        indices = in_order if table is None else table.reshape(-1)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device=q.device), "NHD", use_tensor_cores=True
+        )
+        if shape.queries > 1:
+            raise NotImplementedError("one query")
+        starts = torch.arange(shape.batch + 1, device=q.device, dtype=torch.int32) * each
+        last = torch.full((shape.batch,), size, device=q.device, dtype=torch.int32)
+        wrapper.plan(
+            starts, indices, last, shape.heads, shape.kv_heads, shape.headdim, size, q_data_type=q.dtype,
+            kv_data_type=q.dtype,
+        )  # fmt: skip
+        return lambda: wrapper.run(q[:, 0], tuple(pages))[:, None]
+
+    found = {"ours": ours, "ours, batch-invariant": lambda: ours(batch_invariant=True), "FlashInfer": flashinfer}
+    return found | ({} if shape.page else {"SDPA": sdpa})
+
+
+def error(shape: Shape, caches: Caches, out: Tensor) -> float:
+    """The largest difference in the last sequence."""
+    k, v = (x.transpose(0, 1).float() for x in caches.sequence(-1))
+    q, queries = caches.q[-1].transpose(0, 1).float(), shape.queries
+    mask = torch.ones(queries, shape.keys, dtype=torch.bool, device=q.device).tril(shape.keys - queries)
+    right = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+    return (out[-1].transpose(0, 1).float() - right).abs().max().item()
+
+
+def host_time(run: Run) -> float:
+    """Microseconds until a call returns; the device is idle before each few."""
+    samples = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(5):
+            run()
+        samples.append((time.perf_counter() - start) / 5 * 1e6)
+    return spread(samples).median
+
+
+def timed(run: Run) -> float:
+    """Microseconds of one of some calls."""
+    if torch.cuda.is_available():
+        return elapsed(lambda: [run() for _ in range(8)]) / 8
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) -> None:
+    caches, runs, rows = Caches.of(shape, device), dict[str, Run](), dict[str, dict[str, Any]]()
+    for name, make in contenders(shape, caches).items():
+        row = rows[name] = {"contender": name, **shape._asdict(), "status": "ok"}
+        try:
+            run = make()
+            row["error"] = error(shape, caches, run())
+            if device == "cuda":
+                row["host_us"] = host_time(run)
+            runs[name] = run
+        except Exception as failure:  # a contender's failure is a result
+            row["status"] = f"failed: {first_line(failure)}"
+    target = torch.empty_like(caches.k)
+    runs["copy"] = lambda: target.copy_(caches.k)
+    rows["copy"] = {"contender": "copy", **shape._asdict(), "status": "ok"}
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(timed(run))
+    # A copy reads one of both caches and writes as much.
+    moved = 2 * shape.batch * shape.keys * shape.kv_heads * shape.headdim * caches.k.itemsize
+    rate = moved / spread(samples["copy"]).median
+    for name, row in rows.items():
+        if samples.get(name):
+            us = spread(samples[name])
+            row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gbps": moved / us.median / 1e3}
+            row["of_copy"] = moved / us.median / rate
+        table.add(row)
+        view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for decode.csv")
+    parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
+    parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))), help="of the list of shapes")
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on a CPU, once: figures mean nothing")
+    options = parser.parse_args(arguments)
+    table, view = Table(options.out / "decode.csv", COLUMNS), View(*COLUMNS, title="attention to caches")
+    for index in options.shapes:
+        shape = SHAPES[index]
+        if options.cpu_smoke:
+            shape = shape._replace(batch=2, keys=256, headdim=32)
+        measure(table, view, shape, 1 if options.cpu_smoke else options.rounds, "cpu" if options.cpu_smoke else "cuda")
+    Console(width=200).print(view)
+
+
+if __name__ == "__main__":
+    main()
