@@ -1,0 +1,67 @@
+"""The serving example gives each request the tokens of the model's own generate, whatever runs beside it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "serving"))
+serve_torch = pytest.importorskip("serve_torch", reason="transformers is not installed", exc_type=ImportError)
+from engine import CHUNK, Engine, Request, Step  # noqa: E402 (its folder is known above)
+
+# Logits that are this near are equal to caches in float16.
+TIE = 0.02
+
+
+def assert_same_tokens(model: Any, asked: list[Request]) -> None:
+    """The tokens are those of generate, or the first other one is as likely."""
+    for request in asked:
+        right = serve_torch.generated(model, request)
+        assert len(request.made) == request.new_tokens
+        other = next((i for i, (a, b) in enumerate(zip(request.made, right, strict=True)) if a != b), None)
+        if other is not None:
+            before = [*request.prompt, *right[:other]]
+            assert serve_torch.margin(model, before, request.made[other]) < TIE
+
+
+def test_a_hugging_face_model() -> None:
+    model, asked, steps = serve_torch.main([])
+    assert_same_tokens(model, asked)
+    # One after another, each request would take a step for each chunk of its prompt and for each token but the first.
+    assert steps < sum(-(-len(r.prompt) // CHUNK) + r.new_tokens - 1 for r in asked) / 3
+
+
+@pytest.mark.slow
+def test_a_decoder_in_nnx() -> None:
+    serve_jax = pytest.importorskip("serve_jax", reason="flax is not installed", exc_type=ImportError)
+    assert_same_tokens(*serve_jax.main(["--requests", "12", "--layers", "1"]))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_on_a_gpu() -> None:
+    model, asked, _ = serve_torch.main(["--compile"])
+    assert_same_tokens(model, asked)
+
+
+@pytest.mark.parametrize(("batch", "pages"), [(1, 16), (3, 16), (20, 128)])
+def test_requests_that_wait_for_places_and_pages(batch: int, pages: int) -> None:
+    model, asked = serve_torch.small_model(), serve_torch.requests(8)
+    engine = Engine(
+        serve_torch.server(model, torch.float16), batch=batch, pages=pages, page_size=4, longest=serve_torch.LONGEST
+    )
+    engine.run(asked)
+    assert sorted(engine.free) == list(range(pages))
+    assert_same_tokens(model, asked)
+
+
+def test_a_request_that_no_pool_holds_is_refused() -> None:
+    def model(step: Step) -> np.ndarray:
+        return np.zeros(len(step.lengths))
+
+    with pytest.raises(ValueError, match="a request needs more than 2 pages"):
+        Engine(model, batch=2, pages=2, page_size=4, longest=64).run([Request([1] * 4, 4), Request([1] * 9, 1)])
