@@ -69,10 +69,8 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = ours.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
         self.lm_head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
-        self.theta, self.headdim = (
-            config.rope_parameters["rope_theta"],
-            config.hidden_size // config.num_attention_heads,
-        )
+        self.theta = config.rope_parameters["rope_theta"]
+        self.headdim = config.hidden_size // config.num_attention_heads
 
     def __call__(self, step: Any, caches: Caches) -> tuple[jax.Array, Caches]:
         """The token that follows each sequence's last one, and the new caches."""
