@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.fused import fused
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
+    from cute_ops_torch.huggingface.attention_function import register_attention
     from cute_ops_torch.huggingface.patch import patch, unpatch
     from cute_ops_torch.huggingface.warm_up import warm_up
 
@@ -39,6 +40,7 @@ __all__ = [
     "patch",
     "qkv_rope",
     "register",
+    "register_attention",
     "rmsnorm_linear",
     "unpatch",
     "warm_up",
@@ -49,7 +51,8 @@ __all__ = [
 _LAZY = {
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
-    "patch": "huggingface.patch", "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
+    "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
+    "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
 }  # fmt: skip
 
 # Teach all ops to take DTensors, once a program imports those.

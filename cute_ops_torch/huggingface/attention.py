@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -14,6 +14,7 @@ from cute_ops.composite.qkv_rope import SIZES
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
+from cute_ops_torch.huggingface.masks import band_of
 from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
 from cute_ops_torch.huggingface.source import Parameters, definition, find, source_digest, unify
 
@@ -85,7 +86,7 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
             rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
         else:
             rest, (cos, sin) = skips_rotation, map(_half_table, tables)
-            together = _keeps_projections(self, (kwargs.get(cache), kwargs.get("attention_mask")))
+            together = _keeps_projections(self, kwargs.get(cache), kwargs.get("attention_mask"))
             outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
         projected = _Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
         return rest(projected, hidden_states, *args, **kwargs)
@@ -93,12 +94,15 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
     return fused
 
 
-def _keeps_projections(attention: Any, cache_and_mask: Iterable[Any]) -> bool:
+def _keeps_projections(attention: Any, cache: Any, mask: torch.Tensor | None) -> bool:
     """Whether attention saves queries, keys and values as they are. A cache copies keys and values, and so does
-    attention with a mask, or eager, for the heads of their group: their memory is to be free then.
+    attention with a mask, or eager, for the heads of their group: their memory is to be free then. Ours copies nothing.
     """
-    copied = any(given is not None for given in cache_and_mask)
-    return not copied and attention.config._attn_implementation != "eager"
+    if cache is not None:
+        return False
+    if mask is None:
+        return attention.config._attn_implementation != "eager"  # type: ignore[no-any-return]
+    return band_of(mask) is not None
 
 
 def _returns(output: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -114,6 +118,13 @@ class _Bypassed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module that a ``forward`` runs for, where some of its layers are bypassed."""
+    while isinstance(module, _Bypassed):
+        module = module._module
+    return module
 
 
 def _projects_once(forward: Any) -> bool:
@@ -209,7 +220,7 @@ def _mark_tables(plain: Any) -> Forward:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         tables = plain(self, *args, **kwargs)
         for table in tables:
-            setattr(table, _MARK, 0 if torch.compiler.is_compiling() else table._version)
+            setattr(table, _MARK, _version(table))
         return tables
 
     return forward
@@ -220,7 +231,14 @@ def _has_equal_halves(table: torch.Tensor) -> bool:
     another version.
     """
     version = getattr(table, _MARK, None)
-    return version is not None and (torch.compiler.is_compiling() or version == table._version)
+    return version is not None and version == _version(table)
+
+
+def _version(table: torch.Tensor) -> int | None:
+    """A number that changes with a table; None where torch counts no changes."""
+    if torch.compiler.is_compiling():
+        return 0
+    return None if table.is_inference() else table._version
 
 
 def _half_table(table: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ def _make_forward(forward: Any) -> Forward:
         weights = nn.functional.dropout(weights, p=dropout, training=module.training)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
+    vars(eager_attention_forward)["__wrapped__"] = plain  # by which other replacements know it
     return rebind(forward, eager_attention_forward=eager_attention_forward)
 
 

@@ -163,7 +163,7 @@ def _is_eager(module: Any) -> bool:
 
 
 def _why_attention(module: nn.Module) -> str:
-    return "its eager attention is neither BERT's nor Llama's"
+    return "its eager attention is not that of BERT, ViT, Llama, Gemma 2 or GPT-OSS"
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -200,7 +200,7 @@ _ROLES = (
     _Role("embedding", ("embedding",), lambda module: isinstance(module, nn.Embedding), _why_embedding),
     _Role("layer", ("add_rmsnorm",), _is_layer, _why_layer),
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
-    _Role("attention", ("softmax",), _is_eager, _why_attention),
+    _Role("attention", ("attention", "softmax"), _is_eager, _why_attention),
     _Role("MLP", ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu"), _is_mlp, _why_mlp),
     _Role("norm", ("rmsnorm", "layernorm"), _is_norm, _why_norm),
 )

@@ -11,12 +11,14 @@ import logging
 import warnings
 from collections.abc import Callable
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
 from cute_ops.errors import suggesting
 from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm
+from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, register_attention
 from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.left import find_left, is_causal
@@ -26,11 +28,12 @@ from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 
 log = logging.getLogger("cute_ops")
-# A module gets the first one that matches.
+# A module gets the first one that matches, and all of those of functions that it calls.
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS,
 )  # fmt: skip
+_OF_FUNCTIONS = (ATTENTION, MASKS, EAGER_ATTENTION)
 
 
 @suggesting
@@ -64,6 +67,8 @@ def patch(model: nn.Module, *, logits: bool = False) -> Patched:
         ValueError: nothing in the model is known, or all of it is patched already.
     """
     _check_model("patch", model)
+    if find_spec("transformers") is not None:
+        register_attention()
     found = [
         (name, module, each) for name, module in model.named_modules() for each in _matching(module, model, logits)
     ]
@@ -77,7 +82,7 @@ def patch(model: nn.Module, *, logits: bool = False) -> Patched:
         )
     unused = {f"{name}.{each.unused}" for name, _, each in found if each.unused}
     found = [each for each in found if each[0] not in unused]
-    for name, module, replacement in reversed(found):  # eager attention first: `rope` wraps a forward rebound to it
+    for name, module, replacement in reversed(found):  # functions first: `rope` wraps a forward rebound to them
         if why := replacement.apart(module):
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
@@ -123,12 +128,12 @@ def _check_model(caller: str, model: object) -> None:
 
 
 def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replacement]:
-    """The replacements of a module: at most one, and that of eager attention."""
+    """The replacements of a module: at most one, and those of the functions that it calls, which are applied first."""
     if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
     first = next((each for each in known if each.matches(module, model)), None) or replacement_of(module)
-    return [each for each in (first, EAGER_ATTENTION if EAGER_ATTENTION.matches(module, model) else None) if each]
+    return [*([first] if first else []), *(each for each in _OF_FUNCTIONS if each.matches(module, model))]
 
 
 def _pack(module: nn.Module, replacement: Replacement) -> None:

@@ -1,0 +1,83 @@
+"""Our attention on tensors as Hugging Face's models have them: (batch, heads, seqlen, headdim)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from cute_ops.ops.attention.attention import HALVES
+from cute_ops_torch import functions
+from cute_ops_torch.composite.autocast import autocast, enabled
+from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.huggingface.bypass import takes
+
+Tensor = torch.Tensor
+_HALVES = tuple(getattr(torch, name) for name in HALVES)
+_FLOATS = (*_HALVES, torch.float32)
+ALL = (-1, -1)  # the limits of a mask that allows all
+
+
+def computes(x: Tensor) -> bool:
+    """Whether our attention may run in a model whose hidden states are like ``x``: in 16 bits, on a CPU or Hopper."""
+    return _dtype(x) in _HALVES and (not x.is_cuda or _has_kernel(x.device.index or 0))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sides: tuple[int, int], scale: float | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Attention to the keys of a band, (batch, seqlen, heads, headdim); None where ours does not compute it.
+
+    Args:
+        query, key, value: (batch, heads, seqlen, headdim). The last query is beside the last key.
+        sides: how many keys before and after its own a query attends to at most; -1 is all.
+        scale, softcap, sinks: as :func:`cute_ops_torch.attention` has them; None is the default.
+    """
+    if not (computes(query) and takes(query, key, value) and _fits(query, key, value)):
+        return None
+    if not (scale is None or scale > 0) or not (softcap is None or softcap > 0):
+        return None
+    if sinks is not None and not (takes(sinks) and sinks.shape == query.shape[1:2]):
+        return None
+    if enabled():
+        query, key, value = autocast(query, key, value)
+    if not query.dtype == key.dtype == value.dtype:
+        return None
+    left, right = sides
+    causal = right == 0
+    rows = (x.transpose(1, 2) for x in (query, key, value))
+    found: Any = functions.attention(*rows, sinks, scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether shapes are those that our attention takes."""
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return False
+    (batch, heads, _, size), (_, groups, keys, _) = query.shape, key.shape
+    sizes_fit = all(16 <= each <= 256 and each % 16 == 0 for each in (size, value.shape[-1]))
+    return (
+        sizes_fit
+        and key.shape == (batch, groups, keys, size)
+        and value.shape[:3] == (batch, groups, keys)
+        and groups > 0
+        and heads % groups == 0
+    )
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a product of a tensor has."""
+    if not enabled() or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type) if x.dtype in _FLOATS else x.dtype
+
+
+@constant
+def _has_kernel(index: int) -> bool:
+    """Whether a GPU is one that attention has a kernel for."""
+    return _capability(index) == (9, 0)
+
+
+_capability = cache(torch.cuda.get_device_capability)

@@ -1,0 +1,266 @@
+"""Attention functions of Hugging Face's models on our op: those that a model's config names, and one more, "cute".
+
+An attention module hands queries, keys, values and a mask to the function that its config names. ``patch`` puts ours in
+the place of ``sdpa`` and of the ``eager`` ones that are known; the original function runs where ours does not compute
+what it would: with a mask that is no band, with dropout, in float32, where attention weights are read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops_torch.huggingface.attend import attend
+from cute_ops_torch.huggingface.attention import unwrapped
+from cute_ops_torch.huggingface.bypass import calls
+from cute_ops_torch.huggingface.masks import ANY, CREATORS, as_made, band_of, make_mask, without_computing
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
+from cute_ops_torch.huggingface.source import definition, source_digest
+
+Tensor = torch.Tensor
+NAME = "cute"
+_FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+# `eager_attention_forward` of Llama, BERT, ViT and CLIP, which differ in the dtype of the softmax and in how keys are
+# repeated for the heads of their group; of Gemma 2 and 3, with a soft cap; of GPT-OSS, with sinks.
+_PLAIN = (
+    "3703dfb5640252f0", "898dcc7251219ad0", "1355b8a74d8b8187", "1d3f7a03efb1ba57", "845c359f2b54be34",
+    "dfba99d4d6198058",
+)  # fmt: skip
+_CAPPED, _SINKS = ("e497b5cad493bd06", "07daa3059fecede5"), ("50b806677e6547d8", "1104ddae388372ec")
+# Arguments that say nothing to a function that gets a mask.
+_SAID_BY_THE_MASK = frozenset(("position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states"))
+
+
+def register_attention() -> None:
+    """Let Hugging Face's models take ``attn_implementation="cute"``: our attention, by any model that takes ``sdpa``,
+    patched or not, with its sliding windows, sinks (GPT-OSS) and soft caps (Gemma 2).
+
+    No mask is computed where it is causal, a window or none and no token is padding. Elsewhere, in float32 and with
+    dropout, ``sdpa`` runs, or attention written out for sinks and soft caps. :func:`cute_ops_torch.patch` calls this.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, cute_attention_forward)
+    AttentionMaskInterface.register(NAME, partial(make_mask, sdpa_mask))
+
+
+def cute_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function of ``attn_implementation="cute"``."""
+    seen = _seen(attention_mask, query, key, _is_causal(module, is_causal)) if _computed(dropout, kwargs) else None
+    out = None if seen is None else _attend(query, key, value, seen, scaling, softcap, s_aux)
+    if out is not None:
+        return out, None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    mask = as_made(attention_mask)
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    if mask is None and query.shape[2] > 1 and _is_causal(module, is_causal):
+        mask = _first_keys(query, key)
+    return _written_out(query, key, value, mask, dropout, scaling, softcap, s_aux), None
+
+
+def _of_sdpa(plain: Any) -> Forward:
+    """``sdpa_attention_forward`` on our op."""
+
+    def sdpa_attention_forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        # Of one query torch's kernel splits the keys over the GPU, and ours does not.
+        if query.shape[2] > 1 and _computed(dropout, kwargs):
+            seen = _seen(attention_mask, query, key, _is_causal(module, is_causal))
+            out = None if seen is None else _attend(query, key, value, seen, scaling)
+            if out is not None:
+                return out, None
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return plain(module, query, key, value, as_made(attention_mask), **given)
+
+    return sdpa_attention_forward
+
+
+def _of_eager(plain: Any, digest: str) -> Forward:
+    """``eager_attention_forward`` on our op, where nobody sees the weights that it returns."""
+
+    def eager_attention_forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        options = dict(kwargs)
+        dropout, scaling = options.pop("dropout", 0.0), options.pop("scaling", None)
+        softcap = options.pop("softcap", None) if digest in _CAPPED else None
+        sinks = module.sinks if digest in _SINKS else None
+        options.pop("s_aux" if sinks is not None else "", None)
+        if not args and _computed(dropout, options) and _returns_to_its_caller(module):
+            seen = _seen(attention_mask, query, key, False)
+            out = None if seen is None else _attend(query, key, value, seen, scaling, softcap, sinks)
+            if out is not None:
+                return out, None
+        return plain(module, query, key, value, as_made(attention_mask), *args, **kwargs)
+
+    return eager_attention_forward
+
+
+def _returns_to_its_caller(module: Any) -> bool:
+    """Whether no hook reads what a module returns, as that does by which Hugging Face keeps attention weights."""
+    module = unwrapped(module)
+    return calls(module, type(module).forward)
+
+
+def _computed(dropout: float, others: Mapping[str, Any]) -> bool:
+    """Whether our attention computes what these arguments say, beside a mask."""
+    return dropout == 0 and not any(
+        value is not None and value is not False and name not in _SAID_BY_THE_MASK for name, value in others.items()
+    )
+
+
+def _is_causal(module: Any, given: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if given is None else given
+
+
+def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tuple[int, int, int] | None:
+    """How many keys before and after its own a query attends to, and among how many keys, of which the last is beside
+    the last query; None where that is not known. Without a mask, ``causal`` means keys up to the query's number.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        if not causal or queries == 1:
+            return ANY, ANY, keys
+        return (ANY, 0, queries) if queries <= keys else None
+    band = band_of(mask)
+    if band is None or (band.queries, band.keys) != (queries, keys):
+        return None
+    last = band.shift + queries
+    if last == keys or (band.left, band.right) == (ANY, ANY):
+        return band.left, band.right, keys
+    # Keys after the last query's: of a cache whose size is static.
+    return (band.left, 0, last) if 0 < last < keys and band.right == 0 else None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, seen: tuple[int, int, int], scaling: float | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    left, right, keys = seen
+    if keys != key.shape[2]:
+        key, value = key[:, :, :keys], value[:, :, :keys]
+    return attend(query, key, value, (left, right), scaling, softcap, sinks)
+
+
+def _first_keys(query: Tensor, key: Tensor) -> Tensor:
+    """The mask of keys up to each query's number."""
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+
+
+def _written_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention with a soft cap and sinks by torch's functions, (batch, seqlen, heads, headdim)."""
+    share = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(share, dim=1) for x in (key, value))
+    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        last = sinks.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, last], dim=-1)
+    # A row that attends to nothing is zero.
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)[..., : key.shape[2]].to(value.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=dropout > 0)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+class _Functions:
+    """Hugging Face's attention functions by name, with ours in the place of ``sdpa``."""
+
+    def __init__(self, plain: Any) -> None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        self._plain, self._sdpa = plain, sdpa_attention_forward
+        self._ours = _of_sdpa(sdpa_attention_forward)
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._plain[name]
+        return self._ours if found is self._sdpa else found
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        found = self._plain.get_interface(name, default)
+        return self._ours if found is self._sdpa else found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+def _attends(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module's ``forward`` calls the attention function that its config names, one that we replace."""
+    forward = innermost(type(module).forward)
+    if forward is None or _FUNCTIONS not in forward.__code__.co_names:
+        return False
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if name != "eager":
+        return name == "sdpa"
+    digest = source_digest(forward.__globals__.get(_EAGER))
+    return digest in (*_PLAIN, *_CAPPED, *_SINKS) and _drops_weights(module, model)
+
+
+def _drops_weights(module: nn.Module, model: nn.Module) -> bool:
+    """Whether the caller of an attention drops the weights that it returns: ``out, _ = self.attention(...)``."""
+    for parent in model.modules():
+        name = next((name for name, child in parent.named_children() if child is module), None)
+        if name is not None:
+            tree = definition(type(parent).forward)
+            return tree is not None and _takes_first(tree, name)
+    return module is model
+
+
+def _takes_first(tree: ast.AST, name: str) -> bool:
+    """Whether each call of a submodule is unpacked to two names, of which the second is read nowhere."""
+    called = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{name}"]
+    targets = [n.targets[0] for n in ast.walk(tree) if isinstance(n, ast.Assign) and n.value in called]
+    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    pairs = [t.elts for t in targets if isinstance(t, ast.Tuple) and len(t.elts) == 2]
+    return len(called) == len(pairs) > 0 and all(isinstance(b, ast.Name) and b.id not in read for _, b in pairs)
+
+
+def _make_attention(forward: Any) -> Forward:
+    scope = forward.__globals__
+    names: dict[str, Any] = {_FUNCTIONS: _Functions(scope[_FUNCTIONS])}
+    # What runs in its place may be rebound already: its softmax.
+    digest = source_digest(scope.get(_EAGER))
+    if digest in (*_PLAIN, *_CAPPED, *_SINKS):
+        names[_EAGER] = _of_eager(scope[_EAGER], digest)
+    return rebind(forward, **names)
+
+
+def _makes_masks(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module's ``forward`` makes masks by functions of ``transformers.masking_utils``."""
+    forward = innermost(type(module).forward)
+    return forward is not None and bool(_creators(forward))
+
+
+def _creators(forward: Any) -> list[str]:
+    found = [name for name in CREATORS if name in forward.__code__.co_names]
+    home = "transformers.masking_utils"
+    return [name for name in found if getattr(forward.__globals__.get(name), "__module__", "") == home]
+
+
+def _make_masks(forward: Any) -> Forward:
+    return rebind(forward, **{name: without_computing(forward.__globals__[name]) for name in _creators(forward)})
+
+
+ATTENTION = Replacement("attention", _attends, _make_attention)
+MASKS = Replacement("", _makes_masks, _make_masks)
