@@ -29,14 +29,15 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
 # The fields that are read, by the type that each must have.
 _COUNTS = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size",
+    "head_dim", "vocab_size", "sliding_window",
 )  # fmt: skip
-_NUMBERS = ("rms_norm_eps", "partial_rotary_factor")
+_NUMBERS = ("rms_norm_eps", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping")
 _TEXTS = ("model_type", "dtype", "torch_dtype", "hidden_act", "hidden_activation")
 
 
 def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
-    """Norms, gates, rotations, embedding and loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
+    """What a decoder calls once :func:`cute_ops_torch.patch` has changed it: norms, gates, rotations, attention, embedding
+    and loss.
 
     Args:
         config: the content of ``config.json``; its ``text_config``, if it has one, is read instead.
@@ -85,6 +86,8 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
     whole = config.get("partial_rotary_factor") in (None, 1.0)
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
         yield from _rotations(config, dtype, train)
+        if dtype != "float32":
+            yield from _attention(config, dtype, train)
     if train and "vocab_size" in config:
         yield _embedding(config["vocab_size"], hidden, dtype)
         yield from _losses(config["vocab_size"], dtype)
@@ -162,6 +165,31 @@ def _rotated_back(heads: int, keys: int, size: int, dtype: str, exchanged: bool)
     yield joined
     if exchanged:
         yield from (_exchanged(joined, batch) for batch in (1, 2))
+
+
+def _attention(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
+    """Attention of the layers with a sliding window and of those without one. Projections of packed weights are slices
+    of one array, and a cache has heads before positions.
+    """
+    heads = config["num_attention_heads"]
+    keys, size = config.get("num_key_value_heads") or heads, config.get("head_dim") or config["hidden_size"] // heads
+    if size % 16 or size > 256:
+        return
+    scalar, window = config.get("query_pre_attn_scalar") or size, config.get("sliding_window")
+    attrs = {"causal": True, "softcap": float(config.get("attn_logit_softcapping") or 0.0)}
+    attrs |= {} if scalar == size else {"scale": float(scalar**-0.5)}
+    rows = {"q": Array((*LEAD, heads, size), dtype), "k": Array((*LEAD, keys, size), dtype)}
+    rows["v"] = rows["k"]
+    sinks = {"sinks": Array((heads,), dtype)} if config.get("model_type") == "gpt_oss" else {}
+    token = (heads + 2 * keys) * size
+    packed = dict.fromkeys(rows, Memory((ROWS * token, token, size, 1)))
+    cached = dict.fromkeys(("k", "v"), Memory((keys * ROWS * size, size, ROWS * size, 1)))
+    results = {"out": rows["q"], "lse": Array((1, heads, ROWS), "float32"), "dout": rows["q"]}
+    for left in (-1, window - 1) if window and config.get("use_sliding_window", True) else (-1,):
+        for memory in ({}, packed) if train else ({}, cached):
+            yield Call("attention", {**rows, **sinks}, memory, {**attrs, "left": left})
+            if train:
+                yield Call("attention_bwd", {**rows, **results, **sinks}, memory, {**attrs, "left": left})
 
 
 def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:

@@ -129,6 +129,15 @@ def _check_model(caller: str, model: object) -> None:
 
 def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replacement]:
     """The replacements of a module: at most one, and those of the functions that it calls, which are applied first."""
+    patched: Any = type(module)
+    if getattr(patched, "_cute_functions_only", False):
+        # What it calls was not there when a part of the model was patched: the tables of rotations.
+        module.__class__ = _unpatched(patched)
+        if found := _matching(module, model, logits):
+            found = [] if found[0] in _OF_FUNCTIONS else found
+        if not found:
+            module.__class__ = patched
+        return found
     if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
@@ -165,7 +174,7 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         "__module__": original.__module__, "__qualname__": original.__qualname__, "forward": forward,
         "__init__": _unpatched_init(unpatched), "_cute_original": unpatched, "_cute_ours": staticmethod(ours),
         "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
-        "_cute_may": staticmethod(may), "__reduce_ex__": _reduce,
+        "_cute_may": staticmethod(may), "_cute_functions_only": replacement in _OF_FUNCTIONS, "__reduce_ex__": _reduce,
     }  # fmt: skip
     made = type(original.__name__, (original,), attributes)
     made._cute_forward = staticmethod(made.forward)  # type: ignore[attr-defined]  # which a base class may have wrapped

@@ -39,16 +39,17 @@ def test_a_llama_of_which_nothing_is_left() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = cute_ops_torch.patch(make("Llama"))
-    assert found.left == [] and found.replaced == list(found) and len(found) == 14
+    assert found.left == [] and found.replaced == list(found) and len(found) == 16
     assert found[0] == ("", "linear_cross_entropy") and dict(found)["model.norm"] == "rmsnorm"
     assert str(found) == repr(found)
     assert str(found).splitlines() == [
-        "LlamaForCausalLM: 14 modules replaced, none left",
+        "LlamaForCausalLM: 16 modules replaced, none left",
         "  linear_cross_entropy  the model",
         "  attention_mask        model",
         "  embedding             model.embed_tokens",
         "  add_rmsnorm           model.layers.0-1",
         "  rope                  model.layers.0-1.self_attn",
+        "  attention             model.layers.0-1.self_attn",
         "  silu_mul              model.layers.0-1.mlp",
         "  rmsnorm               model.layers.0-1.input_layernorm,",
         "                        model.layers.0-1.post_attention_layernorm, model.norm",
@@ -78,7 +79,6 @@ LEFT = {
     "Gemma2": {
         "loss": NEXT_TOKEN,
         "decoder layer": "only Llama's RMS norm is fused with the add before it, and its norms are Gemma2RMSNorm",
-        "attention": "its eager attention is neither BERT's nor Llama's",
     },
     "Mixtral": {"loss": NEXT_TOKEN, "MLP": THREE},
     "Olmo2": {
@@ -102,7 +102,7 @@ def test_a_model_of_which_a_part_is_patched_already() -> None:
     cute_ops_torch.patch(model.model.layers)
     found = cute_ops_torch.patch(model)
     # The tables of rotations are made outside of the layers.
-    rest = ["linear_cross_entropy", "attention_mask", "embedding", "rope", "rope", "rmsnorm"]
+    rest = ["linear_cross_entropy", "attention_mask", "embedding", *2 * ["rope", "attention"], "rmsnorm"]
     assert [each.op for each in found] == rest
     assert found.left == []
 

@@ -70,6 +70,7 @@ def compare(model: nn.Module, device: str = "cpu") -> list[tuple[str, str]]:
 LAYER = [
     ("", "add_rmsnorm"),
     (".self_attn", "rope"),
+    (".self_attn", "attention"),
     (".mlp", "silu_mul"),
     (".input_layernorm", "rmsnorm"),
     (".post_attention_layernorm", "rmsnorm"),
@@ -166,7 +167,8 @@ def test_logits_are_kept_where_they_are_asked_for(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
 def test_models_built_alike(kind: str) -> None:
-    ops = {"embedding", "rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
+    ops = {"embedding", "rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention", "attention_mask"}
+    ops.add("linear_cross_entropy")
     assert {op for _, op in compare(llama(kind))} == ops
 
 
@@ -184,7 +186,7 @@ def test_bert() -> None:
     plain = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **sizes)).eval()
     model, tokens = copy.deepcopy(plain), torch.randint(0, 97, (2, 19))
     replaced = dict(cute_ops_torch.patch(model))
-    assert set(replaced.values()) == {"embedding", "layernorm", "gelu"}
+    assert set(replaced.values()) == {"embedding", "layernorm", "gelu", "attention"}
     assert replaced["encoder.layer.1.output.LayerNorm"] == "layernorm"
     expected, got = (m(tokens).last_hidden_state for m in (plain, model))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -203,7 +203,7 @@ SIZES = {
 }  # fmt: skip
 ALL = {
     "linear_cross_entropy": 1, "attention_mask": 1, "embedding": 1, "add_rmsnorm": 2, "rope": 2, "silu_mul": 2,
-    "rmsnorm": 5,
+    "rmsnorm": 5, "attention": 2,
 }  # fmt: skip
 CACHE = r"\b(past_key_values|cache)\b(?=[:.,)=]| is)"
 RENAMED = (
