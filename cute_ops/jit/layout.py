@@ -165,9 +165,12 @@ def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
     if where.multiple % tensor.align:
         return f"argument `{name}` has strides that are no multiple of {tensor.align} bytes for all sizes."
     # Sizes come last, so that the usual case does not compare a symbolic one.
-    others = [k for k in range(len(where.strides)) if k != len(where.strides) + contiguous]
-    odd = [s for k in others if (s := where.strides[k]) * ITEMSIZE[array.dtype] % tensor.align and array.shape[k] > 1]
-    if odd:
+    stepped = [
+        pair
+        for k, pair in enumerate(zip(where.strides, array.shape, strict=True))
+        if k != len(array.shape) + contiguous
+    ]
+    if odd := [s for s, size in stepped if s * ITEMSIZE[array.dtype] % tensor.align and size > 1]:
         return (
             f"argument `{name}` has a stride of {odd[0]} elements, expected a multiple of "
             f"{tensor.align // math.gcd(tensor.align, ITEMSIZE[array.dtype])}: pad its rows."

@@ -49,9 +49,9 @@ def attend(
     causal = right == 0
     if scale == query.shape[-1] ** -0.5:
         scale = None  # one kernel serves calls that leave it out, too
-    rows = (x.transpose(1, 2) for x in (query, key, value))
-    found: Any = functions.attention(*rows, sinks, scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0)
-    return found[0]  # type: ignore[no-any-return]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options = scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0
+    return functions.attention(q, k, v, sinks, *options)[0]
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -76,10 +76,10 @@ def _dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if x.dtype in _FLOATS else x.dtype
 
 
-@constant
-def _has_kernel(index: int) -> bool:
+def _kernel_on(index: int) -> bool:
     """Whether a GPU is one that attention has a kernel for."""
     return _capability(index) == (9, 0)
 
 
 _capability = cache(torch.cuda.get_device_capability)
+_has_kernel: Any = constant(_kernel_on)  # type: ignore[type-var]

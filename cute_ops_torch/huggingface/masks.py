@@ -58,8 +58,9 @@ class BandMask(Tensor):
     """
 
     original: Callable[[], Tensor | None]
-    _compute: Callable[[], Tensor]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed of it is a plain tensor
+    _compute: Any
+    # What is computed of it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -67,20 +68,20 @@ class BandMask(Tensor):
     ) -> BandMask:
         """``make()`` is the original; with ``skip=False`` it is a tensor."""
         shape = (batch, 1, band.queries, band.keys)
-        mask: BandMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        mask: BandMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.original, mask._compute = cache(make), cache(partial(make, skip=False))
         setattr(mask, _BAND, band)
         return mask
 
     @property
     def computed(self) -> bool:
-        return self._compute.cache_info().currsize > 0  # type: ignore[attr-defined,no-any-return]
+        return self._compute.cache_info().currsize > 0  # type: ignore[no-any-return]
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"BandMask({getattr(self, _BAND)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(BandMask, lambda mask: mask._compute(), (args, kwargs or {}))
@@ -124,7 +125,7 @@ def _sides_of_call(name: str, given: Mapping[str, Any]) -> tuple[int, int] | Non
     functions. None for a call that says more than the config and the length of one sequence.
     """
     known = {"config", "inputs_embeds", "input_embeds", "cache_position", "allow_is_causal_skip"}
-    store = given.get("past_key_values")
+    store: Any = given.get("past_key_values")
     if type(store).__name__ == "DynamicCache" and store.get_seq_length() == 0:
         known |= {"past_key_values", "position_ids"}  # beside a cache transformers reads no positions
     if any(value is not None for key, value in given.items() if key not in known):
@@ -232,7 +233,7 @@ def _sides(function: Any) -> tuple[int, int] | None:
     """The limits ``(left, right)`` of a mask function of transformers; None of other functions."""
     if torch.compiler.is_compiling():  # which knows no closures
         return None
-    name = _names().get(getattr(function, "__code__", None))
+    name = _names().get(getattr(function, "__code__", None))  # type: ignore[arg-type]
     if name is None:
         return None
     cells = (cell.cell_contents for cell in function.__closure__ or ())
