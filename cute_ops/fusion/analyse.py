@@ -11,8 +11,12 @@ from cute_ops.expressions.text import text_of
 from cute_ops.fusion.canonical import canonical
 from cute_ops.fusion.express import Expressed, Leaf, express
 from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
+from cute_ops.fusion.losses import find_losses
 from cute_ops.fusion.match import Meaning, meaning_of
+from cute_ops.fusion.named import Named, uncast
 from cute_ops.fusion.region import Region, partition
+
+_CALLS = ("rope", "cross_entropy", "linear_cross_entropy")
 
 
 class Found:
@@ -52,11 +56,33 @@ class Found:
         for k, turned in enumerate(nodes):
             if turned.op == "primitive" and turned.attr[0] == "rotate_pairs":
                 other = (2, 3, 0, 1)[k], (3, 2, 1, 0)[k]
-                x = next((i for i in other if nodes[i] is _uncast(turned.args[0])), None)
+                x = next((i for i in other if nodes[i] is uncast(turned.args[0])), None)
                 if x is not None:
                     names = {k: "rotated", k ^ 1: "sin", x: "x", x ^ 1: "cos"}
                     return Meaning("rope", tuple(names[i] for i in range(4)), ("out",), {"interleaved": True})
         return None
+
+
+class Call:
+    """One node that an op computes which is no expression.
+
+    Attributes:
+        named: the op's call.
+        roots: the node.
+        rows: its leading dims.
+        n: its last dim.
+    """
+
+    meaning = None
+
+    def __init__(self, call: Named, root: Node) -> None:
+        self.named, self.roots = call, (root,)
+        self.rows: Shape = root.shape[:-1]
+        self.n = root.shape[-1] if root.shape else None
+
+    @property
+    def text(self) -> str:
+        return ", ".join(self.named.operands)
 
 
 class Analysis(NamedTuple):
@@ -64,12 +90,14 @@ class Analysis(NamedTuple):
 
     Attributes:
         found: what expressions compute, each after those that it reads.
+        calls: rotations and losses.
         reasons: of nodes that no expression computes, why not; products have no reason.
         plain: views and casts of what no region computes.
         visits: how often a node was looked at.
     """
 
     found: list[Found]
+    calls: list[Call]
     reasons: dict[Node, str]
     plain: set[Node]
     visits: int
@@ -95,12 +123,6 @@ class Analysis(NamedTuple):
         return readers
 
 
-def _uncast(node: Node) -> Node:
-    while node.op == "cast":
-        node = node.args[0]
-    return node
-
-
 def is_linear(node: Node) -> bool:
     """Whether a node is ``x @ weight`` for rows x and one matrix, in dtypes that our products take."""
     if node.op != "contract":
@@ -119,14 +141,16 @@ def analyse(graph: Graph, *, exact: bool = False, whole: Container[Node] = ()) -
         exact: expressions round every result as the program does; else outputs alone are rounded.
         whole: nodes that are left to the program.
     """
+    find_losses(graph, is_linear, exact)
     parts = partition(graph, whole)
     reasons = dict(parts.reasons)
     found: list[Found] = []
     for region in parts.regions:
-        made, failed = express(region, parts.plain, exact)
+        made, failed = express(region, parts.plain, parts.facts, exact)
         reasons.update(failed)
         for each in made:
             one = Found(each, region)
             if any(node.primitive not in ("operand", "constant") for node in one.expression.nodes):
                 found.append(one)
-    return Analysis(found, reasons, parts.plain, parts.visits)
+    calls = [Call(call, node) for node, call in graph.named.items() if call.op in _CALLS and node in reasons]
+    return Analysis(found, calls, reasons, parts.plain, parts.visits)

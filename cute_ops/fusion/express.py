@@ -67,19 +67,19 @@ class Expressed(NamedTuple):
     n: int | str | None
 
 
-def express(region: Region, plain: Container[Node], exact: bool = False) -> tuple[list[Expressed], dict[Node, str]]:
+def express(
+    region: Region, plain: Container[Node], facts: Facts, exact: bool = False
+) -> tuple[list[Expressed], dict[Node, str]]:
     """The expressions of a region, one for each shape of rows, and for roots that none gives the reason.
 
     Args:
         region: what is to be computed.
         plain: views and casts that it looks through.
+        facts: of the graph.
         exact: every narrow result is rounded as in the program; else only outputs are, and what comparisons read.
     """
     found: list[Expressed] = []
     failed: dict[Node, str] = {}
-    facts = Facts()
-    for node in region.nodes:
-        facts.note(node)
     waiting = sorted(region.roots, key=lambda root: (-len(without_ones(root.shape)), root.index))
     inside = set(region.nodes)
     while waiting:

@@ -25,43 +25,19 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from cute_ops.expressions.reference import CUBE, REFERENCE, SLOPE
 from cute_ops.expressions.simplify import fold
+from cute_ops.fusion import named
+from cute_ops.fusion.node import Node as Node
+from cute_ops.fusion.node import Shape as Shape
+from cute_ops.fusion.node import Size
 
-Size = int | str
-Shape = tuple[Size, ...]
 FLOATS = ("float32", "bfloat16", "float16")
 NARROW = ("bfloat16", "float16")
 # Constants of GELU, which programs in 16 bits carry rounded to 16 bits.
 _EXACT = (SLOPE, CUBE, math.sqrt(0.5), math.sqrt(2.0), 2 * SLOPE)
 _MANTISSA = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-
-class Node:
-    """A value of the program.
-
-    Attributes:
-        op: an operation.
-        args: what it is computed from.
-        attr: as the module's table has it.
-        shape: its sizes.
-        dtype: the name of its dtype, ``bfloat16``.
-        index: its place among the graph's nodes; arguments come first.
-        users: the nodes that read it.
-    """
-
-    __slots__ = ("args", "attr", "dtype", "index", "op", "shape", "users")
-
-    def __init__(self, op: str, args: tuple[Node, ...], attr: Any, shape: Shape, dtype: str) -> None:
-        self.op, self.args, self.attr, self.shape, self.dtype = op, args, attr, shape, dtype
-        self.index = -1
-        self.users: list[Node] = []
-
-    def __repr__(self) -> str:
-        said = "" if self.attr is None else f" {self.attr}"
-        return f"<{self.index} {self.op}{said} {self.dtype}{list(self.shape)}>"
 
 
 class Graph:
@@ -71,10 +47,12 @@ class Graph:
         exact: constants stay as the program rounds them.
         nodes: all of them.
         outputs: what the program returns, or keeps.
+        named: by opaque node the op that it is.
     """
 
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
+        self.named: dict[Node, named.Named] = {}
         self.nodes: list[Node] = []
         self.outputs: list[Node] = []
         self._known: dict[Hashable, Node] = {}
@@ -138,6 +116,10 @@ class Graph:
             for x, bound in (args, args[::-1]):
                 if bound.op == "constant" and bound.attr == -math.inf and x.shape == shape:
                     return x
+        if name == "less" and args[1].op == "constant" and args[1].attr <= 0 and self._names(args[0], "iota"):
+            return self.broadcast(self.constant(False), shape)
+        if name == "add" and (rope := self._rotation(named.of_sum(args), shape, dtype)) is not None:
+            return rope
         return self.make("primitive", args, name, shape, dtype)
 
     def power(self, x: Node, power: float, shape: Shape, dtype: str) -> Node | None:
@@ -159,7 +141,12 @@ class Graph:
     def cast(self, x: Node, dtype: str) -> Node:
         if x.op == "constant" and dtype in FLOATS:
             return self.constant(float(x.attr))
-        return x if x.dtype == dtype else self.make("cast", [x], None, x.shape, dtype)
+        if x.dtype == dtype:
+            return x
+        if self._names(x, "rope") and named.uncast(self.named[x].nodes[0]).dtype == dtype:
+            _, cos, sin = (call := self.named[x]).nodes
+            return self._call(call._replace(nodes=(named.uncast(call.nodes[0]), cos, sin)), x.shape, dtype)
+        return self.make("cast", [x], None, x.shape, dtype)
 
     def reduce(self, primitive: str, x: Node, axes: Sequence[int], keepdims: bool, dtype: str) -> Node:
         axes = tuple(sorted(axis % len(x.shape) for axis in axes))
@@ -178,6 +165,8 @@ class Graph:
             return x
         if x.op == "concat" and (turned := _turned_pairs(x, shape)) is not None:
             return self.make("primitive", [turned], ("rotate_pairs", shape[-1]), shape, x.dtype)
+        if x.op == "concat" and (rope := self._rotation(named.of_pairs(x, shape), shape, x.dtype)) is not None:
+            return rope
         if x.op == "contract" and x.args[0].op == "reshape" and x.attr[2] == ((), ()):
             left, right = x.args
             rows = left.args[0]
@@ -223,7 +212,50 @@ class Graph:
         rotated = rotation(parts, axis)
         if rotated is not None:
             return self.make("primitive", [rotated], ("rotate_half", shape[-1]), shape, rotated.dtype)
-        return self.make("concat", parts, axis, shape, parts[0].dtype)
+        turn = named.of_parts(parts, axis) or named.kept_beside(parts, axis, self.named)
+        rope = self._rotation(turn, shape, parts[0].dtype)
+        return self.make("concat", parts, axis, shape, parts[0].dtype) if rope is None else rope
+
+    def pick(self, x: Node, index: Node, how: str, depth: int = 12) -> Node:
+        """The element of each row of x, ``[*rows, n]``, at ``index``, integers with one for each row: ``[*rows, 1]``.
+
+        An element of a sum is the sum of an element and of numbers per row.
+
+        Args:
+            how: what an index that is no column gives: ``"nan"``, or ``"clip"`` for the nearest column.
+            depth: through so many nodes.
+        """
+        shape = (*x.shape[:-1], 1)
+        if depth and x.op == "cast":
+            return self.cast(self.pick(x.args[0], index, how, depth - 1), x.dtype)
+        if depth and (whole := named.of_one(x)) is not None:
+            args = [self.pick(arg, index, how, depth - 1) if arg is whole else arg for arg in x.args]
+            return self.primitive(x.attr, args, shape, x.dtype)
+        call = named.Named("pick", ("x", "index"), (x, index), (x.shape, x.shape[:-1]), {"outside": how})
+        known = next((user for user in x.users if self.named.get(user) == call), None)
+        return known or self._call(call, shape, x.dtype)
+
+    def iota(self, axis: int, shape: Shape, dtype: str) -> Node:
+        """The place of each element along an axis."""
+        return self._call(named.Named("iota", attrs={"axis": axis}), shape, dtype)
+
+    def _names(self, node: Node, op: str) -> bool:
+        return node in self.named and self.named[node].op == op
+
+    def _rotation(self, turn: named.Turn | None, shape: Shape, dtype: str) -> Node | None:
+        """The node of a rotation, but not in an exact program, which may round between."""
+        if turn is None or self.exact or dtype not in FLOATS or turn.x.shape != shape:
+            return None
+        if turn.repeated:
+            tables = [self.slice(t, len(t.shape) - 1, 0, turn.size // 2) for t in map(named.table_of, turn[1:3])]
+            turn = turn._replace(cos=tables[0], sin=tables[1])
+        call = named.call_of(turn._replace(x=self.cast(turn.x, dtype)))
+        return None if call is None else self._call(call, shape, dtype)
+
+    def _call(self, call: named.Named, shape: Shape, dtype: str) -> Node:
+        made = self.opaque(call.op, call.nodes, shape, dtype)
+        self.named[made] = call
+        return made
 
     def contract(
         self, left: Node, right: Node, dims: tuple[tuple[int, ...], tuple[int, ...]], shape: Shape, dtype: str,

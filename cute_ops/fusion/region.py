@@ -38,19 +38,21 @@ class Partition(NamedTuple):
     Attributes:
         regions: in an order in which each comes after those that it reads.
         plain: views and casts of what no region computes; each region that reads one looks through it.
+        facts: what was noted of the graph's nodes.
         reasons: by node; products have none.
         visits: how often a node was looked at, which a test compares with the size of the graph.
     """
 
     regions: list[Region]
     plain: set[Node]
+    facts: Facts
     reasons: dict[Node, str]
     visits: int
 
 
 def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
     """The regions of a graph. Nodes of ``whole`` are computed by the program itself."""
-    live = _live(graph)
+    live = live_nodes(graph)
     reasons: dict[Node, str] = {}
     facts = Facts()
     soft: set[Node] = set()
@@ -76,7 +78,7 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
             if node in outputs or any(user not in soft or leader(user) is not leader(node) for user in inside):
                 group.roots.append(node)
     regions = sorted(groups.values(), key=lambda each: (level[each.roots[0]], each.roots[0].index))
-    return Partition(regions, plain, reasons, 4 * len(live))
+    return Partition(regions, plain, facts, reasons, 4 * len(live))
 
 
 class Facts:
@@ -84,7 +86,7 @@ class Facts:
 
     Attributes:
         rowlike: values of a row without its last dim: of a reduction that does not keep it.
-        reduced: values that follow from a reduction of a row.
+        reduced: values that follow from a reduction of a row, or from one element of it.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,9 @@ class Facts:
         self.reduced: set[Node] = set()
 
     def note(self, node: Node) -> None:
-        if node.op == "reduce":
+        if node.op == "opaque" and node.attr == "pick":
+            self.reduced.add(node)
+        elif node.op == "reduce":
             self.reduced.add(node)
             if not node.attr[2] and len(node.attr[1]) == 1:
                 self.rowlike.add(node)
@@ -102,8 +106,14 @@ class Facts:
             if node.op in ("primitive", "cast"):
                 if any(arg in self.rowlike and len(arg.shape) == len(node.shape) for arg in node.args):
                     self.rowlike.add(node)
-            elif node.args[0] in self.rowlike and _without_columns(node):
+            elif self._is_without_columns(node):
                 self.rowlike.add(node)
+
+    def _is_without_columns(self, view: Node) -> bool:
+        x = view.args[0]
+        if x in self.rowlike and _without_columns(view):
+            return True
+        return view.op == "reshape" and x in self.reduced and x.shape == (*view.shape, 1)
 
 
 def _without_columns(view: Node) -> bool:
@@ -199,7 +209,7 @@ def without_ones(shape: Iterable[object]) -> list[object]:
     return [size for size in shape if size != 1]
 
 
-def _live(graph: Graph) -> list[Node]:
+def live_nodes(graph: Graph) -> list[Node]:
     """The nodes that outputs need, arguments first."""
     needed = set(graph.outputs)
     for node in reversed(graph.nodes):

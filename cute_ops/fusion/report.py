@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.analyse import Call, Found
 from cute_ops.fusion.choose import Choice
 
 
@@ -81,8 +81,8 @@ class Report(list[Entry]):
         return table
 
 
-def entry_of(found: Found, choice: Choice, where: str = "") -> Entry:
-    """The entry of an expression."""
+def entry_of(found: Found | Call, choice: Choice, where: str = "") -> Entry:
+    """The entry of an expression, or of another op."""
     shape = [*found.rows, *([] if found.n is None else [found.n])]
     return Entry(choice.name, found.text, choice.why, f"[{', '.join(map(str, shape))}]", where, 1)
 

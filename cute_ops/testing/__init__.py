@@ -218,13 +218,16 @@ def limits(
 
 
 def limits_of(
-    arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: tuple[Any, ...], others: Iterable[tuple[Any, ...]] = ()
+    arrays: Mapping[str, Any],
+    lows: tuple[Any, ...],
+    exacts: tuple[Any, ...],
+    others: Iterable[tuple[Any, Any, Any]] = (),
 ) -> tuple[Any, ...]:
     """The tolerances of a function that is no op: ``lows`` are its reference's outputs for the arrays, ``exacts`` those
     for the same values in float64. ``others`` are such triples of more inputs of the same distribution.
     """
     xp, units = namespace(arrays.values()), [EPS["float32"]] * len(lows)
-    each = [_losses(xp, *triple, units) for triple in ((arrays, lows, exacts), *others)]
+    each = [_losses(xp, a, low, exact, units) for a, low, exact in ((arrays, lows, exacts), *others)]
     losses = [max(of_output) for of_output in zip(*each, strict=True)]
     return tuple(_allowed(xp, low, exact, loss) for low, exact, loss in zip(lows, exacts, losses, strict=True))
 

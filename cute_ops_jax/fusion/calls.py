@@ -11,14 +11,18 @@ import jax.numpy as jnp
 
 from cute_ops.expressions.graph import Expression, Graph, copied
 from cute_ops.expressions.text import text_of
+from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.declare import declared, operand_dtypes, with_dtypes
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.ops import OPS
 from cute_ops.ops.expression.broadcast import Fit
+from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops_jax.composite.fused import call_fitted, summing
 from cute_ops_jax.composite.linear import linear
+from cute_ops_jax.composite.losses import linear_cross_entropy
+from cute_ops_jax.fusion.rotation import rope
 from cute_ops_jax.primitive.function import register
 
 # Arrays of the leaves, in order, to those of the roots, in order.
@@ -30,6 +34,49 @@ def call_of(found: Found, choice: Choice) -> Call:
     """What runs in place of an expression. Of ``linear`` the product's leaf is a pair: x and the weight."""
     made = {"op": _op, "fused": _fused, "linear": _linear}[choice.kind](found, choice)
     return lambda arrays: [_as_root(out, root, found) for out, root in zip(made(arrays), found.roots, strict=True)]
+
+
+def call_of_named(found: Named) -> Call:
+    """What runs in place of a rotation or of a loss."""
+    named, (root,) = found.named, found.roots
+    runs: dict[str, Callable[..., Any]] = {"rope": rope, "cross_entropy": _loss, "linear_cross_entropy": _linear_loss}
+    run = runs[named.op]
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        given = [jnp.reshape(a, shape) for a, shape in zip(arrays, named.shapes, strict=True)]
+        return [jnp.reshape(run(*given, **named.attrs), root.shape).astype(root.dtype)]
+
+    return call
+
+
+def _loss(logits: Any, target: Any, *, sign: float, outside: str) -> Any:
+    n = logits.shape[-1]
+    target, known = _classes(target, n, outside)
+    made = sign * register(cross_entropy)(logits, target, ignore_index=-1, reduction="none")
+    return made if known is None else jnp.where(known, made, jnp.nan)
+
+
+def _linear_loss(
+    hidden: Any, weight: Any, target: Any, mask: Any = None, *, sign: float, outside: str, transposed: bool, total: bool
+) -> Any:
+    weight = weight.T if transposed else weight
+    target, known = _classes(target, weight.shape[0], outside)
+    if mask is not None:
+        target, known = jnp.where(mask, target, -1), None if known is None else known | ~mask
+    made = linear_cross_entropy(hidden, weight, target, ignore_index=-1, reduction="sum" if total else "none")
+    if known is None:
+        return sign * made
+    return jnp.where(jnp.all(known) if total else known, sign * made, jnp.nan)
+
+
+def _classes(target: Any, n: int, outside: str) -> tuple[Any, Any]:
+    """Targets, -1 for those that are no class, and which are one; None if all are. A row whose target is none has no
+    gradient: the program's gather gives NaN, which it masks if it goes on with the number.
+    """
+    if outside == "clip":
+        return jnp.clip(target, 0, n - 1), None
+    known = (target >= 0) & (target < n)
+    return jnp.where(known, target, -1), known
 
 
 def _as_root(out: Any, root: Any, found: Found) -> Any:

@@ -23,6 +23,8 @@ _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # Functions of JAX whose own derivative is that of their body.
 _KNOWN_RULES = ("relu", "silu", "softmax", "_softmax", "log_softmax")
 _VALUES = (*FLOATS, "bool")
+# What a gather gives where its index is no element.
+_OUTSIDE = {"CLIP": "clip", "PROMISE_IN_BOUNDS": "clip"}
 
 
 class Step(NamedTuple):
@@ -153,6 +155,8 @@ class Front:
             return None
         if name == "stop_gradient":
             return self._stop(equation, inputs[0])
+        if name == "iota":
+            return [self.graph.iota(params["dimension"], _shape(aval), _dtype(aval))]
         translate, shape, dtype = _TRANSLATIONS.get(name), _shape(aval), _dtype(aval)
         if name in _PRIMITIVES:
             known = dtype in _VALUES
@@ -221,6 +225,9 @@ def _unequal(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Mad
 
 
 def _select(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    which = args[0].args[0] if args[0].op == "broadcast" else args[0]
+    if which.op == "constant" and args[1 + int(which.attr)].shape == shape:
+        return [args[1 + int(which.attr)]]
     if len(args) != 3 or args[0].dtype != "bool" or dtype not in FLOATS:
         return None
     return [g.primitive("where", [args[0], args[2], args[1]], shape, dtype)]
@@ -289,7 +296,7 @@ def _slice(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
 
 def _split(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     at, made = 0, []
-    for size in params["sizes"]:
+    for size in map(int, params["sizes"]):
         made.append(g.slice(args[0], params["axis"], at, at + size))
         at += size
     return made
@@ -297,6 +304,73 @@ def _split(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
 
 def _concatenate(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
     return [g.concat(args, params["dimension"], shape)]
+
+
+def _stack(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    axis = params["axis"]
+    each = (*shape[:axis], 1, *shape[axis + 1 :])
+    return [g.concat([g.reshape(x, each) for x in args], axis, shape)]
+
+
+def _tile(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    *others, last = params["reps"]
+    return [g.concat(args * last, len(shape) - 1, shape)] if last > 1 and set(others) <= {1} else None
+
+
+def _gather(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
+    """One element of each row, or a slice at a place that is known."""
+    (x, index), dims = args, params["dimension_numbers"]
+    last, mode = len(x.shape) - 1, params["mode"].name
+    outside = _OUTSIDE.get(mode)
+    if mode == "FILL_OR_DROP":
+        outside = "nan" if params["fill_value"] is None or np.isnan(params["fill_value"]) else None
+    if dtype not in FLOATS or outside is None:
+        return None
+    if (made := _of_constant_index(g, x, index, dims, params["slice_sizes"])) is not None:
+        return [g.reshape(made, shape)]
+    rows = tuple(range(last))
+    batched, start = tuple(dims.operand_batching_dims), tuple(dims.start_index_map)
+    if any(size != 1 for size in params["slice_sizes"]):
+        return None
+    if batched == rows == tuple(dims.start_indices_batching_dims) and start == (last,):
+        picked = index
+    elif start == (*rows, last) and not batched and (columns := _indexed(g, index, x.shape)) is not None:
+        picked = columns
+    else:
+        return None
+    if math.prod(picked.shape) != math.prod(shape) or x.shape[:-1] != shape[:last]:
+        return None
+    return [g.reshape(g.pick(x, picked, outside), shape)]
+
+
+def _of_constant_index(g: Graph, x: Node, index: Node, dims: Any, sizes: Any) -> Node | None:
+    """A gather at one place of one axis that the program knows."""
+    while index.op in ("reshape", "broadcast"):
+        index = index.args[0]
+    collapsed = tuple(dims.collapsed_slice_dims)
+    if index.op != "constant" or len(collapsed) != 1 or tuple(dims.start_index_map) != collapsed:
+        return None
+    axis, at = int(collapsed[0]), int(index.attr)
+    whole = all(size == whole for i, (size, whole) in enumerate(zip(sizes, x.shape, strict=True)) if i != axis)
+    size = x.shape[axis]
+    return g.slice(x, axis, at, at + 1) if whole and isinstance(size, int) and 0 <= at < size else None
+
+
+def _indexed(g: Graph, index: Node, shape: Any) -> Node | None:
+    """The columns of an index whose other parts count the rows."""
+    last = len(shape) - 1
+    if index.op != "concat" or len(index.args) != last + 1 or index.attr != len(index.shape) - 1:
+        return None
+    for axis, part in enumerate(index.args[:-1]):
+        size, place = part, axis
+        while size.op in ("reshape", "broadcast"):
+            size = size.args[0]
+        call = g.named.get(size)
+        if call is None or call.op != "iota" or size.shape != (shape[place],) or part.shape != (*shape[:-1], 1):
+            return None
+        if last > 1:  # which of the rows' dims it counts, reshapes do not say
+            return None
+    return index.args[-1]
 
 
 def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
@@ -317,7 +391,7 @@ _TRANSLATIONS: dict[str, Callable[..., _Made]] = {
     "integer_pow": _integer_pow, "pow": _pow, "convert_element_type": _convert, "reshape": _reshape,
     "squeeze": _reshape, "expand_dims": _reshape, "broadcast_in_dim": _broadcast, "transpose": _transpose,
     "slice": _slice, "split": _split, "concatenate": _concatenate, "dot_general": _dot_general,
-    "pvary": _vary, "pcast": _vary,
+    "pvary": _vary, "pcast": _vary, "stack": _stack, "tile": _tile, "gather": _gather,
     "copy": lambda g, args, params, shape, dtype: [args[0]],
     **{name: _reduce(primitive) for name, primitive in _REDUCTIONS.items()},
 }  # fmt: skip

@@ -15,19 +15,20 @@ import numpy as np
 
 from cute_ops.expressions.reference import REFERENCE, evaluate
 from cute_ops.fusion.analyse import Analysis, Found, analyse
+from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.choose import Choice, choose
 from cute_ops.fusion.graph import Node
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
-from cute_ops_jax.fusion.calls import Call, call_of
+from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
 from cute_ops_jax.fusion.front import Front, Step, Value
 
 
 class Part(NamedTuple):
-    """An expression that was found, and what became of it."""
+    """An expression that was found, or another op, and what became of it."""
 
-    found: Found
+    found: Found | Named
     choice: Choice
     call: Call | None
 
@@ -49,6 +50,8 @@ class Program:
             self.front = Front(closed, whole, passed, exact)
             self.analysis: Analysis = analyse(self.front.graph, exact=exact)
             self.parts = [self._part(found) for found in self.analysis.found]
+            calls = self.analysis.calls
+            self.parts += [Part(call, Choice("op", call.named.op), call_of_named(call)) for call in calls]
             self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}
             self._order = list(self._ordered())
             # A call with a derivative of its own is kept whole unless expressions compute all of it.
@@ -98,8 +101,16 @@ class Program:
                 ]
                 made.update(zip(unit.found.roots, unit.call(given), strict=True))
             else:
-                made[unit] = _of_primitives(unit, [of_node(arg) for arg in unit.args])
+                made[unit] = self._of_primitives(unit, [of_node(arg) for arg in unit.args])
         return [read(value) for value in self.front.outputs]
+
+    def _of_primitives(self, node: Node, args: Sequence[Any]) -> Any:
+        """The value of a node that no equation makes."""
+        if (call := self.front.graph.named.get(node)) is None:
+            return _of_primitives(node, args)
+        x, index = args  # an element of each row
+        mode = "clip" if call.attrs["outside"] == "clip" else "fill"
+        return jnp.take_along_axis(x, jnp.reshape(index, node.shape), -1, mode=mode)
 
     def _part(self, found: Found) -> Part:
         choice = choose(found, self.analysis.products(found), exact=self.exact)
@@ -173,6 +184,9 @@ class Program:
 
 def _reads(part: Part) -> Iterator[tuple[bool, tuple[Node, ...]]]:
     """For each leaf whether it is the product that the part computes itself, and the nodes that it reads of it."""
+    if isinstance(part.found, Named):
+        yield from ((False, (node,)) for node in part.found.named.nodes)
+        return
     for i, leaf in enumerate(part.found.leaves):
         yield i == part.choice.product, leaf.node.args if i == part.choice.product else (leaf.node,)
 

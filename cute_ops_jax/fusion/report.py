@@ -16,7 +16,10 @@ def report_of(program: Program, name: str) -> Report:
 def _entries(program: Program, where: str) -> Iterator[Entry]:
     for part in program.parts:
         yield entry_of(part.found, part.choice, where)
+    replaced = {root for part in program.parts if part.call for root in part.found.roots}
     for node, why in program.analysis.reasons.items():
+        if node in replaced:
+            continue
         said = str(node.attr) if node.op == "opaque" else node.op
         if said not in _SILENT and node.dtype in ("float32", "bfloat16", "float16", "float64"):
             yield Entry("", said, "" if why == said else why, "", where, 1)

@@ -1,0 +1,196 @@
+"""Rotations of heads and losses of logits, in the forms that JAX programs write, become our ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+
+B, T, HEADS, D, H, CLASSES = 2, 3, 5, 8, 6, 8
+KEY = np.random.default_rng(7)
+Function = Callable[..., Any]
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(KEY.standard_normal(shape), jnp.float32)
+
+
+X, POSITIONS = draw(B, T, HEADS, D), jnp.asarray([[0, 1, 2], [3, 4, 7]])
+HIDDEN, WEIGHT, LOGITS = draw(B, T, H), draw(CLASSES, H), draw(B, T, CLASSES)
+TARGET = jnp.asarray([[1, 0, 7], [3, 4, 2]])
+
+
+def check(function: Function, want: list[str], *args: Any) -> None:
+    """What the function becomes, its values and its gradients for floats."""
+    assert [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced] == want
+    places = tuple(i for i, a in enumerate(args) if a.dtype != jnp.int32)
+    results = []
+    for each in (function, cute_ops_jax.fuse(function)):
+        loss = lambda *args: (jnp.sum(jnp.sin(out := each(*args).astype(jnp.float32))), out)  # noqa: B023, E731
+        results.append(jax.jit(jax.grad(loss, places, has_aux=True))(*args))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
+
+
+def tables(x: jax.Array, positions: jax.Array, r: int = D // 2) -> tuple[jax.Array, jax.Array]:
+    angles = (positions[..., None] * 1e4 ** (-jnp.arange(r) / r))[:, :, None]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def split(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = tables(x, positions)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def heads_first(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = (table.transpose(0, 2, 1, 3) for table in tables(x, positions))
+    x = x.transpose(0, 2, 1, 3)
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    return jnp.concatenate((a * cos - b * sin, sin * a + cos * b), -1)
+
+
+def exchanged(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = (jnp.concatenate([table, table], -1) for table in tables(x, positions))
+    return x * cos + jnp.concatenate([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
+
+
+def tiled(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = (jnp.tile(table, 2) for table in tables(x, positions))
+    return jnp.concatenate([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin + x * cos
+
+
+def neighbours(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = tables(x, positions)
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+
+
+def pairs(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = tables(x, positions)
+    both = x.reshape(*x.shape[:-1], -1, 2)
+    a, b = both[..., 0], both[..., 1]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+def of_some_columns(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = tables(x, positions, 2)
+    a, b = x[..., :2], x[..., 2:4]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 4:]], -1)
+
+
+def in_place(x: jax.Array, positions: jax.Array) -> jax.Array:
+    cos, sin = tables(x, positions, 2)
+    part = x[..., :4]
+    a, b = jnp.split(part, 2, -1)
+    return jnp.concatenate([jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1), x[..., 4:]], -1)
+
+
+ROTATIONS = (split, heads_first, exchanged, tiled, neighbours, pairs, of_some_columns, in_place)
+
+
+@pytest.mark.parametrize("function", ROTATIONS)
+def test_rotations(function: Function) -> None:
+    check(function, ["rope"], X, POSITIONS)
+    assert cute_ops_jax.fuse.report(function, X.astype("bfloat16"), POSITIONS).replaced[0].becomes == "rope"
+
+
+def test_tables_that_are_learned_have_gradients() -> None:
+    def function(x: jax.Array, angles: jax.Array) -> jax.Array:
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    check(function, ["rope"], X, draw(T, D // 2))
+
+
+def test_what_only_looks_like_a_rotation_is_none() -> None:
+    def other_sign(x: jax.Array, positions: jax.Array) -> jax.Array:
+        cos, sin = tables(x, positions)
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * cos + b * sin, b * cos + a * sin], -1)
+
+    def other_tables(x: jax.Array, positions: jax.Array) -> jax.Array:
+        cos, sin = (jnp.concatenate([table, 2 * table], -1) for table in tables(x, positions))
+        return x * cos + jnp.concatenate([-x[..., D // 2 :], x[..., : D // 2]], -1) * sin
+
+    for function in (other_sign, other_tables):
+        found = cute_ops_jax.fuse.report(function, X, POSITIONS).replaced
+        assert "rope" not in [entry.becomes for entry in found]
+        np.testing.assert_allclose(cute_ops_jax.fuse(function)(X, POSITIONS), function(X, POSITIONS), atol=1e-5)
+
+
+def at(values: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values, target[..., None], -1)[..., 0]
+
+
+def of_optax(logits: jax.Array, target: jax.Array) -> jax.Array:
+    """As ``optax.softmax_cross_entropy_with_integer_labels``."""
+    at_target = jnp.take(jnp.take_along_axis(logits, jnp.expand_dims(target, -1), axis=-1), 0, axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - at_target
+
+
+LOSSES: dict[str, Function] = {
+    "optax": of_optax,
+    "log softmax": lambda x, t: -at(jax.nn.log_softmax(x), t),
+    "by hand": lambda x, t: jnp.log(jnp.sum(jnp.exp(x - x.max(-1, keepdims=True)), -1)) + x.max(-1) - at(x, t),
+    "mean": lambda x, t: -at(jax.nn.log_softmax(x.astype(jnp.float32)), t).mean(),
+    "mask": lambda x, t: jnp.where(t > 0, -at(jax.nn.log_softmax(x), t), 0).sum() / jnp.sum(t > 0),
+    "rows of a vmap": lambda x, t: -jax.vmap(jax.vmap(lambda x, t: jax.nn.log_softmax(x)[t]))(x, t),
+    "rows by number": lambda x, t: -jax.nn.log_softmax(x.reshape(6, -1))[jnp.arange(6), t.reshape(-1)],
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_logits_and_of_heads(name: str) -> None:
+    """A head's product is part of the loss, whether its weight is ``[n h]`` or ``[h n]``."""
+    loss = LOSSES[name]
+    beside = ["fused"] if name == "mask" else []
+    check(loss, [*beside, "cross_entropy"], LOGITS, TARGET)
+    check(lambda h, w, t: loss(h @ w.T, t), ["linear_cross_entropy"], HIDDEN, WEIGHT, TARGET)
+    if name in ("optax", "mean"):
+        check(lambda h, w, t: loss(h @ w, t), ["linear_cross_entropy"], HIDDEN, WEIGHT.T, TARGET)
+
+
+def test_logits_that_something_else_reads_are_computed_once() -> None:
+    def function(h: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        logits = h @ w.T
+        return of_optax(logits, t).mean() + logits.max()
+
+    check(function, ["cross_entropy"], HIDDEN, WEIGHT, TARGET)
+
+
+def test_no_logits_are_held() -> None:
+    """Neither in the forward nor in the backward is there an array of rows and classes."""
+    rows, classes = 4096, 3000
+    hidden, weight = jnp.zeros((rows, H)), jnp.zeros((classes, H))
+    target = jnp.zeros(rows, jnp.int32)
+    loss = lambda h, w: of_optax(h @ w.T, target).mean()  # noqa: E731
+    compiled = jax.jit(jax.grad(cute_ops_jax.fuse(loss), (0, 1))).lower(hidden, weight).as_text()
+    assert f"{rows}x{classes}" in jax.jit(jax.grad(loss, (0, 1))).lower(hidden, weight).as_text()
+    assert f"{rows}x{classes}" not in compiled
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_targets_that_are_no_class(head: bool) -> None:
+    """NaN, as of the program's gather; without an effect where a mask leaves the row out."""
+    wrong = TARGET.at[0, 1].set(CLASSES + 3)
+    function: Function = LOSSES["log softmax"]
+    args = (HIDDEN, WEIGHT) if head else (LOGITS,)
+    loss = (lambda h, w, t: function(h @ w.T, t)) if head else function
+    got, want = cute_ops_jax.fuse(loss)(*args, wrong), loss(*args, wrong)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    for reduced in (lambda *a: jnp.where(a[-1] < CLASSES, loss(*a), 0).sum(), lambda *a: jnp.nansum(loss(*a)[1])):
+        got = jax.value_and_grad(cute_ops_jax.fuse(reduced))(*args, wrong)
+        for a, b in zip(got, jax.value_and_grad(reduced)(*args, wrong), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_negative_index_counts_from_the_end() -> None:
+    check(LOSSES["optax"], ["cross_entropy"], LOGITS, TARGET - CLASSES)
