@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -77,3 +78,15 @@ def test_the_tour_names_ten_files_and_what_is_in_them() -> None:
 def test_ops_are_documented() -> None:
     assert make_ops.PAGE.read_text(encoding="utf-8") == make_ops.page(), "run python docs/make_ops.py"
     assert make_ops.README.read_text(encoding="utf-8") == make_ops.readme(), "run python docs/make_ops.py"
+
+
+@pytest.mark.parametrize(("page", "contract"), [("design", "core"), ("pytorch", "torch"), ("jax", "jax")])
+def test_rooms_are_described_in_the_order_that_imports_have(page: str, contract: str) -> None:
+    text = (make_pages.PAGES / f"{page}.md").read_text(encoding="utf-8")
+    table = text.partition("| rooms, from the top |")[2].partition("\n\n")[0]
+    shown = [sorted(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table.splitlines()[2:]]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = (each["layers"] for each in contracts if each["id"] == contract)
+    assert [line for line in shown if "cute_ops_jax" not in line] == [sorted(line.split(" | ")) for line in layers]
