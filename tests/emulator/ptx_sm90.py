@@ -43,9 +43,10 @@ class Map(NamedTuple):
     stored: set[tuple[int, ...]]
 
     def places(self, start: int) -> np.ndarray:
-        """Addresses in shared memory of a part's bytes, whose rows have 64 or 128."""
+        """Addresses in shared memory of a part's bytes; rows of 64 or 128 bytes are swizzled."""
         width = self.columns * self.tensor.itemsize
-        vectors = swizzled(start + np.arange(0, self.rows * width, 16), width)
+        vectors = start + np.arange(0, self.rows * width, 16)
+        vectors = swizzled(vectors, width) if width <= 128 else vectors
         return (vectors[:, None] + np.arange(16)).reshape(self.rows, width)
 
 
@@ -221,7 +222,8 @@ class Warp(ptx_cta.Cta):
                 ctas = self.cta.cluster.ctas
                 mask = self.one(operands[3], now) if "multicast::cluster" in op else 1 << self.cta.rank
                 taking = [cta for cta in ctas if mask >> cta.rank & 1]
-                self.copy(operands, now, taking if "mbarrier::complete_tx::bytes" in op else [])
+                taking = taking if "mbarrier::complete_tx::bytes" in op else []
+                self.copy(operands, now, taking, added="reduce" in op)
         elif op[0] == "multiply":
             self.multiply(op, operands)
         elif op[0] == "stmatrix":
@@ -266,9 +268,9 @@ class Warp(ptx_cta.Cta):
                     raise IndexError(f"cp.async from byte {start} of {len(block)} to {target[lane]}")
                 self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane])))
 
-    def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta]) -> None:
+    def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta], added: bool) -> None:
         """A part of a matrix by TMA into these CTAs, with zeros for what lies outside of it; where there are none, from
-        this one into the matrix.
+        this one into the matrix, or ``added`` to it.
         """
         shared, (name, *at) = operands[:2] if taking else operands[1::-1]
         which = self.cta.cluster.maps[self.one([name], now)]
@@ -282,6 +284,8 @@ class Warp(ptx_cta.Cta):
             tile[:rows, :columns] = part
             for cta in taking:
                 cta.blocks[0][places] = tile.view(np.uint8)
+        elif added:
+            part += self.blocks[0][places].view(part.dtype)[:rows, :columns]
         else:
             now_stored = {(top + row, first + column, *batch) for row in range(rows) for column in range(columns)}
             if twice := which.stored & now_stored:

@@ -125,7 +125,7 @@ class KeysBackward:
     ):
         """Load keys and values, then the queries and the cotangents of each tile of each head."""
         ring_q, ring_k, ring_v, ring_o = rings
-        q, k, v, dout, *_ = moved
+        _, k, v, *_ = moved
         one = make_pipeline_state(PipelineUserType.Producer, 1)
         for whole, x, width in ((ring_k, k, self.d), (ring_v, v, self.dv)):
             sX, gX = partition(x, (self.tile_k, width), (keys.block, 0, keys.head, keys.batch))
@@ -134,17 +134,26 @@ class KeysBackward:
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
         for i in cutlass.range(sizes.heads_per_kv, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
-            tQsQ, tQgQ = partition(q, (self.tile_q, self.d), (None, 0, tile.head, tile.batch))
-            tOsO, tOgO = partition(dout, (self.tile_q, self.dv), (None, 0, tile.head, tile.batch))
             first, last = self.tiles.queries_of(tile, sizes)
+            copies = self._queries(moved, tile)
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
-                    for tma, each, tXsX, tXgX in ((q.tma, ring_q, tQsQ, tQgQ), (dout.tma, ring_o, tOsO, tOgO)):
+                    for each, together in zip((ring_q, ring_o), copies):
                         each.producer_acquire(slot)
                         full = each.producer_get_barrier(slot)
-                        cute.copy(tma, tXgX[None, queries], tXsX[None, slot.index], tma_bar_ptr=full)
+                        for tma, tXsX, tXgX in together:
+                            cute.copy(tma, tXgX[None, queries], tXsX[None, slot.index], tma_bar_ptr=full)
                     slot.advance()
         ring_q.producer_tail(slot)
+
+    def _queries(self, moved, tile):
+        """TMA's views of the queries of a head, and of the cotangents: for each slot the copies that fill it."""
+        q, _, _, dout, *_ = moved
+        views = (
+            (x.tma, *partition(x, (self.tile_q, width), (None, 0, tile.head, tile.batch)))
+            for x, width in ((q, self.d), (dout, self.dv))
+        )
+        return [[view] for view in views]
 
     @cute.jit
     def _multiply(

@@ -11,13 +11,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
+from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods
 from cute_ops.kernels.attention.softmax import exp2
 from cute_ops.kernels.attention.tiles import view
 from cute_ops.kernels.lib.activation import LOG2_E
-from cute_ops.kernels.lib.copy import fragment, load_if
+from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import WARP
@@ -35,31 +36,42 @@ class AttentionBackward:
         self.dv = dims["e"]
         mods = Mods(config.mask, config.bounds, config.score, config.dscore)
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
-        self.of_queries = QueriesBackward(config, dims["d"], dims["e"], mods, scale)
+        own = config, dims["d"], dims["e"], mods, scale
+        self.one_pass = OnePassBackward(*own) if config.one_pass else None
+        self.of_queries = None if config.one_pass else QueriesBackward(*own)
         parts = ("kv",) if dims["d"] + dims["e"] <= TOGETHER else ("k", "v")
-        self.of_keys = [KeysBackward(config, dims["d"], dims["e"], mods, scale, part) for part in parts]
+        self.of_keys = [] if config.one_pass else [KeysBackward(*own, part) for part in parts]
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mOut, mLse, mDout, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, stream):
+    def __call__(self, mQ, mK, mV, mOut, mLse, mDout, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, stream):
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
+        if const_expr(self.one_pass is not None):
+            mLogs, mSums = folded(mLogs, own=2), view(mSums, (2, 3, 1, 0))
         rows = Int64(cute.size(mDelta))
-        self.delta(mOut, mDout, mDlse, mDelta).launch(
+        self.delta(mOut, mDout, mLse, mDlse, mDelta, mLogs, mSums).launch(
             grid=[Int32((rows + (WARPS - 1)) // WARPS), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream, use_pdl=True
         )
         if const_expr(mSinks is not None):
             self.sinks(mSinks, mLse, mDelta, mDsinks).launch(
                 grid=[Int32(cute.size(mSinks)), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
             )
-        self.of_queries.launch((mQ, mK, mV, mDout), (mLse, mDelta), mDq, stream)
-        for each in self.of_keys:
-            each.launch((mQ, mK, mV, mDout), (mLse, mDelta), (mDk, mDv), stream)
+        inputs = mQ, mK, mV, mDout
+        if const_expr(self.one_pass is not None):
+            self.one_pass.launch(inputs, (by_query(mLogs), by_query(mDelta)), (mDk, mDv), mSums, stream)
+            self.one_pass.finish(mSums, mDq, stream)
+        else:
+            self.of_queries.launch(inputs, (mLse, mDelta), mDq, stream)
+            for each in self.of_keys:
+                each.launch(inputs, (mLse, mDelta), (mDk, mDv), stream)
 
     @cute.kernel
-    def delta(self, mOut, mDout, mDlse, mDelta):
-        """A warp for each row of a head."""
-        seqlen, heads = Int32(mDelta.shape[2]), Int32(mDelta.shape[1])
+    def delta(self, mOut, mDout, mLse, mDlse, mDelta, mLogs, mSums):
+        """A warp for each row of a head. In one pass there are rows without a query, whose weights are 0; the row's
+        log-sum-exp of base 2 is kept, and sums of dq begin with 0.
+        """
+        seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
         lane = cute.arch.lane_idx()
         index = Int64(cute.arch.block_idx()[0]) * WARPS + cute.arch.warp_idx()
         let_next_start(True)
@@ -67,21 +79,27 @@ class AttentionBackward:
         if index < cute.size(mDelta):
             which = Int32(index // seqlen)
             row, batch = Int32(index - Int64(which) * seqlen), which // heads
-            head = which - batch * heads
+            head, given = which - batch * heads, row < seqlen_q
             rows = []
             for m in (mOut, mDout):
                 rX = fragment(m.element_type, VECTOR, 0)
-                offset = cute.crd2idx((row, 0, head, batch), m.layout)
-                address = m.iterator.toint() + (Int64(offset) + lane * VECTOR) * (m.element_type.width // 8)
-                load_if(lane * VECTOR < self.dv, rX, address)
+                load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (row, 0, head, batch), lane * VECTOR))
                 rows.append(rX.load().to(Float32))
             total = (rows[0] * rows[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             for offset in (16, 8, 4, 2, 1):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             if lane == 0:
+                at = batch, head, cutlass.min(row, seqlen_q - 1)
                 if const_expr(mDlse is not None):
-                    total = total - mDlse[batch, head, row]
-                mDelta[batch, head, row] = total
+                    total = total - mDlse[at]
+                mDelta[batch, head, row] = cutlass.select_(given, total, Float32(0.0))
+                if const_expr(mLogs is not None):
+                    mLogs[batch, head, row] = self.one_pass.weights.of_lse(mLse[at], given)
+            if const_expr(mSums is not None):
+                for start in range(0, self.one_pass.d, WARP * 4):
+                    first = start + lane * 4
+                    zeros = address_of(mSums, (row, 0, head, batch), first)
+                    store_if(given & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks):
@@ -106,3 +124,16 @@ class AttentionBackward:
             for i in range(WARPS):
                 whole += sums[i]
             mDsinks[head] = (-whole).to(mDsinks.element_type)
+
+
+def by_query(m):
+    """Numbers of rows, (batch, heads, seqlen), as TMA takes those of a head's queries."""
+    batches, heads, seqlen = map(Int32, m.shape)
+    strides = [cute.assume(Int64(stride), divby=4) for stride in m.stride[:2]]
+    return cute.make_tensor(
+        m.iterator, cute.make_layout((seqlen, 1, heads, batches), stride=(1, 1, strides[1], strides[0]))
+    )
+
+
+def address_of(m, at, more):
+    return m.iterator.toint() + (Int64(cute.crd2idx(at, m.layout)) + more) * (m.element_type.width // 8)

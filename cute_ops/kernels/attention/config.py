@@ -53,6 +53,7 @@ class AttentionBackwardConfig(KernelConfig):
         key_stages: tiles of keys and values in shared memory.
         tile_q: queries of a tile of the kernel of keys and values.
         query_stages: tiles of queries and cotangents in shared memory.
+        one_pass: whether one kernel computes all gradients, with this tile of queries.
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
         score: the expression of a change of scores; empty if there is none.
@@ -63,6 +64,7 @@ class AttentionBackwardConfig(KernelConfig):
     key_stages: int
     tile_q: int
     query_stages: int
+    one_pass: bool = False
     mask: str = ""
     bounds: str = ""
     score: str = ""

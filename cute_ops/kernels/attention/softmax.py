@@ -155,8 +155,9 @@ class Weights:
             rRaw.store(rS.load() * Float32(self.scale))
             self.mods.change(scores, place, self.scale)
         scale = Float32(LOG2_E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2_E)
-        for r, c, _ in place.each():
-            scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
+        for c in range(cute.size(scores, mode=[1])):
+            for r in range(2):
+                scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
         if not whole:
             self.mods.hide(scores, place, seqlen_k, 0.0)
         if cutlass.const_expr(rWeights is not None):

@@ -109,12 +109,12 @@ def transposed(s):
     return cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
 
 
-def ring(smem, dtype, layout, stages, consumers=2):
-    """Slots that one warp fills and warpgroups empty."""
+def ring(smem, dtype, layout, stages, consumers=2, more=0):
+    """Slots that one warp fills and warpgroups empty. ``more``: bytes that a slot gets besides those of this layout."""
     return PipelineTmaAsync.create(
         num_stages=stages, producer_group=CooperativeGroup(Agent.Thread),
         consumer_group=CooperativeGroup(Agent.Thread, consumers * WARPGROUP // 32),
-        tx_count=cute.size(cute.select(layout, mode=[0, 1])) * (dtype.width // 8),
+        tx_count=cute.size(cute.select(layout, mode=[0, 1])) * (dtype.width // 8) + more,
         barrier_storage=smem.allocate_array(Int64, 2 * stages), defer_sync=True,
     )  # fmt: skip
 

@@ -145,7 +145,7 @@ OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32",
 SINKS = Tensor("g*r", "S", optional=True)
 COMMON: dict[str, Any] = {
     "dtypes": {"T": HALVES, "S": FLOATS},
-    "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0},
+    "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0, "deterministic": False},
     "static": ("d", "e"),
     "sharding": Sharding(parallel=("g",)),
     "check": check,

@@ -23,6 +23,9 @@ THREADS, UNROLL = 128, 4
 # Keys of a tile by the most elements of a head.
 KEYS = {128: 128, 192: 96, 256: 80}
 # Likewise keys and slots of the gradient of queries, and queries and slots of that of keys and values.
+LONGEST_TILE = 128  # queries
+# In one pass, queries and slots by the elements of a head.
+ONE_PASS = {64: (128, 2), 128: (64, 2)}
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
@@ -49,13 +52,24 @@ def attention_bwd(problem: Problem) -> AttentionBackwardConfig:
     """Tiles of as many keys and queries as registers and shared memory hold."""
     size, cap = _headdim(problem), problem.attrs["softcap"]
     tiles = next(tiles for longest, tiles in BACKWARD.items() if size <= longest)
-    return AttentionBackwardConfig(*tiles, *_mask(problem), mods.score_of(cap), mods.score_gradient_of(cap))
+    one_pass = not problem.attrs["deterministic"] and problem.dims["d"] == problem.dims["e"] and size in ONE_PASS
+    if one_pass:
+        tiles = *tiles[:2], *ONE_PASS[size]
+    return AttentionBackwardConfig(*tiles, one_pass, *_mask(problem), mods.score_of(cap), mods.score_gradient_of(cap))
 
 
-def workspace(problem: Problem, _: Config) -> dict[str, Array | None]:
-    """A number for each row of each head: the sum of its output times its cotangent."""
-    dims = problem.dims
-    return {"delta": Array((problem.m, dims["g"] * dims["r"], dims["s"]), "float32")}
+def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """Numbers for each row of each head: the sum of its output times its cotangent, in one pass its log-sum-exp, too,
+    of whole tiles; and there the sums of the gradient of queries.
+    """
+    dims, one_pass = problem.dims, AttentionBackwardConfig.of(flat).one_pass
+    rows = problem.m, dims["g"] * dims["r"]
+    length = -(-dims["s"] // LONGEST_TILE) * LONGEST_TILE if one_pass else dims["s"]
+    of_rows = Array((*rows, length), "float32")
+    return {
+        "delta": of_rows, "logs": of_rows if one_pass else None,
+        "sums": Array((*rows, dims["s"], dims["d"]), "float32") if one_pass else None,
+    }  # fmt: skip
 
 
 def merge_states(_: Problem) -> MergeConfig:

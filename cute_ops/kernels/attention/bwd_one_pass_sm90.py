@@ -1,0 +1,325 @@
+"""All gradients of attention from scores that are computed once, on Hopper."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
+from cute_ops.kernels.attention.bwd_queries_sm90 import READ, store_rows
+from cute_ops.kernels.attention.products import (
+    mma_of_scores,
+    mma_of_weights,
+    multiply,
+    multiply_weights,
+    tma_copies,
+)
+from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.tiles import (
+    REGISTERS,
+    Moved,
+    Sizes,
+    Tile,
+    partition,
+    place_of,
+    ring,
+    sizes_of,
+    slots,
+    transposed,
+)
+from cute_ops.kernels.lib.copy import fragment, load, store
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
+
+# Named barriers: all of ds lies in shared memory; the tile of dq may be written, and may be added to memory.
+DS, EMPTY, FULL = 4, 5, 6
+CHUNK = 8  # elements of dq that stay neighbours in the workspace
+CHUNKS = 4  # neighbouring chunks that change places
+THREADS = 256  # of a CTA that rounds dq
+
+
+class OnePassBackward(KeysBackward):
+    """``dk = ds.T @ q``, ``dv = p.T @ dout``, and for each tile of keys what it adds to ``dq = ds @ k``.
+
+    Tile: a CTA has 128 keys of one head, as :class:`KeysBackward`. It computes the scores of a tile of queries, writes
+    ``ds`` to shared memory and multiplies it with its keys; TMA adds the product to float32 sums in memory, in the order
+    in which CTAs come: dq is not deterministic. Five products a tile, where two kernels compute seven.
+    Shared memory: as :class:`KeysBackward`, and ``tile_q x 128`` of ``ds``, ``tile_q x d`` in float32.
+    Bytes moved per element: as :class:`KeysBackward`; the sums of dq are read and written by L2 once for each tile of
+    keys, and once more to zero and to round them.
+    """
+
+    def __init__(self, config, d, dv, mods, scale):
+        super().__init__(config, d, dv, mods, scale)
+        # Both warpgroups have 64 queries, or half of the columns of dq.
+        self.split = (2, 1, 1) if self.tile_q == 2 * MMA_M else (1, 2, 1)
+
+    @cute.jit
+    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, stream):
+        mQ, mK, *_ = inputs
+        self.dtype = dtype = mQ.element_type
+        row, across = LayoutEnum.ROW_MAJOR, OperandMajorMode.MN
+        mma_s = mma_of_scores(dtype, self.tile_q)
+        mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
+        mma_dq = hopper.make_trivial_tiled_mma(
+            dtype, dtype, across, across, Float32, self.split, (MMA_M, self.d // self.split[1])
+        )
+        shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
+        of_row = cute.make_layout((self.tile_q, 1, self.stages))
+        layouts = (
+            hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
+            hopper.make_smem_layout_a(row, shape_k, dtype, 1),
+            hopper.make_smem_layout_a(row, shape_v, dtype, 1),
+            hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
+            of_row,
+            of_row,
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.d), self.consumers),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
+        )
+        shapes = (
+            (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
+            (self.tile_q, 1), (self.tile_q, 1), (MMA_M, self.d), (MMA_M, self.dv),
+        )  # fmt: skip
+        moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
+        of_sums = cute.make_layout((self.tile_q, self.d), stride=(self.d, 1))
+        added = cpasync.make_tiled_tma_atom(
+            cpasync.CopyReduceBulkTensorTileS2GOp(), mSums, of_sums, (self.tile_q, self.d)
+        )
+        # As the operand of dq, ds has its queries in columns.
+        of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, 1)
+        sizes = sizes_of(mQ, mK)
+        blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
+        mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
+        self.kernel(*mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
+            grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mma_first: cute.TiledMma, mma_s: cute.TiledMma, mma_dk: cute.TiledMma, mma_dv: cute.TiledMma,
+        mma_new: cute.TiledMma, mma_dq: cute.TiledMma, moved, sums, sizes,
+    ):  # fmt: skip
+        (moved, layouts), (added, of_ds, of_sums), sizes = moved, sums, Sizes(*sizes)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
+        held = [slots(smem, dtype, layout) for layout in layouts[:4]]
+        held += [smem.allocate_tensor(Float32, layout, byte_alignment=128) for layout in layouts[4:6]]
+        for place, layout in zip(held[1:3], layouts[6:]):
+            start = cute.recast_ptr(place.iterator, layout.inner, dtype)
+            held.append(cute.make_tensor(start, layout.outer))
+        moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
+        sDs = slots(smem, dtype, of_ds)
+        sums = Moved(*added, smem.allocate_tensor(Float32, of_sums, byte_alignment=128))
+        stages = self.stages, 1, 1, self.stages
+        more = self.tile_q * Float32.width // 8, 0, 0, self.tile_q * Float32.width // 8
+        rings = [
+            ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)
+        ]
+        pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
+        pipeline_init_wait(cute.make_layout((1, 1, 1)))
+        keys = self._tile(sizes)
+        if warp < WARPGROUP // WARP:
+            cute.arch.setmaxregister_decrease(REGISTERS.load)
+            if warp == 0:
+                self._load(rings, moved, keys, sizes)
+            if warp == 1:
+                self._add(sums, keys, sizes)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS.multiply)
+            for mma in (mma_first, mma_new):
+                mma.set(warpgroup.Field.ACCUMULATE, False)
+            for mma in (mma_s, mma_dk, mma_dv, mma_dq):
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            mmas = mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq
+            self._multiply(rings, mmas, moved, (sDs, sums.s), keys, sizes)
+
+    def _queries(self, moved, tile):
+        """As :meth:`KeysBackward._queries`, with the numbers of each row."""
+        views = [
+            (x.tma, *partition(x, (self.tile_q, 1), (None, 0, tile.head, tile.batch))) for x in moved[4:6]
+        ]
+        return [[*own, view] for own, view in zip(super()._queries(moved, tile), views)]
+
+    @cute.jit
+    def _add(self, sums: cutlass.Constexpr, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
+        """Add each tile's part of dq to the sums in memory."""
+        threads = self.consumers * WARPGROUP + WARP
+        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
+            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+            tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, tile.batch))
+            first, last = self.tiles.queries_of(tile, sizes)
+            for queries in cutlass.range(first, last + 1, unroll=1):
+                if self.tiles.some(tile, sizes, queries, tile.block):
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    cute.arch.barrier_arrive(barrier_id=EMPTY, number_of_threads=threads)
+                    cute.arch.barrier(barrier_id=FULL, number_of_threads=threads)
+                    cute.copy(sums.tma, tDsD, tDgD[None, queries])
+                    cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _multiply(
+        self, rings: cutlass.Constexpr, mmas: cutlass.Constexpr, moved: cutlass.Constexpr, own: cutlass.Constexpr,
+        keys: cutlass.Constexpr, sizes: cutlass.Constexpr,
+    ):  # fmt: skip
+        (ring_q, ring_k, ring_v, ring_o), (mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq) = rings, mmas
+        (q, k, v, dout, lse, delta, dk, dv), (sDs, sSums) = moved, own
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        first_s, first_dk, first_dv, first_dq = (
+            mma.get_slice(group * WARPGROUP) for mma in (mma_s, mma_dk, mma_dv, mma_dq)
+        )
+        tSrK, tSrQ = mma_s.make_fragment_A(first_s.partition_A(k.s)), mma_s.make_fragment_B(first_s.partition_B(q.s))
+        tPrV, tPrO = mma_s.make_fragment_A(first_s.partition_A(v.s)), mma_s.make_fragment_B(first_s.partition_B(dout.s))
+        tKrQ = mma_dk.make_fragment_B(first_dk.partition_B(transposed(q.s)))  # (mma, d, m, stages)
+        tVrO = mma_dv.make_fragment_B(first_dv.partition_B(transposed(dout.s)))  # (mma, dv, m, stages)
+        tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(transposed(sDs)))  # (mma, m, n, 1)
+        tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
+        shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
+        rS, rP = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        halves = ((2, 2, 2), 1, self.tile_q // 16)
+        rWeights, rDs = cute.make_rmem_tensor(halves, self.dtype), cute.make_rmem_tensor(halves, self.dtype)
+        rDk, rDv = (
+            cute.make_rmem_tensor(mma.partition_shape_C((self.tile_k, width)), Float32)
+            for mma, width in ((mma_dk, self.d), (mma_dv, self.dv))
+        )
+        rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
+        rDk.fill(0.0)
+        rDv.fill(0.0)
+        put_ds, put_sums = self._stores(mma_s, mma_dq, sDs, sSums, tidx)
+        both, all_three = self.consumers * WARPGROUP, self.consumers * WARPGROUP + WARP
+
+        one = make_pipeline_state(PipelineUserType.Consumer, 1)
+        slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        ring_k.consumer_wait(one)
+        ring_v.consumer_wait(one)
+        running = Boolean(False)
+        for i in cutlass.range(sizes.heads_per_kv, unroll=1):
+            tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
+            first, last = self.tiles.queries_of(tile, sizes)
+            for queries in cutlass.range(first, last + 1, unroll=1):
+                if self.tiles.some(tile, sizes, queries, tile.block):
+                    place = place_of(
+                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes.shift, True
+                    )
+                    ring_q.consumer_wait(slot)
+                    multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
+                    ring_o.consumer_wait(slot)
+                    multiply((mma_first, mma_s), tPrV, tPrO, rP, (0, slot.index))
+                    of_column = InPairs(self._of_queries(lse, slot, tidx))
+                    warpgroup.wait_group(1)
+                    if running:
+                        ring_q.consumer_release(before)
+                        ring_o.consumer_release(before)
+                        before.advance()
+                    running = Boolean(True)
+                    whole = self.tiles.whole(tile, sizes, queries, tile.block)
+                    self.weights.of_scores(rS, rWeights, place, of_column, (whole, sizes.seqlen_k))
+                    multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
+                    warpgroup.wait_group(1)
+                    self._cotangents_of_scores(rS, rP, self._of_queries(delta, slot, tidx))
+                    store_packed(rS, rDs)
+                    put_ds(rDs)
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier(barrier_id=DS, number_of_threads=both)
+                    multiply((mma_new, mma_dq), tDrDs, tDrK, rDq, (0, 0))
+                    multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)
+                    warpgroup.wait_group(1)
+                    # Both warpgroups have read ds, and the warp that adds has read the tile before.
+                    cute.arch.barrier(barrier_id=EMPTY, number_of_threads=all_three)
+                    put_sums(rDq)
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier_arrive(barrier_id=FULL, number_of_threads=all_three)
+                    slot.advance()
+            # Accumulators are not carried to the next head while instructions add to them.
+            warpgroup.wait_group(0)
+            if running:
+                ring_q.consumer_release(before)
+                ring_o.consumer_release(before)
+                before.advance()
+            running = Boolean(False)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=both)
+        store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d))
+        store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv))
+
+    def _of_queries(self, x, slot, tidx):
+        """The numbers of a thread's columns, which are queries, in shared memory: pairs of neighbours."""
+        layout = cute.make_layout((2, 4, self.tile_q // 8, self.stages), stride=(1, 2, 8, self.tile_q))
+        return cute.make_tensor(x.s.iterator, layout)[None, tidx % 4, None, slot.index]
+
+    def _cotangents_of_scores(self, rS, rP, delta):
+        """Replace ``p * dscore`` by ``ds``."""
+        scores, cotangents, of_column = by_row(rS), by_row(rP), InPairs(delta)
+        for c in range(self.tile_q // 4):
+            for r in range(2):
+                scores[r, c] = scores[r, c] * (cotangents[r, c] - of_column(r, c))
+
+    def _stores(self, mma_s, mma_dq, sDs, sSums, tidx):
+        """Functions that write a thread's part of ds, and of what is added to dq, to shared memory."""
+        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        of_ds = cute.make_tiled_copy_C(atom, mma_s).get_slice(tidx)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=2 * Float32.width)
+        of_sums = cute.make_tiled_copy_C(atom, mma_dq).get_slice(tidx)
+        sSums = cute.make_tensor(sSums.iterator, cute.make_composed_layout(chunks_of(self.d), 0, sSums.layout))
+        shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
+
+        def put_ds(rDs):
+            rows = cute.make_tensor(rDs.iterator, cute.make_layout(shape))
+            cute.copy(of_ds, of_ds.retile(rows), of_ds.partition_D(sDs)[None, None, None, 0])
+
+        def put_sums(rDq):
+            cute.copy(of_sums, of_sums.retile(rDq), of_sums.partition_D(sSums))
+
+        return put_ds, put_sums
+
+    @cute.jit
+    def finish(self, mSums, mDq, stream):
+        """Launch the kernel that rounds dq."""
+        vectors = Int64(cute.size(mDq)) // CHUNK
+        self.round(mSums, mDq).launch(
+            grid=[Int32((vectors + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def round(self, mSums, mDq):
+        """A thread has a chunk."""
+        index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
+        seqlen, heads = Int32(mDq.shape[0]), Int32(mDq.shape[2])
+        row_index, chunk = index // (self.d // CHUNK), Int32(index % (self.d // CHUNK))
+        if index < Int64(cute.size(mDq)) // CHUNK:
+            which = Int32(row_index // seqlen)
+            row, batch = Int32(row_index - Int64(which) * seqlen), which // heads
+            head = which - batch * heads
+            rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
+            load(rX, self._address(mSums, (row, (chunk ^ (row % CHUNKS)) * CHUNK, head, batch)))
+            rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
+            store(rOut, self._address(mDq, (row, chunk * CHUNK, head, batch)))
+
+    def _address(self, m, at):
+        return m.iterator.toint() + Int64(cute.crd2idx(at, m.layout)) * (m.element_type.width // 8)
+
+
+def chunks_of(d):
+    """How the sums of dq lie in a row: four neighbouring chunks change places by the row, so that a warp's stores of
+    eight rows meet in no bank of shared memory.
+    """
+    chunk, row = CHUNK.bit_length() - 1, d.bit_length() - 1
+    return cute.make_swizzle(CHUNKS.bit_length() - 1, chunk, row - chunk)
+
+
+class InPairs:
+    """Numbers of columns in shared memory, as a function of row and column. Two at a time are read, since registers are
+    few: it is called column by column.
+    """
+
+    def __init__(self, numbers):
+        self.numbers, self.pair, self.read = numbers, None, None
+
+    def __call__(self, r, c):
+        if c // 2 != self.pair:
+            self.pair, self.read = c // 2, cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(self.numbers[None, self.pair], self.read)
+        return self.read[c % 2]
