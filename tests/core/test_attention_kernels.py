@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -53,7 +53,7 @@ class Run:
     def __call__(
         self, name: str, mmas: int, moved: Sequence[tuple[np.ndarray, int]], rows: Sequence[bytes],
         memory: Sequence[np.ndarray], ctas: int, of_rows: Sequence[tuple[np.ndarray, int]] = (),
-        sums: np.ndarray | None = None,
+        sums: np.ndarray | None = None, columns: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Run the kernel of this name.
 
@@ -66,6 +66,7 @@ class Run:
             of_rows: numbers of rows, (batch, heads, seqlen), that TMA loads, and how many at once: after the first four
                 of ``moved``.
             sums: what TMA adds to, (batch, heads, seqlen, headdim).
+            columns: that TMA moves at once, by the place in ``moved``; 64 at most where none are given.
         """
         (text,) = (
             entry for entry in self.entries if all(part in entry.partition("(")[0] for part in ("_kernel_", name))
@@ -77,7 +78,8 @@ class Run:
                 maps[len(arguments)] = ptx_sm90.Map(array, 1, height, set())
             else:
                 batch, length, heads, width = array.shape
-                maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), height, min(width, 64), set())
+                width = (columns or {}).get(i, min(width, 64))
+                maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), height, width, set())
             arguments += [DESCRIPTOR, struct.pack("<3i", length, heads, batch)]
         if sums is not None:
             batch, heads, length, width = sums.shape
@@ -132,7 +134,8 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]
     of_rows = [(logs, tile), (np.pad(delta, whole), tile)]
-    run("OnePass", 6, moved, [], [], -(-call.t // 128) * call.g * call.batch, of_rows, sums)
+    ctas = -(-call.t // 128) * call.g * call.batch
+    run("OnePass", 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2})
     # Four neighbouring chunks of eight elements change places by the row.
     chunks = np.arange(call.d // 8) ^ np.arange(call.s)[:, None] % 4
     dq = np.take_along_axis(sums.reshape(*sums.shape[:3], -1, 8), chunks[None, None, :, :, None], axis=3)

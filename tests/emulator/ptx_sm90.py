@@ -319,15 +319,13 @@ class Warp(ptx_cta.Cta):
         return lanes.transpose(1, 2, 0, 3, 4).reshape(16, 16)
 
     def operand(self, descriptor: int, rows: range, turned: bool, kind: Any) -> np.ndarray:
-        """Some rows of 32 bytes of an operand in rows of 128 bytes; turned, in columns of 128 or 64."""
+        """Some rows of 32 bytes of an operand in rows of 128 or 64 bytes; turned, in columns."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        width, size = {1: 128, 2: 64}[descriptor >> 62 & 3] if turned else 128, np.dtype(kind).itemsize
-        if not turned and descriptor >> 62 & 3 != 1:
-            raise NotImplementedError(f"a swizzle that is not of 128 bytes: {descriptor:#x}")
+        width, size = {1: 128, 2: 64}[descriptor >> 62 & 3], np.dtype(kind).itemsize
         row, k = np.asarray(rows)[:, None], np.arange(32 // size)
         if turned:
             inside = width // 2  # rows of the operand
             address = start + row // inside * leading + k // 8 * stride + k % 8 * width + row % inside * 2
         else:
-            address = start + row // 8 * stride + row % 8 * 128 + size * k
+            address = start + row // 8 * stride + row % 8 * width + size * k
         return self.blocks[0].view(kind)[swizzled(address, width) // size].astype(np.float32)

@@ -53,8 +53,6 @@ class OnePassBackward(KeysBackward):
 
     def __init__(self, config, d, dv, mods, scale):
         super().__init__(config, d, dv, mods, scale)
-        # Both warpgroups have 64 queries, or half of the columns of dq.
-        self.split = (2, 1, 1) if self.tile_q == 2 * MMA_M else (1, 2, 1)
 
     @cute.jit
     def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, stream):
@@ -64,13 +62,13 @@ class OnePassBackward(KeysBackward):
         mma_s = mma_of_scores(dtype, self.tile_q)
         mma_dk, mma_dv = (mma_of_weights(dtype, width) for width in (self.d, self.dv))
         mma_dq = hopper.make_trivial_tiled_mma(
-            dtype, dtype, across, across, Float32, self.split, (MMA_M, self.d // self.split[1])
+            dtype, dtype, across, across, Float32, (1, 2, 1), (self.tile_q, self.d // self.consumers)
         )
         shape_k, shape_v = (self.tile_k, self.tile_q, self.d), (self.tile_k, self.tile_q, self.dv)
         of_row = cute.make_layout((self.tile_q, 1, self.stages))
         layouts = (
             hopper.make_smem_layout_b(row, shape_k, dtype, self.stages),
-            hopper.make_smem_layout_a(row, shape_k, dtype, 1),
+            self._layout_of_keys(),
             hopper.make_smem_layout_a(row, shape_v, dtype, 1),
             hopper.make_smem_layout_b(row, shape_v, dtype, self.stages),
             of_row,
@@ -95,6 +93,13 @@ class OnePassBackward(KeysBackward):
         self.kernel(*mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
             grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
+
+    def _layout_of_keys(self):
+        """Of keys in shared memory, by rows. Swizzled are as many bytes of them as a warpgroup has columns of dq."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = kinds.K_SW128 if self.d * self.dtype.width // 8 >= 2 * 128 else kinds.K_SW64
+        atom = hopper.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (self.tile_k, self.d, 1), order=(0, 1, 2))
 
     @cute.kernel
     def kernel(

@@ -155,8 +155,8 @@ class Weights:
             rRaw.store(rS.load() * Float32(self.scale))
             self.mods.change(scores, place, self.scale)
         scale = Float32(LOG2_E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2_E)
-        for c in range(cute.size(scores, mode=[1])):
-            for r in range(2):
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            for r in cutlass.range_constexpr(2):
                 scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
         if not whole:
             self.mods.hide(scores, place, seqlen_k, 0.0)

@@ -25,7 +25,7 @@ KEYS = {128: 128, 192: 96, 256: 80}
 # Likewise keys and slots of the gradient of queries, and queries and slots of that of keys and values.
 LONGEST_TILE = 128  # queries
 # In one pass, queries and slots by the elements of a head.
-ONE_PASS = {64: (128, 2), 128: (64, 2)}
+ONE_PASS = {64: (64, 3), 128: (64, 2)}
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
