@@ -63,7 +63,10 @@ def drawn(seed: int, longest: int = 700) -> Call:
     t = s if draw.random() < 0.4 else length()
     packed = s == t and d == e and draw.random() < 0.5
     dtype = draw.choice(["bfloat16", "float16"])
-    return Call(draw.randint(1, 3), s, t, g * draw.randint(1, 4), g, d, e, dtype, attrs, draw.random() < 0.3, packed)
+    call = Call(draw.randint(1, 3), s, t, g * draw.randint(1, 4), g, d, e, dtype, attrs, draw.random() < 0.3, packed)
+    if draw.random() < 0.3:
+        attrs["deterministic"] = True
+    return call
 
 
 class Bounded(NamedTuple):

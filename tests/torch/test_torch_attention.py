@@ -30,7 +30,9 @@ def wide(tensors: Sequence[torch.Tensor | None]) -> list[np.ndarray | None]:
 
 
 def assert_right(call: Call, seed: int, device: str) -> None:
-    """Results and gradients are right, and have the same bits when they are computed again in poisoned memory."""
+    """Results and gradients are right, and have the same bits when they are computed again in poisoned memory, if asked
+    to.
+    """
     given = tensors(call, seed, device)
     torch.manual_seed(seed)
     dout = torch.randn(call.batch, call.s, call.h, call.e, dtype=given[0].dtype, device=device)
@@ -48,7 +50,8 @@ def assert_right(call: Call, seed: int, device: str) -> None:
     for name, bound in right.items():
         what = f"seed {seed}: {call.name}: {name}"
         bound.assert_holds(wide([runs[0][name]])[0], what)  # type: ignore[arg-type]
-        assert all(torch.equal(runs[0][name], again[name]) for again in runs[1:]), what
+        if name != "dq" or call.attrs.get("deterministic"):
+            assert all(torch.equal(runs[0][name], again[name]) for again in runs[1:]), what
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -67,13 +70,19 @@ def test_drawn_calls_on_a_gpu(part: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_tiles_and_heads_on_a_gpu(causal: bool) -> None:
     """Several blocks of queries for each CTA, and more keys and values than L2 holds."""
-    q = torch.randn(4, 4096, 16, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(4, 4096, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q, k, v = (
+        torch.randn(4, 4096, heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (16, 4, 4)
+    )
     out, _ = cute_ops_torch.attention(q, k, v, causal=causal)
-    for b, h in ((0, 0), (1, 7), (3, 15)):
-        head = [x[b, :, n].float()[None, None] for x, n in ((q, h), (k, h // 4), (v, h // 4))]
-        right = F.scaled_dot_product_attention(*head, is_causal=causal)[0, 0]
-        assert (out[b, :, h].float() - right).abs().max() < 0.03
+    dout = torch.randn_like(out)
+    found = out, *torch.autograd.grad(out, (q, k, v), dout)
+    for b in (0, 3):
+        whole = [x.detach()[b].float().transpose(0, 1).requires_grad_() for x in (q, k, v)]
+        right = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
+        grads = torch.autograd.grad(right, whole, dout[b].float().transpose(0, 1))
+        for got, expected_, most in zip(found, (right, *grads), (0.03, 0.03, 0.06, 0.06), strict=True):
+            assert (got[b].float().transpose(0, 1) - expected_).abs().max() < most
 
 
 def test_the_definition_is_that_of_torch() -> None:

@@ -44,8 +44,8 @@ class OnePassBackward(KeysBackward):
     """``dk = ds.T @ q``, ``dv = p.T @ dout``, and for each tile of keys what it adds to ``dq = ds @ k``.
 
     Tile: a CTA has 128 keys of one head, as :class:`KeysBackward`. It computes the scores of a tile of queries, writes
-    ``ds`` to shared memory and multiplies it with its keys; TMA adds the product to float32 sums in memory, in the order
-    in which CTAs come: dq is not deterministic. Five products a tile, where two kernels compute seven.
+    ``ds`` to shared memory and multiplies it with its keys; TMA adds the product to float32 sums in memory, in the
+    order in which CTAs come: dq is not deterministic. Five products a tile, where two kernels compute seven.
     Shared memory: as :class:`KeysBackward`, and ``tile_q x 128`` of ``ds``, ``tile_q x d`` in float32.
     Bytes moved per element: as :class:`KeysBackward`; the sums of dq are read and written by L2 once for each tile of
     keys, and once more to zero and to round them.
@@ -119,9 +119,7 @@ class OnePassBackward(KeysBackward):
         sums = Moved(*added, smem.allocate_tensor(Float32, of_sums, byte_alignment=128))
         stages = self.stages, 1, 1, self.stages
         more = self.tile_q * Float32.width // 8, 0, 0, self.tile_q * Float32.width // 8
-        rings = [
-            ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)
-        ]
+        rings = [ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         keys = self._tile(sizes)
@@ -142,9 +140,7 @@ class OnePassBackward(KeysBackward):
 
     def _queries(self, moved, tile):
         """As :meth:`KeysBackward._queries`, with the numbers of each row."""
-        views = [
-            (x.tma, *partition(x, (self.tile_q, 1), (None, 0, tile.head, tile.batch))) for x in moved[4:6]
-        ]
+        views = [(x.tma, *partition(x, (self.tile_q, 1), (None, 0, tile.head, tile.batch))) for x in moved[4:6]]
         return [[*own, view] for own, view in zip(super()._queries(moved, tile), views)]
 
     @cute.jit

@@ -1,9 +1,9 @@
-"""The gradients of attention on Hopper: one kernel for those of queries, one for those of keys and values.
+"""The gradients of attention on Hopper.
 
-Both compute the scores again. So each gradient is summed by one CTA in a fixed order: results are deterministic, and
-nothing is added up in memory. ``p = exp(score - lse)``, ``ds = p * (dout @ v.T - delta)`` with ``delta = sum(dout *
-out) - dlse`` of a row; then ``dq = ds @ k``, ``dk = ds.T @ q``, ``dv = p.T @ dout``, and ``dsink = -sum(exp(sink - lse)
-* delta)``.
+``p = exp(score - lse)``, ``ds = p * (dout @ v.T - delta)`` with ``delta = sum(dout * out) - dlse`` of a row; then
+``dq = ds @ k``, ``dk = ds.T @ q``, ``dv = p.T @ dout``, and ``dsink = -sum(exp(sink - lse) * delta)``. Either one
+kernel computes the scores again and adds dq up in memory, or two kernels do, one for dq, one for dk and dv: then each
+gradient is summed by one CTA in a fixed order.
 """
 
 import cutlass
@@ -43,7 +43,9 @@ class AttentionBackward:
         self.of_keys = [] if config.one_pass else [KeysBackward(*own, part) for part in parts]
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mOut, mLse, mDout, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, stream):
+    def __call__(
+        self, mQ, mK, mV, mOut, mLse, mDout, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, stream
+    ):
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)

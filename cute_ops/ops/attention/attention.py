@@ -166,7 +166,7 @@ attention_bwd = Op(
     doc="""Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
-    @ dout``. Each is summed by one CTA in a fixed order: deterministic.
+    @ dout``. dq is deterministic if asked for, the others are.
     """,
 )  # fmt: skip
 
@@ -195,11 +195,12 @@ attention = Op(
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
+        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128.
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
         weights are rounded to T before they multiply values. A row that attends to nothing is 0, its lse -inf. Both
-        have a gradient, which computes the scores again. Results and gradients are deterministic.
+        have a gradient, which computes the scores again. Results are deterministic, gradients but that of q, too.
 
     Raises:
         TypeError: a dtype that is not listed.
