@@ -34,6 +34,7 @@ class AttentionBackward:
     def __init__(self, variant):
         config, dims = AttentionBackwardConfig.of(variant.config), variant.dims
         self.dv = dims["e"]
+        self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()  # that have a row's delta
         mods = Mods(config.mask, config.bounds, config.score, config.dscore)
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         own = config, dims["d"], dims["e"], mods, scale
@@ -53,7 +54,10 @@ class AttentionBackward:
             mLogs, mSums = folded(mLogs, own=2), view(mSums, (2, 3, 1, 0))
         rows = Int64(cute.size(mDelta))
         self.delta(mOut, mDout, mLse, mDlse, mDelta, mLogs, mSums).launch(
-            grid=[Int32((rows + (WARPS - 1)) // WARPS), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream, use_pdl=True
+            grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
+            block=[WARP * WARPS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
         if const_expr(mSinks is not None):
             self.sinks(mSinks, mLse, mDelta, mDsinks).launch(
@@ -70,38 +74,39 @@ class AttentionBackward:
 
     @cute.kernel
     def delta(self, mOut, mDout, mLse, mDlse, mDelta, mLogs, mSums):
-        """A warp for each row of a head. In one pass there are rows without a query, whose weights are 0; the row's
-        log-sum-exp of base 2 is kept, and sums of dq begin with 0.
+        """Neighbouring lanes of a warp have a row of a head. In one pass there are rows without a query, whose weights
+        are 0; the row's log-sum-exp of base 2 is kept, and sums of dq begin with 0.
         """
         seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
-        lane = cute.arch.lane_idx()
-        index = Int64(cute.arch.block_idx()[0]) * WARPS + cute.arch.warp_idx()
+        thread = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
+        index, lane = thread // self.lanes, cute.arch.lane_idx() % self.lanes
         let_next_start(True)
         wait_for_previous(True)
-        if index < cute.size(mDelta):
-            which = Int32(index // seqlen)
-            row, batch = Int32(index - Int64(which) * seqlen), which // heads
-            head, given = which - batch * heads, row < seqlen_q
-            rows = []
-            for m in (mOut, mDout):
-                rX = fragment(m.element_type, VECTOR, 0)
-                load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (row, 0, head, batch), lane * VECTOR))
-                rows.append(rX.load().to(Float32))
-            total = (rows[0] * rows[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            for offset in (16, 8, 4, 2, 1):
+        inside = index < cute.size(mDelta)
+        which = Int32(index // seqlen)
+        row, batch = Int32(index - Int64(which) * seqlen), which // heads
+        head, given = which - batch * heads, inside & (row < seqlen_q)
+        rows = []
+        for m in (mOut, mDout):
+            rX = fragment(m.element_type, VECTOR, 0)
+            load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (row, 0, head, batch), lane * VECTOR))
+            rows.append(rX.load().to(Float32))
+        total = (rows[0] * rows[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        for offset in (16, 8, 4, 2, 1):
+            if const_expr(offset < self.lanes):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
-            if lane == 0:
-                at = batch, head, cutlass.min(row, seqlen_q - 1)
-                if const_expr(mDlse is not None):
-                    total = total - mDlse[at]
-                mDelta[batch, head, row] = cutlass.select_(given, total, Float32(0.0))
-                if const_expr(mLogs is not None):
-                    mLogs[batch, head, row] = self.one_pass.weights.of_lse(mLse[at], given)
-            if const_expr(mSums is not None):
-                for start in range(0, self.one_pass.d, WARP * 4):
-                    first = start + lane * 4
-                    zeros = address_of(mSums, (row, 0, head, batch), first)
-                    store_if(given & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
+        if inside & (lane == 0):
+            at = batch, head, cutlass.min(row, seqlen_q - 1)
+            if const_expr(mDlse is not None):
+                total = total - mDlse[at]
+            mDelta[batch, head, row] = cutlass.select_(given, total, Float32(0.0))
+            if const_expr(mLogs is not None):
+                mLogs[batch, head, row] = self.one_pass.weights.of_lse(mLse[at], given)
+        if const_expr(mSums is not None):
+            for start in cutlass.range_constexpr(0, self.one_pass.d, self.lanes * 4):
+                first = start + lane * 4
+                zeros = address_of(mSums, (row, 0, head, batch), first)
+                store_if(given & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks):
