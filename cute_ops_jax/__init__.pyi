@@ -141,6 +141,7 @@ def attention(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    deterministic: bool = False,
 ) -> tuple[Array, Array]: ...
 def decode_attention(
     q: ArrayLike,

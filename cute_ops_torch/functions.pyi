@@ -203,6 +203,7 @@ def attention(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    deterministic: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
