@@ -139,7 +139,7 @@ class OnePassBackward(KeysBackward):
             self._multiply(rings, mmas, moved, (sDs, sums.s), keys, sizes)
 
     def _queries(self, moved, tile):
-        """As :meth:`KeysBackward._queries`, with the numbers of each row."""
+        """TMA's views of the queries and the cotangents of a head, and of the numbers of their rows."""
         views = [(x.tma, *partition(x, (self.tile_q, 1), (None, 0, tile.head, tile.batch))) for x in moved[4:6]]
         return [[*own, view] for own, view in zip(super()._queries(moved, tile), views)]
 
