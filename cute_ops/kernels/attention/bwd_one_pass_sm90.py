@@ -90,7 +90,7 @@ class OnePassBackward(KeysBackward):
         sizes = sizes_of(mQ, mK)
         blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
-        self.kernel(*mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
+        self.kernel(mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
             grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -102,10 +102,8 @@ class OnePassBackward(KeysBackward):
         return cute.tile_to_shape(atom, (self.tile_k, self.d, 1), order=(0, 1, 2))
 
     @cute.kernel
-    def kernel(
-        self, mma_first: cute.TiledMma, mma_s: cute.TiledMma, mma_dk: cute.TiledMma, mma_dv: cute.TiledMma,
-        mma_new: cute.TiledMma, mma_dq: cute.TiledMma, moved, sums, sizes,
-    ):  # fmt: skip
+    def kernel(self, mmas, moved, sums, sizes):
+        mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq = mmas
         (moved, layouts), (added, of_ds, of_sums), sizes = moved, sums, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
@@ -135,7 +133,6 @@ class OnePassBackward(KeysBackward):
                 mma.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dk, mma_dv, mma_dq):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
-            mmas = mma_first, mma_s, mma_dk, mma_dv, mma_new, mma_dq
             self._multiply(rings, mmas, moved, (sDs, sums.s), keys, sizes)
 
     def _queries(self, moved, tile):

@@ -53,7 +53,7 @@ class AttentionBackward:
         if const_expr(self.one_pass is not None):
             mLogs, mSums = folded(mLogs, own=2), view(mSums, (2, 3, 1, 0))
         rows = Int64(cute.size(mDelta))
-        self.delta(mOut, mDout, mLse, mDlse, mDelta, mLogs, mSums).launch(
+        self.delta((mOut, mDout), (mLse, mDlse), mDelta, mLogs, mSums).launch(
             grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
             block=[WARP * WARPS, 1, 1],
             stream=stream,
@@ -73,10 +73,11 @@ class AttentionBackward:
                 each.launch(inputs, (mLse, mDelta), (mDk, mDv), stream)
 
     @cute.kernel
-    def delta(self, mOut, mDout, mLse, mDlse, mDelta, mLogs, mSums):
+    def delta(self, mOuts, of_rows, mDelta, mLogs, mSums):
         """Neighbouring lanes of a warp have a row of a head. In one pass there are rows without a query, whose weights
         are 0; the row's log-sum-exp of base 2 is kept, and sums of dq begin with 0.
         """
+        mLse, mDlse = of_rows
         seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
         thread = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
         index, lane = thread // self.lanes, cute.arch.lane_idx() % self.lanes
@@ -87,7 +88,7 @@ class AttentionBackward:
         row, batch = Int32(index - Int64(which) * seqlen), which // heads
         head, given = which - batch * heads, inside & (row < seqlen_q)
         rows = []
-        for m in (mOut, mDout):
+        for m in mOuts:
             rX = fragment(m.element_type, VECTOR, 0)
             load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (row, 0, head, batch), lane * VECTOR))
             rows.append(rX.load().to(Float32))
