@@ -150,6 +150,8 @@ def decode_attention(
     lengths: ArrayLike,
     page_table: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     scale: float = 0.0,
     window: int = 0,
     softcap: float = 0.0,

@@ -214,6 +214,8 @@ def decode_attention(
     lengths: Tensor,
     page_table: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     scale: float = 0.0,
     window: int = 0,
     softcap: float = 0.0,

@@ -25,6 +25,7 @@ CALLS = (
     Decoding((64, 41), 5, 1, 7, 64, 32, 16, 80, "float16", {"window": 20}, holes=True),
     Decoding((1100,), 1, 1, 2, 64, 16, 1, 1110, attrs={"batch_invariant": True}, holes=True),
     Decoding((520,), 1, 1, 2, 16, 144, 0, 600, sinks=True),
+    Decoding((75, 40), 1, 2, 4, 96, 64, 16, 80, attrs={"window": 60}, holes=True, float8=True),
 )
 
 

@@ -23,7 +23,17 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
     "shr": np.right_shift, "mov": lambda a: a, "cvt": lambda a: a, "selp": lambda a, b, p: np.where(p != 0, a, b),
     "div": lambda a, b: np.trunc(a / b).astype(np.int64), "rem": np.fmod, "min": np.minimum, "max": np.maximum,
+    "prmt": lambda a, b, selector: permuted(a, b, selector),
 }  # fmt: skip
+
+
+def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """Any four of the eight bytes of two words."""
+    both = np.stack([a, b], axis=-1).astype(np.uint32).view(np.uint8)
+    places = selector[:, None] >> np.arange(0, 16, 4) & 7
+    return np.take_along_axis(both, places, axis=-1).view(np.uint32)[:, 0]
+
+
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal}  # fmt: skip
 # Also true beside a NaN.
@@ -71,7 +81,13 @@ def floats(bits: np.ndarray) -> np.ndarray:
 def function_of(*op: str) -> Callable[..., np.ndarray]:
     """What an instruction with one result makes of the bits of its operands."""
     kind = op[-1]
-    if op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
+    if kind == "e4m3x2":
+
+        def function(bits: np.ndarray) -> np.ndarray:
+            pairs = bits.astype(np.uint16)[:, None].view(ml_dtypes.float8_e4m3fn)
+            return pairs.astype(np.float16).view(np.uint32)[:, 0].astype(np.int64)
+
+    elif op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
 
         def function(bits: np.ndarray) -> np.ndarray:
             wide = bits.astype(np.uint16).view(HALVES[kind]) if kind in HALVES else number(bits, kind)

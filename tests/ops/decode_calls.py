@@ -30,6 +30,7 @@ class Decoding(NamedTuple):
     sinks: bool = False
     heads_first: bool = False
     holes: bool = False
+    float8: bool = False
 
     @property
     def name(self) -> str:
@@ -37,7 +38,9 @@ class Decoding(NamedTuple):
         sizes = (
             f"{'+'.join(map(str, self.lengths))}-{self.s}-{self.g}x{self.r}-{self.d}:{self.e}-{self.size}:{self.keys}"
         )
-        flags = "-sinks" * self.sinks + "-heads_first" * self.heads_first + "-holes" * self.holes
+        flags = (
+            "-float8" * self.float8 + "-sinks" * self.sinks + "-heads_first" * self.heads_first + "-holes" * self.holes
+        )
         return f"{sizes}-{self.dtype}-{attrs}{flags}"
 
 
@@ -67,7 +70,7 @@ def drawn(seed: int, longest: int = 300, batch: int = 3) -> Decoding:
     return Decoding(
         lengths, s, draw.randint(1, 3), r, d, e, size, -(-room // size) * size if size else room,
         draw.choice(["bfloat16", "float16"]), attrs, draw.random() < 0.3, draw.random() < 0.3,
-        bool(size) and draw.random() < 0.3,
+        bool(size) and draw.random() < 0.3, d % 32 == e % 32 == 0 and draw.random() < 0.3,
     )  # fmt: skip
 
 
@@ -88,7 +91,7 @@ def arrays(call: Decoding, seed: int) -> dict[str, np.ndarray]:
                 page = i if table is None else int(table[i, key // size])
                 if 0 <= page < pages:
                     cache[page, key % size] = rng.standard_normal((call.g, width), np.float32)
-        given[name] = cache.astype(half)
+        given[name] = cache.astype(testing.numpy_dtype("float8_e4m3fn") if call.float8 else half)
         if call.heads_first:
             given[name] = np.ascontiguousarray(given[name].swapaxes(1, 2)).swapaxes(1, 2)
     given["lengths"] = np.asarray(call.lengths, np.int32)
@@ -96,6 +99,9 @@ def arrays(call: Decoding, seed: int) -> dict[str, np.ndarray]:
         given["page_table"] = table
     if call.sinks:
         given["sinks"] = rng.standard_normal(call.g * call.r).astype(np.float32)
+    if call.float8:
+        given["k_scale"] = rng.uniform(0.1, 2.0, call.g).astype(np.float32)
+        given["v_scale"] = np.broadcast_to(rng.uniform(0.1, 2.0, 1).astype(np.float32), call.g)
     return given
 
 
@@ -104,6 +110,8 @@ def expected(call: Decoding, given: dict[str, np.ndarray]) -> dict[str, Bounded]
     attrs, unit = {**DEFAULTS, **call.attrs}, UNITS[call.dtype]
     scale, cap, window = attrs["scale"] or call.d**-0.5, attrs["softcap"], attrs["window"]
     q, k_cache, v_cache = (given[name].astype(np.float64) for name in ("q", "k_cache", "v_cache"))
+    if call.float8:
+        k_cache, v_cache = k_cache * given["k_scale"][:, None], v_cache * given["v_scale"][:, None]
     table, (pages, size) = given.get("page_table"), k_cache.shape[:2]
     b, h = len(call.lengths), call.g * call.r
     found = {"out": np.zeros((2, b, call.s, h, call.e)), "lse": np.zeros((2, b, h, call.s))}

@@ -19,12 +19,16 @@ from tests.ops.decode_calls import Decoding, arrays, drawn, expected
 
 
 def tensors(call: Decoding, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """The op's inputs; caches keep their strides."""
-    found = {}
+    """The op's inputs; caches keep their strides, and one scale of all heads is repeated without memory."""
+    half, found = getattr(torch, call.dtype), {}
+    of_caches = torch.float8_e4m3fn if call.float8 else half
+    dtypes = {"q": half, "k_cache": of_caches, "v_cache": of_caches}
     for name, a in arrays(call, seed).items():
-        half = name in ("q", "k_cache", "v_cache")
-        x = torch.from_numpy(a.astype(np.float32) if half else a)
-        found[name] = x.to(device, getattr(torch, call.dtype) if half else x.dtype, memory_format=torch.preserve_format)
+        if name == "v_scale":
+            found[name] = torch.tensor(a[0], device=device).expand(call.g)
+            continue
+        x = torch.from_numpy(a.astype(np.float32) if name in dtypes else a)
+        found[name] = x.to(device, dtypes.get(name, x.dtype), memory_format=torch.preserve_format)
     return found
 
 
@@ -231,6 +235,7 @@ CACHE = (2, 9, 2, 32)
         ({"v_cache": (2, 9, 2, 24)}, "a head has 16, 32 ... 256 elements, got e=24."),
         ({"v_cache": (2, 8, 2, 32)}, "has c=8, but c=9"),
         ({"window": -1}, "window is not negative, got -1."),
+        ({"k_scale": torch.ones(2)}, "k_scale and v_scale are for caches in float8_e4m3fn, got bfloat16."),
     ],
 )
 def test_what_does_not_fit_is_said(changed: dict[str, Any], said: str) -> None:

@@ -81,6 +81,7 @@ class DecodeConfig(KernelConfig):
         tiles_m: tiles of 16 queries, of heads that share keys, which a CTA has.
         warps: of a CTA, each with tiles of keys of its own.
         stages: tiles of keys and values that a warp has in shared memory.
+        itemsize: bytes of an element of caches.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         score: the expression of a change of scores; empty if there is none.
     """
@@ -89,6 +90,7 @@ class DecodeConfig(KernelConfig):
     tiles_m: int
     warps: int
     stages: int
+    itemsize: int = 2
     split_keys: int = 0
     score: str = ""
 
@@ -99,13 +101,15 @@ class DecodeConfig(KernelConfig):
 
     def stage_bytes(self, d: int, e: int) -> int:
         """Bytes of a tile of keys and values: padding keeps eight neighbouring rows in different banks."""
-        return 2 * KEYS_OF_TILE * (d + e + 2 * PADDING)
+        return KEYS_OF_TILE * (self.itemsize * (d + e) + 4 * PADDING)
 
     def shared(self, d: int, e: int) -> int:
-        """Bytes of shared memory: queries, tiles or results of each warp, which take their place, and masks."""
+        """Bytes of shared memory: queries and their factors, tiles or results of each warp, which take their place, and
+        masks.
+        """
         results = 4 * self.rows * (e + 2)
         ring = self.stages * self.stage_bytes(d, e)
-        return 2 * self.rows * (d + PADDING) + self.warps * (max(ring, results) + 4 * self.stages)
+        return self.rows * (2 * (d + PADDING) + 4) + self.warps * (max(ring, results) + 4 * self.stages)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.attention.cache_tiles import tiles_of
 from cute_ops.kernels.attention.combine import Combine, Results
 from cute_ops.kernels.attention.config import KEYS_OF_TILE, MMA_ROWS, PADDING, DecodeConfig
 from cute_ops.kernels.attention.mods import Mods
@@ -32,6 +33,8 @@ class Tensors(NamedTuple):
     lengths: Any
     page_table: Any
     sinks: Any
+    k_scale: Any
+    v_scale: Any
     out: Any
     lse: Any
     partial: Any
@@ -61,7 +64,7 @@ class Work(NamedTuple):
 
 class Accumulated(NamedTuple):
     """A warp's sums for a tile of queries: scores, weights in 16 bits, values; largest scores and sums of weights; the
-    first key that each of a thread's rows attends to, and the last one.
+    first key that each of a thread's rows attends to, and the last one; and what scores are multiplied by, or None.
     """
 
     scores: Any
@@ -71,6 +74,7 @@ class Accumulated(NamedTuple):
     sums: Any
     low: Any
     high: Any
+    factors: Any
 
 
 class DecodeAttention:
@@ -96,14 +100,15 @@ class DecodeAttention:
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
         # What stays in registers: queries, beside sums of values.
         self.keeps_queries = self.config.tiles_m * (self.d + 2 * self.e) <= 512
-        self.combine = Combine(self.e, self.pdl)
+        self.combine, self.tiles = Combine(self.e, self.pdl), tiles_of(self.config.itemsize, self.d, self.e)
 
     @cute.jit
     def __call__(self, *arguments):
         tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
         self.dtype = tensors.q.element_type
+        self.product = self.tiles.product_dtype(self.dtype)
         mma = cute.make_tiled_mma(
-            MmaF16BF16Op(self.dtype, Float32, (MMA_ROWS, 8, 16)), (1, 1, 1), permutation_mnk=(MMA_ROWS, 16, 16)
+            MmaF16BF16Op(self.product, Float32, (MMA_ROWS, 8, 16)), (1, 1, 1), permutation_mnk=(MMA_ROWS, 16, 16)
         )
         batches, heads = (Int32(tensors.k_cache.shape[2]) if i else Int32(tensors.q.shape[0]) for i in range(2))
         splits = Int32(tensors.partial_lse.shape[1])
@@ -124,10 +129,12 @@ class DecodeAttention:
         wait_for_previous(self.pdl)
         work = self._work(tensors, heads, splits)
         smem = cutlass.utils.SmemAllocator()
-        sQ = self._slots(smem, self.config.rows, self.d)
+        rows = self.config.rows
+        sQ = smem.allocate_tensor(self.product, cute.make_layout((rows, self.d), stride=(self.d + PADDING, 1)), 16)
+        sFactors = smem.allocate_tensor(Float32, cute.make_layout(rows), 16)
         ring = self._ring(smem, warp)
         if (work.begin < work.end) | (splits == 1):
-            self._attend(mma, tensors, work, (sQ, ring), (tidx, warp))
+            self._attend(mma, tensors, work, (sQ, sFactors, ring), (tidx, warp))
         elif tidx < self.config.rows:
             row = work.block * self.config.rows + tidx
             if row < self.rows:
@@ -156,21 +163,19 @@ class DecodeAttention:
             end = cutlass.min(end, begin + tiles)
         return Work(batch, head - batch * heads, bidx - index * blocks, split, splits, keys, begin, end)
 
-    def _slots(self, smem, rows, width):
-        return smem.allocate_tensor(self.dtype, cute.make_layout((rows, width), stride=(width + PADDING, 1)), 16)
-
     def _ring(self, smem, warp):
-        """A warp's tiles of keys and values, (keys, elements, stages), and its bytes as float32 results: values of each
-        row, the largest score and the sum of weights of each row.
+        """A warp's tiles of keys and values, (keys, units of 16 bits, stages), its masks of keys, and the memory of all
+        warps as float32 results: values of each row, the largest score and the sum of weights of each row.
         """
         config, warps = self.config, self.config.warps
         stage, rows = config.stage_bytes(self.d, self.e), config.rows
         size = max(config.stages * stage, 4 * rows * (self.e + 2))
         base = smem.allocate(size * warps, 16)
         tiles = []
-        for start, width in ((0, self.d), (2 * KEYS_OF_TILE * (self.d + PADDING), self.e)):
+        units = [width * config.itemsize // 2 for width in (self.d, self.e)]
+        for start, width in zip((0, 2 * KEYS_OF_TILE * (units[0] + PADDING)), units):
             address = (base + (warp * size + start)).toint()
-            pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+            pointer = cute.make_ptr(self.product, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
             shape, strides = (KEYS_OF_TILE, width, config.stages), (width + PADDING, 1, stage // 2)
             tiles.append(cute.make_tensor(pointer, cute.make_layout(shape, stride=strides)))
         results = cute.recast_ptr(base, dtype=Float32)
@@ -187,7 +192,7 @@ class DecodeAttention:
         self, mma, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr,
         at: cutlass.Constexpr,
     ):  # fmt: skip
-        (sQ, (sK, sV, masks, sValues, sSums)), (tidx, warp), warps = shared, at, self.config.warps
+        (sQ, sFactors, (sK, sV, masks, sValues, sSums)), (tidx, warp), warps = shared, at, self.config.warps
         lane, stages = tidx % WARP, self.config.stages
         keys = Keys(self.config.form, tensors.page_table, work.batch, work.keys)
         caches = [(tensors.k_cache, sK), (tensors.v_cache, sV)]
@@ -198,7 +203,7 @@ class DecodeAttention:
             tile = first + i * warps
             load_tile(keys, caches, masks, (work.head, tile, work.end), (entry, i, lane))
             entry = page_entry(keys, tensors.k_cache, tile + warps, lane)
-        self._load_queries(tensors.q, sQ, work, tidx)
+        self._load_queries(tensors.q, (sQ, sFactors), work, tidx)
         cute.arch.barrier()
         mine = mma.get_slice(lane)
         rows, fragments = [], []
@@ -207,13 +212,8 @@ class DecodeAttention:
             if const_expr(self.keeps_queries):
                 self._read_queries(mma, sQ, fragments[i], i, lane)
             rows.append(self._start(mma, work, i, lane))
-        readers = [
-            cute.make_tiled_copy_B(cute.make_copy_atom(LdMatrix8x8x16bOp(across, 4), self.dtype), mma).get_slice(lane)
-            for across in (False, True)
-        ]
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (e, keys, stages)
-        tSrK = mma.make_fragment_B(mine.partition_B(sK[None, None, 0]))
-        tOrV = mma.make_fragment_B(mine.partition_B(sVt[None, None, 0]))
+            self._start_factors(rows[i], (tensors.k_scale, sFactors), work, i, lane)
+        operands, queries = self.tiles.operands(mma, sK, sV, lane), self._queries(mma, sQ, fragments, lane)
         stage = Int32(0)
         for tile in cutlass.range(first, work.end, warps, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
@@ -225,20 +225,11 @@ class DecodeAttention:
             entry = page_entry(keys, tensors.k_cache, ahead + warps, lane)
             for row in rows:
                 row.scores.fill(0.0)
-            source = readers[0].partition_S(sK)
-            for k in cutlass.range_constexpr(self.d // 16):
-                cute.copy(readers[0], source[None, None, k, stage], readers[0].retile(tSrK)[None, None, k])
-                for i, row in enumerate(rows):
-                    if const_expr(not self.keeps_queries):
-                        self._read_queries(mma, sQ, fragments[i], i, lane, k)
-                    cute.gemm(mma, row.scores, fragments[i][None, None, k], tSrK[None, None, k], row.scores)
+            self.tiles.score(operands, queries, rows, stage)
             mask = masks[stage] if const_expr(keys.paged) else Int32(-1)
             for row in rows:
                 self._weigh(row, work, tile, mask, lane)
-            source = readers[1].partition_S(sVt)
-            cute.copy(readers[1], source[None, None, 0, stage], readers[1].retile(tOrV)[None, None, 0])
-            for row in rows:
-                cute.gemm(mma, row.values, row.weights[None, None, 0], tOrV[None, None, 0], row.values)
+            self.tiles.add_values(operands, rows, stage)
             stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
         cute.arch.cp_async_wait_group(0)
         # All warps have read their tiles, whose place results take.
@@ -250,9 +241,21 @@ class DecodeAttention:
 
     # --- before the loop
 
-    @cute.jit
-    def _load_queries(self, mQ, sQ, work: cutlass.Constexpr, tidx):
+    def _load_queries(self, mQ, shared, work, tidx):
         """Copy the block's queries to shared memory, zeros for rows past the last."""
+        if not self.tiles.scaled:
+            self._copy_queries(mQ, shared[0], work, tidx)
+            return
+
+        def place(row):
+            token, head = self._of_row(work.block * self.config.rows + row, work)
+            return token < self.queries, self._address(mQ, work.batch, token, head, 0)
+
+        at = self.dtype, tidx // WARP, tidx % WARP, self.config.warps
+        self.tiles.load_queries(self.config.rows, place, *shared, at)
+
+    @cute.jit
+    def _copy_queries(self, mQ, sQ, work: cutlass.Constexpr, tidx):
         across = self.d // VECTOR
         for first in cutlass.range_constexpr(0, self.config.rows * across, self.threads):
             index = first + tidx
@@ -279,9 +282,19 @@ class DecodeAttention:
         token, head = self._of_row(row, work)
         return (Int64(work.batch) * self.queries + token) * (heads * self.shared_by) + head
 
+    def _queries(self, mma, sQ, fragments, lane):
+        """A function that gives 16 elements of a tile of queries, from registers or shared memory."""
+
+        def queries(i, k):
+            if not self.keeps_queries:
+                self._read_queries(mma, sQ, fragments[i], i, lane, k)
+            return fragments[i][None, None, k]
+
+        return queries
+
     def _read_queries(self, mma, sQ, tSrQ, i, lane, k=None):
         """Load a tile of queries from shared memory, or 16 of their elements."""
-        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.dtype)
+        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.product)
         reader = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
         source = reader.partition_S(cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)))
         for each in range(self.d // 16) if k is None else (k,):
@@ -303,8 +316,17 @@ class DecodeAttention:
             keys[0][r] = last - self.window + 1 if self.window else Int32(0)
             keys[1][r] = cutlass.select_(token < self.queries, last, Int32(-1))
         scores = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, KEYS_OF_TILE)), Float32)
-        weights = cute.make_rmem_tensor(((2, 2, 2), 1, 1), self.dtype)
-        return Accumulated(scores, weights, values, *rows, *keys)
+        weights = cute.make_rmem_tensor(((2, 2, 2), 1, 1), self.product)
+        factors = cute.make_rmem_tensor(2, Float32) if self.tiles.scaled else None
+        return Accumulated(scores, weights, values, *rows, *keys, factors)
+
+    def _start_factors(self, row, scales, work, i, lane):
+        """What scores are multiplied by: a row's factor of queries and the cache's scale."""
+        if self.tiles.scaled:
+            mScale, sFactors = scales
+            for r in range(2):
+                scale = Float32(1.0) if mScale is None else mScale[work.head]
+                row.factors[r] = sFactors[i * MMA_ROWS + lane // 4 + 8 * r] * scale
 
     # --- in the loop
 
@@ -312,6 +334,8 @@ class DecodeAttention:
     def _weigh(self, row: cutlass.Constexpr, work: cutlass.Constexpr, tile, mask, lane):
         """Exponentials of a tile's scores, and what they do to the sums so far."""
         scores, start = by_row(row.scores), tile * KEYS_OF_TILE + lane % 4 * 2
+        if const_expr(row.factors is not None):
+            self.softmax.rescale(row.scores, row.factors)
         if const_expr(self.mods.score is not None):
             place = Place(Tile(0, 0, 0), (0, 0), 0, (0, 1, 8, 9), False, 0)
             self.mods.change(scores, place, self.scale)
@@ -345,7 +369,7 @@ class DecodeAttention:
                 sSums[0, at, warp] = row.largest[r] * Float32(self.softmax.scale * LOG2_E)
                 sSums[1, at, warp] = total
             for c in cutlass.range_constexpr(self.e // 4):
-                sValues[at, lane % 4 * 2 + 8 * (c // 2) + c % 2, warp] = values[r, c]
+                sValues[at, self.tiles.column(lane, c), warp] = values[r, c]
 
     @cute.jit
     def _finish(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, results: cutlass.Constexpr, tidx):
@@ -366,6 +390,7 @@ class DecodeAttention:
                     for j in cutlass.range_constexpr(4):
                         rX[j] = rX[j] + share * sValues[at, column + j, w]
                 token, head = self._of_row(row, work)
+                scale = Float32(1.0) if const_expr(tensors.v_scale is None) else tensors.v_scale[work.head]
                 if work.splits == 1:
                     sink = None if const_expr(tensors.sinks is None) else Float32(tensors.sinks[head])
                     lse, factor = self.combine.finish(largest, total, sink)
@@ -373,7 +398,7 @@ class DecodeAttention:
                         tensors.lse[work.batch, head, token] = lse
                     rOut = fragment(self.dtype, 4)
                     for j in cutlass.range_constexpr(4):
-                        rOut[j] = (rX[j] * factor).to(self.dtype)
+                        rOut[j] = (rX[j] * (factor * scale)).to(self.dtype)
                     store(rOut, self._address(tensors.out, work.batch, token, head, column))
                 else:
                     lse, factor = self.combine.of_part(largest, total)
@@ -381,6 +406,6 @@ class DecodeAttention:
                     if column == 0:
                         tensors.partial_lse[place, work.split] = lse
                     for j in cutlass.range_constexpr(4):
-                        rX[j] = rX[j] * factor
+                        rX[j] = rX[j] * (factor * scale)
                     start = (place * work.splits + work.split) * self.e + column
                     store(rX, tensors.partial.iterator.toint() + start * 4)

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import KEYS_OF_TILE, PADDING
 
-VECTOR = VECTOR_BYTES // 2  # elements of 16 bits
+VECTOR = VECTOR_BYTES // 2  # units of 16 bits
 
 
 class Keys(NamedTuple):
@@ -87,7 +87,7 @@ def _load_rows(rows: cutlass.Constexpr, whole):
 
 
 class _Rows:
-    """Where 16 rows of a cache lie, and where they go: 16 bytes a thread.
+    """Where 16 rows of a cache lie, and where they go in units of 16 bits: 16 bytes a thread.
 
     Args:
         keys: of the sequence.
@@ -102,15 +102,16 @@ class _Rows:
         self.keys, self.key, self.entry, self.lane, self.width = keys, key, entry, lane, cute.size(sX, mode=[1])
         self.across, self.pitch = self.width // VECTOR, (self.width + PADDING) * 2
         self.start, self.target = mX.iterator.toint(), sX.iterator.toint()
-        self.row_bytes, slot = Int64(mX.stride[1]) * 2, key
-        self.base, page = self.start + Int64(head) * mX.stride[2] * 2, keys.batch
+        itemsize = mX.element_type.width // 8
+        self.row_bytes, slot = Int64(mX.stride[1]) * itemsize, key
+        self.base, page = self.start + Int64(head) * mX.stride[2] * itemsize, keys.batch
         if keys.paged:
             page = entry
             if keys.form == "any_pages":
                 # A lane has the address of a key, which the lanes that copy it ask for.
                 slot = key + lane % KEYS_OF_TILE
             slot = slot % Int32(mX.shape[1])
-        self.base = self.base + Int64(page) * mX.stride[0] * 2 + Int64(slot) * self.row_bytes
+        self.base = self.base + Int64(page) * mX.stride[0] * itemsize + Int64(slot) * self.row_bytes
 
     def load(self, whole):
         """Start all copies. ``whole``: whether all rows are there."""

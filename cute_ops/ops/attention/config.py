@@ -6,7 +6,7 @@ import math
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
-from cute_ops.hardware import ARCHES, VECTOR_BYTES
+from cute_ops.hardware import ARCHES, VECTOR_BYTES, sm
 from cute_ops.kernels.attention.config import (
     KEYS_OF_TILE,
     MMA_ROWS,
@@ -29,6 +29,7 @@ ONE_PASS = {64: (64, 3), 128: (64, 2)}
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
+LEAST_SM_OF_FP8 = 89
 # The longest heads of which a thread has registers for two tiles of queries.
 LONGEST_OF_TWO = 128
 # Splits of keys: the fewest with this share of the best wave, each of so many keys at least; a batch-invariant one.
@@ -80,13 +81,17 @@ def decode_attention(problem: Problem) -> DecodeConfig:
     """The most stages with which :data:`RESIDENT` CTAs fit an SM, or one CTA, of fewer warps, where heads are long."""
     dims, attrs = problem.dims, problem.attrs
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
+    itemsize = ITEMSIZE[problem.dtypes["k_cache"]]
+    if itemsize == 1 and sm(problem.arch) < LEAST_SM_OF_FP8:
+        what = f"caches in float8 need SM 8.9 or newer, the target is {problem.arch}"
+        raise NotImplementedError(f"cute.decode_attention: {what}.")
     tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
     form = "contiguous"
     if "page_table" in problem.dtypes:
         form = "any_pages" if dims["c"] % KEYS_OF_TILE else "whole_pages"
     keys, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"])
     configs = (
-        (resident, DecodeConfig(form, tiles_m, warps, stages, keys, score))
+        (resident, DecodeConfig(form, tiles_m, warps, stages, itemsize, keys, score))
         for resident, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))
         for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
@@ -95,9 +100,9 @@ def decode_attention(problem: Problem) -> DecodeConfig:
 
 def _resident(problem: Problem, config: DecodeConfig) -> int:
     """CTAs that fit an SM together, by their shared memory."""
-    sm = ARCHES[problem.arch]
+    limits = ARCHES[problem.arch]
     shared: int = config.shared(problem.dims["d"], problem.dims["e"])
-    return 0 if shared > sm.shared_per_cta else sm.shared // (shared + sm.shared - sm.shared_per_cta)
+    return 0 if shared > limits.shared_per_cta else limits.shared // (shared + limits.shared - limits.shared_per_cta)
 
 
 def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:

@@ -16,16 +16,19 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.attention import HALVES, LONGEST
 
-MOST_QUERIES = 16
-PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks")}
-PAGED: dict[str, Any] = {"absent": ("sinks",)}
+MOST_QUERIES, FP8 = 16, "float8_e4m3fn"
+SCALES = ("k_scale", "v_scale")
+PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks", *SCALES)}
+PAGED: dict[str, Any] = {"absent": ("sinks", *SCALES)}
 CASES = (
     Case("llama3-8b", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 3, "c": 300}, **PLAIN),
     Case("llama3-8b-paged", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 40, "c": 16, "t": 20}, **PAGED),
     Case("qwen3-8b-speculative", {"b": 2, "s": 4, "g": 2, "r": 4, "d": 128, "e": 128, "p": 9, "c": 64, "t": 5},
          {"P": "int64"}, **PAGED),
     Case("gpt-oss-20b", {"b": 2, "s": 1, "g": 2, "r": 8, "d": 64, "e": 64, "p": 9, "c": 128, "t": 3},
-         attrs={"window": 128}),
+         absent=SCALES, attrs={"window": 128}),
+    Case("llama3-8b-float8", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 40, "c": 16, "t": 20},
+         {"C": FP8}, absent=("sinks",)),
     Case("gemma2-9b", {"b": 2, "s": 2, "g": 2, "r": 2, "d": 256, "e": 256, "p": 2, "c": 150}, {"I": "int64"}, **PLAIN,
          attrs={"softcap": 50.0, "scale": 0.0625}),
     Case("phi3-mini", {"b": 1, "s": 1, "g": 3, "r": 1, "d": 96, "e": 96, "p": 200, "c": 1, "t": 170}, **PAGED),
@@ -36,6 +39,7 @@ CASES = (
 
 def reference(
     xp: Any, q: Any, k_cache: Any, v_cache: Any, lengths: Any, page_table: Any = None, sinks: Any = None,
+    k_scale: Any = None, v_scale: Any = None,
     *, scale: float, window: int, softcap: float, batch_invariant: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     del batch_invariant  # about the order of sums alone
@@ -44,6 +48,10 @@ def reference(
     if 0 in (b, s, h):
         out = xp.zeros((b, s, h, e), dtype=q.dtype, **here)
         return out, xp.zeros((b, h, s), dtype=xp.float32, **here)
+    wide_q, k_cache, v_cache, wide_sinks, *scales = widen(xp, q, k_cache, v_cache, sinks, k_scale, v_scale)
+    k_cache, v_cache = (
+        x if scale is None else x * scale[:, None] for x, scale in zip((k_cache, v_cache), scales, strict=True)
+    )
     # A sequence's keys side by side, and which of them are there: NaN may stand in all others.
     if page_table is None:
         k, v, keys, there = k_cache, v_cache, c, None
@@ -56,8 +64,7 @@ def reference(
     key = xp.arange(keys, dtype=lengths.dtype, **here)
     written = key < lengths[:, None]
     there = written if there is None else xp.logical_and(there, written)
-    wide_q, wide_k, wide_v, wide_sinks = widen(xp, q, k, v, sinks)
-    wide_k, wide_v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (wide_k, wide_v))
+    wide_k, wide_v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (k, v))
     grouped = xp.reshape(xp.permute_dims(wide_q, (0, 2, 1, 3)), (b, g, r * s, d))
     scores = grouped @ xp.permute_dims(wide_k, (0, 2, 3, 1)) * (scale or d**-0.5)
     if (change := mods.soft_cap(softcap)) is not None:
@@ -88,10 +95,17 @@ def reference(
 
 
 def check(binding: Binding) -> str | None:
-    dims, attrs = binding.dims, binding.attrs
+    dims, attrs, dtypes = binding.dims, binding.attrs, binding.dtypes
+    eights = dtypes["C"] == FP8
+    if not eights and dtypes["C"] != dtypes["T"]:
+        return f"caches are in the dtype of q or in {FP8}, got {dtypes['C']} for q in {dtypes['T']}."
+    if not eights and (binding.inputs["k_scale"] or binding.inputs["v_scale"]):
+        return f"k_scale and v_scale are for caches in {FP8}, got {dtypes['C']}."
     for name in ("d", "e"):
         if not 16 <= dims[name] <= 256 or dims[name] % 16:
             return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
+        if eights and dims[name] % 32:
+            return f"a head has 32, 64 ... 256 elements in float8, got {name}={dims[name]}."
     if not 1 <= dims["s"] <= MOST_QUERIES:
         return f"a sequence has 1 to {MOST_QUERIES} queries, got s={dims['s']}; `attention` takes more."
     if binding.inputs["page_table"] is None:
@@ -122,7 +136,7 @@ def fill_pages(xp: Any, arrays: dict[str, Any]) -> None:
 
 
 def _cache(shape: str) -> Tensor:
-    return Tensor(shape, "T", align=16)
+    return Tensor(shape, "C", align=16)
 
 
 decode_attention = Op(
@@ -134,9 +148,10 @@ decode_attention = Op(
         "lengths": Tensor("b", "I"),
         "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
         "sinks": Tensor("g*r", "S", optional=True),
+        **{name: Tensor("g", "float32", optional=True, contiguous=()) for name in SCALES},
     },
     outputs={"out": Tensor("b s g*r e", "T"), "lse": Tensor("b g*r s", "float32")},
-    dtypes={"T": HALVES, "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS},
+    dtypes={"T": HALVES, "C": (*HALVES, FP8), "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS},
     attrs={"scale": 0.0, "window": 0, "softcap": 0.0, "batch_invariant": False},
     static=("d", "e", "r", "s"),
     sharding=Sharding(parallel=("g",)),
@@ -155,15 +170,19 @@ decode_attention = Op(
 
     Args:
         q: ``T[b s g*r d]``: (batch, queries, heads, headdim), float16 or bfloat16; 1 to 16 queries a sequence.
-        k_cache: ``T[p c g d]``: (pages, page size, kv heads, headdim), pages of any size; or (batch, capacity, kv
-            heads, headdim). All dims but the last may have any stride of 16 bytes, as :func:`append_kv` takes them;
-            ``r`` neighbouring heads of q share one.
-        v_cache: ``T[p c g e]``: as k_cache, with a headdim of its own. d and e are multiples of 16, at most 256.
+        k_cache: ``C[p c g d]``: (pages, page size, kv heads, headdim), pages of any size; or (batch, capacity, kv
+            heads, headdim); in the dtype of q or, from SM 8.9 on, in float8_e4m3fn. All dims but the last may have any
+            stride of 16 bytes, as :func:`append_kv` takes them; ``r`` neighbouring heads of q share one.
+        v_cache: ``C[p c g e]``: as k_cache, with a headdim of its own. d and e are multiples of 16, in float8 of 32, at
+            most 256.
         lengths: int32 or int64 ``[b]``: keys of each sequence, new ones included; on the device, so that one captured
             graph serves all lengths. More than there is room for is all of it, fewer than 0 is none.
         page_table: int32 or int64 ``[b t]``: key i of a sequence is in page ``page_table[i // c]``; without it, caches
             are contiguous. Keys of a page outside of ``[0, p)`` are not attended to, and nothing is read there.
         sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
+        k_scale: float32 ``[g]``, of any strides: what keys in float8 are multiplied by, for each head of the cache;
+            ``scale.expand(g)`` of one number takes no memory.
+        v_scale: float32 ``[g]``: likewise of values.
         scale: of scores; 0 is ``1 / sqrt(d)``.
         window: keys that a query attends to at most, the last ones up to its own; 0 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
