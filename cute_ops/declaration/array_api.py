@@ -69,15 +69,19 @@ def divide(xp: Any, x: Any, by: Any) -> Any:
     return x / xp.where(x == x, xp.zeros_like(x) + by, xp.ones_like(x))  # where x is NaN, so is any quotient
 
 
-def erfc(xp: Any, x: Any) -> Any:
-    """One minus the error function, which the array API lacks: the framework's own, or Python's for NumPy arrays."""
-    if hasattr(xp, "erfc"):
-        return xp.erfc(x)
+def erf(xp: Any, x: Any, name: str = "erf") -> Any:
+    """The error function, which the array API lacks: the framework's own, or Python's for NumPy arrays."""
     # jax.lax has it, jax.numpy has not. The caller has imported jax, since it passes the namespace.
-    lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
-    if lax is not None:
-        return lax.erfc(x)
-    return xp.reshape(xp.asarray([math.erfc(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)
+    home = xp if hasattr(xp, name) else getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
+    if home is not None:
+        return getattr(home, name)(x)
+    values = [getattr(math, name)(v) for v in xp.reshape(x, (-1,)).tolist()]
+    return xp.reshape(xp.asarray(values, dtype=x.dtype), x.shape)
+
+
+def erfc(xp: Any, x: Any) -> Any:
+    """One minus the error function."""
+    return erf(xp, x, "erfc")
 
 
 def cast(xp: Any, x: Any, dtype: str, like: Any) -> Any:

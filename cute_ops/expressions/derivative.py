@@ -32,7 +32,7 @@ JUMPING = ("equal", "less", "less_equal", "sign", "floor", "astype")
 
 
 class Source(NamedTuple):
-    """What an operand of a derivative is: the ``operand``, ``cotangent`` or ``output`` at this position."""
+    """Where an operand of a derivative comes from: the ``operand``, ``cotangent`` or ``output`` at this position."""
 
     role: str
     position: int
@@ -132,7 +132,7 @@ def _jumps(derivative: Derivative) -> bool:
 
 
 def _price(derivative: Derivative) -> tuple[int, ...]:
-    """What a derivative reads per element, tiles alone, and then what it computes."""
+    """The cost of a derivative, by which two are compared: tiles that it reads, then instructions per element."""
     operands = derivative.expression.operands
     return sum(1 + o.packed for o in operands if o.kind.rows and o.kind.columns), *derivative.expression.cost
 
@@ -165,7 +165,7 @@ def _derivative(
 
 
 def _without_unread(expression: Expression, sources: Sequence[Source], addends: tuple[Addend, ...]) -> Derivative:
-    """Only the operands that are read; one with columns, if the length of a row is."""
+    """Drop operands that are not read; if the length of a row is read, one with columns is kept."""
     read = {node.operand for node in expression.nodes if node.primitive == "operand"}
     if any(node.primitive in ("n", "column") for node in expression.nodes) and not any(
         expression.operands[i].kind.columns for i in read
@@ -275,7 +275,7 @@ class _Backward:
         return cotangent if dropped is None or kept is None else kept
 
     def _addends(self, i: int) -> list[tuple[bool, int]]:
-        """What a value is the sum of, each with whether it is subtracted."""
+        """The addends of a value, each with whether it is subtracted."""
         found: list[tuple[bool, int]] = []
         waiting = [(False, i)]
         while waiting:
@@ -327,7 +327,7 @@ def _extreme(xp: Any, d: Any, equal: Any, not_first: Any, not_second: Any) -> tu
 
 
 def _shared(xp: Any, equal: Any, share: Any) -> Any:
-    """The share of elements that are the extreme one; of others 0, or NaN where a NaN makes none equal to it."""
+    """``share`` for elements that equal the extreme one; 0 for others, or NaN where a NaN makes none equal to it."""
     return xp.where(equal, share, share * 0.0)
 
 

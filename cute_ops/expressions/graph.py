@@ -37,7 +37,7 @@ SCALAR = Kind(False, False)
 
 
 class Operand(NamedTuple):
-    """What is given; ``packed``, its rows are two of the expression's, ``[gate | up]``, and it is read by halves."""
+    """An operand. If ``packed``, each of its rows holds two of the expression's, ``[gate | up]``, read one by one."""
 
     kind: Kind
     packed: bool = False
@@ -47,7 +47,7 @@ class Operand(NamedTuple):
 
     @property
     def halves(self) -> tuple[str, ...]:
-        """What it is read by: :data:`HALVES` if it is packed, else itself, an empty text."""
+        """The halves that are read: :data:`HALVES` if it is packed; else an empty text, for the whole."""
         return HALVES if self.packed else ("",)
 
 
@@ -199,7 +199,7 @@ class Graph:
         return value in (*STORED_AS, *ROUNDS_TO) or (like and int(number) < len(self.operands))
 
     def finish(self, outputs: Sequence[int]) -> Expression:
-        """What the outputs need, numbered in the order in which they need it."""
+        """The expression with these outputs: the nodes that they need, in the order in which they need them."""
         if not 0 < len(outputs) <= MOST_OUTPUTS:
             raise TooLargeError(f"an expression has 1 to {MOST_OUTPUTS} outputs, got {len(outputs)}")
         number: dict[int, int] = {}
@@ -240,8 +240,11 @@ def copied(
     expression: Expression, graph: Graph, operand: Callable[[Node], int] | None = None,
     instead: Mapping[int, int] = NOTHING,
 ) -> list[int]:  # fmt: skip
-    """An expression's nodes in another graph. ``operand`` makes what stands for a node that is an operand, by default
-    the one with the same index; nodes ``instead``, of the other graph, take the place of the expression's, by index.
+    """Copy an expression's nodes to another graph.
+
+    Args:
+        operand: makes the other graph's node for an operand; by default the operand with the same index.
+        instead: nodes of the other graph that replace nodes of the expression, by index.
     """
     operand = operand or (lambda node: graph.operand(node.operand, node.half))
     nodes: list[int] = []
@@ -276,8 +279,12 @@ def rebuilt(
     expression: Expression, *, outputs: Sequence[int] | None = None, kept: Sequence[int] | None = None,
     operands: Iterable[Operand] | None = None,
 ) -> Expression:  # fmt: skip
-    """An expression with other nodes as outputs, with fewer operands, those ``kept`` by index, which are all that its
-    nodes are, or with operands of other kinds.
+    """An expression with other outputs or operands.
+
+    Args:
+        outputs: the nodes that it returns.
+        kept: its operands, by index; its nodes are no others.
+        operands: the kinds of its operands.
     """
     places = range(len(expression.operands)) if kept is None else kept
     graph = Graph([expression.operands[i] for i in places] if operands is None else operands)

@@ -6,12 +6,11 @@ With float64 operands nothing is rounded, not even by ``astype``. Others are com
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cute_ops.declaration.array_api import beside, cast, erfc, sigmoid, widen
+from cute_ops.declaration.array_api import beside, cast, erf, erfc, sigmoid, widen
 from cute_ops.expressions.graph import Expression, Node
 from cute_ops.expressions.primitives import ROUNDS_TO
 
@@ -75,16 +74,6 @@ def _row_length(expression: Expression, arrays: Sequence[Any]) -> int:
     )  # fmt: skip
 
 
-def _erf(xp: Any, x: Any) -> Any:
-    if hasattr(xp, "erf"):
-        return xp.erf(x)
-    # jax.numpy has none, jax.lax has. The caller, who passes the namespace, has imported it.
-    lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
-    if lax is not None:
-        return lax.erf(x)
-    return xp.reshape(xp.asarray([math.erf(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)
-
-
 def _rounded(xp: Any, x: Any, dtype: str) -> Any:
     if dtype not in ROUNDS_TO:  # of an output, which is rounded when it is stored
         return x
@@ -140,7 +129,7 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "rsqrt": lambda xp, x: 1 / xp.sqrt(x),
     "sigmoid": sigmoid,
     "softplus": lambda xp, x: xp.where(x < 0, 0.0, x) + xp.log1p(xp.exp(-xp.abs(x))),
-    "erf": _erf,
+    "erf": erf,
     "ndtr": _normal_cdf,
     "relu": lambda xp, x: xp.where(x < 0, 0.0, x),  # NaN stays
     "silu": lambda xp, x: x * sigmoid(xp, x),

@@ -272,9 +272,15 @@ def inputs_of(problem: Problem) -> list[str]:
     return [name for name in names if name in problem.dtypes]
 
 
-def needs_in_registers(problem: Problem, config: RowConfig, ctas: int) -> Needs:
-    """A config's needs where a row, spread over ``ctas`` CTAs, is held in registers."""
-    per_thread = -(-row_of(problem).vectors // (config.threads_per_row * ctas))
+def needs_of(problem: Problem, config: RowConfig, segments: int = 1) -> Needs:
+    """A config's needs by its form: rows are held in shared memory, or are walked over, or are held in the registers of
+    a cluster, or of so many CTAs that take a segment each.
+    """
+    if config.form == "smem":
+        return needs_in_smem(problem, config)
+    if not config.threads_per_row:
+        return Needs(config.threads, LEAST_REGISTERS, resident=config.resident)
+    per_thread = -(-row_of(problem).vectors // (config.threads_per_row * config.cluster * segments))
     held = VECTOR_BYTES // REGISTER_BYTES * per_thread * len(inputs_of(problem))
     return Needs(config.threads, LEAST_REGISTERS + held, resident=config.resident)
 

@@ -80,11 +80,11 @@ def kernel_is_faster(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, A
     first = next(iter(inputs.values()))
     places = tuple((name, array(t), t.stride(), t.data_ptr() % 16) for name, t in inputs.items())
     exactly = of_attributes(tuple(attrs.values()))
-    return first.is_cuda and _leads(op, places, tuple(attrs.items()), first.device.index, exactly)
+    return first.is_cuda and _kernel_is_faster(op, places, tuple(attrs.items()), first.device.index, exactly)
 
 
 @lru_cache(1024)
-def _leads(
+def _kernel_is_faster(
     op: Op, places: tuple[tuple[str, Array, tuple[int, ...], int], ...], attrs: tuple[tuple[str, Any], ...],
     device: int, exactly: Hashable,
 ) -> bool:  # fmt: skip

@@ -64,7 +64,7 @@ def clip(x, low, high):
 
 
 def minimum(x, y):
-    """NaN where either is."""
+    """The smaller number; NaN where one of them is NaN."""
     return cute.arch.fmin(x, y, nan=True)
 
 
@@ -127,7 +127,9 @@ def short_exp(x):
 
 
 def short_tanh(x):
-    """By one exponential, whose rounding is 2 units in the last place of 1; a cubic where less is left of it."""
+    """``tanh(x)`` by one exponential, which loses 2 units in the last place of 1; by a cubic for small x, where that is
+    too much.
+    """
     large = 1.0 - cute.arch.rcp_approx(exp2(x * (2 * LOG2_E)) * 0.5 + 0.5)
     small = (x * x * (-1 / 3) + 1.0) * x
     return where(cute.math.absf(x) < 0.0625, small, large)
@@ -144,6 +146,6 @@ SHORT_DEVICE = DEVICE | {
 
 def device_for(variant, writes):
     """The device functions of an expression whose outputs are stored in these tensors or halves, ``dx[:n] dx[n:]``."""
-    stored = {primitive.partition("[")[0] for primitive in writes.split()}
+    stored = {name.partition("[")[0] for name in writes.split()}
     short = all(ITEMSIZE[variant.tensors[name].dtype] <= 2 for name in stored)
     return SHORT_DEVICE if short else DEVICE

@@ -60,13 +60,13 @@ class RowsOfGroups(RowsInPasses):
         self.steps = steps if steps * max(len(self.outputs["r"]), 1) <= MOST_HELD else 0
 
     def _period(self, piece):
-        """ThreadColumns after which a tile repeats itself, 0 where it has whole rows."""
+        """Columns after which a tile repeats itself; 0 if it has whole rows."""
         columns = self.variant.tensors[piece.name].shape[-1]
         whole = None if self.n is None else self.n * piece.count
         return 0 if columns == whole else columns
 
     def rows(self, tensors, pieces, row, n):
-        """A tensor that repeats itself along the columns may also do so along the leading dims."""
+        """The pieces of a row. A tile that repeats itself may have fewer rows, too, which it then repeats."""
         found = []
         for i, piece in pieces:
             at = row % row_count(tensors[piece.name]) if self._period(piece) else row
@@ -107,7 +107,7 @@ class RowsOfGroups(RowsInPasses):
             self._emit(walk, values, group, start + tidx * self.tile.vec)
 
     def _outputs_at_once(self, walk, values, sums, tidx):
-        """All loads of a thread are in flight together."""
+        """Store all columns of a thread in one step, so that all of its loads are in flight together."""
         loaded = [self._elements(walk, self._first(k, tidx)) for k in range(self.steps)]
         for k, (elements, held) in enumerate(zip(loaded, sums)):
             for rSum, rX in zip(held, self._stored(walk, values, elements, self._first(k, tidx))):
@@ -208,7 +208,7 @@ class GroupValues(RowValues):
 
     def _computed(self, node, args):
         if node.primitive == "rotate_half":
-            return turned(args[0], int(node.value))
+            return rotate_half(args[0], int(node.value))
         if node.primitive in REDUCTIONS:
             return reduced(args[0], int(node.value), COMBINE[node.primitive.removeprefix("group_")])
         count = next((len(x) for x in args if isinstance(x, list)), 0)
@@ -219,8 +219,8 @@ class GroupValues(RowValues):
         return found if count else found[0]
 
 
-def turned(values, size):
-    """``rotate_half``: lanes of one half of a group take the values of those of the other half."""
+def rotate_half(values, size):
+    """Each lane takes a value of the other half of its group: lanes of the lower half minus that of the upper one."""
     lanes = size // len(values)
     upper = cute.arch.lane_idx() % lanes >= lanes // 2
     others = [cute.arch.shuffle_sync_bfly(x, offset=lanes // 2) for x in values]

@@ -314,13 +314,13 @@ class RowsInRing(HeldRows):
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], start, (t == 0) & (rank == 0))
 
     def _numbers(self, tensors, row, count):
-        """What the operands have one number of, for a row."""
+        """The operands that have one number for a row."""
         numbers = [fragment(tensors[piece.name].element_type, 1) for _, piece in self.numbers]
         self._load_numbers(tensors, numbers, row, count, scalars=True)
         return numbers
 
     def _load_numbers(self, tensors, numbers, row, count, scalars=False):
-        """Without a condition, behind which loads would be waited for: past the last row that one's."""
+        """Load a row's numbers, past the last row those of the last one: a branch would wait for the loads."""
         row = cutlass.min(row, count - 1)
         for (_, piece), rX in zip(self.numbers, numbers):
             if piece.rows or scalars:
@@ -402,7 +402,7 @@ class RowsInRing(HeldRows):
         self.store_inside(vectors, targets, self.tile.v, held.first(k), Int32(self.n))
 
     def _nothing(self):
-        """This thread's sums over rows: of its vectors of each row vector, and of each scalar."""
+        """Sums over rows, all 0: of this thread's vectors of each row vector, and of each scalar."""
         vec, count = self.tile.vec, self.tile.per_thread
         vectors = [[fragment(Float32, vec, 0.0) for _ in range(count)] for _ in self.outputs["r"]]
         return [*vectors, *(fragment(Float32, 1, 0.0) for _ in self.outputs["s"])]
@@ -412,7 +412,7 @@ class RowsInRing(HeldRows):
         self, address: Int64, rSums: cutlass.Constexpr, base: cutlass.Constexpr, group: Int32, rank,
         first: cutlass.Constexpr,
     ):  # fmt: skip
-        """A cluster's sums of a row vector, those of a CTA's rows added up, to its row of the workspace."""
+        """Add up the sums of a CTA's rows and store those of the cluster in its row of the workspace."""
         if const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 if const_expr(self.tile.v.masked):
@@ -424,7 +424,7 @@ class RowsInRing(HeldRows):
 
     @cute.jit
     def _store_scalars(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, coord: Int64, alone: Boolean):
-        """The sums of each of a cluster's rows."""
+        """Store the sums of each of a cluster's rows."""
         if alone:
             for rSum, (_, piece) in zip(sums, self.outputs["s"]):
                 store(rSum, tensors[self.partials_of(piece)].iterator.toint() + coord * 4)

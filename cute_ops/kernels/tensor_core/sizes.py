@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 WARP, WARPGROUP = 32, 128  # threads
 MMA_M = 64  # rows of a warpgroup's instruction
-MMA_K_BYTES = 32  # of each operand's rows that an instruction takes: 16 elements of 16 bits, 32 of 8
 SM_REGISTERS = 65536
 
 

@@ -28,8 +28,8 @@ from cute_ops.ops.rows import (
     bytes_of,
     cluster_for,
     in_step,
-    needs_in_registers,
     needs_in_smem,
+    needs_of,
     next_power,
     of_scheduler,
     resident_clusters,
@@ -475,12 +475,10 @@ def _other_walks(problem: Problem, config: NormConfig) -> Iterator[NormConfig]:
 def needs(problem: Problem, flat: Config) -> Needs:
     """What one CTA of this config takes of an SM at least."""
     config = NormConfig.of(flat)
-    if config.form in ("two_pass", "few_rows"):
+    if config.form in ("one_pass", "smem", "two_pass"):
+        return needs_of(problem, config)
+    if config.form == "few_rows":
         return Needs(config.threads, LEAST_REGISTERS, resident=config.resident)
-    if config.form == "one_pass":
-        return needs_in_registers(problem, config, config.cluster)
-    if config.form == "smem":
-        return needs_in_smem(problem, config)
     row = row_of(problem)
     per_thread = -(-row.vectors // (config.threads_per_row * config.cluster))
     return needs_in_smem(problem, config, config.stages, per_thread * row.vector_elements * _column_sums(problem))

@@ -14,7 +14,6 @@ from cute_ops.kernels.reduction.config import ScaleConfig
 from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig
 from cute_ops.ops.rows import (
     CTA_VECTORS,
-    LEAST_REGISTERS,
     RESERVED_BYTES,
     SMEM_PER_THREAD,
     SMEM_SM_THREADS_FULL,
@@ -26,8 +25,7 @@ from cute_ops.ops.rows import (
     RowProblem,
     bytes_of,
     cluster_for,
-    needs_in_registers,
-    needs_in_smem,
+    needs_of,
     row_of,
     row_threads,
     spread_in_smem,
@@ -225,19 +223,12 @@ def _map_space(problem: Problem, flat: Config) -> Iterator[MapConfig]:
 
 
 def _reduce_needs(problem: Problem, flat: Config) -> Needs:
-    config = ReduceConfig.of(flat)
-    if config.form == "two_pass":
-        return Needs(config.threads, LEAST_REGISTERS, resident=config.resident)
-    if config.form == "smem":
-        return needs_in_smem(problem, config)
-    return needs_in_registers(problem, config, config.cluster)
+    return needs_of(problem, ReduceConfig.of(flat))
 
 
 def _map_needs(problem: Problem, flat: Config) -> Needs:
     config = MapConfig.of(flat)
-    if config.form == "elements":
-        return Needs(config.threads, LEAST_REGISTERS)
-    return needs_in_registers(problem, config, config.segments)
+    return needs_of(problem, config, config.segments)
 
 
 REDUCE = Space(_reduce_space, _reduce_needs)
