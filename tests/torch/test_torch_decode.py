@@ -157,6 +157,21 @@ def test_pages_are_those_of_append_kv() -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
 
 
+def test_caches_in_float8_are_those_of_append_kv() -> None:
+    """Two numbers of 8 bits are copied as one of 16."""
+    torch.manual_seed(0)
+    new = [torch.randn(2, 7, 2, 32) for _ in range(2)]
+    scales = [x.abs().amax((0, 1, 3)) / 448 for x in new]
+    eights = [(x / scale[:, None]).to(torch.float8_e4m3fn) for x, scale in zip(new, scales, strict=True)]
+    caches = [torch.zeros(2, 9, 2, 32, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    slots = torch.arange(2)[:, None] * 9 + torch.arange(7)
+    cute_ops_torch.append_kv(*(x.view(torch.bfloat16) for x in (*caches, *eights)), slots)
+    q, lengths = torch.randn(2, 1, 4, 32, dtype=torch.bfloat16), torch.tensor([7, 7])
+    found, _ = cute_ops_torch.decode_attention(q, *caches, lengths, k_scale=scales[0], v_scale=scales[1])
+    right, _ = cute_ops_torch.decode_attention(q, *(x.bfloat16() for x in new), lengths)
+    torch.testing.assert_close(found.float(), right.float(), atol=0.08, rtol=0.1)
+
+
 def test_lengths_of_any_kind() -> None:
     call = Decoding((5, 5), 1, 1, 2, 32, 32, 0, 5)
     given = tensors(call, 0)
