@@ -2,8 +2,9 @@
 
 All contenders read the same keys and values in bfloat16, in turns, in one process; caches are larger than L2. `gbps` is
 the keys and values of all sequences, which are read once, by time; of the copy, what it reads and writes. `of_copy` is
-the ratio of both. SDPA takes contiguous caches of equal lengths alone, FlashInfer pages of its own layout, planned
-before. `host_us` is the time until a call returns. `error` is the largest difference from float32 in the last sequence.
+the ratio of both; caches in float8 are half as many bytes, with scales of one. SDPA takes contiguous caches of equal
+lengths alone, FlashInfer pages of its own layout, planned before. `host_us` is the time until a call returns. `error`
+is the largest difference from float32 in the last sequence.
 
     python benchmarks/decode.py --out out/benchmarks
 """
@@ -29,6 +30,7 @@ COLUMNS = (
     "contender", "batch", "keys", "heads", "kv_heads", "headdim", "page", "queries", "status", "us", "us_min", "us_max",
     "gbps", "of_copy", "host_us", "error",
 )  # fmt: skip
+FLOAT8 = "ours, float8"
 Tensor = torch.Tensor
 Run = Callable[[], Tensor]
 
@@ -120,7 +122,17 @@ def contenders(shape: Shape, caches: Caches) -> dict[str, Callable[[], Run]]:
         )  # fmt: skip
         return lambda: wrapper.run(q[:, 0], tuple(pages))[:, None]
 
-    found = {"ours": ours, "ours, batch-invariant": lambda: ours(batch_invariant=True), "FlashInfer": flashinfer}
+    def eights() -> Run:
+        caches = [x.to(torch.float8_e4m3fn) for x in (k, v)]
+        scale = torch.ones(1, device=q.device).expand(shape.kv_heads)
+        return lambda: cute_ops_torch.decode_attention(q, *caches, lengths, table, None, scale, scale)[0]
+
+    found = {
+        "ours": ours,
+        FLOAT8: eights,
+        "ours, batch-invariant": lambda: ours(batch_invariant=True),
+        "FlashInfer": flashinfer,
+    }
     return found | ({} if shape.page else {"SDPA": sdpa})
 
 
@@ -178,9 +190,9 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
     rate = moved / spread(samples["copy"]).median
     for name, row in rows.items():
         if samples.get(name):
-            us = spread(samples[name])
-            row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gbps": moved / us.median / 1e3}
-            row["of_copy"] = moved / us.median / rate
+            us, read = spread(samples[name]), moved / 2 if name == FLOAT8 else moved
+            row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gbps": read / us.median / 1e3}
+            row["of_copy"] = read / us.median / rate
         table.add(row)
         view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
 
