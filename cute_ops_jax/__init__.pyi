@@ -4,6 +4,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from cute_ops import __version__ as __version__
+from cute_ops_jax.composite.attention import attention as attention
 from cute_ops_jax.composite.block import gated_mlp as gated_mlp
 from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnorm
 from cute_ops_jax.composite.block import mlp as mlp
@@ -131,18 +132,6 @@ def linear_gelu(
 ) -> Array: ...
 def linear_silu(x: ArrayLike, weight: ArrayLike, bias: ArrayLike, fused: str = "auto") -> Array: ...
 def linear_add(x: ArrayLike, weight: ArrayLike, residual: ArrayLike, fused: str = "auto") -> Array: ...
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    sinks: ArrayLike | None = None,
-    scale: float = 0.0,
-    causal: bool = False,
-    left: int = -1,
-    right: int = -1,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> tuple[Array, Array]: ...
 def decode_attention(
     q: ArrayLike,
     k_cache: ArrayLike,

@@ -53,6 +53,12 @@ class Framework(Protocol):
     def add_product(self, total: Any, a: Any, b: Any, /) -> Any:
         """``total + a @ b`` of matrices, or of batches of matrices, rounded to the dtype of ``total``."""
 
+    def added(self, total: Any, index: tuple[Any, ...], value: Any, /) -> Any:
+        """``total`` with ``value`` added to what the index names; the memory of ``total`` may be taken."""
+
+    def repeat(self, count: int, step: Callable[[Any, Any], Any], state: Any, /) -> Any:
+        """``state = step(i, state)`` for ``i`` from 0 to ``count - 1``."""
+
     def kernel_is_faster(self, op: Any, inputs: Arrays, attrs: Mapping[str, Any], /) -> bool:
         """Whether our kernel of a product with an epilogue was measured to be at least as fast on this GPU as
         ``product`` and a pass; False without a GPU.

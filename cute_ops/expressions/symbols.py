@@ -124,6 +124,8 @@ class Tracing(SimplifyingGraph):
         if isinstance(x, Size):
             length = self.leaf("n")
             return length if x._factor == 1 else self.add("multiply", length, self.constant(x._factor))
+        if isinstance(x, NoArray):
+            x._refuse_value()
         number = as_number(x)
         if number is not None:
             if math.isnan(number):
@@ -264,6 +266,10 @@ class NoArray:
     """Refuses the functions of NumPy and torch that get it as an argument."""
 
     _graph: Tracing
+
+    def _refuse_value(self) -> NoReturn:
+        """Refuse to be a value that is computed with."""
+        self._graph.refuse("arithmetic on an array", "read an element")
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **_: Any) -> Any:
         own = _OPERATORS.get(function.__name__)

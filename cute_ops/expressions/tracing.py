@@ -56,15 +56,26 @@ def trace(
         ValueError: a shape is none of the above.
     """
     declared = {name: _operand(name, shape) for name, shape in operands.items() if shape is not None}
-    plain = inspect.unwrap(function)
-    code = getattr(plain, "__code__", None)
-    at = (code.co_filename, code.co_firstlineno) if code else None
-    graph = Tracing(getattr(plain, "__qualname__", type(plain).__name__), declared, at)
+    name, at = named(function)
+    graph = Tracing(name, declared, at)
     graph.simplifies = False
     given: dict[str, Any] = dict.fromkeys(operands)
     for i, (name, operand) in enumerate(declared.items()):
         given[name] = Packed(graph, i) if operand.packed else Symbol(graph, graph.operand(i))
-    returned = _called(function, graph, {**given, **(attrs or {})})
+    return finished(graph, partial(function, **{**given, **(attrs or {})}), at)
+
+
+def named(function: Callable[..., Any]) -> tuple[str, tuple[str, int] | None]:
+    """What messages call a function, and its file and first line, if it has them."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None)
+    name = getattr(plain, "__qualname__", type(plain).__name__)
+    return name, (code.co_filename, code.co_firstlineno) if code else None
+
+
+def finished(graph: Tracing, function: Callable[..., Any], at: tuple[str, int] | None) -> TracedExpression:
+    """The expression of ``function(xp)``, which computes with symbols of a graph."""
+    returned = _called(function, graph)
     if graph.refused is not None:
         raise graph.refused
     results = returned if isinstance(returned, tuple) else (returned,)
@@ -83,10 +94,10 @@ def trace(
     return expression
 
 
-def _called(function: Callable[..., Any], graph: Tracing, given: Mapping[str, Any]) -> Any:
+def _called(function: Callable[..., Any], graph: Tracing) -> Any:
     """Call a function with symbols. Raises TraceError where it does what an expression cannot say."""
     try:
-        return function(Namespace(graph), **given)
+        return function(Namespace(graph))
     except RecursionError as error:
         graph.refuse("it calls itself without an end", "write a loop of a fixed number of steps", _users_line(error))
     except TypeError as error:

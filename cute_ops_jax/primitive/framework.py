@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -63,6 +63,14 @@ def sums(x: Array, axes: tuple[int, ...], like: Array) -> Array:
 
 def add_product(total: Array, a: Array, b: Array) -> Array:
     return (total.astype(jnp.float32) + product(a, b, "float32")).astype(total.dtype)
+
+
+def added(total: Array, index: tuple[Any, ...], value: Array) -> Array:
+    return total.at[index].add(value)
+
+
+def repeat(count: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
+    return jax.lax.fori_loop(0, count, step, state)
 
 
 def kernel_is_faster(op: Op, inputs: Mapping[str, Array], attrs: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cute_ops.declaration.headers import module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_jax.composite import block, linear
+from cute_ops_jax.composite import attention, block, linear
 from cute_ops_jax.primitive.function import signature
 
 ROOT = Path(__file__).parents[1]
@@ -16,13 +16,16 @@ COMMAND = "python -m cute_ops_jax.tools.stubs"
 _IMPORTS = {
     "Any": "from typing import Any", "Array": "from jax import Array",
     "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
+    "Given": "from cute_ops.composite.attention import Function, Given",
 }  # fmt: skip
+MODULES = {"attention": attention, "block": block, "linear": linear}
 _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
 
 from jax import Array
 from jax.typing import ArrayLike
 
 from cute_ops import __version__ as __version__
+from cute_ops_jax.composite.attention import attention as attention
 from cute_ops_jax.composite.block import gated_mlp as gated_mlp
 from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnorm
 from cute_ops_jax.composite.block import mlp as mlp
@@ -51,7 +54,7 @@ def text(ops: Iterable[Op] = (*OPS, *PRODUCTS, *ATTENTION)) -> str:
 
 def files() -> dict[Path, str]:
     """The text of each stub file."""
-    published = {f"composite/{name}.pyi": module for name, module in {"block": block, "linear": linear}.items()}
+    published = {f"composite/{name}.pyi": module for name, module in MODULES.items()}
     made = {path: module_stub(module, COMMAND, _IMPORTS) for path, module in published.items()}
     return {ROOT / path: content for path, content in {"__init__.pyi": text(), **made}.items()}
 

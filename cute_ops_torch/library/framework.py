@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -73,6 +73,17 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if total.dtype == a.dtype:
         return torch.baddbmm(*(t.flatten(0, -3) for t in (total, a, b))).reshape(total.shape)
     return (total + product(a, b, "float32")).to(total.dtype)
+
+
+def added(total: Tensor, index: tuple[Any, ...], value: Tensor) -> Tensor:
+    total[index] += value
+    return total
+
+
+def repeat(count: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
+    for i in range(count):
+        state = step(i, state)
+    return state
 
 
 def kernel_is_faster(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> bool:

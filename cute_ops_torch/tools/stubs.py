@@ -9,15 +9,18 @@ from pathlib import Path
 from cute_ops.declaration.headers import header, module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_torch.composite import block, linear
+from cute_ops_torch.composite import attention, block, linear
 from cute_ops_torch.library.schema import takes_out
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python -m cute_ops_torch.tools.stubs"
 _IMPORTS = {
-    "Any": "from typing import Any", "Tensor": "from torch import Tensor",
+    "Any": "from typing import Any", "Sequence": "from collections.abc import Sequence",
+    "Tensor": "from torch import Tensor",
     "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
+    "Given": "from cute_ops.composite.attention import Function, Given",
 }  # fmt: skip
+MODULES = {"attention": attention, "block": block, "linear": linear}
 _HEADER = '''"""Made by ``python -m cute_ops_torch.tools.stubs``; edit the declarations instead."""
 
 from collections.abc import Sequence
@@ -48,7 +51,7 @@ def _signature(op: Op) -> Signature:
 
 def files() -> dict[Path, str]:
     """The text of each stub file."""
-    published = {f"composite/{name}.pyi": module for name, module in {"block": block, "linear": linear}.items()}
+    published = {f"composite/{name}.pyi": module for name, module in MODULES.items()}
     made = {path: module_stub(module, COMMAND, _IMPORTS) for path, module in published.items()}
     return {ROOT / path: content for path, content in {"functions.pyi": text(), **made}.items()}
 

@@ -6,22 +6,25 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Op
+from cute_ops import Op, mods
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.ops.attention.attention import attention, attention_bwd
-from tests.emulator import products, ptx_sm90
-from tests.ops.attention_calls import Bounded, Call, arrays, expected
+from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
+from tests.emulator import products, ptx_cta, ptx_sm90
+from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
 DESCRIPTOR = bytes(128)
+OTHERS = 2  # blocks of memory before those of what functions read
 CALLS = (
     Call(1, 150, 130, 2, 1, 64, 64, "bfloat16", {"causal": True, "left": 100}, False, False),
     Call(1, 70, 150, 2, 2, 128, 64, "bfloat16", {"softcap": 5.0}, False, False),
@@ -29,20 +32,52 @@ CALLS = (
 ONE_PASS = (CALLS[0], Call(1, 70, 150, 2, 1, 128, 128, "bfloat16", {"softcap": 5.0}, False, False))
 
 
+def document(xp: Any, batch: Any, head: Any, q: Any, k: Any, document: Any) -> Any:
+    return xp.logical_and(mods.causal(xp, batch, head, q, k), mods.documents(xp, batch, head, q, k, document))
+
+
+def tables(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: Any, slopes: Any, keys: Any) -> Any:
+    near = mods.relative_bias(xp, score, batch, head, q, k, table)
+    return xp.where(q - k < 40, near * slopes[head], xp.tanh(score)) + keys[batch, k]
+
+
+def modded(number: int) -> tuple[Call, Functions]:
+    """A call with functions of its own, which read arrays."""
+    rng = np.random.default_rng(number)
+    if number == 0:
+        call = Call(2, 140, 150, 2, 1, 64, 64, "bfloat16", {}, False, False)
+        place = np.cumsum(rng.random((2, 150)) < 0.02, axis=1).astype(np.int32)
+        return call, Functions(mask=document, captured={"document": place})
+    call = Call(1, 70, 140, 2, 2, 64, 64, "bfloat16", {"softcap": 20.0, "left": 90}, False, False)
+    numbers = {"table": (2, 281), "slopes": (2,), "keys": (1, 140)}
+    return call, Functions(tables, None, {n: rng.random(shape, np.float32) for n, shape in numbers.items()})
+
+
 class Run:
     """One call of an op whose kernels are compiled for Hopper and emulated."""
 
-    def __init__(self, op: Op, call: Call, folder: Path) -> None:
+    def __init__(self, op: Op, call: Call, folder: Path, functions: Functions = NO_FUNCTIONS) -> None:
         b, s, t, h, g, d, e = call[:7]
         shapes = (s, h, d), (t, g, d), (t, g, e), (s, h, e)
         q, k, v, out = (Array((b, *shape), call.dtype) for shape in shapes)
-        lse = Array((b, h, s), "float32")
-        more = {"out": out, "lse": lse, "dout": out, "dlse": lse} if op is attention_bwd else {}
-        binding = bind(op, {"q": q, "k": k, "v": v, **more}, call.attrs)
-        self.call, self.variant = call, plan(binding, {}, parse("sm_90a")).variant
+        lse, captured = Array((b, h, s), "float32"), functions.captured
+        given = [Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in captured.items()]
+        if functions.options:
+            made = op_of_call(functions.score, functions.mask, tuple(given))
+            op = made.steps[0] if op is attention_bwd else made
+        more = {"out": out, "lse": lse, "dout": out, "dlse": lse} if "dout" in op.inputs else {}
+        arrays = {name: Array(a.shape, str(a.dtype)) for name, a in captured.items()}
+        binding = bind(op, {"q": q, "k": k, "v": v, **more, **arrays}, call.attrs)
+        self.call, found = call, plan(binding, {}, parse("sm_90a"))
+        self.variant, scratch = found.variant, found.workspaces
         worker.compile(self.variant, folder / "kernel.cubin", folder)
         (ptx,) = folder.glob("*.ptx")
         self.head, *self.entries = re.split(r"(?=\.visible \.entry)", ptx.read_text())
+        tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
+        self.memory = [*captured.values(), *tables.values()]
+        packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + OTHERS)]
+        self.read = packed[: len(captured)]
+        self.tables = dict(zip(tables, packed[len(captured) :], strict=True))
         self.sizes = [struct.pack("<i", x) for x in (s, t, h, h // g, b)]
 
     def rows(self, block: int) -> bytes:
@@ -85,10 +120,26 @@ class Run:
             batch, heads, length, width = sums.shape
             maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1], width, set())
             arguments += [DESCRIPTOR, struct.pack("<4i", length, width, heads, batch)]
-        arguments += [*rows, *self.sizes]
-        blocks = [a.reshape(-1).view(np.uint8) for a in memory]
+        second = name in ("KeysBackward", "OnePass")
+        ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
+        arguments += [*rows, *self.sizes, *self.read, *ranges]
+        empty = [np.zeros(8, np.uint8)] * (OTHERS - len(memory))
+        blocks = [a.reshape(-1).view(np.uint8) for a in (*memory, *empty, *self.memory)]
+        self._fill(ranges, blocks, second)
         for index in range(ctas):
             ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, maps, blocks, in_a_row=True).run(seed=index)
+
+    def _fill(self, ranges: Sequence[bytes], blocks: list[np.ndarray], second: bool) -> None:
+        """Run the kernels that bound what a mask reads over tiles."""
+        kernels = [entry for entry in self.entries if "Ranges" in entry.partition("(")[0]]
+        for entry in kernels[-2:] if second else kernels[:2]:
+            ptx_cta.Kernel(self.head + entry).run(8, [*self.sizes, *self.read, *ranges], blocks)
+
+
+def _packed(block: int, a: np.ndarray) -> bytes:
+    """A compact array in this block of memory as a parameter."""
+    strides = [stride // a.itemsize for stride in a.strides[:-1]]
+    return struct.pack(f"<Q{a.ndim}q{a.ndim - 1}q", block << 32, *a.shape, *strides)
 
 
 def halves(*given: np.ndarray | None) -> list[np.ndarray]:
@@ -108,11 +159,33 @@ def test_results(call: Call, tmp_path: Path) -> None:
 
 
 @products.emulated
+@pytest.mark.parametrize("number", range(2))
+def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
+    call, functions = modded(number)
+    run, (q, k, v) = Run(attention, call, tmp_path, functions), halves(*arrays(call, 0))
+    out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
+    lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
+    tile = dict(run.variant.settings)["tile_n"]
+    run("AttentionFwd", 3, [(q, 128), (k, tile), (v, tile), (out, 64)], [run.rows(1)], [lse], 2)
+    _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
+
+
+@products.emulated
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_gradients(call: Call, tmp_path: Path) -> None:
+    _check_gradients(call, NO_FUNCTIONS, tmp_path)
+
+
+@products.emulated
+@pytest.mark.parametrize("number", range(2))
+def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
+    _check_gradients(*modded(number), tmp_path)
+
+
+def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
     call = call._replace(attrs={**call.attrs, "deterministic": True})
-    run, (q, k, v) = Run(attention_bwd, call, tmp_path), halves(*arrays(call, 0))
-    dout, lse, delta, right = _backward(call, q, k, v)
+    run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
+    dout, lse, delta, right = _backward(call, (q, k, v), functions)
     config, rows, memory = dict(run.variant.settings), [run.rows(1), run.rows(2)], [lse, delta]
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     moved = [(q, 128), (k, config["tile_k"]), (v, config["tile_k"]), (dout, 128), (dq, 64)]
@@ -125,8 +198,18 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
 @products.emulated
 @pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
 def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
-    run, (q, k, v) = Run(attention_bwd, call, tmp_path), halves(*arrays(call, 0))
-    dout, lse, delta, right = _backward(call, q, k, v)
+    _check_one_pass(call, NO_FUNCTIONS, tmp_path)
+
+
+@products.emulated
+@pytest.mark.parametrize("number", range(2))
+def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
+    _check_one_pass(*modded(number), tmp_path)
+
+
+def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
+    run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
+    dout, lse, delta, right = _backward(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_q"]
     whole = ((0, 0), (0, 0), (0, -call.s % 128))
     logs = np.pad(np.where(lse > -np.inf, lse * np.float32(np.log2(np.e)), np.inf), whole, constant_values=np.inf)
@@ -143,12 +226,14 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 
 
-def _backward(call: Call, *given: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Bounded]]:
+def _backward(
+    call: Call, given: Sequence[np.ndarray], functions: Functions
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Bounded]]:
     """A cotangent of the result, each row's log-sum-exp and delta, and what is right."""
     rng, (q, k, v) = np.random.default_rng(1), given
     (dout,) = halves(rng.standard_normal((*q.shape[:-1], call.e)))
     dlse = rng.standard_normal((call.batch, call.h, call.s)).astype(np.float32)
-    right = expected(call, [*map(_wide, (q, k, v)), None], (_wide(dout), dlse))
+    right = expected(call, [*map(_wide, (q, k, v)), None], (_wide(dout), dlse), functions)
     lse = right["lse"].value.astype(np.float32)
     delta = (np.einsum("bshe,bshe->bhs", right["out"].value, _wide(dout)) - dlse).astype(np.float32)
     return dout, lse, delta, right

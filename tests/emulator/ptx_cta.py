@@ -93,13 +93,18 @@ def function_of(*op: str) -> Callable[..., np.ndarray]:
             wide = bits.astype(np.uint16).view(HALVES[kind]) if kind in HALVES else number(bits, kind)
             return wide.astype(np.float32).view(np.uint32).astype(np.int64)
 
+    elif op[:2] == ("cvt", "rzi") and kind == "f32":
+
+        def function(bits: np.ndarray) -> np.ndarray:
+            return np.trunc(floats(bits)).astype(np.int64)
+
     elif kind == "f32" and (op[0] == "setp" or (op[0] in FLOATS and op[-2] not in HALVES)):
 
         def function(*given: np.ndarray) -> np.ndarray:
             values = [floats(bits).astype(np.float64) for bits in given]
             if op[0] == "setp":
                 return COMPARE[op[1]](*values).astype(np.int64)
-            exact = FLOATS[op[0]](*values)
+            exact = np.floor(*values) if "rmi" in op else FLOATS[op[0]](*values)
             found = exact.astype(np.float32)
             if "rm" in op:  # rounded down
                 found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
@@ -189,6 +194,7 @@ class Cta:
         zero = np.zeros(kernel.threads, np.int64)
         self.registers = Registers(kernel.threads)
         self.registers |= {"%tid.x": zero + self.threads, "%ctaid.x": zero + cta, "__dynamic_shmem__0": zero}
+        self.registers["%laneid"] = zero + self.threads % LANES
 
     def run(self) -> None:
         for op, operands, now in self.steps():

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from tests.ops.attention_calls import Call, arrays, drawn, expected
+from tests.ops.attention_calls import (
+    Call,
+    arrays,
+    assert_holds_with_functions,
+    drawn,
+    drawn_with_functions,
+    expected,
+)
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
@@ -47,6 +54,48 @@ def test_drawn_calls(seed: int) -> None:
     found = dict(zip(NAMES, with_gradients(call, [x for x in operands if x is not None], dout, dlse), strict=False))
     for name, bound in expected(call, [*map(wide, operands)], (np.asarray(wide(dout)), np.asarray(dlse))).items():
         bound.assert_holds(np.asarray(wide(found[name])), f"{call.name}: {name}")
+
+
+@pytest.mark.parametrize("seed", range(100, 109))
+def test_drawn_calls_with_functions(seed: int) -> None:
+    call, functions = drawn_with_functions(seed, 50)
+    named = {n: x for n, x in zip((*"qkv", "sinks"), given(call, seed), strict=True) if x is not None}
+    read = {name: jnp.asarray(functions.captured[name]) for name in functions.differentiable}
+    rng = np.random.default_rng(seed)
+    dout = jnp.asarray(rng.standard_normal((call.batch, call.s, call.h, call.e), np.float32), call.dtype)
+    dlse = jnp.asarray(rng.standard_normal((call.batch, call.h, call.s), np.float32))
+
+    @jax.jit
+    def both(named: Any, read: Any) -> Any:
+        def run(named: Any, read: Any) -> Any:
+            captured = {**functions.captured, **read}
+            return cute_ops_jax.attention(**named, **call.attrs, **functions.options, captured=captured)
+
+        (out, lse), back = jax.vjp(run, named, read)
+        of_named, of_read = back((dout, dlse))
+        return {"out": out, "lse": lse, **{f"d{name}": x for name, x in (of_named | of_read).items()}}
+
+    operands = [wide(named.get(name)) for name in (*"qkv", "sinks")]
+    right = expected(call, operands, (np.asarray(wide(dout)), np.asarray(dlse)), functions)
+    found = {name: np.asarray(wide(x)) for name, x in both(named, read).items()}
+    assert_holds_with_functions(functions, found, right, f"seed {seed}: {call.name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
+def test_functions_give_the_bits_of_pytorch(part: int) -> None:
+    torch = pytest.importorskip("torch")
+    import cute_ops_torch
+
+    for seed in range(6 * part, 6 * part + 6):
+        call, functions = drawn_with_functions(seed)
+        operands = [x for x in given(call, seed) if x is not None]
+        options, captured = {**call.attrs, **functions.options}, functions.captured
+        ours = jax.jit(lambda *x, o=options, c=captured: cute_ops_jax.attention(*x, **o, captured=c))(*operands)
+        tensors = {name: torch.from_numpy(array).cuda() for name, array in captured.items()}
+        theirs = cute_ops_torch.attention(*map(torch.from_dlpack, operands), **options, captured=tensors)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(torch.from_dlpack(one), other), f"seed {seed}: {call.name}"
 
 
 @pytest.mark.gpu

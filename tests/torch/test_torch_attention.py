@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 
 import cute_ops_torch
-from tests.ops.attention_calls import Call, arrays, drawn, expected
+from cute_ops import mods
+from tests.ops.attention_calls import (
+    Call,
+    arrays,
+    assert_holds_with_functions,
+    drawn,
+    drawn_with_functions,
+    expected,
+)
 
 
 def tensors(call: Call, seed: int, device: str) -> list[Any]:
@@ -57,6 +65,48 @@ def assert_right(call: Call, seed: int, device: str) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_calls(seed: int) -> None:
     assert_right(drawn(seed, longest=90), seed, "cpu")
+
+
+def assert_right_with_functions(seed: int, device: str, longest: int) -> None:
+    """Results and gradients of a call with drawn functions, those of what they read included, are right, and have the
+    same bits when they are computed again in poisoned memory.
+    """
+    call, functions = drawn_with_functions(seed, longest)
+    named = {n: x for n, x in zip((*"qkv", "sinks"), tensors(call, seed, device), strict=True) if x is not None}
+    captured = {name: torch.from_numpy(array).to(device) for name, array in functions.captured.items()}
+    torch.manual_seed(seed)
+    dout = torch.randn(call.batch, call.s, call.h, call.e, dtype=named["q"].dtype, device=device)
+    dlse = torch.randn(call.batch, call.h, call.s, device=device)
+    leaves = [*named.values(), *(captured[name] for name in functions.differentiable)]
+    names = ["out", "lse", *(f"d{name}" for name in (*named, *functions.differentiable))]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    runs = []
+    for _ in range(2 if device == "cuda" else 1):
+        results = cute_ops_torch.attention(**named, **call.attrs, **functions.options, captured=captured)
+        found = (*results, *torch.autograd.grad(results, leaves, [dout, dlse]))
+        runs.append(dict(zip(names, found, strict=True)))
+        poison = [torch.full_like(x, math.nan) for x in found for _ in range(3)]
+        del poison
+    given, cotangents = wide([named.get(name) for name in (*"qkv", "sinks")]), tuple(wide([dout, dlse]))
+    right = expected(call, given, cotangents, functions)  # type: ignore[arg-type]
+    arrays = {name: wide([x])[0] for name, x in runs[0].items()}
+    assert_holds_with_functions(functions, arrays, right, f"seed {seed}: {call.name}")  # type: ignore[arg-type]
+    for name, found in runs[0].items():
+        if name != "dq" or call.attrs.get("deterministic"):
+            assert all(torch.equal(found, again[name]) for again in runs[1:]), f"seed {seed}: {call.name}: {name}"
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_drawn_calls_with_functions(seed: int) -> None:
+    assert_right_with_functions(seed, "cpu", 60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(6))
+def test_drawn_calls_with_functions_on_a_gpu(part: int) -> None:
+    for seed in range(part * 6, part * 6 + 6):
+        assert_right_with_functions(seed, "cuda", 500)
 
 
 @pytest.mark.gpu
@@ -171,3 +221,128 @@ def test_the_gradient_of_one_result_needs_no_cotangent_of_the_other(read: str) -
     right = expected(call, wide(leaves), tuple(wide(cotangents)))  # type: ignore[arg-type]
     for name, grad in zip(("dq", "dk", "dv", "dsinks"), found, strict=True):
         right[name].assert_holds(wide([grad])[0], name)  # type: ignore[arg-type]
+
+
+def plain(*sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, dtype=torch.bfloat16)
+
+
+DOCUMENT, SLOPES = torch.zeros(2, 5, dtype=torch.int64), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"captured": (SLOPES,)}, TypeError, "`captured` was given, but no score_mod or mask_mod that reads it."),
+        ({"score_mod": mods.alibi}, TypeError, "score_mod alibi reads `slopes`, but `captured` has 0."),
+        ({"mask_mod": mods.causal, "captured": (SLOPES,)}, TypeError, "reads no arrays, but `captured` has 1"),
+        ({"score_mod": mods.alibi, "captured": {"slope": SLOPES}}, TypeError,
+         "reads `slopes`, which `captured` does not have"),
+        ({"mask_mod": mods.causal, "captured": {"slopes": SLOPES}}, TypeError, "has `slopes`, which no function"),
+        ({"mask_mod": lambda xp, q, k: k <= q}, TypeError,
+         "must take (xp, batch, head, q, k, *captured), takes 3 arguments."),
+        ({"mask_mod": 3}, TypeError, "cute.attention: argument `mask_mod` must be a function, got int."),
+        ({"mask_mod": mods.documents, "captured": (SLOPES,)}, ValueError,
+         "`document` has 1 dims, but is read by 2 indices: expected 2."),
+        ({"score_mod": mods.alibi, "captured": (torch.ones(3),)}, ValueError, "argument `slopes` has"),
+        ({"score_mod": mods.alibi, "captured": ([1.0] * 4,)}, TypeError, "`captured` has a list, expected tensors."),
+        ({"score_mod": lambda xp, score, batch, head, q, k: score * batch}, ValueError,
+         "`batch` may only be the first index of a captured array"),
+        ({"score_mod": lambda xp, score, batch, head, q, k, x: score + x[q, batch], "captured": (SLOPES,)}, ValueError,
+         "`x` is read by `batch` in another place than the first."),
+        ({"score_mod": lambda xp, score, batch, head, q, k, x: score + x[q] * x[q, k], "captured": (SLOPES,)},
+         ValueError, "`x` is read with 1 indices and with 2."),
+        ({"score_mod": lambda xp, score, batch, head, q, k, x: score + x[()], "captured": (torch.ones(()),)},
+         ValueError, "`x` has no dims: give it one, and read element 0."),
+        ({"mask_mod": lambda xp, batch, head, q, k: q - k}, TypeError, "it returns float32, not one bool"),
+        ({"score_mod": lambda xp, score, batch, head, q, k: k <= q}, TypeError, "it returns bool, not one float32"),
+        ({"score_mod": lambda xp, score, batch, head, q, k: score if q > k else 0.0}, TypeError,
+         "Python's control flow on a value"),
+        ({"score_mod": lambda xp, score, batch, head, q, k: xp.sum(score, axis=-1, keepdims=True)}, TypeError,
+         "xp.sum of scores"),
+        ({"score_mod": lambda xp, score, batch, head, q, k, x: score + x, "captured": (SLOPES,)}, TypeError,
+         "arithmetic on a captured array"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_functions_is_said(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        cute_ops_torch.attention(plain(2, 5, 4, 32), plain(2, 5, 2, 32), plain(2, 5, 2, 32), **options)
+
+
+def test_an_array_that_only_masks_read_has_no_gradient() -> None:
+    far, q = torch.ones(4, requires_grad=True), torch.randn(2, 5, 4, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def near(xp: Any, batch: Any, head: Any, q: Any, k: Any, far: Any) -> Any:
+        return q - k < far[head]
+
+    cute_ops_torch.attention(q, q, q, mask_mod=near, captured=(far,))[0].sum().backward()
+    assert far.grad is None
+    assert q.grad is not None
+
+
+def test_functions_follow_what_they_refer_to() -> None:
+    q = torch.randn(1, 9, 2, 32, dtype=torch.bfloat16)
+    width = 3
+
+    def near(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return xp.abs(q - k) < width
+
+    compiled = torch.compile(lambda x: cute_ops_torch.attention(x, x, x, mask_mod=near)[0], fullgraph=True)
+    for width in (3, 5):
+        right = cute_ops_torch.attention(q, q, q, left=width - 1, right=width - 1)[0]
+        assert torch.equal(cute_ops_torch.attention(q, q, q, mask_mod=near)[0], right)
+        assert torch.equal(compiled(q), right)
+
+
+NAMED = {
+    "causal": (mods.causal, {"causal": True}), "window": (mods.window(3, 1), {"left": 3, "right": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_masks_are_those_of_options(name: str) -> None:
+    function, options = NAMED[name]
+    q, k = torch.randn(2, 7, 4, 32, dtype=torch.bfloat16), torch.randn(2, 12, 2, 32, dtype=torch.bfloat16)
+    for one, other in zip(
+        cute_ops_torch.attention(q, k, k, mask_mod=function), cute_ops_torch.attention(q, k, k, **options), strict=True
+    ):
+        assert torch.equal(one, other)
+    capped = cute_ops_torch.attention(q, k, k, score_mod=mods.softcap(2.0))
+    assert torch.equal(capped[0], cute_ops_torch.attention(q, k, k, softcap=2.0)[0])
+
+
+def test_sequences_of_a_vmap_have_arrays_of_their_own() -> None:
+    q, document = torch.randn(3, 2, 9, 2, 32, dtype=torch.bfloat16), torch.randint(0, 3, (3, 2, 9))
+    found = torch.vmap(lambda x, d: cute_ops_torch.attention(x, x, x, mask_mod=mods.documents, captured=(d,))[0])(
+        q, document
+    )
+    each = [
+        cute_ops_torch.attention(x, x, x, mask_mod=mods.documents, captured=(d,))[0]
+        for x, d in zip(q, document, strict=True)
+    ]
+    assert torch.equal(found, torch.stack(each))
+
+
+def test_a_mask_without_bounds_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    q, far = torch.randn(1, 5, 4, 32, dtype=torch.bfloat16), torch.ones(4)
+
+    def near(xp: Any, batch: Any, head: Any, q: Any, k: Any, far: Any) -> Any:
+        return q - k < far[head] + 1
+
+    with caplog.at_level("INFO", "cute_ops"):
+        cute_ops_torch.attention(q, q, q, mask_mod=near, captured=(far,))
+    said = "tiles of the mask near are not skipped where they depend on array 0, which has no bounds"
+    assert said in caplog.text
+
+
+def test_a_call_with_functions_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, slopes = torch.randn(1, 5, 4, 32, dtype=torch.bfloat16), torch.ones(4)
+
+    def call() -> torch.Tensor:
+        options = {"mask_mod": mods.window(3, 1), "score_mod": mods.alibi, "captured": {"slopes": slopes}}
+        out: torch.Tensor = cute_ops_torch.attention(q, q, q, **options)[0]  # type: ignore[arg-type]
+        return out
+
+    first = call()
+    monkeypatch.delattr("cute_ops.composite.attention.op_of_call")
+    assert torch.equal(first, call())

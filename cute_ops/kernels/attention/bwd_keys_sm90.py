@@ -27,7 +27,6 @@ from cute_ops.kernels.attention.tiles import (
     partition,
     place_of,
     ring,
-    sizes_of,
     slots,
     transposed,
 )
@@ -55,8 +54,15 @@ class KeysBackward:
         self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods)
 
     @cute.jit
-    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, stream):
-        mQ, mK, *_ = inputs
+    def launch(
+        self,
+        inputs: cutlass.Constexpr,
+        rows: cutlass.Constexpr,
+        gradients: cutlass.Constexpr,
+        sizes: cutlass.Constexpr,
+        stream,
+    ):
+        mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
         row = LayoutEnum.ROW_MAJOR
         mma_s = mma_of_scores(dtype, self.tile_q)
@@ -75,7 +81,6 @@ class KeysBackward:
             (MMA_M, self.d), (MMA_M, self.dv),
         )  # fmt: skip
         moved = tma_copies((*inputs, *gradients), layouts, shapes, stored=2)
-        sizes = sizes_of(mQ, mK)
         blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         self.kernel(mma_s, mma_s, mma_dk, mma_dv, (moved, layouts), rows, tuple(sizes)).launch(
             grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
@@ -193,7 +198,7 @@ class KeysBackward:
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     place = place_of(
-                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes.shift, True
+                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
                     )
                     ring_q.consumer_wait(slot)
                     multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
@@ -210,14 +215,14 @@ class KeysBackward:
                     whole = self.tiles.whole(tile, sizes, queries, tile.block)
                     logs = [self.weights.of_lse(*each) for each in lse]
                     weights = rWeights if const_expr(self.of_v) else None
-                    self.weights.of_scores(rS, weights, place, lambda r, c, logs=logs: logs[c], (whole, sizes.seqlen_k))
+                    self.weights.of_scores(rS, weights, place, lambda r, c, logs=logs: logs[c], whole)
                     if const_expr(self.of_v):
                         multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
                     if const_expr(self.of_k):
                         delta = self._of_columns(rows[1], place, sizes)
                         warpgroup.wait_group(1 if const_expr(self.of_v) else 0)
                         scores, cotangents = by_row(rS), by_row(rP)
-                        for r, c, _ in place.each():
+                        for r, c, *_ in place.each():
                             scores[r, c] = scores[r, c] * (cotangents[r, c] - delta[c][0])
                         store_packed(rS, rDs)
                         multiply_weights(mma_dk, rDs, tKrQ, rDk, slot.index)

@@ -26,7 +26,6 @@ from cute_ops.kernels.attention.tiles import (
     partition,
     place_of,
     ring,
-    sizes_of,
     slots,
     transposed,
 )
@@ -55,8 +54,11 @@ class OnePassBackward(KeysBackward):
         super().__init__(config, d, dv, mods, scale)
 
     @cute.jit
-    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums, stream):
-        mQ, mK, *_ = inputs
+    def launch(
+        self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr, mSums,
+        sizes: cutlass.Constexpr, stream,
+    ):  # fmt: skip
+        mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
         row, across = LayoutEnum.ROW_MAJOR, OperandMajorMode.MN
         mma_s = mma_of_scores(dtype, self.tile_q)
@@ -87,7 +89,6 @@ class OnePassBackward(KeysBackward):
         )
         # As the operand of dq, ds has its queries in columns.
         of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, 1)
-        sizes = sizes_of(mQ, mK)
         blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
         self.kernel(mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
@@ -201,7 +202,7 @@ class OnePassBackward(KeysBackward):
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     place = place_of(
-                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes.shift, True
+                        tidx, tile, (keys.block * self.tile_k, queries * self.tile_q, self.tile_q), sizes, True
                     )
                     ring_q.consumer_wait(slot)
                     multiply((mma_first, mma_s), tSrK, tSrQ, rS, (0, slot.index))
@@ -215,7 +216,7 @@ class OnePassBackward(KeysBackward):
                         before.advance()
                     running = Boolean(True)
                     whole = self.tiles.whole(tile, sizes, queries, tile.block)
-                    self.weights.of_scores(rS, rWeights, place, of_column, (whole, sizes.seqlen_k))
+                    self.weights.of_scores(rS, rWeights, place, of_column, whole)
                     multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
                     warpgroup.wait_group(1)
                     self._cotangents_of_scores(rS, rP, self._of_queries(delta, slot, tidx))

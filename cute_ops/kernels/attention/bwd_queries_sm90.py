@@ -24,7 +24,6 @@ from cute_ops.kernels.attention.tiles import (
     partition,
     place_of,
     ring,
-    sizes_of,
     slots,
     transposed,
 )
@@ -52,8 +51,8 @@ class QueriesBackward:
         self.weights, self.tiles = Weights(mods, scale), Tiles(self.tile_q, self.tile_k, mods)
 
     @cute.jit
-    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, mDq, stream):
-        mQ, mK, *_ = inputs
+    def launch(self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, mDq, sizes: cutlass.Constexpr, stream):
+        mQ, *_ = inputs
         self.dtype = dtype = mQ.element_type
         row = LayoutEnum.ROW_MAJOR
         mma_s, mma_dq = mma_of_scores(dtype, self.tile_k), mma_of_weights(dtype, self.d)
@@ -70,7 +69,6 @@ class QueriesBackward:
             (MMA_M, self.d),
         )  # fmt: skip
         moved = tma_copies((*inputs, mDq), layouts, shapes, stored=1)
-        sizes = sizes_of(mQ, mK)
         blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q) * sizes.heads * sizes.batches
         self.kernel(mma_s, mma_s, mma_dq, (moved, layouts), rows, tuple(sizes)).launch(
             grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
@@ -170,13 +168,13 @@ class QueriesBackward:
                     ring_k.consumer_release(before)
                     before.advance()
                 running = Boolean(True)
-                place = place_of(tidx, tile, (tile.block * self.tile_q, keys * self.tile_k, self.tile_k), sizes.shift)
+                place = place_of(tidx, tile, (tile.block * self.tile_q, keys * self.tile_k, self.tile_k), sizes)
                 whole = self.tiles.whole(tile, sizes, tile.block, keys)
-                self.weights.of_scores(rS, None, place, lse, (whole, sizes.seqlen_k))
+                self.weights.of_scores(rS, None, place, lse, whole)
                 warpgroup.wait_group(0)
                 ring_v.consumer_release(slot)
                 scores, cotangents = by_row(rS), by_row(rP)
-                for r, c, _ in place.each():
+                for r, c, *_ in place.each():
                     scores[r, c] = scores[r, c] * (cotangents[r, c] - delta(r, c))
                 store_packed(rS, rDs)
                 multiply_weights(mma_dq, rDs, tDrK, rDq, slot.index)

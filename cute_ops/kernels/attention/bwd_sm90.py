@@ -14,9 +14,10 @@ from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
-from cute_ops.kernels.attention.mods import Mods
+from cute_ops.kernels.attention.mods import Mods, by_index
+from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.softmax import exp2
-from cute_ops.kernels.attention.tiles import view
+from cute_ops.kernels.attention.tiles import sizes_of, view
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded
@@ -35,7 +36,7 @@ class AttentionBackward:
         config, dims = AttentionBackwardConfig.of(variant.config), variant.dims
         self.dv = dims["e"]
         self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()  # that have a row's delta
-        mods = Mods(config.mask, config.bounds, config.score, config.dscore)
+        self.mods = mods = Mods(config.score, config.mask, config.bounds, config.dscore)
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         own = config, dims["d"], dims["e"], mods, scale
         self.one_pass = OnePassBackward(*own) if config.one_pass else None
@@ -44,9 +45,9 @@ class AttentionBackward:
         self.of_keys = [] if config.one_pass else [KeysBackward(*own, part) for part in parts]
 
     @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mOut, mLse, mDout, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums, stream
-    ):
+    def __call__(self, mQ, mK, mV, mOut, mLse, mDout, *others):
+        *captured, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums = others[:-5]
+        *tables, stream = others[-5:]
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
         mLse, mDelta = (folded(m, own=2) for m in (mLse, mDelta))
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
@@ -63,14 +64,18 @@ class AttentionBackward:
             self.sinks(mSinks, mLse, mDelta, mDsinks).launch(
                 grid=[Int32(cute.size(mSinks)), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
             )
-        inputs = mQ, mK, mV, mDout
+        inputs, captured = (mQ, mK, mV, mDout), by_index(captured, self.mods)
+        first, second = (sizes_of(mQ, mK, captured, tuple(each)) for each in (tables[:2], tables[2:]))
         if const_expr(self.one_pass is not None):
-            self.one_pass.launch(inputs, (by_query(mLogs), by_query(mDelta)), (mDk, mDv), mSums, stream)
+            Ranges(self.one_pass.tiles).launch(second, stream)
+            self.one_pass.launch(inputs, (by_query(mLogs), by_query(mDelta)), (mDk, mDv), mSums, second, stream)
             self.one_pass.finish(mSums, mDq, stream)
         else:
-            self.of_queries.launch(inputs, (mLse, mDelta), mDq, stream)
+            Ranges(self.of_queries.tiles).launch(first, stream)
+            self.of_queries.launch(inputs, (mLse, mDelta), mDq, first, stream)
+            Ranges(self.of_keys[0].tiles).launch(second, stream)
             for each in self.of_keys:
-                each.launch(inputs, (mLse, mDelta), (mDk, mDv), stream)
+                each.launch(inputs, (mLse, mDelta), (mDk, mDv), second, stream)
 
     @cute.kernel
     def delta(self, mOuts, of_rows, mDelta, mLogs, mSums):

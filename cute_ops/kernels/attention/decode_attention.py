@@ -15,7 +15,7 @@ from cute_ops.kernels.attention.config import KEYS_OF_TILE, MMA_ROWS, PADDING, D
 from cute_ops.kernels.attention.mods import Mods
 from cute_ops.kernels.attention.pages import Keys, load_tile, page_entry
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
-from cute_ops.kernels.attention.tiles import Place, Tile
+from cute_ops.kernels.attention.tiles import Place, Sizes, Tile
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load, store
@@ -95,7 +95,7 @@ class DecodeAttention:
         self.d, self.e, self.shared_by, self.queries = (dims[name] for name in "ders")
         self.rows = self.shared_by * self.queries  # of a head of the caches
         self.window, self.itemsize = attrs["window"], ITEMSIZE[keys["q"].dtype]
-        self.mods, self.scale = Mods("", "", self.config.score), attrs["scale"] or self.d**-0.5
+        self.mods, self.scale = Mods(self.config.score), attrs["scale"] or self.d**-0.5
         self.softmax = OnlineSoftmax(1.0 if self.config.score else self.scale)
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
         # What stays in registers: queries, beside sums of values.
@@ -337,7 +337,7 @@ class DecodeAttention:
         if const_expr(row.factors is not None):
             self.softmax.rescale(row.scores, row.factors)
         if const_expr(self.mods.score is not None):
-            place = Place(Tile(0, 0, 0), (0, 0), 0, (0, 1, 8, 9), False, 0)
+            place = Place(Tile(0, 0, 0), (0, 0), 0, (0, 1, 8, 9), False, Sizes(0, 0, 0, 0, 0))
             self.mods.change(scores, place, self.scale)
         # All queries attend to all keys of a tile, if it is none of the last or of the window's first ones.
         before = work.keys - self.queries

@@ -9,7 +9,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.config import AttentionConfig
-from cute_ops.kernels.attention.mods import Mods
+from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.products import (
     mma_of_scores,
     mma_of_weights,
@@ -17,6 +17,7 @@ from cute_ops.kernels.attention.products import (
     multiply_weights,
     tma_copies,
 )
+from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
@@ -60,7 +61,7 @@ class AttentionFwd:
     def __init__(self, variant):
         config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
         self.d, self.dv, self.tile_n, self.sms = dims["d"], dims["e"], config.tile_n, config.sms
-        self.mods = Mods(config.mask, config.bounds, config.score)
+        self.mods = Mods(config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
         self.scale = attrs["scale"] or self.d**-0.5
         self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
@@ -68,7 +69,8 @@ class AttentionFwd:
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mSinks, mOut, mLse, stream):
+    def __call__(self, mQ, mK, mV, *others):
+        *captured, mSinks, mOut, mLse, mQRanges, mKRanges, stream = others
         self.dtype = dtype = mQ.element_type
         mQ, mK, mOut = (view(m) for m in (mQ, mK, mOut))  # (seqlen, d, heads, batch)
         mV, mLse = view(mV, (3, 1, 2, 0)), folded(mLse, own=2)  # (dv, seqlen, heads, batch), (batch, heads, seqlen)
@@ -82,7 +84,8 @@ class AttentionFwd:
         )
         tiles = (self.tile_m, self.d), (self.tile_n, self.d), (self.dv, self.tile_n), (MMA_M, self.dv)
         moved = tma_copies((mQ, mK, mV, mOut), layouts, tiles, stored=1)
-        sizes = sizes_of(mQ, mK)
+        sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges))
+        Ranges(self.tiles).launch(sizes, stream)
         ctas = cutlass.min(self._count(sizes), Int32(self.sms))
         self.kernel(mma_qk, mma_qk, mma_pv, (moved, layouts), mSinks, mLse, tuple(sizes)).launch(
             grid=[ctas, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, use_pdl=True,
@@ -257,11 +260,11 @@ class AttentionFwd:
         """Change a tile's scores as a mod says, and hide those that are left out."""
         (tile, sizes, tidx), scores = at, by_row(rS)  # (rows, columns)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
-        place = place_of(tidx, tile, first, sizes.shift)
+        place = place_of(tidx, tile, first, sizes)
         if const_expr(self.mods.score is not None):
             self.mods.change(scores, place, self.scale)
         if not self.tiles.whole(tile, sizes, tile.block, keys):
-            self.mods.hide(scores, place, sizes.seqlen_k, -Float32.inf)
+            self.mods.hide(scores, place, -Float32.inf)
 
     @cute.jit
     def _finish(

@@ -1,46 +1,160 @@
 """What is done to a tile of scores in registers: expressions of :mod:`cute_ops.ops.attention.mods` as device code."""
 
 import cutlass
-from cutlass import Float32
+import cutlass.cute as cute
+from cutlass import Float32, Int32
 
+from cute_ops.expressions.reads import SIZE, Mod, known, ranged
+from cute_ops.expressions.text import text_of
 from cute_ops.kernels.emit.emitter import Emitter
+from cute_ops.kernels.emit.primitives import DEVICE
+from cute_ops.kernels.lib.activation import LOG2_E
+from cute_ops.kernels.lib.matrix import folded
+
+
+def exp(x):
+    return cute.math.exp2(x * LOG2_E, fastmath=True)
+
+
+def tanh(x):
+    """``1 - 2 / (1 + exp(2 x))``: right to 2e-7 absolutely, which is what a score's weight asks for."""
+    return 1.0 - 2.0 * cute.arch.rcp_approx(exp(x * 2.0) + 1.0)
+
+
+def divide(x, y):
+    """The quotient, rounded once: ``floor(q / 49)`` of whole numbers is right."""
+    found = x * cute.arch.rcp_approx(y)
+    rest = x - found * y
+    return cutlass.select_(cute.math.absf(rest) < Float32.inf, found + rest * cute.arch.rcp_approx(y), found)
+
+
+# Scores need absolute accuracy, and instructions are dear.
+FAST = {**DEVICE, "exp": exp, "tanh": tanh, "divide": divide}
+
+
+class Evaluated:
+    """A function of scores and coordinates, and what it reads of captured arrays.
+
+    Coordinates are float32 in expressions, which hold whole numbers up to 2^24.
+    """
+
+    def __init__(self, mod):
+        self.mod, self.emit = mod, Emitter(text_of(mod.expression), FAST)
+        self.indices = [read.place and Emitter(text_of(read.place), FAST) for read in mod.reads]
+
+    def operands(self, given, captured, loaded, at):
+        """The operands of one score: what is given, and what is read.
+
+        Args:
+            given: the score, if it has one, coordinates and sizes.
+            captured: the arrays.
+            loaded: what was read for other scores of the thread, which grows.
+            at: the numbers of the query and of the key among the thread's.
+        """
+        found = [*given]
+        for i in range(len(self.mod.reads)):
+            by_query, by_key = self.mod.depends(i)
+            key = i, at[0] if by_query else None, at[1] if by_key else None
+            if key not in loaded:
+                loaded[key] = self.read(i, found, captured)
+            found.append(loaded[key])
+        return found
+
+    def read(self, i, operands, captured):
+        """An element of an array, or its size, by the operands before it."""
+        read = self.mod.reads[i]
+        array = captured[read.array]
+        if read.kind.startswith(SIZE):
+            return Float32(array.shape[int(read.kind.removeprefix(SIZE))])
+        places = []
+        for x, size in zip(self.indices[i](*operands), array.shape):
+            inside = cute.arch.fmin(cute.arch.fmax(x, Float32(0.0)), Float32(size - 1))  # of NaN 0
+            places.append(Int32(inside))
+        return array[tuple(places)].to(Float32)
+
+
+def by_index(arrays, mods):
+    """Captured arrays as functions read them: with all leading dims as one."""
+    ranks = {}
+    for each in (mods.mask, mods.score):
+        for read in each.mod.reads if each else ():
+            if read.place is not None:
+                ranks[read.array] = len(read.place.outputs)
+    return tuple([folded(m, own=ranks[i] - 1) for i, m in enumerate(arrays)])
 
 
 class Mods:
     """A mask, its bounds over a tile and a change of scores; each may be absent.
 
-    Coordinates are float32 in expressions, which hold whole numbers up to 2^24.
+    Attributes:
+        by_query, by_key: the reads of the mask that have bounds over a tile of queries, of keys.
     """
 
-    def __init__(self, mask, bounds, score, dscore=""):
-        texts = mask, bounds, score, dscore
-        self.mask, self._bounds, self.score, self._dscore = (Emitter(text) if text else None for text in texts)
+    def __init__(self, score, mask="", bounds="", dscore=""):
+        self.mask, self.score = (Evaluated(Mod.parse(text)) if text else None for text in (mask, score))
+        self._bounds = Emitter(bounds, FAST) if bounds else None
+        self._dscore = Emitter(dscore, FAST) if dscore else None
+        self.by_query, self.by_key = ranged(self.mask.mod) if self.mask else ([], [])
 
-    def bounds(self, tile, q, k, shift):
+    def bounds(self, tile, place, tiles, sizes):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one.
 
         Args:
             tile: block, head and batch.
-            q, k: the first and the last query and key.
-            shift: of queries.
+            place: the first and the last query, and the first and the last key.
+            tiles: the numbers of the tile of queries and of that of keys.
+            sizes: of the call.
         """
-        return self._bounds(*map(Float32, (tile.batch, tile.head, *q, *k, shift)))
+        (q, k), mod = place, self.mask.mod
+        both = [[*map(Float32, (first, last))] for first, last in ((q[0] + sizes.shift, q[1] + sizes.shift), k)]
+        points = [Float32(tile.batch), Float32(tile.head)]
+        numbers = [*points, *both[0], *both[1], *sizes.counts]
+        operands = [*points, None, None, *sizes.counts]
+        for i, count in enumerate(known(mod)[mod.given :]):
+            value = None
+            if count == 1:
+                value = self.mask.read(i, operands, sizes.captured)
+                numbers.append(value)
+            elif count == 2:
+                numbers += self._range(i, tile, tiles, sizes)
+            operands.append(value)
+        return self._bounds(*numbers)
+
+    def _range(self, i, tile, tiles, sizes):
+        """The least and the largest of what is read over a tile."""
+        axis = 0 if i in self.by_query else 1
+        table, number = sizes.ranges[axis], (self.by_query, self.by_key)[axis].index(i)
+        batch, head = (min_size(x, table.shape[mode]) for mode, x in ((1, tile.batch), (2, tile.head)))
+        return [table[2 * number + which, batch, head, tiles[axis]] for which in (0, 1)]
 
     def change(self, scores, place, scale):
         """Replace scores, which are scaled first."""
-        for r, c, coordinates in place.each():
-            scores[r, c] = self.score(scores[r, c] * Float32(scale), *coordinates)[0]
+        loaded = {}
+        for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
+            given = scores[r, c] * Float32(scale), *coordinates
+            scores[r, c] = self.score.emit(*self.score.operands(given, place.sizes.captured, loaded, at))[0]
 
-    def hide(self, values, place, seqlen_k, hidden):
+    def hide(self, values, place, hidden):
         """Replace values of keys that a query does not attend to, and of what lies behind the last key."""
-        last = Float32(seqlen_k)
-        for r, c, coordinates in place.each():
+        last, loaded = Float32(place.sizes.seqlen_k), {}
+        for r, c, at, coordinates in place.each(down=self.mask is not None and bool(self.mask.mod.reads)):
             kept = coordinates[3] < last
             if self.mask is not None:
-                kept = kept & self.mask(*coordinates)[0]
+                operands = self.mask.operands(coordinates, place.sizes.captured, loaded, at)
+                kept = kept & self.mask.emit(*operands)[0]
             values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
 
     def derive(self, cotangents, scores, place):
-        """Multiply cotangents of changed scores by the derivative of the change; scores are scaled."""
-        for r, c, coordinates in place.each():
-            cotangents[r, c] = self._dscore(cotangents[r, c], scores[r, c], *coordinates)[0]
+        """Multiply cotangents of changed scores by the derivative of the change; scores are scaled. One that is 0 stays
+        so: what is hidden may have no derivative.
+        """
+        loaded = {}
+        for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
+            operands = self.score.operands((scores[r, c], *coordinates), place.sizes.captured, loaded, at)
+            before = cotangents[r, c]
+            cotangents[r, c] = cutlass.select_(before == 0.0, before, self._dscore(*operands, before)[0])
+
+
+def min_size(x, size):
+    """An index of a dim that has one element for all, or one for each."""
+    return cutlass.min(x, Int32(size) - 1)

@@ -138,7 +138,7 @@ class Weights:
         return cutlass.select_(given & (lse > -Float32.inf), lse * Float32(LOG2_E), Float32.inf)
 
     @cute.jit
-    def of_scores(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, kept: cutlass.Constexpr):
+    def of_scores(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole):
         """Replace products of queries and keys by ``p * dscore``, the weight and the derivative of its score.
 
         Args:
@@ -146,9 +146,8 @@ class Weights:
             rWeights: gets the weights in 16 bits; or None.
             place: of the products.
             lse: ``lse(row, column)``, of base 2.
-            kept: whether none is left out, and the number of keys.
+            whole: whether none is left out.
         """
-        whole, seqlen_k = kept
         scores = by_row(rS)
         rRaw = cute.make_rmem_tensor_like(rS) if cutlass.const_expr(self.mods.score is not None) else None
         if cutlass.const_expr(rRaw is not None):
@@ -159,7 +158,7 @@ class Weights:
             for r in cutlass.range_constexpr(2):
                 scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
         if not whole:
-            self.mods.hide(scores, place, seqlen_k, 0.0)
+            self.mods.hide(scores, place, 0.0)
         if cutlass.const_expr(rWeights is not None):
             store_packed(rS, rWeights)
         if cutlass.const_expr(rRaw is not None):

@@ -18,13 +18,25 @@ CACHED_BYTES = 32 << 20
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call, known at run time."""
+    """Sizes of a call, known at run time, and arrays that its functions read.
+
+    Attributes:
+        captured: by number.
+        ranges: tables of :mod:`ranges`, of queries and of keys; None where nothing is bounded so.
+    """
 
     seqlen_q: Any
     seqlen_k: Any
     heads: Any
     heads_per_kv: Any
     batches: Any
+    captured: Any = ()
+    ranges: Any = (None, None)
+
+    @property
+    def counts(self):
+        """The sizes of coordinates, in float32."""
+        return [*map(Float32, (self.batches, self.heads, self.seqlen_q, self.seqlen_k))]
 
     @property
     def shift(self):
@@ -55,7 +67,7 @@ class Place(NamedTuple):
         tile: batch and head.
         rows, start, columns: of the thread.
         keys_down: whether rows are keys and columns queries.
-        shift: of queries.
+        sizes: of the call.
     """
 
     tile: Any
@@ -63,31 +75,39 @@ class Place(NamedTuple):
     start: Any
     columns: Any
     keys_down: bool
-    shift: Any
+    sizes: Any
 
-    def each(self):
-        """Row, column and the coordinates (batch, head, q, k, shift) of each score, in float32."""
-        batch, head, start, shift = map(Float32, (self.tile.batch, self.tile.head, self.start, self.shift))
-        for r, row in enumerate(map(Float32, self.rows)):
-            for c, column in enumerate(self.columns):
-                across = start + Float32(column)
-                yield r, c, (batch, head, *((across, row) if self.keys_down else (row, across)), shift)
+    def each(self, down=False):
+        """Of each score row and column; both as the numbers of a query and a key; and, in float32, its coordinates
+        (batch, head, q, k) and their sizes. The last query stands beside the last key.
+
+        Args:
+            down: whether columns are gone through one after another, so that what is read for one is not kept.
+        """
+        batch, head, counts = Float32(self.tile.batch), Float32(self.tile.head), self.sizes.counts
+        shifts = (Int32(0), self.sizes.shift) if self.keys_down else (self.sizes.shift, Int32(0))
+        start, rows = Float32(self.start + shifts[1]), [Float32(row + shifts[0]) for row in self.rows]
+        every = [(r, c) for r in range(len(rows)) for c in range(len(self.columns))]
+        for r, c in sorted(every, key=lambda at: at[::-1]) if down else every:
+            across = start + Float32(self.columns[c])
+            at, place = ((c, r), (across, rows[r])) if self.keys_down else ((r, c), (rows[r], across))
+            yield r, c, at, (batch, head, *place, *counts)
 
 
-def place_of(tidx, tile, first, shift, keys_down=False):
+def place_of(tidx, tile, first, sizes, keys_down=False):
     """The place of a thread of two warpgroups. ``first``: the tile's first row and column, and its columns."""
     lane, (row, column, columns) = tidx % 32, first
     row = row + tidx // 32 * 16 + lane // 4
     offsets = tuple(8 * (c // 2) + c % 2 for c in range(columns // 4))
-    return Place(tile, (row, row + 8), column + lane % 4 * 2, offsets, keys_down, shift)
+    return Place(tile, (row, row + 8), column + lane % 4 * 2, offsets, keys_down, sizes)
 
 
-def sizes_of(mQ, mK):
-    """The sizes of a call, of tensors (seqlen, d, heads, batch)."""
+def sizes_of(mQ, mK, captured=(), ranges=(None, None)):
+    """The sizes of a call, of tensors (seqlen, d, heads, batch), and arrays that its functions read."""
     seqlen_q, seqlen_k, heads, kv_heads, batches = (
         Int32(cute.size(m, mode=[mode])) for m, mode in ((mQ, 0), (mK, 0), (mQ, 2), (mK, 2), (mQ, 3))
     )
-    return Sizes(seqlen_q, seqlen_k, heads, heads // kv_heads, batches)
+    return Sizes(seqlen_q, seqlen_k, heads, heads // kv_heads, batches, captured, ranges)
 
 
 def view(m, order=(1, 3, 2, 0)):
@@ -156,7 +176,7 @@ class Tiles:
         q, k = queries * self.tile_q, keys * self.tile_k
         q_high = cutlass.min(q + self.tile_q, sizes.seqlen_q) - 1
         k_high = cutlass.min(k + self.tile_k, sizes.seqlen_k) - 1
-        return self.mods.bounds(tile, (q, q_high), (k, k_high), sizes.shift)
+        return self.mods.bounds(tile, ((q, q_high), (k, k_high)), (queries, keys), sizes)
 
     def some(self, tile, sizes, queries, keys):
         """Whether the mask lets a score of a tile pass, as far as its bounds tell."""

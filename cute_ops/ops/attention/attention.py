@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from cute_ops.declaration.array_api import beside, widen
@@ -15,7 +16,11 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.expressions.captured import operands_on
+from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
+from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import config, mods
+from cute_ops.ops.attention.captured import captured_bwd
 
 HALVES = ("bfloat16", "float16")
 LONGEST = 1 << 24  # whole numbers up to this one are float32
@@ -34,40 +39,39 @@ CASES = (
 )  # fmt: skip
 
 
-def reference(xp: Any, q: Any, k: Any, v: Any, sinks: Any = None, **attrs: Any) -> tuple[Any, Any]:
+def reference(
+    xp: Any, q: Any, k: Any, v: Any, *more: Any, own: mods.Own = mods.NONE, **attrs: Any
+) -> tuple[Any, Any]:  # fmt: skip
+    """``more`` are the captured arrays, and sinks or None."""
+    count = len(own.captured)
+    captured, sinks = more[:count], more[count] if len(more) > count else None
     if 0 in (q.shape[-2], q.shape[-3]):
         lse = xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=xp.float32, **beside(xp, q))
         return xp.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, **beside(xp, q)), lse
-    weights, lse, _ = _weights(xp, q, k, sinks, attrs)
+    weights, lse, _ = _weights(xp, (q, k, sinks), attrs, own, captured)
     out = _ungrouped(xp, weights @ _grouped(xp, *widen(xp, v)), q)
     return xp.astype(out, q.dtype), xp.reshape(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]))
 
 
 def reference_bwd(
-    xp: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Any = None,
-    sinks: Any = None,
-    **attrs: Any,
-) -> tuple[Any, ...]:
+    xp: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *more: Any, own: mods.Own = mods.NONE, **attrs: Any
+) -> tuple[Any, ...]:  # fmt: skip
+    """``more`` are the captured arrays, the cotangent of ``lse``, and sinks; the last two may be None."""
+    count = len(own.captured)
+    captured, (dlse, sinks) = more[:count], (*more[count:], None, None)[:2]
     if 0 in q.shape:
         return tuple(None if x is None else xp.zeros_like(x) for x in (q, k, v, sinks))
     g, scale = k.shape[-2], attrs["scale"] or q.shape[-1] ** -0.5
-    weights, row_lse, raw = _weights(xp, q, k, sinks, attrs)
+    weights, row_lse, operands = _weights(xp, (q, k, sinks), attrs, own, captured)
     wide_q, wide_o, wide_do = (_grouped(xp, x, g) for x in widen(xp, q, out, dout))
     wide_k, wide_v = (_grouped(xp, x) for x in widen(xp, k, v))
     delta = xp.sum(wide_o * wide_do, axis=-1)
     if dlse is not None:
         delta = delta - xp.reshape(*widen(xp, dlse), delta.shape)
     dscores = weights * (wide_do @ xp.matrix_transpose(wide_v) - delta[..., None])
-    cap = attrs["softcap"]
-    if cap:
-        dscores = dscores * (1 - xp.square(xp.tanh(raw / cap)))
+    if (change := mods.score_of(attrs["softcap"], own.score)) is not None:
+        (changed,) = evaluate(mods.gradient_of(change), xp, [*operands, dscores])
+        dscores = xp.where(dscores == 0, dscores, changed)  # what is hidden may have no derivative
     dq = _ungrouped(xp, dscores @ wide_k * scale, q)
     dk, dv = (
         _kv(xp, xp.sum(xp.matrix_transpose(x) @ y, axis=2), like)
@@ -81,17 +85,25 @@ def reference_bwd(
     return xp.astype(dq, q.dtype), xp.astype(dk, k.dtype), xp.astype(dv, v.dtype), dsinks
 
 
-def _weights(xp: Any, q: Any, k: Any, sinks: Any, attrs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """The weights (batch, kv heads, heads of one, s, t), the log-sum-exp of each row, and the scores before a cap."""
-    (s, h, d), (t, g) = q.shape[-3:], k.shape[-3:-1]
+def _weights(
+    xp: Any, given: tuple[Any, Any, Any], attrs: Mapping[str, Any], own: mods.Own, captured: Sequence[Any]
+) -> tuple[Any, Any, list[Any]]:
+    """The weights (batch, kv heads, heads of one, s, t), the log-sum-exp of each row, and the operands of a change of
+    scores.
+    """
+    q, k, sinks = given
+    (h, d), (t, g) = q.shape[-2:], k.shape[-3:-1]
     wide_q, wide_k, sink = widen(xp, q, k, sinks)
-    raw = _grouped(xp, wide_q, g) @ xp.matrix_transpose(_grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
-    queries, keys = (xp.arange(size, **beside(xp, q)) for size in (s, t))
-    at, scores = (None, None, xp.reshape(queries, (s, 1)), keys, t - s), raw
-    if (change := mods.soft_cap(attrs["softcap"])) is not None:
-        scores = change(xp, scores, *at)
-    if (mask := mods.band(attrs["left"], 0 if attrs["causal"] else attrs["right"])) is not None:
-        scores = xp.where(mask(xp, *at), scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
+    scores = _grouped(xp, wide_q, g) @ xp.matrix_transpose(_grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
+    arrays = _by_batch(xp, own, captured, scores.shape[0])
+    at, operands = coordinates(xp, scores, t), [scores]
+    if (change := mods.score_of(attrs["softcap"], own.score)) is not None:
+        operands = operands_on(change, xp, [scores, *at], arrays)
+        (changed,) = evaluate(change.expression, xp, operands)
+        scores = xp.broadcast_to(changed, scores.shape)
+    if (mask := mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)) is not None:
+        (seen,) = evaluate(mask.expression, xp, operands_on(mask, xp, at, arrays))
+        scores = xp.where(seen, scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
     # A last column without a value: the sink, or a score of no weight.
     last = xp.full((*scores.shape[:-1], 1), -math.inf, dtype=scores.dtype, **beside(xp, q))
     if sink is not None:
@@ -103,7 +115,30 @@ def _weights(xp: Any, q: Any, k: Any, sinks: Any, attrs: Mapping[str, Any]) -> t
     total = xp.sum(weights, axis=-1, keepdims=True)
     some = xp.where(total > 0, total, xp.ones_like(total))
     lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
-    return (weights / some)[..., :-1], lse, raw
+    return (weights / some)[..., :-1], lse, operands
+
+
+def coordinates(xp: Any, scores: Any, keys: Any) -> list[Any]:
+    """Batch, head, q and k of scores (batch, kv heads, heads of one, s, t), and their sizes."""
+    (b, g, r, s, _), dtype = scores.shape, scores.dtype
+
+    def count(size: Any, shape: tuple[Any, ...]) -> Any:
+        return xp.reshape(xp.astype(xp.arange(size, **beside(xp, scores)), dtype), shape)
+
+    shapes = (b, (b, 1, 1, 1, 1)), (g * r, (1, g, r, 1, 1)), (s, (s, 1)), (keys, (keys,))
+    batch, head, q, k = (count(*each) for each in shapes)
+    sizes = [xp.asarray(size, dtype=dtype, **beside(xp, scores)) for size, _ in shapes]
+    return [batch, head, q + (sizes[3] - sizes[2]), k, *sizes]
+
+
+def _by_batch(xp: Any, own: mods.Own, captured: Sequence[Any], batch: Any) -> list[Any]:
+    """Captured arrays, with one dim for the batch where they have leading dims."""
+    found = []
+    for array, (_, _, shape) in zip(captured, own.captured, strict=True):
+        words = shape.split()
+        lead = array.ndim - len(words) + 1
+        found.append(xp.reshape(array, (batch, *array.shape[lead:])) if words[:1] == ["*m"] else array)
+    return found
 
 
 def _grouped(xp: Any, x: Any, groups: int | None = None) -> Any:
@@ -143,43 +178,13 @@ def _heads(shape: str) -> Tensor:
 Q, K, V = _heads("*m s g*r d"), _heads("*m t g d"), _heads("*m t g e")
 OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32", merged=True)
 SINKS = Tensor("g*r", "S", optional=True)
-COMMON: dict[str, Any] = {
-    "dtypes": {"T": HALVES, "S": FLOATS},
-    "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0, "deterministic": False},
-    "static": ("d", "e"),
-    "sharding": Sharding(parallel=("g",)),
-    "check": check,
-    "cases": CASES,
-}
-
-
-attention_bwd = Op(
-    "attention_bwd",
-    inputs={"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape),
-            "dlse": LSE._replace(optional=True), "sinks": SINKS},
-    outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
-             "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("g*r", "S", given="sinks")},
-    **COMMON,
-    reference=reference_bwd,
-    kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
-    tuning=Tuning(config.attention_bwd, workspace=config.workspace),
-    doc="""Gradients of :func:`attention`, which computes the scores again.
+DTYPES = {FLOAT: FLOATS, INT: ("int32", "int64"), BOOL: ("bool",)}  # of captured arrays, by kind
+BACKWARD_DOC = """Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
     @ dout``. dq is deterministic if asked for, the others are.
-    """,
-)  # fmt: skip
-
-attention = Op(
-    "attention",
-    inputs={"q": Q, "k": K, "v": V, "sinks": SINKS},
-    outputs={"out": OUT, "lse": LSE},
-    **COMMON,
-    reference=reference,
-    kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
-    tuning=Tuning(config.attention),
-    grad=attention_bwd,
-    doc="""Attention of queries to keys and values, with grouped heads.
+    """
+DOC = """Attention of queries to keys and values, with grouped heads.
 
     ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` where a query attends to a key, and
     ``lse = log(sum(exp(scores)))``. Query i stands beside key ``i + t - s``: the last query beside the last key.
@@ -208,5 +213,51 @@ attention = Op(
         NotImplementedError: a GPU that is no SM 9.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
-    """,
-)
+    """
+
+
+@cache
+def declare(name: str, own: mods.Own = mods.NONE) -> Op:
+    """Attention with a call's own functions; the same op every time."""
+    functions = [Mod.parse(text) for text in (own.score, own.mask) if text]
+    captured = {name: Tensor(shape, f"C_{name}", merged=shape.startswith("*m")) for name, _, shape in own.captured}
+    of_head = mods.depends_on_head(functions, [shape for _, _, shape in own.captured])
+    wanted = [own.captured[i][0] for i in mods.differentiable(own)]
+    common: dict[str, Any] = {
+        "dtypes": {"T": HALVES, "S": FLOATS, **{f"C_{name}": DTYPES[kind] for name, kind, _ in own.captured}},
+        "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0, "deterministic": False},
+        "static": ("d", "e"),
+        "sharding": Sharding(parallel=() if of_head else ("g",)),
+        "check": check,
+        "cases": () if functions else CASES,
+        **({"called": "attention"} if functions else {}),
+    }
+    read = {"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape), **captured,
+            "dlse": LSE._replace(optional=True)}  # fmt: skip
+    bwd = Op(
+        f"{name}_bwd",
+        inputs={**read, "sinks": SINKS},
+        outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
+                 "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("g*r", "S", given="sinks")},
+        **common,
+        reference=partial(reference_bwd, own=own) if functions else reference_bwd,
+        kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
+        tuning=Tuning(partial(config.attention_bwd, own), workspace=partial(config.workspace_bwd, own)),
+        doc=BACKWARD_DOC,
+    )  # fmt: skip
+    return Op(
+        name,
+        inputs={"q": Q, "k": K, "v": V, **captured, "sinks": SINKS},
+        outputs={"out": OUT, "lse": LSE},
+        **common,
+        reference=partial(reference, own=own) if functions else reference,
+        kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
+        tuning=Tuning(partial(config.attention, own), workspace=partial(config.workspace, own)),
+        grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, common)) if wanted else bwd,
+        no_gradient=tuple(name for name, kind, _ in own.captured if kind == FLOAT and name not in wanted),
+        doc=DOC,
+    )  # fmt: skip
+
+
+attention = declare("attention")
+attention_bwd = attention.steps[0]

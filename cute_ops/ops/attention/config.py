@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
+from cute_ops.expressions.reads import ranged
+from cute_ops.expressions.text import text_of
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, sm
 from cute_ops.kernels.attention.config import (
     KEYS_OF_TILE,
@@ -20,6 +23,7 @@ from cute_ops.ops.attention import mods
 from cute_ops.ops.rows import threads_for
 
 THREADS, UNROLL = 128, 4
+TILE_Q = 128  # queries of a tile, and keys of one of the gradient of keys
 # Keys of a tile by the most elements of a head.
 KEYS = {128: 128, 192: 96, 256: 80}
 # Likewise keys and slots of the gradient of queries, and queries and slots of that of keys and values.
@@ -42,35 +46,60 @@ def append_kv(problem: Problem) -> AppendConfig:
     return AppendConfig(THREADS, threads_for(vectors, UNROLL, THREADS), UNROLL)
 
 
-def attention(problem: Problem) -> AttentionConfig:
+def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
-    size, attrs = _headdim(problem), problem.attrs
+    size = _headdim(problem)
     tile_n = next(keys for longest, keys in KEYS.items() if size <= longest)
-    return AttentionConfig(tile_n, problem.sm_count, *_mask(problem), mods.score_of(attrs["softcap"]))
+    score = mods.score_of(problem.attrs["softcap"], own.score)
+    return AttentionConfig(tile_n, problem.sm_count, *_mask(own, problem), score.text if score else "")
 
 
-def attention_bwd(problem: Problem) -> AttentionBackwardConfig:
+def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     """Tiles of as many keys and queries as registers and shared memory hold."""
-    size, cap = _headdim(problem), problem.attrs["softcap"]
+    size = _headdim(problem)
     tiles = next(tiles for longest, tiles in BACKWARD.items() if size <= longest)
     one_pass = not problem.attrs["deterministic"] and problem.dims["d"] == problem.dims["e"] and size in ONE_PASS
     if one_pass:
         tiles = *tiles[:2], *ONE_PASS[size]
-    return AttentionBackwardConfig(*tiles, one_pass, *_mask(problem), mods.score_of(cap), mods.score_gradient_of(cap))
+    score = mods.score_of(problem.attrs["softcap"], own.score)
+    scores = (score.text, text_of(mods.gradient_of(score))) if score else ("", "")
+    return AttentionBackwardConfig(*tiles, one_pass, *_mask(own, problem), *scores)
 
 
-def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
+    """The tables of what the mask reads, over the tiles of the forward."""
+    return _tables(own, problem, {"queries": TILE_Q, "keys": AttentionConfig.of(config).tile_n})
+
+
+def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
     """Numbers for each row of each head: the sum of its output times its cotangent, in one pass its log-sum-exp, too,
-    of whole tiles; and there the sums of the gradient of queries.
+    of whole tiles; there the sums of the gradient of queries; and tables of what the mask reads, over the tiles of each
+    kernel.
     """
-    dims, one_pass = problem.dims, AttentionBackwardConfig.of(flat).one_pass
+    dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
     rows = problem.m, dims["g"] * dims["r"]
-    length = -(-dims["s"] // LONGEST_TILE) * LONGEST_TILE if one_pass else dims["s"]
+    length = -(-dims["s"] // LONGEST_TILE) * LONGEST_TILE if chosen.one_pass else dims["s"]
     of_rows = Array((*rows, length), "float32")
+    first = _tables(own, problem, {"queries": TILE_Q, "keys": chosen.tile_k})
+    second = _tables(own, problem, {"queries": chosen.tile_q, "keys": TILE_Q})
     return {
-        "delta": of_rows, "logs": of_rows if one_pass else None,
-        "sums": Array((*rows, dims["s"], dims["d"]), "float32") if one_pass else None,
+        "delta": of_rows, "logs": of_rows if chosen.one_pass else None,
+        "sums": Array((*rows, dims["s"], dims["d"]), "float32") if chosen.one_pass else None,
+        **(dict.fromkeys(first) if chosen.one_pass else first),
+        **{f"{name}_2": table for name, table in second.items()},
     }  # fmt: skip
+
+
+def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[str, Array | None]:
+    """For each tile of queries and of keys the least and the largest number of each read of the mask."""
+    attrs, dims = problem.attrs, problem.dims
+    mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
+    heads = dims["g"] * dims["r"] if mask and mods.reads_by_head(mask) else 1
+    found: dict[str, Array | None] = {}
+    for (name, tile), length, reads in zip(tiles.items(), "st", ranged(mask) if mask else ([], []), strict=True):
+        shape = 2 * len(reads), problem.m, heads, -(-dims[length] // tile)
+        found[f"ranges_of_{name}"] = Array(shape, "float32") if reads else None
+    return found
 
 
 def merge_states(_: Problem) -> MergeConfig:
@@ -90,8 +119,9 @@ def decode_attention(problem: Problem) -> DecodeConfig:
     if "page_table" in problem.dtypes:
         form = "any_pages" if dims["c"] % KEYS_OF_TILE else "whole_pages"
     keys, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"])
+    text = score.text if score else ""
     configs = (
-        (resident, DecodeConfig(form, tiles_m, warps, stages, itemsize, keys, score))
+        (resident, DecodeConfig(form, tiles_m, warps, stages, itemsize, keys, text))
         for resident, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))
         for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
@@ -149,9 +179,11 @@ def _headdim(problem: Problem) -> int:
     return int(max(problem.dims["d"], problem.dims["e"]))
 
 
-def _mask(problem: Problem) -> tuple[str, str]:
+def _mask(own: mods.Own, problem: Problem) -> tuple[str, str]:
+    """The texts of the mask and of its bounds; empty without one."""
     attrs = problem.attrs
-    return mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"])
+    mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
+    return (mask.text, mods.bounds_of(mask)[0]) if mask else ("", "")
 
 
 def _vectors(problem: Problem, name: str, dim: str) -> int:

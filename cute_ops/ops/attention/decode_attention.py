@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from cute_ops import mods
 from cute_ops.declaration.array_api import beside, widen
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
@@ -13,7 +14,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.attention import config, mods
+from cute_ops.ops.attention import config
 from cute_ops.ops.attention.attention import HALVES, LONGEST
 
 MOST_QUERIES, FP8 = 16, "float8_e4m3fn"
@@ -67,8 +68,8 @@ def reference(
     wide_k, wide_v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (k, v))
     grouped = xp.reshape(xp.permute_dims(wide_q, (0, 2, 1, 3)), (b, g, r * s, d))
     scores = grouped @ xp.permute_dims(wide_k, (0, 2, 3, 1)) * (scale or d**-0.5)
-    if (change := mods.soft_cap(softcap)) is not None:
-        scores = change(xp, scores, None, None, None, None, None)
+    if softcap:
+        scores = mods.softcap(softcap)(xp, scores, None, None, None, None)
     scores = xp.reshape(scores, (b, h, s, keys))
     # The last query stands at the last key.
     whole = xp.where(lengths < keys, lengths, xp.full_like(lengths, keys))

@@ -1,85 +1,206 @@
-"""Masks and changes of scores, as functions of a score and its coordinates, and their expressions for kernels.
+"""What is done to scores: masks and changes of them as expressions, for references and kernels.
 
-A score has the coordinates ``batch``, ``head``, ``q`` and ``k``, numbers of the call's dims; ``shift`` is what is added
-to ``q`` to compare it with ``k``: the last query stands beside the last key. A mask gives whether a query attends to a
-key. The functions take arrays that broadcast, too, so that they are their own references.
+A function of a score and its coordinates (:mod:`cute_ops.mods`) is traced to a :class:`Mod`, whose operands are the
+score, if it has one, ``batch``, ``head``, ``q`` and ``k``, their sizes, and what it reads of captured arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
+from cute_ops import mods as named
+from cute_ops.expressions.captured import trace_mod
 from cute_ops.expressions.derivative import differentiate
-from cute_ops.expressions.graph import OPERANDS, Graph, copied
+from cute_ops.expressions.graph import OPERANDS, Expression, Graph, Node, copied, operands_of
 from cute_ops.expressions.intervals import Range, bounds
+from cute_ops.expressions.reads import FLOAT, SIZE, Mod, known
+from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.text import text_of
-from cute_ops.expressions.tracing import trace
 
-COORDINATES = {"batch": "", "head": "", "q": "*m 1", "k": "n", "shift": ""}
-# What is known of the coordinates of a tile of scores.
-_RANGES = (Range.POINT, Range.POINT, Range.INTERVAL, Range.INTERVAL, Range.POINT)
-Mod = Callable[..., Any]
+SCORE = {"score": OPERANDS["t"]}
+COORDINATES = {"batch": OPERANDS["s"], "head": OPERANDS["s"], "q": OPERANDS["c"], "k": OPERANDS["r"]}
+BATCH, HEAD, SIZES = 0, 1, 4  # of the operands behind the score
 
 
-def band(left: int, right: int) -> Mod | None:
+class Own(NamedTuple):
+    """The functions of a call.
+
+    Attributes:
+        score, mask: their texts; empty where there is none.
+        captured: of each array its name, its kind and its declared shape.
+    """
+
+    score: str = ""
+    mask: str = ""
+    captured: tuple[tuple[str, str, str], ...] = ()
+
+
+NONE = Own()
+
+
+def score_mod(function: Callable[..., Any], arrays: Mapping[int, str] | None = None) -> Mod:
+    """The expression of a change of scores; ``arrays`` are the kinds of those that it captures, by number."""
+    return trace_mod(function, SCORE, COORDINATES, arrays or {})
+
+
+def mask_mod(function: Callable[..., Any], arrays: Mapping[int, str] | None = None) -> Mod:
+    """The expression of a mask; ``arrays`` as for :func:`score_mod`."""
+    return trace_mod(function, {}, COORDINATES, arrays or {}, "bool")
+
+
+def band(left: int, right: int) -> Callable[..., Any] | None:
     """The mask of keys at most ``left`` before the query and at most ``right`` after it; -1 is any number. None where
     it leaves out nothing.
     """
+    if left >= 0 and right >= 0:
+        return named.window(left, right)
+    if right == 0:
+        return named.causal
     if left < 0 and right < 0:
         return None
-
-    def mask(xp: Any, batch: Any, head: Any, q: Any, k: Any, shift: Any) -> Any:
-        place = q + shift
-        after = k <= place + right if right >= 0 else None
-        before = place - left <= k if left >= 0 else None
-        if after is None or before is None:
-            return before if after is None else after
-        return xp.logical_and(before, after)
-
-    return mask
-
-
-def soft_cap(cap: float) -> Mod | None:
-    """The change of scores that keeps them between ``-cap`` and ``cap``; None for 0."""
-    if cap == 0:
-        return None
-    return lambda xp, score, batch, head, q, k, shift: cap * xp.tanh(score * (1 / cap))
+    if left < 0:
+        return lambda xp, batch, head, q, k: k <= q + right
+    return lambda xp, batch, head, q, k: q - left <= k
 
 
 @cache
-def mask_of(left: int, right: int) -> tuple[str, str]:
-    """The expression of a :func:`band` and that of its bounds over a tile; empty without a mask."""
-    mod = band(left, right)
-    if mod is None:
-        return "", ""
-    mask = trace(mod, COORDINATES)
-    return text_of(mask), text_of(bounds(mask, _RANGES).expression)
+def mask_of(left: int, right: int, own: str = "") -> Mod | None:
+    """The mask of a :func:`band` and of a call's own function, a text; None without both."""
+    function = band(left, right)
+    first, second = function and mask_mod(function), Mod.parse(own) if own else None
+    if first is None or second is None:
+        return first or second
+    graph = SimplifyingGraph(second.expression.operands)
+    both = [copied(each.expression, graph)[each.expression.outputs[0]] for each in (first, second)]
+    return Mod(graph.finish([graph.add("logical_and", *both)]), second.reads)
 
 
 @cache
-def score_of(cap: float) -> str:
-    """The expression of a :func:`soft_cap`; empty without one."""
-    mod = soft_cap(cap)
-    return "" if mod is None else text_of(trace(mod, {"score": "*m n", **COORDINATES}))
+def score_of(cap: float, own: str = "") -> Mod | None:
+    """The change of scores by a soft cap, and then by a call's own function, a text; None without both."""
+    first, second = score_mod(named.softcap(cap)) if cap else None, Mod.parse(own) if own else None
+    if first is None or second is None:
+        return first or second
+    graph = SimplifyingGraph(second.expression.operands)
+    capped = copied(first.expression, graph)[first.expression.outputs[0]]
+    nodes = copied(second.expression, graph, lambda node: graph.operand(node.operand) if node.operand else capped)
+    return Mod(graph.finish([nodes[second.expression.outputs[0]]]), second.reads)
 
 
 @cache
-def score_gradient_of(cap: float) -> str:
-    """The expression of a :func:`soft_cap`'s gradient: of the cotangent, the score and its coordinates; empty without
-    one.
+def bounds_of(mask: Mod) -> tuple[str, tuple[str, ...]]:
+    """The expression of a mask's bounds over a tile, and what of it could not be bounded."""
+    found = bounds(mask.expression, [Range(number) for number in known(mask)])
+    names = (f"operand {mask.given + i}" for i in range(len(mask.reads)))
+    arrays = dict(zip(names, (f"array {read.array}" for read in mask.reads), strict=True))
+    return text_of(found.expression), tuple(dict.fromkeys(arrays.get(each, each) for each in found.unbounded))
+
+
+@cache
+def gradient_of(mod: Mod, wanted: tuple[int, ...] = (0,)) -> Expression:
+    """The gradients of these operands of a change of scores; its operands are those of the function and the cotangent
+    of what that returns.
     """
-    mod = soft_cap(cap)
-    if mod is None:
-        return ""
-    forward = trace(mod, {"score": "*m n", **COORDINATES})
-    found = differentiate(forward, wanted=[0])
-    graph = Graph([OPERANDS["t"], *forward.operands])
-    given = {("cotangent", 0): 0, **{("operand", i): i + 1 for i in range(len(forward.operands))}}
-    sources = [given[source.role, source.position] for source in found.sources]
+    forward = mod.expression
+    found = differentiate(forward, wanted=wanted)
+    graph = Graph([*forward.operands, OPERANDS["t"]])
+    last = len(forward.operands)
+    sources = [source.position if source.role == "operand" else last for source in found.sources]
     nodes = copied(found.expression, graph, lambda node: graph.operand(sources[node.operand]))
-    total = nodes[found.expression.outputs[0]]
-    for i in found.expression.outputs[1:]:
-        total = graph.add("add", total, nodes[i])
-    return text_of(graph.finish([total]))
+    totals: dict[int, int] = {}
+    for addend, i in zip(found.addends, found.expression.outputs, strict=True):
+        before = totals.get(addend.operand)
+        totals[addend.operand] = nodes[i] if before is None else graph.add("add", before, nodes[i])
+    return graph.finish([totals[i] for i in wanted])
+
+
+# What follows from a call's own functions -----------------------------------------------------------------------------
+
+
+def declared(
+    functions: Sequence[Mod], names: Sequence[str], refuse: Callable[[str], NoReturn]
+) -> list[list[str]]:  # fmt: skip
+    """The dims of each captured array: ``*m`` where it is read by batch, ``g*r`` by head, else a name of its own.
+
+    Args:
+        functions: which read the arrays.
+        names: of the arrays.
+        refuse: raises an error.
+    """
+    found: list[list[set[str]] | None] = [None] * len(names)
+    for mod in functions:
+        base, uses = mod.given - len(COORDINATES) - SIZES, _uses(mod)
+        if base + BATCH in uses or base + len(COORDINATES) + BATCH in uses:
+            refuse("`batch` may only be the first index of a captured array: calls are batched and shared by it.")
+        for read in mod.reads:
+            if read.kind.startswith(SIZE):
+                continue
+            if read.place is None:
+                refuse(f"`{names[read.array]}` has no dims: give it one, and read element 0.")
+            roles = [_role(read.place.nodes[i], base) for i in read.place.outputs] if read.place else []
+            before = found[read.array]
+            if before is not None and len(before) != len(roles):
+                refuse(f"`{names[read.array]}` is read with {len(before)} indices and with {len(roles)}.")
+            if "*m" in roles[1:]:
+                refuse(f"`{names[read.array]}` is read by `batch` in another place than the first.")
+            found[read.array] = [{role, *old} for role, old in zip(roles, before or [set()] * len(roles), strict=True)]
+    shapes = []
+    for number, dims in enumerate(found):
+        if dims is None:
+            refuse(f"`{names[number]}` is read by no function.")
+        if dims and "*m" in dims[0] and len(dims[0]) > 1:
+            refuse(f"`{names[number]}` is read by `batch` and by something else in its place.")
+        shapes.append([
+            next(iter(roles)) if len(roles) == 1 and "" not in roles else f"c{number}d{place}"
+            for place, roles in enumerate(dims)
+        ])  # fmt: skip
+    return shapes
+
+
+def depends_on_head(functions: Sequence[Mod], shapes: Sequence[str]) -> bool:
+    """Whether the number of a head counts, besides as an index of arrays that are declared to have each head's."""
+    for mod in functions:
+        base = mod.given - len(COORDINATES) - SIZES
+        if not {base + HEAD, base + len(COORDINATES) + HEAD}.isdisjoint(_uses(mod)):
+            return True
+        for read in mod.reads:
+            places = [read.place.nodes[i] for i in read.place.outputs] if read.place else []
+            for node, word in zip(places, shapes[read.array].split(), strict=False):
+                if _role(node, base) == "g*r" != word:
+                    return True
+    return False
+
+
+def reads_by_head(mask: Mod) -> bool:
+    """Whether what a mask reads may depend on the head."""
+    return any(HEAD in operands_of(read.place, i) for read in mask.reads if read.place for i in read.place.outputs)
+
+
+def _role(node: Node, base: int) -> str:
+    """What an index is: ``*m`` the number of the batch, ``g*r`` that of the head, else empty."""
+    if node.primitive != "operand":
+        return ""
+    return {base + BATCH: "*m", base + HEAD: "g*r"}.get(node.operand, "")
+
+
+def _uses(mod: Mod) -> set[int]:
+    """The operands that a function computes with, besides those that are an index as they are."""
+    found = {i for output in mod.expression.outputs for i in operands_of(mod.expression, output)}
+    for read in mod.reads:
+        if read.place is not None:
+            for i in read.place.outputs:
+                node = read.place.nodes[i]
+                found |= operands_of(read.place, i) if node.primitive != "operand" else set()
+    return found
+
+
+def differentiable(own: Own) -> tuple[int, ...]:
+    """The captured arrays whose gradient a call may want: floats that scores are computed from."""
+    if not own.score:
+        return ()
+    mod = Mod.parse(own.score)
+    used = {i for output in mod.expression.outputs for i in operands_of(mod.expression, output)}
+    arrays = {read.array for i, read in enumerate(mod.reads, mod.given) if i in used and read.kind == FLOAT}
+    return tuple(sorted(arrays))

@@ -1,0 +1,85 @@
+"""Attention as a function, written once for the arrays of any framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from cute_ops.composite.public import continued
+from cute_ops.constants import make_room
+from cute_ops.declaration.op import Op
+from cute_ops.ops.attention.attention import DOC as OP_DOC
+from cute_ops.ops.attention.attention import attention as plain
+from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
+from cute_ops.ops.expression.by_call import dtype_of
+from cute_ops.ops.expression.call import key_of
+
+Array = TypeVar("Array")
+Function = Callable[..., Any]
+Given = Sequence[Any] | Mapping[str, Any]  # arrays
+_OPTIONS = """score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place
+            of a score, after ``softcap``. :mod:`cute_ops.mods` says what it may do, and has such functions.
+        mask_mod: ``mask_mod(xp, batch, head, q, k, *captured)``: whether a query attends to a key. One that ``causal``,
+            ``left`` and ``right`` leave out stays so.
+        captured: arrays that these functions read by index, such as ``slopes[head]`` or ``document[batch, q]``: as a
+            tuple both get all of them, as a dict each function gets those that its parameters name. Floats that a
+            score is computed from have a gradient; whole numbers reach up to 2^24."""
+DOC = OP_DOC.partition("\n\n")[2].replace("\n\n    Returns:", f"\n        {_OPTIONS}\n\n    Returns:", 1)
+
+
+class Attention(ABC, Generic[Array]):
+    """The attention of a framework."""
+
+    def __init__(self) -> None:
+        self._plain = self.function(plain)
+        self._known: dict[Hashable, Function] = {}
+
+    @abstractmethod
+    def function(self, op: Op) -> Function:
+        """The function of an op."""
+
+    @abstractmethod
+    def array(self, array: Any) -> Any:
+        """What may be an array as one."""
+
+    def chosen(
+        self, score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...], lead: int
+    ) -> Function:
+        """The function of the op of a call: see :func:`op_of_call`. A call like an earlier one is found by what its
+        functions refer to.
+        """
+        functions = [function for function in (score_mod, mask_mod) if function is not None]
+        keys = [key_of(function, ()) for function in functions]
+        # What a function refers to may be unknown: then it is traced each time.
+        key = None if None in keys else (*keys, score_mod is None, captured, lead)
+        found = self._known.get(key) if key else None
+        if found is None:
+            found = self.function(op_of_call(score_mod, mask_mod, captured, lead))
+            if key and keys == [key_of(function, ()) for function in functions]:  # nothing has changed meanwhile
+                make_room(self._known)
+                self._known[key] = found
+        return found
+
+    @continued(DOC)
+    def attention(
+        self, q: Array, k: Array, v: Array, sinks: Array | None = None, scale: float = 0.0, causal: bool = False,
+        left: int = -1, right: int = -1, softcap: float = 0.0, deterministic: bool = False, *,
+        score_mod: Function | None = None, mask_mod: Function | None = None, captured: Given = (),
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Attention of queries to keys and values, with grouped heads."""
+        run, arrays = self.call(q, score_mod, mask_mod, captured)
+        return run(q, k, v, *arrays, sinks, scale, causal, left, right, softcap, deterministic)  # type: ignore[no-any-return]
+
+    def call(
+        self, queries: Any, score_mod: Function | None, mask_mod: Function | None, captured: Given
+    ) -> tuple[Function, Sequence[Array]]:
+        """The function of a call's op, and the arrays that it captures."""
+        if score_mod is None and mask_mod is None:
+            if captured:
+                raise TypeError("cute.attention: `captured` was given, but no score_mod or mask_mod that reads it.")
+            return self._plain, ()
+        names = [*captured] if isinstance(captured, Mapping) else [""] * len(captured)
+        arrays = [self.array(a) for a in (captured.values() if isinstance(captured, Mapping) else captured)]
+        given = [Captured(name, kind_of(dtype_of(a)), a.ndim) for name, a in zip(names, arrays, strict=True)]
+        return self.chosen(score_mod, mask_mod, tuple(given), queries.ndim - 3), arrays

@@ -1,0 +1,160 @@
+"""The op that a call of ``attention`` with functions of its own runs: it follows from these and from what they read.
+
+There is one op for each pair of expressions and the kinds and declared shapes of captured arrays. Its name follows from
+these alone, so it is the same in every process.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from inspect import Parameter
+from typing import Any, NamedTuple, NoReturn
+
+from cute_ops.declaration.op import Op
+from cute_ops.errors import header_of, meant
+from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
+from cute_ops.ops.attention import mods
+from cute_ops.ops.attention.attention import declare
+from cute_ops.ops.expression import many
+from cute_ops.ops.expression.call import digest, readable, remembered
+
+Function = Callable[..., Any]
+# How many parameters come before the captured arrays: xp, a score, the coordinates.
+OPTIONS = {"score_mod": 6, "mask_mod": 5}
+# Names of inputs that an op has for something else, and those that it may not have.
+_TAKEN = re.compile(
+    r"d?(q|k|v|sinks|out|lse|delta)|scale|causal|left|right|softcap|xp|ctx|type|stream|_.*|c\d+d\d+|C_.*"
+)
+_log = logging.getLogger("cute_ops")
+_known: dict[Hashable, Mod] = {}
+
+
+class Captured(NamedTuple):
+    """A captured array of a call.
+
+    Attributes:
+        name: that the call gives it; empty for one that is given by position.
+        kind: of its elements.
+        ndim: how many dims it has.
+    """
+
+    name: str
+    kind: str
+    ndim: int
+
+
+def kind_of(dtype: str) -> str:
+    """The kind of the elements of an array with a dtype of this name."""
+    return BOOL if dtype == "bool" else FLOAT if "float" in dtype else INT
+
+
+def op_of_call(
+    score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...] = (), lead: int = 1
+) -> Op:
+    """The op of a call.
+
+    Args:
+        score_mod, mask_mod: its functions; None where it has none.
+        captured: its captured arrays.
+        lead: how many leading dims its queries have.
+
+    Raises:
+        TypeError: a function takes other arguments than these; an array is captured that none reads.
+        TraceError: a function does what an expression cannot say.
+        ValueError: an array has another number of dims than it is read by.
+    """
+    functions = {"score_mod": score_mod, "mask_mod": mask_mod}
+    given = {option: function for option, function in functions.items() if function is not None}
+    arrays = {option: _arrays(option, function, captured) for option, function in given.items()}
+    if unread := set(range(len(captured))) - {i for chosen in arrays.values() for i in chosen}:
+        _refuse(TypeError, f"`captured` has {_named(captured, min(unread))}, which no function reads.")
+    made = {option: _traced(option, function, captured, arrays[option]) for option, function in given.items()}
+    names = _names(captured, given, arrays)
+    shapes = mods.declared([*made.values()], names, lambda problem: _refuse(ValueError, problem))
+    for array, name, shape in zip(captured, names, shapes, strict=True):
+        dims = len(shape) - 1 + lead if shape[:1] == ["*m"] else len(shape)
+        if array.ndim != dims:
+            leading = (
+                f", the first of them by the batch, of which queries have {lead} dims" if dims != len(shape) else ""
+            )
+            what = f"`{name}` has {array.ndim} dims, but is read by {len(shape)} indices{leading}"
+            _refuse(ValueError, f"{what}: expected {dims}.")
+    score, mask = (made[option].text if option in made else "" for option in OPTIONS)
+    own = mods.Own(
+        score,
+        mask,
+        tuple((name, array.kind, " ".join(shape)) for name, array, shape in zip(names, captured, shapes, strict=True)),
+    )
+    if mask_mod is not None and (unbounded := mods.bounds_of(made["mask_mod"])[1]):
+        _log.info("attention: tiles of the mask %s are not skipped where they depend on %s, which has no bounds",
+                  _name(mask_mod), ", ".join(unbounded))  # fmt: skip
+    ending = digest(own.score, own.mask, *map(str, own.captured))
+    return declare("_".join(["attention", *(readable(_name(function)) for function in given.values()), ending]), own)
+
+
+def _arrays(option: str, function: Function, captured: Sequence[Captured]) -> list[int]:
+    """The captured arrays that a function gets, by number, in the order of its parameters."""
+    first, what = OPTIONS[option], f"{option} {_name(function)}"
+    parameters = [
+        p for p in header_of(function, f"cute.attention: argument `{option}`").parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]  # fmt: skip
+    every = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    own = [p for p in parameters[first:] if p.kind is not p.VAR_POSITIONAL]
+    if len(parameters) < first and not every:
+        coordinates = ", ".join(["xp", *mods.SCORE, *mods.COORDINATES][-first if first == 6 else 0 :])
+        expected = coordinates if option == "score_mod" else "xp, batch, head, q, k"
+        _refuse(TypeError, f"{what} must take ({expected}, *captured), takes {len(parameters)} arguments.")
+    if captured and captured[0].name:
+        by_name = {array.name: i for i, array in enumerate(captured)}
+        lacking = [p.name for p in own if p.name not in by_name and p.default is Parameter.empty]
+        if lacking:
+            near = meant(lacking[0], by_name)
+            _refuse(TypeError, f"{what} reads `{lacking[0]}`, which `captured` does not have{near}.")
+        return [by_name[p.name] for p in own if p.name in by_name]
+    least = sum(p.default is Parameter.empty for p in own)
+    if not least <= len(captured) <= (len(captured) if every else len(own)):
+        names = ", ".join(f"`{p.name}`" for p in own) or "no arrays"
+        more = "; a dict gives each function those that its parameters name" if len(captured) > len(own) else ""
+        _refuse(TypeError, f"{what} reads {names}, but `captured` has {len(captured)}{more}.")
+    return [*range(len(captured))]
+
+
+def _traced(option: str, function: Function, captured: Sequence[Captured], chosen: Sequence[int]) -> Mod:
+    """A function's expression: the same one every time while what it refers to stays what it is."""
+    trace = mods.score_mod if option == "score_mod" else mods.mask_mod
+    arrays = {i: captured[i].kind for i in chosen}
+
+    def make() -> Mod:
+        found = trace(function, arrays)
+        many.note(function, f"the {option} {_name(function)} of attention", found.text)
+        return found
+
+    return remembered(_known, function, (), (option, *arrays.items()), make)
+
+
+def _names(
+    captured: Sequence[Captured], given: Mapping[str, Function], arrays: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """What the op calls captured arrays: their names in the call, or those of parameters, if an input may have them."""
+    found = [array.name for array in captured]
+    for option, function in given.items():
+        parameters = [*header_of(function, option).parameters.values()][OPTIONS[option] :]
+        for i, p in zip(arrays[option], parameters, strict=False):
+            found[i] = found[i] or (p.name if p.kind is not p.VAR_POSITIONAL else "")
+    found = [name if name and not _TAKEN.fullmatch(name) else f"captured{i}" for i, name in enumerate(found)]
+    return [name if found.count(name) == 1 else f"captured{i}" for i, name in enumerate(found)]
+
+
+def _named(captured: Sequence[Captured], i: int) -> str:
+    return f"`{captured[i].name}`" if captured[i].name else f"array {i}"
+
+
+def _name(function: Function) -> str:
+    return str(getattr(function, "__name__", type(function).__name__)).rpartition(".")[2]
+
+
+def _refuse(error: type[Exception], problem: str) -> NoReturn:
+    raise error(f"cute.attention: {problem}")

@@ -1,0 +1,59 @@
+"""Attention: :mod:`cute_ops.composite.attention`. Made by ``python -m cute_ops_jax.tools.stubs``."""
+
+from jax import Array
+
+from cute_ops.composite.attention import Function, Given
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None = None,
+    scale: float = 0.0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    *,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
+    captured: Given = (),
+) -> tuple[Array, Array]:
+    """Attention of queries to keys and values, with grouped heads.
+
+    ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` where a query attends to a key, and
+    ``lse = log(sum(exp(scores)))``. Query i stands beside key ``i + t - s``: the last query beside the last key.
+
+    Args:
+        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim), float16 or bfloat16. All dims but the last may have any
+            stride of 16 bytes, as slices of a fused projection have them; others are copied.
+        k: ``T[*m t g d]``: (batch, seqlen_k, kv heads, headdim); r neighbouring heads of q share one.
+        v: ``T[*m t g e]``: as k, with a headdim of its own. d and e are multiples of 16, at most 256.
+        sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
+        scale: of scores; 0 is ``1 / sqrt(d)``.
+        causal: a query attends to keys up to its own.
+        left: keys before its own that a query attends to at most; -1 is all.
+        right: keys after its own that a query attends to at most; -1 is all.
+        softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
+        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128.
+        score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place
+            of a score, after ``softcap``. :mod:`cute_ops.mods` says what it may do, and has such functions.
+        mask_mod: ``mask_mod(xp, batch, head, q, k, *captured)``: whether a query attends to a key. One that ``causal``,
+            ``left`` and ``right`` leave out stays so.
+        captured: arrays that these functions read by index, such as ``slopes[head]`` or ``document[batch, q]``: as a
+            tuple both get all of them, as a dict each function gets those that its parameters name. Floats that a
+            score is computed from have a gradient; whole numbers reach up to 2^24.
+
+    Returns:
+        ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
+        weights are rounded to T before they multiply values. A row that attends to nothing is 0, its lse -inf. Both
+        have a gradient, which computes the scores again. Results are deterministic, gradients but that of q, too.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
+        NotImplementedError: a GPU that is no SM 9.0.
+
+    Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
+    """
