@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.graph import FLOATS, Graph
@@ -211,6 +212,20 @@ def storage_of(value: Any) -> int:
         return int(value.untyped_storage()._cdata)
     except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one of a subclass without memory
         return 0
+
+
+def sweep(graph: FxGraph) -> None:
+    """Remove what nothing reads, as long as it neither writes in place nor draws random numbers.
+
+    ``Graph.eliminate_dead_code`` would take ``x.add_(y)`` away, too.
+    """
+    for node in reversed(graph.nodes):
+        if node.users or node.op not in ("call_function", "call_method") or is_random(node):
+            continue
+        made = example(node)
+        computes = isinstance(made, torch.Tensor) or (isinstance(made, tuple) and made)
+        if computes and not isinstance(node.target, torch._ops.HigherOrderOperator) and not [*_written_by(node)]:
+            graph.erase_node(node)
 
 
 def is_random(node: Node) -> bool:

@@ -29,6 +29,7 @@ from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.choice import KNOWN, Chooser
+from cute_ops_torch.inductor.dynamo import sweep
 from cute_ops_torch.inductor.fx import value_of
 from cute_ops_torch.inductor.losses import replace_loss
 from cute_ops_torch.inductor.report import entries_of, entry_of_node
@@ -140,7 +141,7 @@ class Replace(CustomGraphPass):
                     found["attention_mask"] += 1
                     entries.append(entry_of_node("attention_mask", "a mask that says no more than is_causal", node))
             if found:
-                graph.eliminate_dead_code()
+                sweep(graph)
         owner = graph.owning_module
         assert owner is not None
         made = rewrite(owner, Chooser(self.ops, self.devices, self.exact), self.exact)
@@ -153,7 +154,7 @@ class Replace(CustomGraphPass):
                 found[name] += 1
                 entries.append(entry_of_node(name, "cross entropy", node))
         if found:
-            graph.eliminate_dead_code()
+            sweep(graph)
             graph.lint()
             replaced.update(found)
             log.info("torch.compile: replaced by cute ops: %s", ", ".join(f"{n} x {k}" for n, k in found.items()))

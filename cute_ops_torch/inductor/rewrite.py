@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.graph import Node as Value
-from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example
+from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example, sweep
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
 
@@ -121,11 +121,7 @@ class _Rewriting:
             from torch._inductor.pattern_matcher import stable_topological_sort  # Inductor's neighbours, imported late
 
             stable_topological_sort(self.graph)
-        for node in reversed(self.nodes):
-            values = self.front.values.get(node)
-            understood = all(isinstance(v, Value) and v.op != "opaque" for v in _each(values))
-            if node.op in ("call_function", "call_method") and not node.users and understood and values is not None:
-                self.graph.erase_node(node)
+        sweep(self.graph)
 
     def _holders(self, root: Value) -> list[Holder]:
         """The nodes whose results an op will compute.
@@ -179,10 +175,6 @@ class _Rewriting:
         if holders:
             return min(holder.since for holder in holders)
         return max((self._known(arg) for arg in value.args), default=-1)
-
-
-def _each(values: Any) -> Iterable[Any]:
-    return values if isinstance(values, (tuple, list)) else (values,)
 
 
 def _operands(found: Found, choice: Choice) -> Iterable[Value]:
