@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
@@ -183,7 +184,9 @@ class DynamoFront(Front):
         if any(isinstance(arg, Node) and moves(arg, value) for arg in node.all_input_nodes):
             return None
         if name not in _TAKES_SIZES and _has_symbols((args, kwargs)):
-            return None
+            if name not in ("layer_norm", "rms_norm") and not (name == "add" and shape_of(value)[-1:] == (1,)):
+                return None
+            args, kwargs = _specialized((args, kwargs))  # an epsilon, of whose value alone the graph then is
         if name in _PRODUCTS:
             args = _in_one_dtype(self.graph, name, args, dtype_of(value))
         translate = _TRANSLATIONS.get(name)
@@ -328,6 +331,12 @@ def _has_symbols(given: Any) -> bool:
     """Whether a number is not known when the graph is compiled."""
     leaves = torch.utils._pytree.tree_leaves(given)
     return any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in leaves)
+
+
+def _specialized(given: Any) -> Any:
+    """Arguments with numbers in place of symbols, which are guarded."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return torch.utils._pytree.tree_map_only(symbols, guard_scalar, given)
 
 
 def moves(arg: Node, value: torch.Tensor) -> bool:

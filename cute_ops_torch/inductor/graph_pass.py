@@ -146,7 +146,6 @@ class Replace(CustomGraphPass):
         assert owner is not None
         made = rewrite(owner, Chooser(self.ops, self.devices, self.exact), self.exact)
         found.update(part.choice.name for part in made.parts if part.choice.kind)
-        entries += entries_of(made)
         for node in list(graph.nodes):
             value = value_of(node)
             concerned = node.users and value is not None and value.device.type in self.devices
@@ -158,7 +157,7 @@ class Replace(CustomGraphPass):
             graph.lint()
             replaced.update(found)
             log.info("torch.compile: replaced by cute ops: %s", ", ".join(f"{n} x {k}" for n, k in found.items()))
-        _entries.extend(entries)
+        _entries.extend([*entries_of(made, graph), *entries])
 
     def _concerns(self, graph: Graph) -> bool:
         values = map(value_of, graph.nodes)

@@ -125,7 +125,7 @@ def _keeps_columns(node: Any) -> bool:
     if not calls(node, "getitem") or not isinstance(index := node.args[1], tuple):
         return False
     plain = all(each is ... or isinstance(each, slice) for each in index)
-    return plain and (len(index) == given.ndim or ... in index) and index[-1] in (..., slice(None))
+    return plain and ((len(index) < given.ndim and ... not in index) or index[-1] in (..., slice(None)))
 
 
 def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:

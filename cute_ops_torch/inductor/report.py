@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from torch.fx import Graph
+
 from cute_ops.fusion.analyse import is_linear
 from cute_ops.fusion.graph import FLOATS
 from cute_ops.fusion.graph import Node as Value
@@ -17,8 +19,9 @@ _SILENT = ("a value of another mode", "what is written in place", "getitem")
 _VIEWS = ("transpose", "reshape", "broadcast", "slice", "concat")
 
 
-def entries_of(made: Rewritten) -> Iterator[Entry]:
-    """An entry for each expression, product and opaque function of a graph."""
+def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
+    """An entry for each expression, and for each product and opaque function that is still in the graph."""
+    alive, holders = set(graph.nodes), made.front.holders
     taken: dict[Value, str] = {}
     for part in made.parts:
         yield entry_of(part.found, part.choice)._replace(gain=part.gain)
@@ -26,14 +29,14 @@ def entries_of(made: Rewritten) -> Iterator[Entry]:
             if leaf.node.op == "contract":
                 why = part.choice.why or f"{part.choice.name} follows it"
                 taken[leaf.node] = "" if part.choice.kind == "linear" and i == part.choice.product else why
-    products = [node for node in made.front.graph.nodes if node.op == "contract" and node in made.front.holders]
-    for node in products:
-        why = taken.get(node, _why_alone(node))
-        if why:
+    stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ()))]
+    for node in stays:
+        if node.op == "contract" and (why := taken.get(node) or _why_alone(node)):
             yield Entry("", "product", why, _shape(node), "", 1)
+    whole = set(stays)
     for node, why in made.analysis.reasons.items():
         said = str(node.attr) if node.op == "opaque" else node.op
-        if node.dtype in FLOATS and said not in (*_SILENT, *_VIEWS):
+        if node in whole and node.dtype in FLOATS and said not in (*_SILENT, *_VIEWS):
             yield Entry("", said, "" if why == said else why, _shape(node), "", 1)
 
 

@@ -57,7 +57,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "matmul": lambda x, y, r, c, m: (x @ m) * c,
     "addmm": lambda x, y, r, c, m: torch.addmm(r, x.reshape(-1, N), m).view(B, S, N).relu(),
     "gate": lambda x, y, r, c, m: F.silu(F.linear(x, m)) * F.linear(x, m.t()),
-    "packed gate": lambda x, y, r, c, m: (lambda p: F.silu(p[..., :N]) * p[..., N:])(F.linear(x, torch.cat((m, m.t())))),
+    "packed gate": lambda x, y, r, c, m: _packed(F.linear(x, torch.cat((m, m.t())))),
     "attention": lambda x, y, r, c, m: torch.softmax(x @ y.transpose(1, 2) * 0.25, -1) @ y,
     "heads": lambda x, y, r, c, m: _rms(x.view(B, S, -1, H).transpose(1, 2), r[:H]).transpose(1, 2).reshape(B, S, N),
     "rotation": lambda x, y, r, c, m: _rotated(x, r),
@@ -77,6 +77,10 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "view that is written": lambda x, y, r, c, m: _through_a_view(x, y, r),
     "read before and after": lambda x, y, r, c, m: _twice(x, y, r),
 }  # fmt: skip
+
+
+def _packed(both: Tensor) -> Tensor:
+    return F.silu(both[..., :N]) * both[..., N:]
 
 
 def _without_grad(y: Tensor, r: Tensor) -> Tensor:
@@ -189,7 +193,11 @@ def main(seed: int, count: int) -> int:
             torch._dynamo.reset()
             program = Program(k)
             try:
-                compare(program, through_autograd if k % 2 and not program.is_random else only_the_pass, dynamic=k % 3 == 0 or None)
+                compare(
+                    program,
+                    through_autograd if k % 2 and not program.is_random else only_the_pass,
+                    dynamic=k % 3 == 0 or None,
+                )
             except Exception as error:
                 wrong += 1
                 print(program, type(error).__name__, str(error)[:600], flush=True)

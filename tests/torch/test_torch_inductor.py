@@ -409,6 +409,16 @@ def written_out(x, w):
 def loss(x, w):
     return F.cross_entropy(x.float().view(-1, 64), torch.arange(4)) + w.sum()
 
+def of_its_own(x, w):
+    y = x.float()
+    return (y - y.mean(-1, keepdim=True)) * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1) + w
+
+def product(x, w):
+    return F.gelu(F.linear(x * w, x.sin()))
+
+def head(x, w):
+    return F.cross_entropy(F.linear(x, x.cos()), torch.arange(4)) + w.sum()
+
 def hits(function, dtype=torch.float32):
     counters.clear()
     x, w = torch.randn(4, 64, dtype=dtype, requires_grad=True), torch.randn(64, requires_grad=True)
@@ -423,7 +433,8 @@ with torch._inductor.config.patch(max_autotune_pointwise=True):
     print(first, hits(written_out_by_inductor))
 if run != "edited":
     cute_ops_torch.inductor.enable(devices=("cpu",))
-    print(hits(written_out), hits(loss, torch.bfloat16), *cute_ops_torch.inductor.replaced)
+    print(hits(written_out), hits(loss, torch.bfloat16), hits(of_its_own), hits(product), hits(head))
+    print(*cute_ops_torch.inductor.replaced)
 if run == "again":
     torch._dynamo.reset()
     cache_key.package = lambda: "another state of this package" + "0" * 32
@@ -472,6 +483,7 @@ def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     first, again, edited = re.split("first|again|edited", done.stdout)[1:]
-    assert first.split() == ["0", "0", "0", "0", "rmsnorm", "cross_entropy"]
-    assert again.split()[:4] == ["1", "1", "1", "1"] and again.split()[-1] == "0"
+    ops = ["rmsnorm", "cross_entropy", "fused", "linear", "linear_cross_entropy"]
+    assert first.split() == ["0"] * 7 + ops
+    assert again.split()[:7] == ["1"] * 7 and again.split()[-1] == "0"
     assert edited.split() == ["1", "0"]

@@ -1,0 +1,301 @@
+"""Untouched models under the graph pass: what is recognised in each, and their losses and gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cute_ops_torch import inductor
+from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "use_cache": False, "pad_token_id": 0}
+NO_DROPOUT = dict.fromkeys(
+    ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout", "dropout_rate",
+     "embd_pdrop", "attn_pdrop", "resid_pdrop", "activation_dropout", "hidden_dropout"), 0.0,
+)  # fmt: skip
+IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
+
+
+class Case(NamedTuple):
+    """A model of Hugging Face: its classes, its config's arguments, and what is recognised in two layers."""
+
+    config: str
+    model: str
+    arguments: dict[str, Any]
+    found: dict[str, int]
+
+
+LOSS = {"cross_entropy": 1, "attention_mask": 2}
+LLAMA = {"add_rmsnorm": 4, "silu_mul": 2, **LOSS}
+ENCODER = {"fused": 6, "linear": 2, "cross_entropy": 1}
+VISION = {"fused": 5, "linear": 2, "cross_entropy": 1}
+MODELS = {
+    "Llama": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
+    "Mistral": Case("MistralConfig", "MistralForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
+    "Qwen2": Case("Qwen2Config", "Qwen2ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
+    "Qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", GROUPED, {"rmsnorm": 5, **LLAMA}),
+    "Gemma3": Case("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, "sliding_window": 8}, {
+        "fused": 6, "rmsnorm": 4, "gelu_mul": 2, "cross_entropy": 1,
+    }),
+    "OLMo 2": Case("Olmo2Config", "Olmo2ForCausalLM", GROUPED, {"rmsnorm": 4, "fused": 4, "silu_mul": 2, **LOSS}),
+    "Phi-3": Case("Phi3Config", "Phi3ForCausalLM", GROUPED, {"rmsnorm": 1, "add_rmsnorm": 4, "linear": 2, **LOSS}),
+    "GLM-4": Case("Glm4Config", "Glm4ForCausalLM", GROUPED, {"rmsnorm": 1, "fused": 8, "linear": 2, **LOSS}),
+    "Granite": Case("GraniteConfig", "GraniteForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
+    "Cohere": Case("CohereConfig", "CohereForCausalLM", GROUPED, {"layernorm": 1, "fused": 4, "silu_mul": 2, **LOSS}),
+    "StableLM": Case("StableLmConfig", "StableLmForCausalLM", GROUPED, {
+        "layernorm": 1, "fused": 4, "silu_mul": 2, **LOSS,
+    }),
+    "GPT-2": Case("GPT2Config", "GPT2LMHeadModel", {
+        "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32, "bos_token_id": 0,
+        "eos_token_id": 0, "loss_type": "ForCausalLMLoss", "use_cache": False,
+    }, {"fused": 5, "linear": 2, **LOSS}),
+    "GPT-NeoX": Case("GPTNeoXConfig", "GPTNeoXForCausalLM", {**SIZES, "use_cache": False}, {
+        "fused": 3, "linear": 2, **LOSS,
+    }),
+    "BERT": Case("BertConfig", "BertForMaskedLM", SIZES, ENCODER),
+    "RoBERTa": Case("RobertaConfig", "RobertaForMaskedLM", {**SIZES, "pad_token_id": 0}, ENCODER),
+    "ModernBERT": Case("ModernBertConfig", "ModernBertForMaskedLM", {**SIZES, "pad_token_id": 0}, {
+        "layernorm": 1, "fused": 5, "linear": 2, "cross_entropy": 1,
+    }),
+    "T5": Case("T5Config", "T5ForConditionalGeneration", {
+        "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": 61,
+        "decoder_start_token_id": 0, "use_cache": False,
+    }, {"rmsnorm": 2, "fused": 3, "add_rmsnorm": 9, "linear": 4, "cross_entropy": 1}),
+    "ViT": Case("ViTConfig", "ViTForImageClassification", IMAGE, VISION),
+    "DINOv2": Case("Dinov2Config", "Dinov2ForImageClassification", IMAGE, VISION),
+    "DeiT": Case("DeiTConfig", "DeiTForImageClassification", IMAGE, VISION),
+}  # fmt: skip
+QUICK = ("Llama", "GPT-2", "BERT")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    torch.manual_seed(0)
+    with enabled():
+        yield
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_models_of_hugging_face(name: str) -> None:
+    case = MODELS[name]
+    model, inputs = hugging_face(case)
+    compare(model, lambda run: run(**inputs).loss)
+    assert dict(inductor.replaced) == case.found, name
+    report = inductor.report()
+    assert Counter({entry.becomes: 0 for entry in report.replaced}).keys() == case.found.keys()
+    assert all(entry.why for entry in report.left if entry.what == "product")
+
+
+def hugging_face(case: Case) -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    config = getattr(transformers, case.config)(**{**NO_DROPOUT, **case.arguments})
+    model = getattr(transformers, case.model)(config).train()
+    if "Image" in case.model:
+        return model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    tokens = torch.randint(1, 61, (2, 9))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def compare(model: nn.Module, loss: Callable[[Any], Any], backend: Any = only_the_pass, **options: Any) -> None:
+    """Loss and gradients of a compiled model are those of the model."""
+    results = []
+    for run in (model, torch.compile(model, backend=backend, **options)):
+        model.zero_grad()
+        value = loss(run)
+        value.backward()
+        results.append([value.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert got.dtype == want.dtype
+        bound = (2e-5 if want.dtype == torch.float32 else 4e-2) * max(want.abs().max().item(), 1e-2)
+        assert (got.double() - want.double()).abs().max().item() <= bound
+
+
+class Attention(nn.Module):
+    def __init__(self, n: int, causal: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.causal = nn.Linear(n, 3 * n), nn.Linear(n, n), causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A block of nanoGPT."""
+
+    def __init__(self, n: int, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.first, self.second, self.attention = norm(n), norm(n), Attention(n, True)
+        self.up, self.down = nn.Linear(n, 4 * n), nn.Linear(4 * n, n)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Decoder(nn.Module):
+    """A decoder whose loss alone reads the logits."""
+
+    def __init__(self, n: int = 32, norm: type[nn.Module] = nn.LayerNorm, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(61, n), norm(n), nn.Linear(n, 61, bias=False)
+        self.blocks, self.checkpointed = nn.ModuleList(Block(n, norm) for _ in range(2)), checkpointed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, 61).float(), tokens[:, 1:].reshape(-1))
+
+
+class DiT(nn.Module):
+    """A block with adaLN: its norms are scaled and shifted by what is computed from a condition."""
+
+    def __init__(self, n: int = 32) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LayerNorm(n, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.attention, self.ada = Attention(n, False), nn.Linear(n, 6 * n)
+        self.up, self.down = nn.Linear(n, 4 * n), nn.Linear(4 * n, n)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        a, b, c, d, e, f = self.ada(F.silu(condition))[:, None].chunk(6, dim=-1)
+        x = x + c * self.attention(self.first(x) * (1 + b) + a)
+        return x + f * self.down(F.gelu(self.up(self.second(x) * (1 + e) + d), approximate="tanh"))
+
+
+TOKENS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_decoder_with_its_loss() -> None:
+    compare(Decoder(), lambda run: run(TOKENS), through_autograd, fullgraph=True)
+    assert inductor.replaced == {"layernorm": 1, "fused": 4, "linear": 2, "linear_cross_entropy": 1}
+
+
+def test_a_block_with_modulated_norms() -> None:
+    x, condition = torch.randn(2, 5, 32), torch.randn(2, 32)
+    compare(DiT(), lambda run: run(x, condition).cos().sum(), through_autograd, fullgraph=True)
+    assert inductor.replaced == {"fused": 2, "linear": 2}
+
+
+def test_bodies_of_checkpoints_are_rewritten() -> None:
+    """Torch runs the pass on them, too; here the graphs are as Dynamo made them."""
+    compare(Decoder(checkpointed=True), lambda run: run(TOKENS), bodies_too, fullgraph=True)
+    assert inductor.replaced == {"layernorm": 3, "fused": 2, "linear": 4, "linear_cross_entropy": 1}
+
+
+def bodies_too(module: torch.fx.GraphModule, inputs: Any) -> Any:
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor.compile_fx import _recursive_pre_grad_passes
+
+    return aot_eager(_recursive_pre_grad_passes(module, inputs), inputs)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_autocast(norm: type[nn.Module]) -> None:
+    """Inside of what is compiled and around it; products get their operands in autocast's dtype."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Decoder(norm=norm)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.model(tokens)
+
+    def outside(run: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(TOKENS)  # type: ignore[no-any-return]
+
+    for model, loss in ((Inside(), lambda run: run(TOKENS)), (Decoder(norm=norm), outside)):
+        inductor.replaced.clear()
+        nearly(model, loss)
+        assert inductor.replaced["linear"] == 2
+
+
+def nearly(model: nn.Module, loss: Callable[[Any], Any]) -> None:
+    """Loss and gradients agree as values of 8 bits do."""
+    results = []
+    for run in (model, torch.compile(model, backend=through_autograd, fullgraph=True)):
+        model.zero_grad()
+        value = loss(run)
+        value.backward()
+        results.append([value.detach(), *(p.grad for p in model.parameters())])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0, atol=0.05 * want.abs().max().item() + 1e-4)
+
+
+def test_exact_keeps_every_rounding() -> None:
+    """In bfloat16 results are those of the model, bit for bit, where otherwise one rounding stands for several."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        total = x * 1.1 + y
+        wide = total.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return F.silu(normed * weight) * total
+
+    generator = torch.Generator().manual_seed(0)
+    x, y, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 48), (64, 48), (48,)))
+    want = function(x, y, weight)
+    results = {}
+    for exact in (False, True):
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        with enabled(exact=exact):
+            results[exact] = torch.compile(function, backend=only_the_pass)(x, y, weight)
+        assert inductor.replaced == {"fused": 1}
+    assert (results[True] != want).float().mean() < 0.01  # sums of rows may be added in another order
+    assert (results[False] != want).float().mean() > 0.1
+
+
+def test_dynamic_rows_compile_once() -> None:
+    model = Decoder()
+    compiled = torch.compile(model, backend=only_the_pass, fullgraph=True, dynamic=True)
+    for rows in (3, 5, 8):
+        tokens = torch.randint(0, 61, (rows, 2 * rows))
+        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    assert inductor.replaced == {"layernorm": 1, "fused": 4, "linear": 2, "linear_cross_entropy": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_inductor_runs_what_was_put_in(mode: str) -> None:
+    """Code that Inductor makes: training, with sizes that change."""
+    compare(Decoder(), lambda run: run(TOKENS) + run(TOKENS[:, 2:]), "inductor", mode=mode, fullgraph=True)
+    assert inductor.replaced["linear_cross_entropy"] == 2
+
+
+def test_a_global_switch_and_a_context() -> None:
+    before = torch._inductor.config.pre_grad_custom_pass
+    with inductor.enable(devices=("cpu",)):
+        assert torch._inductor.config.pre_grad_custom_pass is not before
+        assert list(inductor.report()) == []
+    assert torch._inductor.config.pre_grad_custom_pass is None
+    assert getattr(torch._inductor.config, "pre_grad_pass_timing", "default") == "default"
+
+
+@pytest.mark.parametrize("seed", range(900, 912))
+def test_drawn_programs(seed: int) -> None:
+    from tests.torch.drawn_programs import Program
+    from tests.torch.drawn_programs import compare as compare_programs
+
+    program = Program(seed)
+    backend = through_autograd if seed % 4 == 0 and not program.is_random else only_the_pass
+    compare_programs(program, backend, dynamic=seed % 3 == 0 or None)
