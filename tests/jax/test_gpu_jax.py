@@ -21,6 +21,7 @@ import cute_ops_jax
 from cute_ops import Case, Op, testing
 from cute_ops.autotune.dispatch import foresee, limit_static
 from cute_ops.calls.lookup import ours
+from cute_ops.cli.author import NOT_SWEPT
 from cute_ops.composite import chunks
 from cute_ops.declaration.binding import bind
 from cute_ops.jit import cache, target
@@ -43,7 +44,7 @@ def test_values_against_float64(any_problem: Any, run_op: Callable[..., Any]) ->
 def test_a_sample_of_the_sweep() -> None:
     """Lengths of one round of the sweep that PyTorch runs whole; ``CUTE_OPS_SWEEP_SEED`` repeats a run."""
     seed = int(os.environ.get("CUTE_OPS_SWEEP_SEED") or time.time_ns() % 2**31)
-    ops = [op for op in ours().values() if op.name != "sorted_embedding_bwd"]
+    ops = [op for op in ours().values() if op.name not in NOT_SWEPT]
     where = target.of_device()
     some = [t for op in ops for t in sweep.trials(op, where, seed % 12, seed, 0.002) if t.fixed]
     # A program has no kernel of its own; its ops' are compiled when it calls them.

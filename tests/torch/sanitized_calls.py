@@ -18,6 +18,7 @@ import cute_ops_torch
 from cute_ops import testing
 from cute_ops.autotune.dispatch import foresee, limit_static
 from cute_ops.calls.lookup import ours
+from cute_ops.cli.author import NOT_SWEPT
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Config
@@ -44,7 +45,7 @@ TURNED = 640  # columns of products that look at them in groups of 64 or 128, of
 def every_op() -> dict[str, Op]:
     """What is called, by name: all that have a kernel."""
     every = (*ours().values(), linear_dweight_add, linear_dweight_add.batched)
-    return {op.name: op for op in every if op and not op.program and op.name != "sorted_embedding_bwd"}
+    return {op.name: op for op in every if op and not op.program and op.name not in NOT_SWEPT}
 
 
 def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, str]]:

@@ -42,6 +42,13 @@ def llama(attention: str = "sdpa") -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def mistral() -> nn.Module:
+    """In 16 bits, which our attention takes, with a mask that is a window."""
+    heads = {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 4}
+    config = transformers.MistralConfig(**SIZES, **heads, use_cache=False, pad_token_id=0)
+    return transformers.MistralForCausalLM(config).bfloat16()
+
+
 def gemma() -> nn.Module:
     config = transformers.GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=16, use_cache=False, pad_token_id=0)
     return transformers.GemmaForCausalLM(config)
@@ -79,7 +86,9 @@ KINDS = {
     "gelu_mul": Kind(gemma, "model.layers.0.mlp", MLP, lambda c: c["gelu_mul"]),
     "gelu": Kind(bert, "bert.encoder.layer.0.intermediate.intermediate_act_fn", (), lambda c: c["gelu"]),
     "rope": Kind(llama, "model.layers.0.self_attn", QKVO, lambda c: min(c["rope"], 1)),
-    "softmax": Kind(lambda: llama("eager"), "model.layers.0.self_attn", QKVO, lambda c: c["softmax"]),
+    "attention": Kind(mistral, "model.layers.0.self_attn", QKVO, lambda c: c["attention"]),
+    # In 16 bits our attention runs in its place.
+    "softmax": Kind(lambda: llama("eager"), "model.layers.0.self_attn", QKVO, lambda c: c["softmax"] + c["attention"]),
     "attention_mask": Kind(llama, "model", (*MLP, *QKVO), lambda c: c["mask"]),
     "linear_cross_entropy": Kind(llama, "", ("lm_head",), lambda c: c["loss"]),
 }
@@ -613,7 +622,7 @@ COMBINED = [
 @pytest.mark.parametrize("seed", range(10))
 def test_changes_in_combination(seed: int) -> None:
     rng = random.Random(seed)
-    make = rng.choice([llama, KINDS["softmax"].make, gemma, bert])
+    make = rng.choice([llama, KINDS["softmax"].make, gemma, bert, mistral])
     kinds = [kind for kind in KINDS.values() if kind.make is make]
     steps = [(rng.choice(COMBINED), rng.choice(kinds)) for _ in range(rng.randint(2, 4))]
     if rng.random() < 0.3 and (last := rng.choice(kinds)).linears:
