@@ -10,6 +10,7 @@ from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnor
 from cute_ops_jax.composite.block import mlp as mlp
 from cute_ops_jax.composite.block import qkv_rope as qkv_rope
 from cute_ops_jax.composite.block import rmsnorm_linear as rmsnorm_linear
+from cute_ops_jax.composite.dot_product_attention import dot_product_attention as dot_product_attention
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
 from cute_ops_jax.composite.linear import gated_linear as gated_linear

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.attention import attention as attention
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.fused import fused
+    from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.attention_function import register_attention
     from cute_ops_torch.huggingface.patch import patch, unpatch
@@ -43,6 +44,7 @@ __all__ = [
     "register",
     "register_attention",
     "rmsnorm_linear",
+    "scaled_dot_product_attention",
     "unpatch",
     "warm_up",
     *functions.__all__,
@@ -54,7 +56,8 @@ _LAZY = {
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
-    "unpatch": "huggingface.patch", "warm_up": "huggingface.warm_up",
+    "scaled_dot_product_attention": "composite.scaled_dot_product", "unpatch": "huggingface.patch",
+    "warm_up": "huggingface.warm_up",
 }  # fmt: skip
 
 # Teach all ops to take DTensors, once a program imports those.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops_torch.huggingface.attend import attend
+from cute_ops_torch.composite.scaled_dot_product import attend
 from cute_ops_torch.huggingface.attention import unwrapped
 from cute_ops_torch.huggingface.bypass import calls
 from cute_ops_torch.huggingface.masks import ANY, CREATORS, as_made, band_of, make_mask, without_computing

@@ -22,11 +22,10 @@ from torch import nn
 
 from cute_ops_torch.huggingface.match import Forward, innermost, rewrap
 from cute_ops_torch.library.modes import EXACT, transforms_active
+from cute_ops_torch.library.taken import DTYPES as _DTYPES
+from cute_ops_torch.library.taken import takes as takes
 
 log = logging.getLogger("cute_ops")
-_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-# Subclasses of tensors through which our ops run; others (quantized, masked, nested) know torch's ops only.
-_SEEN_THROUGH = frozenset(("DTensor", "FakeTensor", "AsyncCollectiveTensor"))
 _LINEAR = nn.Linear.forward
 
 
@@ -111,25 +110,6 @@ def _described(x: torch.Tensor) -> str:
     kind = "" if type(x) in EXACT else f" ({type(x).__name__})"
     dtype = str(x.dtype).removeprefix("torch.")
     return f"{dtype}{list(x.shape)}{kind} of stride {x.stride()[-1:]} on {x.device.type}"
-
-
-def takes(*tensors: torch.Tensor | None) -> bool:
-    """Whether our ops compute with tensors of a dim or more: these dtypes and devices, the last dim contiguous."""
-    sharded = plain = False
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) in EXACT:
-            plain = True
-        elif type(x).__name__ in _SEEN_THROUGH:
-            sharded = sharded or type(x).__name__ == "DTensor"
-        else:
-            return False
-        if x.dtype not in _DTYPES or x.is_nested:
-            return False
-        if not ((x.is_contiguous() or x.stride(-1) == 1) and (x.is_cuda or x.is_cpu or x.is_meta)):
-            return False
-    return not (sharded and plain)  # torch refuses most products of a DTensor and a tensor
 
 
 def runs(module: nn.Module, ours: Forward) -> bool:

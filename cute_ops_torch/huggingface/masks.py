@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cute_ops_torch.huggingface.attend import computes
+from cute_ops_torch.composite.scaled_dot_product import computes
 from cute_ops_torch.huggingface.match import Forward
 from cute_ops_torch.huggingface.source import source_digest
 from cute_ops_torch.library.modes import transforms_active

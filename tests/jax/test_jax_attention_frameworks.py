@@ -110,3 +110,55 @@ def test_an_exported_program_of_any_batch_and_length() -> None:
     for batch, length in ((1, 5), (3, 40)):
         arrays = [jax.random.normal(jax.random.key(h), (batch, length, h, 32), jnp.bfloat16) for h in (4, 2, 2)]
         assert_same(exported.call(*arrays), function(*arrays))
+
+
+DRAWS: dict[str, dict[str, Any]] = {
+    "plain": {}, "causal": {"is_causal": True}, "window": {"local_window_size": 3},
+    "two-sided": {"local_window_size": (4, 2)}, "causal-window": {"is_causal": True, "local_window_size": (4, 2)},
+    "scale": {"scale": 0.3, "return_residual": True}, "residual": {"is_causal": True, "return_residual": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attrs", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5)])
+def test_the_arguments_of_jax_nn(queries: int, keys: int, attrs: dict[str, Any]) -> None:
+    """In 16 bits, and by jax.nn where ours does not compute it."""
+    for lead in ((2,), ()):
+        q, k, v = (
+            jax.random.normal(jax.random.key(i), (*lead, n, h, 32), jnp.bfloat16)
+            for i, (n, h) in enumerate(((queries, 4), (keys, 2), (keys, 2)))
+        )
+        found, right = (
+            jax.jit(partial(function, **attrs))(q, k, v)
+            for function in (cute_ops_jax.dot_product_attention, jax.nn.dot_product_attention)
+        )
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), right)
+        assert_same(found, right)
+        runs = "cute_attention" in str(jax.make_jaxpr(partial(cute_ops_jax.dot_product_attention, **attrs))(q, k, v))
+        causal, window = attrs.get("is_causal"), "local_window_size" in attrs
+        assert runs == (queries <= keys if causal else queries == keys or not window)
+
+
+def test_what_is_left_to_jax_nn() -> None:
+    q = jax.random.normal(jax.random.key(0), (2, 9, 4, 32), jnp.bfloat16)
+    mask, lengths = jnp.ones((2, 1, 9, 9), bool).at[:, :, :, 3].set(False), jnp.array([5, 9], jnp.int32)
+    for array, given in (
+        (q, {"mask": mask}), (q, {"bias": jnp.where(mask, 0, -9.0)}), (q, {"key_value_seq_lengths": lengths}),
+        (q, {"implementation": "xla"}), (q.astype(jnp.float32), {}), (q[..., :20], {}),
+    ):  # fmt: skip
+        found = cute_ops_jax.dot_product_attention(array, array, array, **given)
+        assert_same(found, jax.nn.dot_product_attention(array, array, array, **given))
+        jaxpr = jax.make_jaxpr(partial(cute_ops_jax.dot_product_attention, **given))(array, array, array)
+        assert "cute_attention" not in str(jaxpr)
+    with pytest.raises(ValueError, match="must be a multiple"):
+        cute_ops_jax.dot_product_attention(q, q[:, :, :3], q[:, :, :3])
+
+
+def test_the_gradient_with_the_arguments_of_jax_nn() -> None:
+    arrays = drawn(2)[:3]
+    arrays[2] = arrays[1] + 1
+    steps = [
+        partial(results_and_gradients, partial(function, is_causal=True))
+        for function in (cute_ops_jax.dot_product_attention, jax.nn.dot_product_attention)
+    ]
+    assert_same(*(jax.jit(step)(*arrays) for step in steps))

@@ -151,7 +151,7 @@ class Quantized(nn.Linear):
     """A linear layer whose weight is rounded to a few values."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, dtype=linear.weight.dtype)
         self.load_state_dict(linear.state_dict())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -429,9 +429,10 @@ def part_in_float64(model: nn.Module, kind: Kind) -> Any:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return convert(args, torch.float64), {k: convert(v, torch.float64) for k, v in kwargs.items()}
 
+    home = next(model.parameters()).dtype
     module.double()
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(lambda module, args, out: convert(out, torch.float32))
+    module.register_forward_hook(lambda module, args, out: convert(out, home))
     return model
 
 
@@ -508,6 +509,8 @@ CHANGES: dict[str, Callable[[nn.Module, Kind], Any]] = {
     "`fully_shard`": sharded,
     "`accelerate.cpu_offload`": offloaded,
 }
+# Changes of which a copy of the model is no changed one, or is refused.
+UNCOPIED = (instance_forward, instance_forwards_below, subclassed, sharded)
 CLEAN_UP = contextlib.ExitStack()
 
 
@@ -551,12 +554,13 @@ def results(model: nn.Module, differentiable: bool) -> dict[str, torch.Tensor | 
     return found
 
 
-def check(plain: nn.Module, patched: nn.Module, differentiable: bool, case: str) -> None:
+def check(plain: nn.Module, patched: nn.Module, differentiable: bool, case: str, wide: nn.Module | None = None) -> None:
+    """``wide`` is ``plain`` in float64, where a copy of it is not to be had."""
     expected, got = results(plain, differentiable), results(patched, differentiable)
     assert expected.keys() == got.keys(), case
     dtypes = {p.dtype for p in plain.parameters()}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    exact = results(copy.deepcopy(plain).double(), differentiable) if eps > 1e-6 else expected
+    exact = results(wide or copy.deepcopy(plain).double(), differentiable) if eps > 1e-6 else expected
     sizes = {name: max(float(x.abs().max()), 1e-2) for name, x in exact.items() if x is not None}
     lost = max(float((expected[name] - exact[name]).abs().max()) / size for name, size in sizes.items())
     for name, e in expected.items():
@@ -580,11 +584,16 @@ def mark(name: str, change: Callable[[nn.Module, Kind], Any]) -> dict[str, str]:
             cute_ops_torch.patch(models[1])
             with counted() as before:
                 run(models[1].train())
+            wide = None
+            if change in UNCOPIED and next(models[0].parameters()).dtype == torch.bfloat16:
+                wide = made(kind).double()
+                wide.load_state_dict(models[0].state_dict())
+                wide = change(wide, kind)
             models = [change(model, kind) for model in models]
             if models[0] is None:
                 row[label] = ""
                 continue
-            check(*models, change is not offloaded, f"{name}, {label}")
+            check(*models, change is not offloaded, f"{name}, {label}", wide)
             with counted() as after:
                 run(models[1].train())
             now, then = kind.count(after), kind.count(before)
@@ -622,7 +631,7 @@ COMBINED = [
 @pytest.mark.parametrize("seed", range(10))
 def test_changes_in_combination(seed: int) -> None:
     rng = random.Random(seed)
-    make = rng.choice([llama, KINDS["softmax"].make, gemma, bert, mistral])
+    make = rng.choice([llama, KINDS["softmax"].make, gemma, bert])
     kinds = [kind for kind in KINDS.values() if kind.make is make]
     steps = [(rng.choice(COMBINED), rng.choice(kinds)) for _ in range(rng.randint(2, 4))]
     if rng.random() < 0.3 and (last := rng.choice(kinds)).linears:

@@ -1,0 +1,81 @@
+"""Attention with the arguments of ``jax.nn.dot_product_attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from cute_ops.ops.attention.attention import HALVES, attention
+from cute_ops_jax.primitive.function import register
+
+Array = jax.Array
+Window = int | tuple[int, int]
+
+
+def dot_product_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
+    scale: float | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None, local_window_size: Window | None = None,
+    implementation: str | None = None, return_residual: bool = False,
+) -> Any:  # fmt: skip
+    """``jax.nn.dot_product_attention``, by :func:`attention` where that computes the same.
+
+    It does in 16 bits, with any number of key/value heads that divides those of queries, head sizes of 16, 32 ... 256,
+    causal masks and windows. With a bias, a mask or lengths, in other dtypes, where more queries than keys are causal,
+    with windows of different numbers of queries and keys, and where an ``implementation`` is named,
+    ``jax.nn.dot_product_attention`` runs.
+
+    Args:
+        query: ``[B, T, N, H]`` or ``[T, N, H]``.
+        key, value: ``[B, S, K, H]`` or ``[S, K, H]``; K divides N.
+        bias, mask: broadcast to ``[B, N, T, S]``.
+        scale: of scores; None is ``1 / sqrt(H)``.
+        is_causal: query i attends to keys up to i.
+        query_seq_lengths, key_value_seq_lengths: ``int32[B]``.
+        local_window_size: keys that a query attends to, on both sides or ``(left, right)``.
+        implementation: ``"xla"`` or ``"cudnn"``, of ``jax.nn``.
+        return_residual: whether to return the log-sum-exp of scores, ``[B, T, N]``, too.
+
+    Returns:
+        ``[B, T, N, H]``, as ``query``; with ``return_residual`` a tuple of that and the residual.
+    """
+    q, k, v = (jnp.asarray(x) for x in (query, key, value))
+    sides = _sides(q, k, is_causal, local_window_size) if _takes(q, k, v, scale) else None
+    others = bias, mask, query_seq_lengths, key_value_seq_lengths, implementation
+    if sides is None or any(each is not None for each in others):
+        return jax.nn.dot_product_attention(
+            q, k, v, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+            implementation=implementation, return_residual=return_residual,  # type: ignore[arg-type]
+        )  # fmt: skip
+    if is_causal:  # no query attends to later keys
+        k, v = (x[..., : q.shape[-3], :, :] for x in (k, v))
+    left, right = sides
+    out, lse = register(attention)(q, k, v, scale=scale or 0.0, causal=is_causal, left=left, right=right)
+    return (out, jnp.swapaxes(lse, -1, -2).astype(out.dtype)) if return_residual else out
+
+
+def _takes(q: Array, k: Array, v: Array, scale: float | None) -> bool:
+    """Whether :func:`attention` takes these arrays."""
+    if not (q.ndim == k.ndim == v.ndim and q.ndim in (3, 4) and k.shape == v.shape and q.shape[:-3] == k.shape[:-3]):
+        return False
+    (heads, size), groups = q.shape[-2:], k.shape[-2]
+    fits = size == k.shape[-1] and 16 <= size <= 256 and size % 16 == 0 and groups > 0 and heads % groups == 0
+    own = scale is None or (isinstance(scale, float | int) and scale > 0)
+    return fits and own and q.dtype == k.dtype == v.dtype and q.dtype.name in HALVES
+
+
+def _sides(q: Array, k: Array, is_causal: bool, window: Window | None) -> tuple[int, int] | None:
+    """How many keys before and after its own a query attends to, -1 for all; None where that is no window beside the
+    last key. Causal calls read as many keys as there are queries.
+    """
+    queries, keys = q.shape[-3], k.shape[-3]
+    left, right = (window, window) if isinstance(window, int) else window or (-1, -1)
+    if window is not None and (left < 0 or right < 0):
+        return None
+    if is_causal:
+        return (left, -1) if queries == keys or (isinstance(keys, int) and queries < keys) else None
+    return (left, right) if window is None or queries == keys else None

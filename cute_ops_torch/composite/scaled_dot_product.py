@@ -1,0 +1,123 @@
+"""Attention with heads before positions, as torch and Hugging Face's models have it: where ours computes the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from cute_ops.ops.attention.attention import HALVES
+from cute_ops_torch import functions
+from cute_ops_torch.composite.autocast import autocast, enabled
+from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.library.taken import takes
+
+Tensor = torch.Tensor
+_HALVES = tuple(getattr(torch, name) for name in HALVES)
+_FLOATS = (*_HALVES, torch.float32)
+ALL = (-1, -1)  # the limits of a mask that allows all
+
+
+def computes(x: Tensor) -> bool:
+    """Whether our attention takes tensors like ``x``, or products of it: in 16 bits, on a CPU or Hopper."""
+    return _dtype(x) in _HALVES and (not x.is_cuda or _has_kernel(x.device.index or 0))
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """``torch.nn.functional.scaled_dot_product_attention``, by :func:`attention` where that computes the same.
+
+    It does in 16 bits on Hopper and on a CPU, with head sizes of 16, 32 ... 256. With a mask or dropout, in float32,
+    where more queries than keys are causal, and for a single query on a GPU, for which torch's kernel splits the keys,
+    torch's function runs.
+
+    Args:
+        query: ``[*, heads, L, E]``.
+        key: ``[*, kv heads, S, E]``.
+        value: ``[*, kv heads, S, Ev]``.
+        attn_mask: bool, or added to scores.
+        dropout_p: the probability that a weight is dropped.
+        is_causal: query i attends to keys up to i.
+        scale: of scores; None is ``1 / sqrt(E)``.
+        enable_gqa: ``heads / kv heads`` neighbouring heads of ``query`` share one of ``key`` and ``value``.
+
+    Returns:
+        ``[*, heads, L, Ev]``, a view of memory that has positions before heads.
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    alike = enable_gqa or query.shape[:-2] == key.shape[:-2]
+    if attn_mask is None and dropout_p == 0 and alike and not (query.is_cuda and queries == 1):
+        out = None
+        if not is_causal:
+            out = attend(query, key, value, ALL, scale)
+        elif queries <= keys:  # no query attends to later keys
+            out = attend(query, key[..., :queries, :], value[..., :queries, :], (-1, 0), scale)
+        if out is not None:
+            return out.transpose(-3, -2)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sides: tuple[int, int], scale: float | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Attention to the keys of a band, (*batch, seqlen, heads, headdim); None where ours does not compute it.
+
+    Args:
+        query, key, value: (*batch, heads, seqlen, headdim). The last query is beside the last key.
+        sides: how many keys before and after its own a query attends to at most; -1 is all.
+        scale, softcap, sinks: as :func:`cute_ops_torch.attention` has them; None is the default.
+    """
+    if not (computes(query) and takes(query, key, value) and _fits(query, key, value)):
+        return None
+    if not (scale is None or scale > 0) or not (softcap is None or softcap > 0):
+        return None
+    if sinks is not None and not (takes(sinks) and sinks.shape == query.shape[-3:-2]):
+        return None
+    if enabled():
+        query, key, value = autocast(query, key, value)
+    if not query.dtype == key.dtype == value.dtype:
+        return None
+    left, right = sides
+    causal = right == 0
+    if scale == query.shape[-1] ** -0.5:
+        scale = None  # one kernel serves calls that leave it out, too
+    q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
+    options = scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0
+    return functions.attention(q, k, v, sinks, *options)[0]
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether shapes are those that our attention takes."""
+    if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
+        return False
+    (*batch, heads, _, size), (*_, groups, keys, _) = query.shape, key.shape
+    sizes_fit = all(16 <= each <= 256 and each % 16 == 0 for each in (size, value.shape[-1]))
+    return (
+        sizes_fit
+        and key.shape == (*batch, groups, keys, size)
+        and value.shape[:-1] == (*batch, groups, keys)
+        and groups > 0
+        and heads % groups == 0
+    )
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a product of a tensor has."""
+    if not enabled() or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type) if x.dtype in _FLOATS else x.dtype
+
+
+def _kernel_on(index: int) -> bool:
+    """Whether a GPU is one that attention has a kernel for."""
+    return _capability(index) == (9, 0)
+
+
+_capability = cache(torch.cuda.get_device_capability)
+_has_kernel: Any = constant(_kernel_on)  # type: ignore[type-var]
