@@ -46,10 +46,11 @@ def dot_product_attention(
     sides = _sides(q, k, is_causal, local_window_size) if _takes(q, k, v, scale) else None
     others = bias, mask, query_seq_lengths, key_value_seq_lengths, implementation
     if sides is None or any(each is not None for each in others):
-        return jax.nn.dot_product_attention(
+        theirs: Any = jax.nn.dot_product_attention
+        return theirs(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
-            implementation=implementation, return_residual=return_residual,  # type: ignore[arg-type]
+            implementation=implementation, return_residual=return_residual,
         )  # fmt: skip
     if is_causal:  # no query attends to later keys
         k, v = (x[..., : q.shape[-3], :, :] for x in (k, v))

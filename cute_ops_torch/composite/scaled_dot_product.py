@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from cute_ops.ops.attention.attention import HALVES
-from cute_ops_torch import functions
+from cute_ops.ops.attention.attention import HALVES, attention
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.library.taken import takes
+from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
 _HALVES = tuple(getattr(torch, name) for name in HALVES)
 _FLOATS = (*_HALVES, torch.float32)
+_attention = define(attention).function
 ALL = (-1, -1)  # the limits of a mask that allows all
 
 
@@ -89,7 +90,7 @@ def attend(
         scale = None  # one kernel serves calls that leave it out, too
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     options = scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0
-    return functions.attention(q, k, v, sinks, *options)[0]
+    return _attention(q, k, v, sinks, *options)[0]  # type: ignore[no-any-return]
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:

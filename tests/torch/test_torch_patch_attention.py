@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import cute_ops_torch
-from cute_ops_torch import functions
+from cute_ops_torch.composite import scaled_dot_product
 
 transformers = pytest.importorskip("transformers")
 from cute_ops_torch.huggingface.masks import BandMask  # noqa: E402  imports transformers
@@ -49,13 +49,13 @@ def decoder(name: str) -> nn.Module:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The attributes of calls of our attention."""
     seen: list[dict[str, Any]] = []
-    names, run = ("sinks", "scale", "causal", "left", "right", "softcap"), functions.attention
+    names, run = ("sinks", "scale", "causal", "left", "right", "softcap"), scaled_dot_product._attention
 
     def attention(*args: Any) -> Any:
         seen.append(dict(zip(names, args[3:], strict=True)))
         return run(*args)
 
-    monkeypatch.setattr(functions, "attention", attention)
+    monkeypatch.setattr(scaled_dot_product, "_attention", attention)
     return seen
 
 

@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize, prune
 
 import cute_ops_torch
 from cute_ops_torch import functions
+from cute_ops_torch.composite import scaled_dot_product
 from cute_ops_torch.huggingface import bypass, decoder, embedding, loss
 
 transformers = pytest.importorskip("transformers")
@@ -525,6 +526,7 @@ def counted() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patched:
         for name in (*(KINDS.keys() & {*functions.__all__}), "swiglu"):
             patched.setattr(functions, name, count(name, getattr(functions, name)))
+        patched.setattr(scaled_dot_product, "_attention", count("attention", scaled_dot_product._attention))
         patched.setattr(embedding, "embedding", count("embedding", embedding.embedding))
         patched.setattr(loss, "linear_cross_entropy", count("loss", loss.linear_cross_entropy))
         patched.setattr(decoder, "_masked", count("mask", decoder._masked))
