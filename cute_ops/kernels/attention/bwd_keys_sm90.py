@@ -105,11 +105,11 @@ class KeysBackward:
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         keys = self._tile(sizes)
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(REGISTERS.load)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
                 self._load(rings, moved, keys, sizes)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS.multiply)
+            cute.arch.setmaxregister_increase(REGISTERS[self.consumers].multiply)
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dk, mma_dv):
                 mma.set(warpgroup.Field.ACCUMULATE, True)

@@ -123,13 +123,13 @@ class OnePassBackward(KeysBackward):
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         keys = self._tile(sizes)
         if warp < WARPGROUP // WARP:
-            cute.arch.setmaxregister_decrease(REGISTERS.load)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
                 self._load(rings, moved, keys, sizes)
             if warp == 1:
                 self._add(sums, keys, sizes)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS.multiply)
+            cute.arch.setmaxregister_increase(REGISTERS[self.consumers].multiply)
             for mma in (mma_first, mma_new):
                 mma.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dk, mma_dv, mma_dq):

@@ -89,11 +89,11 @@ class QueriesBackward:
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         tile = self._tile(sizes)
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(REGISTERS.load)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
                 self._load(rings, moved, tile, sizes)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS.multiply)
+            cute.arch.setmaxregister_increase(REGISTERS[self.consumers].multiply)
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_s, mma_dq):
                 mma.set(warpgroup.Field.ACCUMULATE, True)

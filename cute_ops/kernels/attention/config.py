@@ -32,6 +32,7 @@ class AttentionConfig(KernelConfig):
     Attributes:
         tile_n: keys of a tile.
         sms: CTAs that run at a time.
+        consumers: warpgroups of a CTA with 64 queries each.
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
         score: the expression of a change of scores; empty if there is none.
@@ -39,6 +40,7 @@ class AttentionConfig(KernelConfig):
 
     tile_n: int
     sms: int
+    consumers: int = 2
     mask: str = ""
     bounds: str = ""
     score: str = ""

@@ -37,9 +37,9 @@ from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 
-# Named barriers: each warpgroup's turn to multiply, one of its own threads, and that both have read the queries; 0 is
+# Named barriers: each warpgroup's turn to multiply, one of its own threads, and that all have read the queries; 0 is
 # the CTA's.
-TURN, OWN, READ = 1, 3, 5
+TURN, OWN, READ = 1, 4, 7
 
 
 class AttentionFwd:
@@ -56,11 +56,13 @@ class AttentionFwd:
     Bytes moved per element: q and out once; k and v once as long as the heads walked together find them in L2.
     """
 
-    tile_m, stages, consumers = 128, 2, 2
+    stages = 2
 
     def __init__(self, variant):
         config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
         self.d, self.dv, self.tile_n, self.sms = dims["d"], dims["e"], config.tile_n, config.sms
+        self.consumers, self.tile_m = config.consumers, config.consumers * MMA_M
+        self.registers = REGISTERS[config.consumers]
         self.mods = Mods(config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
         self.scale = attrs["scale"] or self.d**-0.5
@@ -75,7 +77,8 @@ class AttentionFwd:
         mQ, mK, mOut = (view(m) for m in (mQ, mK, mOut))  # (seqlen, d, heads, batch)
         mV, mLse = view(mV, (3, 1, 2, 0)), folded(mLse, own=2)  # (dv, seqlen, heads, batch), (batch, heads, seqlen)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
-        mma_qk, mma_pv = mma_of_scores(dtype, self.tile_n), mma_of_weights(dtype, self.dv)
+        mma_qk = mma_of_scores(dtype, self.tile_n, self.consumers)
+        mma_pv = mma_of_weights(dtype, self.dv, self.consumers)
         layouts = (
             hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
             hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
@@ -111,17 +114,17 @@ class AttentionFwd:
             held.append(slots(smem, dtype, layout))
         moved = [Moved(tma, m, s) for (tma, m), s in zip(moved, held)]
         stages = 1, self.stages, self.stages
-        rings = [ring(smem, dtype, layout, count) for layout, count in zip(layouts, stages)]
+        rings = [ring(smem, dtype, layout, count, self.consumers) for layout, count in zip(layouts, stages)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
         wait_for_previous(True)
 
         if warp < WARPGROUP // 32:
-            cute.arch.setmaxregister_decrease(REGISTERS.load)
+            cute.arch.setmaxregister_decrease(self.registers.load)
             if warp == 0:
                 self._load(rings, moved, sizes)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS.multiply)
+            cute.arch.setmaxregister_increase(self.registers.multiply)
             mma_first.set(warpgroup.Field.ACCUMULATE, False)
             for mma in (mma_qk, mma_pv):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -189,7 +192,7 @@ class AttentionFwd:
         q_slot = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
-        if group == 1:
+        if group == self.consumers - 1:
             self._end_turn(group)
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
             tile = self._tile(index, sizes)
@@ -246,14 +249,15 @@ class AttentionFwd:
                 ring_q.consumer_release(q_slot)
             q_slot.advance()
         if group == 0:
-            self._begin_turn(group)  # the other warpgroup's last end of a turn
+            self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _begin_turn(self, group):
         cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
 
     def _end_turn(self, group):
-        cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
+        after = cutlass.select_(group == self.consumers - 1, Int32(0), group + 1)
+        cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def _change(self, rS, at: cutlass.Constexpr, keys):

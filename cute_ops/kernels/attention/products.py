@@ -7,19 +7,17 @@ from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 
-WARPGROUPS = (2, 1, 1)
 
-
-def mma_of_scores(dtype, columns):
-    """Of 128 rows and so many columns; both operands lie in shared memory, by rows."""
+def mma_of_scores(dtype, columns, warpgroups=2):
+    """Of 64 rows a warpgroup and so many columns; both operands lie in shared memory, by rows."""
     by_rows = OperandMajorMode.K
-    return hopper.make_trivial_tiled_mma(dtype, dtype, by_rows, by_rows, Float32, WARPGROUPS, (MMA_M, columns))
+    return hopper.make_trivial_tiled_mma(dtype, dtype, by_rows, by_rows, Float32, (warpgroups, 1, 1), (MMA_M, columns))
 
 
-def mma_of_weights(dtype, width):
-    """Of 128 rows of weights in registers and vectors of this width in shared memory, by columns."""
+def mma_of_weights(dtype, width, warpgroups=2):
+    """Of 64 rows of weights in a warpgroup's registers and vectors of this width in shared memory, by columns."""
     return hopper.make_trivial_tiled_mma(
-        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, WARPGROUPS, (MMA_M, width),
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (warpgroups, 1, 1), (MMA_M, width),
         warpgroup.OperandSource.RMEM,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP, RegisterBudget
 
-REGISTERS = RegisterBudget(load=24, multiply=240)
+REGISTERS = {2: RegisterBudget(load=24, multiply=240), 3: RegisterBudget(load=32, multiply=160)}  # by warpgroups
 SHARED_BYTES, BARRIER_BYTES = 227 << 10, 1 << 10
 # Of what is read again and again, what L2 holds beside what passes through.
 CACHED_BYTES = 32 << 20
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 
 
 def place_of(tidx, tile, first, sizes, keys_down=False):
-    """The place of a thread of two warpgroups. ``first``: the tile's first row and column, and its columns."""
+    """The place of a thread of warpgroups of 64 rows. ``first``: the tile's first row and column, and its columns."""
     lane, (row, column, columns) = tidx % 32, first
     row = row + tidx // 32 * 16 + lane // 4
     offsets = tuple(8 * (c // 2) + c % 2 for c in range(columns // 4))

@@ -19,17 +19,21 @@ from cute_ops.kernels.attention.config import (
     DecodeConfig,
     MergeConfig,
 )
+from cute_ops.kernels.tensor_core.sizes import MMA_M
 from cute_ops.ops.attention import mods
 from cute_ops.ops.rows import threads_for
 
 THREADS, UNROLL = 128, 4
-TILE_Q = 128  # queries of a tile, and keys of one of the gradient of keys
-# Keys of a tile by the most elements of a head.
-KEYS = {128: 128, 192: 96, 256: 80}
-# Likewise keys and slots of the gradient of queries, and queries and slots of that of keys and values.
+TILE_Q = 128  # queries of a tile of the gradient of queries, and keys of one of the gradient of keys
+# Keys of a tile and warpgroups, by the most elements of a head.
+KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
+# The same where every query attends to every key: nothing is lost at a mask's edge.
+KEYS_UNMASKED = KEYS | {128: (176, 2)}
 LONGEST_TILE = 128  # queries
 # In one pass, queries and slots by the elements of a head.
 ONE_PASS = {64: (64, 3), 128: (64, 2)}
+# By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
+# values.
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
@@ -49,9 +53,10 @@ def append_kv(problem: Problem) -> AppendConfig:
 def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
     size = _headdim(problem)
-    tile_n = next(keys for longest, keys in KEYS.items() if size <= longest)
+    mask, bounds = _mask(own, problem)
+    tile_n, consumers = next(tile for longest, tile in (KEYS if mask else KEYS_UNMASKED).items() if size <= longest)
     score = mods.score_of(problem.attrs["softcap"], own.score)
-    return AttentionConfig(tile_n, problem.sm_count, *_mask(own, problem), score.text if score else "")
+    return AttentionConfig(tile_n, problem.sm_count, consumers, mask, bounds, score.text if score else "")
 
 
 def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
@@ -68,7 +73,8 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
 
 def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
     """The tables of what the mask reads, over the tiles of the forward."""
-    return _tables(own, problem, {"queries": TILE_Q, "keys": AttentionConfig.of(config).tile_n})
+    chosen = AttentionConfig.of(config)
+    return _tables(own, problem, {"queries": chosen.consumers * MMA_M, "keys": chosen.tile_n})
 
 
 def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
