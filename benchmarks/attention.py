@@ -7,13 +7,16 @@ as they fit, as after the projection before them. `error` is the largest differe
 function in float32 in some rows.
 
     python benchmarks/attention.py --out out/benchmarks
+    python benchmarks/attention.py --out out/benchmarks --drawn 20 --seed 7    # shapes that nobody picked
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import random
+import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product, starmap
 from pathlib import Path
@@ -48,6 +51,7 @@ SHAPES = (
     Shape(2, 8192, 32, 8, 128), Shape(16, 1024, 32, 8, 128), Shape(1, 32768, 16, 16, 128), Shape(4, 4096, 32, 8, 64),
     Shape(2, 4096, 16, 16, 256),
 )  # fmt: skip
+TOKENS = 1 << 15  # of a drawn batch, at most
 PRODUCTS = {"forward": 2, "backward": 5}
 CALLS = 8  # of a sample
 # By name, our options.
@@ -57,6 +61,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "window of 1024": {"causal": True, "left": 1023},
     "causal, softcap 50": {"causal": True, "softcap": 50.0},
 }
+
+
+def drawn(rng: random.Random) -> Shape:
+    """A shape of lengths and heads as models have them, and of any length."""
+    seqlen = round(2 ** rng.uniform(8, 15))
+    seqlen = rng.choice((seqlen, -(-seqlen // 128) * 128))
+    kv_heads = rng.choice((1, 2, 4, 8, 16))
+    heads = kv_heads * rng.choice((1, 2, 4, 8))
+    return Shape(max(TOKENS // seqlen, 1), seqlen, heads, kv_heads, rng.choice((64, 64, 96, 128, 128, 128, 192, 256)))
 
 
 def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -188,9 +201,17 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", help="only these")
     parser.add_argument("--directions", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--drawn", type=int, metavar="COUNT", help="so many drawn shapes, instead of those listed")
+    parser.add_argument("--seed", type=int, help="draws the shapes; by default a new one, which is printed")
     options = parser.parse_args()
+    shapes: Sequence[Shape] = SHAPES
+    if options.drawn:
+        seed = secrets.randbelow(1000) if options.seed is None else options.seed
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        shapes = [drawn(rng) for _ in range(options.drawn)]
     table, view = Table(options.out / "attention.csv", COLUMNS), View(*COLUMNS, title="attention")
-    for case in starmap(Case, product(SHAPES, options.forms, options.directions)):
+    for case in starmap(Case, product(shapes, options.forms, options.directions)):
         for row in measure(case, options.contenders, options.rounds):
             table.add(row)
             view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
