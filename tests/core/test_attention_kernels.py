@@ -18,6 +18,7 @@ from cute_ops.declaration.shapes import Array
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.attention.config import AttentionConfig
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from tests.emulator import products, ptx_cta, ptx_sm90
@@ -149,25 +150,22 @@ def halves(*given: np.ndarray | None) -> list[np.ndarray]:
 @products.emulated
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_results(call: Call, tmp_path: Path) -> None:
-    run, (q, k, v) = Run(attention, call, tmp_path), halves(*arrays(call, 0))
-    out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
-    lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
-    tile = dict(run.variant.settings)["tile_n"]
-    queries = 64 * dict(run.variant.settings).get("consumers", 2)
-    moved = [(q, queries), (k, tile), (v, tile), (out, 64)]
-    run("AttentionFwd", 3, moved, [run.rows(1)], [lse], 2)
-    _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None]))
+    _check_results(call, NO_FUNCTIONS, tmp_path)
 
 
 @products.emulated
 @pytest.mark.parametrize("number", range(2))
 def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
-    call, functions = modded(number)
-    run, (q, k, v) = Run(attention, call, tmp_path, functions), halves(*arrays(call, 0))
+    _check_results(*modded(number), tmp_path)
+
+
+def _check_results(call: Call, functions: Functions, folder: Path) -> None:
+    run, (q, k, v) = Run(attention, call, folder, functions), halves(*arrays(call, 0))
     out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
     lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
-    tile = dict(run.variant.settings)["tile_n"]
-    run("AttentionFwd", 3, [(q, 128), (k, tile), (v, tile), (out, 64)], [run.rows(1)], [lse], 2)
+    config = AttentionConfig.of(run.variant.config)
+    moved = [(q, 64 * config.consumers), (k, config.tile_n), (v, config.tile_n), (out, 64)]
+    run("AttentionFwd", 3, moved, [run.rows(1)], [lse], 2)
     _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
 
 
