@@ -23,7 +23,7 @@ PAGES = ["README.md", "CONTRIBUTING.md"]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES += ["SECURITY.md", "CHANGELOG.md", "benchmarks/results/README.md"]
 # What they show are parts of programs.
-FRAGMENTS = ["CONTRIBUTING.md", "docs/bring_a_kernel.md", "docs/debugging.md"]
+FRAGMENTS = ["CONTRIBUTING.md", "docs/bring_a_kernel.md"]
 FRAGMENTS += [f"docs/{page}.md" for page in ("kernels", "own_kernel", "row_kernel")]
 
 
