@@ -125,7 +125,7 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
 
 
 def _out_of_reach(binding: Binding, memory: Mapping[str, Memory]) -> str:
-    """Why the kernel cannot read an input where it lies that the program in its place can; empty if it can."""
+    """Why the kernel cannot read an input that its fallback takes anywhere; empty if it can."""
     other = binding.op.fallback
     problems = (misplaced(binding, name, memory.get(name)) for name in (other.anywhere if other else ()))
     return next(filter(None, problems), "")

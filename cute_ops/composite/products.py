@@ -137,7 +137,7 @@ class Products(ABC, Generic[Array]):
     def _remembered(
         self, make: Maker, what: tuple[Any, ...], epilogue: Epilogue, arrays: Sequence[Any], attrs: Attrs
     ) -> tuple[Function, Fits, bool]:
-        """What ``known`` has of a call, which is put there if that is possible."""
+        """The entry of ``known`` for a call that it does not have; stored if the call's key has a hash."""
         key, (caller, layout, save, *shapes) = key_of(epilogue, attrs, *what), what
         options, fits = self.choose(epilogue, arrays, layout, attrs, caller)
         function = self.function(make(epilogue, *options, layout, save, attrs))

@@ -12,7 +12,7 @@ FINITE, NOT_NEGATIVE = (-LARGEST, LARGEST), (0.0, LARGEST)
 
 
 def no_columns(binding: Binding, name: str) -> str | None:
-    """Rows of nothing have no maximum and no mean."""
+    """Refuse rows without columns, which have no maximum and no mean."""
     n = binding.dims["n"]
     return f"argument `{name}` has n={n}, expected at least 1." if isinstance(n, int) and n < 1 else None
 

@@ -165,7 +165,7 @@ def key_of(function: Function | str, attrs: Attrs, *what: Hashable) -> Hashable:
 def remembered(
     table: dict[Hashable, T], function: Function | str, attrs: Attrs, what: Hashable, make: Callable[[], T]
 ) -> T:
-    """What a table has of :func:`key_of` these, else what ``make`` returns, which is put there."""
+    """The table's entry for :func:`key_of` these; if there is none, ``make`` makes it."""
     key = key_of(function, attrs, what)
     found = table.get(key) if key else None
     if found is None:

@@ -65,7 +65,7 @@ class Formula(NamedTuple):
         return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
 
     def of_outputs(self, names: Collection[str]) -> Formula:
-        """What is left of it where only these tensors are written, of which one has each value that it computes."""
+        """This formula with only the named outputs."""
         kept = [i for i, name in enumerate(self.writes) if name.partition("[")[0] in names]
         outputs = tuple(self.expression.outputs[i] for i in kept)
         writes, kinds = tuple(self.writes[i] for i in kept), "".join(self.kinds[i] for i in kept)
@@ -187,7 +187,7 @@ class ByAttrs(Generic[Made]):
         return self._made[key]
 
     def __getstate__(self) -> Any:
-        """What identifies it: not which values some calls have made so far."""
+        """Its identity: the values that calls have made so far are no part of it."""
         return {"make": self.make}
 
 

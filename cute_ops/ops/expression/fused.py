@@ -204,7 +204,7 @@ class _Fused:
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """What the op and its gradient declare alike."""
+        """The fields that the declarations of the op and of its gradient share."""
         defaults = defaults_of(self.attrs)
         forward, backward = self.forward(defaults), self.backward(defaults)
         counts = any(node.primitive == "n" for each in (forward, backward) for node in each.expression.nodes)
@@ -236,8 +236,8 @@ class _Fused:
         raise ValueError(f"cute_ops.fused: {self.name} cannot be fused: {why}")
 
     def _kept(self, needed: Collection[str]) -> dict[str, Tensor]:
-        """What the gradient gets beside cotangents. A tile that it does not read is left out, so that nothing keeps it,
-        if a cotangent says the shape of tiles, and this or something else that is read its dtype.
+        """The inputs of the gradient besides cotangents. A tile that it does not read is left out, so that nothing
+        keeps it, if a cotangent says the shape of tiles, and this or something else that is read its dtype.
         """
         told = {*FLOATS, *(t.dtype for t in self.results.values())}
         told |= {tensor.dtype for key, tensor in self.inputs.items() if key in needed}
@@ -330,5 +330,5 @@ class _Fused:
         return [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
 
     def _backward_by_rows(self, forward: Formula) -> bool:
-        """For gradients that are sums, kernels of rows read each tile only once."""
+        """Whether a kernel of rows computes the gradient: for sums over rows it reads each tile only once."""
         return forward.by_rows or not all(map(_is_tile, self.wanted.values()))
