@@ -169,6 +169,7 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
     _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_gradients(call: Call, tmp_path: Path) -> None:

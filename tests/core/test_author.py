@@ -309,6 +309,7 @@ def test_widths_of_accesses() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_bench_writes_a_table_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

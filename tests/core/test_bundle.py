@@ -90,6 +90,7 @@ def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pyte
     assert len(content(made)) >= 4 + 2 + 3
 
 
+@pytest.mark.slow
 def test_a_new_bundle_can_be_read_whatever_the_umask(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_umask: None
 ) -> None:
@@ -321,6 +322,7 @@ print(callable(cache.get(variant)), cache.counters.bundled)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.as_root
 def test_a_bundle_of_root_serves_everybody(made: Path, cache_folder: Path) -> None:
     """What several users share: it serves, and is left as it is."""
@@ -514,6 +516,7 @@ def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
     assert Bundle(again).verify() == 4 and not list(tmp_path.glob(".again*"))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "one kernel of a bundle crashes the compiler", "the others compile; all errors are reported; no bundle is written",
     "nothing",

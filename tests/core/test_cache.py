@@ -239,6 +239,7 @@ def test_a_full_disk_costs_only_the_cache(
     assert not list(cache_folder.glob("cute_*"))[1:], "only the lock remains"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a full disk", "a warning; the program runs; no partial file is left", "a compile per process")
 def test_a_really_full_disk(tmp_path: Path) -> None:
     """On a file system of two pages."""
@@ -249,6 +250,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     assert result.stdout.startswith("1 0 False") and ".so" not in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "kill -9 of a process that holds the lock and compiles", "the lock is free at once, the next process compiles",
     "a compile",
@@ -274,6 +276,7 @@ os.fsync = stuck
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "kill -9 in the middle of a write", "readers never see the file; the next process deletes it and compiles",
     "a compile",

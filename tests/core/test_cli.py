@@ -57,6 +57,7 @@ def test_compile_fills_the_cache(cache_folder: Path) -> None:
     assert not cache.entries()
 
 
+@pytest.mark.slow
 def test_dump_keeps_what_the_compiler_made(cache_folder: Path, tmp_path: Path) -> None:
     result = run("compile", "silu_mul", "--n", "64", "--arch", "sm_90a", "--dump", str(tmp_path / "dump"))
     assert result.returncode == 0, result.stdout + result.stderr

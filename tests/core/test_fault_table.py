@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
 HEAD = """# Faults
@@ -30,6 +32,7 @@ def lines() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_table_is_of_these_tests() -> None:
     assert len(lines()) > 20
     assert DOCUMENT.read_text(encoding="utf-8") == HEAD + "".join(lines()), f"run: python {Path(__file__).name}"

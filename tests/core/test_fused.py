@@ -187,6 +187,7 @@ def test_rows_beside_a_vector_are_realigned() -> None:
     assert {key for key, form in forms.items() if form} == {("biased_gelu", 1033), ("gated", 1033)}
 
 
+@pytest.mark.slow
 def test_workspaces_stop_growing_with_the_rows() -> None:
     def parts(m: int) -> dict[str, Array | None]:
         made = kernel_calls.made(BY_NAME["affine_bwd"], m, 8, "float32", "compact", np.random.default_rng(0))

@@ -140,6 +140,7 @@ def test_strided_caches_and_slices_do_not_spill(arch: str, compiled: Compiled) -
         assert moved == (loads, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["store", "follow", "axpy", "axpy_bwd"])
 def test_kernels_that_write_inputs_and_take_numbers_compile(name: str, cache_folder: Path) -> None:
     """What is exported takes inputs that are written twice, and numbers by value, of any Python number."""

@@ -170,6 +170,7 @@ def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
     assert lookup.place(lookup.find("rmsnorm_bwd_only_dx")) == "rmsnorm_bwd_only_dx"
 
 
+@pytest.mark.slow
 def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     """Also when it is declared in the script that runs."""
     (tmp_path / "mine.py").write_text(
@@ -322,6 +323,7 @@ open("runs", "a").write("x")
 """
 
 
+@pytest.mark.slow
 def test_record_reads_its_own_manifest_and_runs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with blanks and a # in its name: `record` was done with an error at the very end."""
     where = tmp_path / "my first #1 program"

@@ -14,8 +14,9 @@ from cute_ops.declaration import notebook
 
 
 @pytest.fixture(autouse=True)
-def no_cells() -> None:
-    linecache.clearcache()
+def no_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of sources without those of other tests, which these need afterwards."""
+    monkeypatch.setattr(linecache, "cache", {})
 
 
 def run(*cells: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,11 @@ EPILOGUES: list[tuple[Callable[..., Any], tuple[str | None, ...], dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """No op is known from an earlier test."""
     monkeypatch.setattr(call, "_ops", {})
-    by_call.op_of_traced.cache_clear()
-    yield
-    by_call.op_of_traced.cache_clear()
+    # A cache of its own: ops of other tests are registered, and may not be made anew.
+    monkeypatch.setattr(by_call, "op_of_traced", cache(by_call.op_of_traced.__wrapped__))
 
 
 def graph_of(function: Callable[..., Any], shapes: Mapping[str, str | None], attrs: Mapping[str, Any]) -> Any:

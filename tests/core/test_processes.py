@@ -150,6 +150,7 @@ def test_a_kernel_that_leaves(worker: Pool) -> None:
     assert "SystemExit: 0" in compiled("Leaving", by=worker)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("Ctrl-C while a class of calls is measured", "the next class gets its own answer", "that class")
 def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
     from cute_ops.autotune.bench_process import BenchProcess

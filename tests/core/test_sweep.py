@@ -21,6 +21,7 @@ from cute_ops.tools.sweep_run import sweep as run
 SM90 = parse("sm_90a:132")
 
 
+@pytest.mark.slow
 def test_twelve_rounds_take_every_dtype_in_every_layout() -> None:
     found: dict[int, set[tuple[str, str]]] = {}
     rows: dict[int, set[int]] = {}
@@ -33,6 +34,7 @@ def test_twelve_rounds_take_every_dtype_in_every_layout() -> None:
     assert all(set(sweep.ROWS) <= counts for counts in rows.values())
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_threshold() -> None:
     def tile(problem: Problem) -> dict[str, int]:
         long = {"long": 1} if problem.dims["n"] >= 12345 and problem.dtypes["x"] == "float16" else {}

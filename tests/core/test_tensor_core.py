@@ -44,6 +44,7 @@ def variant_of(op: Op, case: Case) -> Variant:
     return plan(bind(op, testing.specs(op, case, op.dtypes["T"][0])), {}, parse("sm_90a")).variant
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("case", fp8_product.cases, ids=lambda case: case.name)
 def test_products_of_8_bits(case: Case, tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_products_of_8_bits(case: Case, tmp_path: Path) -> None:
     check_shared(tmp_path, GemmConfig.of(variant_of(fp8_product, case).config).buffers((2,), operands=(1, 1)))
 
 
+@pytest.mark.slow
 @products.emulated
 def test_scores(tmp_path: Path) -> None:
     """Two CTAs and two tiles of keys, the last of both with rows that are not there. Scores go to the second product

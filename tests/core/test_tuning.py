@@ -693,6 +693,7 @@ def test_devices_by_the_names_that_a_subprocess_takes(
         assert command.target.device_names() == names[:count]
 
 
+@pytest.mark.slow
 def test_what_is_no_candidates_fault_is_an_error(other: BenchProcess) -> None:
     with pytest.raises(RuntimeError, match="died with signal 6"):
         other.measure([silu_trial()], [{"threads": 32}, {"threads": 512}], SM90, 0.02)

@@ -54,6 +54,7 @@ def test_a_failing_kernel_is_reported(worker: Pool, variant: Make, tmp_path: Pat
     assert works(worker, variant(), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "the compiler aborts",
     "an error for that variant with the compiler's output; the next compile starts another worker", "nothing",
@@ -75,6 +76,7 @@ def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path, begun: Call
     worker.close()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the compiler dies in the middle of its answer", "an error for that variant", "nothing")
 def test_half_an_answer_is_none(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, popen = Pool(1), subprocess.Popen
@@ -114,6 +116,7 @@ def test_a_compile_that_hangs_is_ended(
     worker.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_left_is_started_again(worker: Pool, variant: Make, tmp_path: Path) -> None:
     works(worker, variant(), tmp_path)
     process = worker._idle[0]._process
@@ -165,6 +168,7 @@ def test_sources_edited_during_a_compile_are_refused(
     assert (tmp_path / "edits_itself.py").read_text().endswith("# edited")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a file that a kernel imports is edited within a second and keeps its size",
     "the kernel is compiled from the new file, not from Python's bytecode of the old one", "nothing",
@@ -266,6 +270,7 @@ def test_a_request_is_compiled_once(worker: Pool, variant: Make, tmp_path: Path)
     assert worker._idle[0].log().count("slow kernel begins") == 1
 
 
+@pytest.mark.slow
 def test_only_the_machine_code(worker: Pool, variant: Make, tmp_path: Path) -> None:
     where = tmp_path / "somebody's Größe"
     where.mkdir()

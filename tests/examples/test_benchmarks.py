@@ -143,6 +143,7 @@ def test_decoding_is_measured(tmp_path: Path) -> None:
     assert max(float(row["error"]) for row in ours) < 0.01
 
 
+@pytest.mark.slow
 def test_who_writes_no_cache_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contender has caches of its own, which nobody else has written."""
     made = device_time.contenders.make
@@ -200,6 +201,7 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows["cute_ops_jax.rmsnorm", "no"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_fusion_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: real(function, backend="eager"))

@@ -42,6 +42,7 @@ def test_verify_is_content_with_each(name: str) -> None:
     assert verdicts and not [v for v in verdicts if v.problem]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "dtype", "wanted"), [
     ("any_row_sum", (2, 33, 1000), "bfloat16", {"ld.global.b16", "st.global.b16", "shfl.sync.bfly.b32"}),
     ("row_sum", (33, 1000), "float32", {"ld.global.b32", "st.global.b32", "shfl.sync.bfly.b32"}),

@@ -117,6 +117,7 @@ def test_kernel_compiles_for_hopper(op: Op, dtype: str, vectors: str, tmp_path: 
     assert f"st.global.{vectors}" in ptx
 
 
+@pytest.mark.slow
 def test_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for framework in ("torch", "jax"):
         runpy.run_path(str(FOLDER / f"run_{framework}.py"), run_name="__main__")

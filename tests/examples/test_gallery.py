@@ -32,6 +32,7 @@ def test_it_learns(program, steps: int) -> None:
     assert len(losses) == steps and losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_trainer_learns() -> None:
     hf_trainer = pytest.importorskip("hf_trainer", exc_type=ImportError)
     first, second = hf_trainer.main(["--steps", "10"])
@@ -87,6 +88,7 @@ def test_a_mesh_computes_what_one_device_does() -> None:
     assert loss < 1e-5 and gradient < 1e-6
 
 
+@pytest.mark.slow
 def test_a_bundle_is_built_and_named(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_OPS_BUNDLE", "")
     serve.main(["build", "--folder", str(tmp_path)])

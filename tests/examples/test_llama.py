@@ -126,6 +126,7 @@ def test_demo_fails_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert train.main(["--steps", "2", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
 def test_both_models_have_the_same_loss_and_gradient() -> None:
     import jax
     from config import SMALL, initial_weights

@@ -34,6 +34,7 @@ class Calls(TorchDispatchMode):
         return out * 1.01 if func is self.spoilt else out
 
 
+@pytest.mark.slow
 def test_embeddings() -> None:
     tokenizer, model = embedding.load()
     ours = copy.deepcopy(model)

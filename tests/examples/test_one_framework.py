@@ -75,6 +75,7 @@ def test_the_scripts_run(framework: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", OTHERS)
 def test_the_interpreter_needs_no_framework(framework: str, tmp_path: Path) -> None:
     file = "examples/bring_a_kernel/row_sum.py"

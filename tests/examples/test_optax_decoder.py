@@ -40,6 +40,7 @@ def test_losses_agree_and_fall(options: str, capsys: pytest.CaptureFixture[str])
     assert re.search(r"ours: \d\.\d\d x XLA's tokens/s", out)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays() -> None:
     run = optax_step.Run(decoder.small(decoder.MODELS["gemma3-270m"]), decoder.PARTS["ours"], "embedding")
     frozen, trained = jax.tree.leaves(run.frozen), jax.tree.leaves(run.state[0])

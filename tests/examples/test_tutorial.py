@@ -89,6 +89,7 @@ def scaled(xp: Any, x: Any, scale: Any) -> Any:
     return xp.astype(xp.astype(x, scale.dtype) * scale[..., None], x.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "wide"), [(2, False), (3, False), (4, True)])
 def test_every_step_works(step: int, wide: bool, folder: Path) -> None:
     op = make_pictures.op_of_step(step, folder)

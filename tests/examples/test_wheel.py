@@ -128,6 +128,7 @@ def test_what_is_not_python_is_in_the_wheel(wheel: Path) -> None:
     assert wheel.name == f"cute_ops-{__version__}-py3-none-any.whl"
 
 
+@pytest.mark.slow
 def test_a_package_index_shows_no_link_that_leads_nowhere(wheel: Path) -> None:
     """Relative links would be relative to the index: they become those of the repository, or plain text."""
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
@@ -153,6 +154,7 @@ def test_a_wheel_of_kernels_asks_for_what_they_were_built_with(kernels: Path) ->
     assert kernels.name.startswith(f"cute_ops_kernels_sm90-{__version__}-py3-none-manylinux")
 
 
+@pytest.mark.slow
 def test_a_wheel_of_kernels_is_compared_with_the_sources(kernels: Path, tmp_path: Path) -> None:
     """The release's check: all kernels of these sources, each as it was built."""
     calls, where = manifest.parse(KERNELS), parse("sm_90a")

@@ -35,6 +35,7 @@ def assert_same(found: Any, right: Any) -> None:
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("groups", [4, 2, 3], ids=["whole-groups", "one-each", "fewer-groups"])
 def test_devices_share_sequences_and_groups_of_heads(
@@ -72,6 +73,7 @@ def test_a_shard_map_over_sequences_and_heads() -> None:
     assert_same(found, jax.jit(step)(*arrays))
 
 
+@pytest.mark.slow
 def test_vmap_of_gradients() -> None:
     arrays = [jnp.stack([a, a[::-1]]) for a in drawn(2)]
     step = partial(results_and_gradients, partial(cute_ops_jax.attention, **ATTRS))
@@ -101,6 +103,7 @@ def test_a_checkpoint_that_keeps_the_results_runs_no_attention_again(names: Sequ
     assert_same(jax.grad(function)(*arrays), jax.grad(attended)(*arrays))
 
 
+@pytest.mark.slow
 def test_an_exported_program_of_any_batch_and_length() -> None:
     """Of a call without sinks: JAX has no symbolic size for a product of two."""
     function = jax.jit(lambda *x: cute_ops_jax.attention(*x, **ATTRS))

@@ -114,6 +114,7 @@ def test_what_is_frozen_costs_no_product(
     assert text.count("stablehlo.dot_general") in (each, 2 * each)  # in the loop's body, and for a rest of rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_one_trace_serves_whatever_is_differentiated(reduction: str, close: Callable[..., Any]) -> None:
     """JAX keeps one structure of what a forward saves, that of its last trace, whichever inputs are differentiated."""

@@ -17,6 +17,7 @@ def given(call: Decoding, seed: int) -> dict[str, Any]:
     return {name: jnp.asarray(np.ascontiguousarray(a)) for name, a in arrays(call, seed).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_drawn_calls(part: int) -> None:
     for seed in range(300 + 3 * part, 303 + 3 * part):
@@ -44,6 +45,7 @@ def test_the_bits_are_those_of_pytorch(part: int) -> None:
             assert torch.equal(torch.from_dlpack(ours), other), f"seed {seed}: {call.name}"
 
 
+@pytest.mark.slow
 def test_a_loop_with_donated_caches() -> None:
     """Lengths are the loop's state: the program neither reads them nor copies a cache."""
     steps, batch = 9, 3

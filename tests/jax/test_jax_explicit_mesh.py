@@ -103,6 +103,7 @@ def test_a_mapped_dim_stays_on_its_devices() -> None:
         assert all(a.sharding.spec[0] == "d" for a in compiled(*sharded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [None, jax.P(), jax.P("d")], ids=["unsharded", "replicated", "sharded"])
 @pytest.mark.parametrize("in_context", [False, True], ids=["types", "set_mesh"])
 def test_a_target_sharded_otherwise_than_the_rows(spec: Any, in_context: bool, close: Any) -> None:

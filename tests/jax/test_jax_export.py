@@ -78,6 +78,7 @@ def test_a_fresh_process_needs_neither_compiler_nor_code(exported: Path, tmp_pat
         close((got["dx"], got["dw"]), jax.grad(lambda x, w: jnp.sum(jnp.sin(forward(x, w))), (0, 1))(x, w))
 
 
+@pytest.mark.slow
 def test_the_folder_holds_what_each_program_calls(exported: Path) -> None:
     programs = json.loads((exported / "program.json").read_text())["programs"]
     assert sorted(programs) == ["sm_80:108", "sm_90a:132"]

@@ -113,6 +113,7 @@ def test_functions_become_ops(name: str) -> None:
     same(got, jax.grad(lambda *a: loss(function, *a), places)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan", "layer norm", "modulation"])
 def test_around_grad_and_inside_vmap(name: str) -> None:
     function, args, _ = FUNCTIONS[name]
@@ -215,6 +216,7 @@ def test_arguments_that_are_no_arrays_are_static() -> None:
     same(got["out"], function(tree, jax.nn.silu, scale=2.0)["out"])
 
 
+@pytest.mark.slow
 def test_sharded_programs() -> None:
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("rows")
@@ -233,6 +235,7 @@ def test_sharded_programs() -> None:
     same(out, block(PARAMS, x))
 
 
+@pytest.mark.slow
 def test_equinox_and_nnx_models_stay_as_they_are() -> None:
     eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
     norm, mlp = eqx.nn.LayerNorm(N), eqx.nn.MLP(N, N, 2 * N, 1, activation=jax.nn.gelu, key=jax.random.key(0))
@@ -280,6 +283,7 @@ def test_what_is_no_function_is_refused() -> None:
         cute_ops_jax.fuse(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_programs(seed: int) -> None:
     """``python tests/jax/drawn_graphs.py --count 500`` runs more of them."""

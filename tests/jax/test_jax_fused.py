@@ -218,6 +218,7 @@ def test_calls_broadcast_as_those_of_jax(shapes: tuple[Any, ...]) -> None:
     np.testing.assert_allclose(jax.jit(by_call)(*given), exact[0], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_calls_under_vmap_and_shard_map() -> None:
     x, row, column = drawn((4, 3, 8), (8,), (4, 3, 1))
     exact = value_and_gradients(plainly, x, row.astype("float32"), column)

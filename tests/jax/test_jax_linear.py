@@ -252,6 +252,7 @@ def test_mlp(activation: str, biased: bool, save: str) -> None:
     np.testing.assert_array_equal(each, run(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
 def test_a_batch_of_mlps_runs_once(save: str, transposed: bool) -> None:
     rng, shapes = np.random.default_rng(0), ((24, 33), (33, 20)) if transposed else ((33, 24), (20, 33))

@@ -255,6 +255,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
 
 
+@pytest.mark.slow
 @pytest.mark.some_ops
 @pytest.mark.feature("FFI: grad, vmap, scan, checkpoint")
 def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any, again: Any) -> None:

@@ -69,6 +69,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_gradients(transform: str, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
     function = through_ffi(layouts.by_columns)

@@ -160,6 +160,7 @@ def test_a_module_for_every_product(nnx: Any, eqx: Any, x: np.ndarray, close: Cl
             bad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     from cute_ops_jax import equinox

@@ -38,6 +38,7 @@ def test_gelu_far_below_zero() -> None:
         assert (np.abs(np.asarray(got, np.float64) - exact) <= off * np.abs(exact)).all()
 
 
+@pytest.mark.slow
 def test_cross_entropy_of_nothing_and_of_masked_classes() -> None:
     x = np.random.default_rng(1).standard_normal((4, 9), np.float32)
     x[:, 3] = -INF

@@ -140,6 +140,7 @@ def test_other_derivatives_raise(product: Product) -> None:
             run()
 
 
+@pytest.mark.slow
 @pytest.mark.feature("export with symbolic rows, saved and loaded")
 @every_product
 def test_export(product: Product, close: Close) -> None:

@@ -131,6 +131,7 @@ def test_logits(name: str, check: bool, lowered: str, close: Close) -> None:
     close(*(jax.jit(f)(logits, target) for f in inside))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowered", ["kernel"], indirect=True)
 @pytest.mark.parametrize(
     ("rows", "name", "check"),

@@ -78,6 +78,7 @@ def test_a_loop_of_steps_copies_no_cache(through_ffi: Any) -> None:
     assert len(re.findall(r"f32\[12,8\]\S* copy\(", kept)) == 1, "what the caller keeps is copied once"
 
 
+@pytest.mark.slow
 def test_scalars_are_attributes_of_one_kernel(through_ffi: Any, fake_kernels: Any) -> None:
     axpy, x, y = through_ffi(writing.axpy), rows(3), rows(3) + 1
     values = [0.1, -0.0, 3, 1e30, math.inf, math.nan, 2.5]
@@ -139,6 +140,7 @@ def test_vmap(through_ffi: Any, shared: str) -> None:
     np.testing.assert_array_equal(caches[:, INDEX], jnp.broadcast_to(rows(3), (5, 3, 8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
 def test_what_is_written_stays_on_its_devices(explicit: bool) -> None:
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto

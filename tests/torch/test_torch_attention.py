@@ -165,6 +165,7 @@ def test_a_compiled_graph_with_dynamic_lengths() -> None:
         assert torch.equal(compiled(q, k, v), cute_ops_torch.attention(q, k, v, causal=True)[0])
 
 
+@pytest.mark.slow
 def test_gradients_in_a_compiled_graph_are_those_of_eager_calls() -> None:
     given = [torch.randn(2, 9, heads, 32, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
 

@@ -78,6 +78,7 @@ def test_a_file_name_stands_for_one_source() -> None:
         assert "def own(x):\n" in "".join(linecache.getlines(name))
 
 
+@pytest.mark.slow
 def test_sources_leave_with_their_functions() -> None:
     before = generated()
     kept = make("own.kept")

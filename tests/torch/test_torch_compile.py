@@ -39,6 +39,7 @@ def run(function: Callable[..., Any], m: int) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out.sin().sum(), tensors)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dynamic_rows_compile_once(backend: str) -> None:
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
@@ -180,6 +181,7 @@ def test_inductor_calls_ops_directly() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.some_ops
 @pytest.mark.feature("compile: full graph, any number of rows, backward")
 def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., Any]) -> None:

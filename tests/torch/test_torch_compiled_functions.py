@@ -135,6 +135,7 @@ def test_functions_behind_fused(name: str) -> None:
     check(lambda x: function(x))
 
 
+@pytest.mark.slow
 def test_a_number_that_changes_makes_another_graph() -> None:
     """That of an object whose method is the epilogue, alone or in a partial function."""
     for make in (lambda s: s.method, lambda s: functools.partial(s.twice, by=1.0), lambda s: s):

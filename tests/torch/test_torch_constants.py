@@ -42,6 +42,7 @@ class Layer:
         return acc * self.scale
 
 
+@pytest.mark.slow
 def test_an_object_whose_method_was_an_epilogue_is_freed() -> None:
     layer = Layer()
     for epilogue in (layer.epilogue, layer):
@@ -57,6 +58,7 @@ def of_global(xp: Any, x: Any, *, k: float = 1.0) -> Any:
     return x * SCALE * k
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_is_compiled_anew_for_a_changed_number() -> None:
     layer, plain = Layer(), X @ W.T
     torch._dynamo.reset()
@@ -258,6 +260,7 @@ def test_what_a_graph_keeps_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "of_environment keeps in a compiled graph what it reads now: it uses `" in said[0]
 
 
+@pytest.mark.slow
 def test_no_graph_keeps_an_object_alive() -> None:
     def use() -> weakref.ref[Layer]:
         layer = Layer()

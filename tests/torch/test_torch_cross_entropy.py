@@ -322,6 +322,7 @@ def test_linear_is_differentiated_once_and_as_often_as_one_likes(reduction: str)
             dhidden.square().sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_linear_with_the_weight_of_a_transposed_layer(reduction: str) -> None:
     """The gradient has the strides of the weight, also compiled."""

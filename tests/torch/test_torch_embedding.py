@@ -123,6 +123,7 @@ def test_differentiated_once() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled(device: str) -> None:
     torch.manual_seed(0)

@@ -186,6 +186,7 @@ def test_compiled_calls_have_one_graph_for_all_rows() -> None:
         assert torch.equal(compiled(x, row, scale), by_call(x, row, scale))
 
 
+@pytest.mark.slow
 def test_compiled_calls_with_halves_and_attributes_and_rows_that_depend_on_data() -> None:
     x, bias = drawn((3, 16), (16,))
     compiled = torch.compile(gated, fullgraph=True, backend="aot_eager")

@@ -90,6 +90,7 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -371,6 +372,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_untouched_models(family: str) -> None:
     import transformers

@@ -199,6 +199,7 @@ NOTHING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", NOTHING)
 def test_a_product_of_nothing_is_its_epilogue(dim: str, compiled: Any) -> None:
     """A sum over no ``k`` is zero, to which the bias is added; gradients are as large as what they are of."""

@@ -221,6 +221,7 @@ def test_no_op_runs_for_each_weight_of_a_batch(product: Op) -> None:
     assert (len(set(ran.names)) == len(ran.names)) == once
 
 
+@pytest.mark.slow
 @every_gradient
 def test_compiled_with_rows_of_any_number(product: Op) -> None:
     torch._dynamo.reset()  # it compiles one function for a few ops only
@@ -499,6 +500,7 @@ def test_the_function_of_nothing(sizes: tuple[int, int, int]) -> None:
     assert torch.equal(out, (torch.nn.functional.gelu(bias) + residual).bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_packed_weight_of_no_columns(compiled: bool, halves: bool) -> None:
@@ -1034,6 +1036,7 @@ def test_vmap_of_rmsnorm_linear_of_no_example_and_twice() -> None:
     torch.testing.assert_close(plain, torch.nn.functional.rms_norm(x[0], (8,), eps=1e-6) @ weight[0].mT)
 
 
+@pytest.mark.slow
 def test_a_compiled_batch_behind_a_norm() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(cute_ops_torch.rmsnorm_linear, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -612,6 +612,7 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_computes_what_it_computes_without_patch(name: str) -> None:
     assert row(name, mark(name, CHANGES[name])) in table(), "run python tests/torch/test_torch_patch_changes.py"

@@ -85,6 +85,7 @@ def check(family: str) -> Any:
     return patched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", DRAWN)
 def test_a_patched_model_computes_what_it_did(family: str) -> None:
     check(family)

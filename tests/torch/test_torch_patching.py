@@ -872,6 +872,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "Gemma2", "Gemma3"])
 def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle built from the configuration leaves nothing to compile."""
@@ -907,6 +908,7 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
     assert not [str(call) for symbol, call in calls.found.items() if symbol not in told]
 
 
+@pytest.mark.slow
 def test_kernels_of_a_model_are_loaded_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, sm90 = list[str](), parse("sm_90a")
     monkeypatch.setattr(target, "of_device", lambda index: sm90)

@@ -228,6 +228,7 @@ def test_gradients_per_example(product: Product) -> None:
         torch.testing.assert_close(found[name], torch.stack([p.grad, -2 * p.grad]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("compile: full graph, any number of rows, backward")
 @every_product
 def test_compiled(product: Product) -> None:

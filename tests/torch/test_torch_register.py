@@ -128,6 +128,7 @@ def in_a_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield reload(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [in_a_notebook, in_a_module])
 def test_a_declaration_that_is_made_anew(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the name over, also in a program that looks it up; what was made of the first one stays as it is."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
@@ -32,6 +34,7 @@ if again := sys.argv[2:]:  # in a fresh interpreter; torchrun, which imports tor
 """
 
 
+@pytest.mark.slow
 def test_ranks_compile_once_and_never_when_warm(tmp_path: Path, cache_folder: Path) -> None:
     program, folders = tmp_path / "program.py", [tmp_path / "cold", tmp_path / "warm"]
     program.write_text(PROGRAM)

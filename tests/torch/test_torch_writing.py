@@ -59,6 +59,7 @@ def test_torch_checks_the_registration(call: Any) -> None:
     assert set(found.values()) == {"SUCCESS"}
 
 
+@pytest.mark.slow
 def test_a_compiled_step_does_not_copy_a_cache() -> None:
     def step(k_cache: torch.Tensor, v_cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         store(k_cache, x.sin(), index)
@@ -108,6 +109,7 @@ def test_a_compiled_graph_serves_all_integers_and_one_float_each() -> None:
     assert gains.frame_count == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_integer_reaches_inductors_code() -> None:
     x = rows(3).requires_grad_()
     compiled = torch.compile(lambda first: axpy(x, x.sin(), 1.5, first).cos(), fullgraph=True)
@@ -212,6 +214,7 @@ def test_a_decode_step_writes_caches_where_they_lie(layout: str, how: str, compi
         }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_compiled_decode_step_copies_no_cache() -> None:
     def step(k_cache: torch.Tensor, v_cache: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, HEADS) for part in (qkv * 2).chunk(3, -1))
@@ -245,6 +248,7 @@ def test_vmap_over_caches() -> None:
         assert torch.equal(got, torch.stack(both))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_keys_are_rotated_on_their_way(interleaved: bool) -> None:
     """As the two ops one after another, bit by bit."""
