@@ -66,7 +66,7 @@ def _gelu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
 
 
 def _gelu(self: nn.Module, input: torch.Tensor) -> Any:
-    approximate = _approximation(self)
+    approximate = approximation(self)
     if approximate is None:
         return NotImplemented
     return functions.gelu(input, approximate) if input.ndim and takes(input) else declined(self, input)
@@ -78,10 +78,10 @@ def _computes(activation: nn.Module) -> str | None:
     kind = _KINDS.get(forward)
     if kind is None or not calls(activation, forward):
         return None
-    return "silu" if kind == "silu" else _approximation(activation)
+    return "silu" if kind == "silu" else approximation(activation)
 
 
-def _approximation(activation: Any) -> str | None:
+def approximation(activation: Any) -> str | None:
     """The approximation of torch's or Hugging Face's GELU; None where it is another function by now."""
     if isinstance(activation, nn.GELU):
         return activation.approximate

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from cute_ops.errors import suggesting
-from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm
+from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm, plain_mlp, t5_mlp
 from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, register_attention
 from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
@@ -31,7 +31,7 @@ log = logging.getLogger("cute_ops")
 # A module gets the first one that matches, and all of those of functions that it calls.
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
-    *decoder.REPLACEMENTS,
+    *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
 )  # fmt: skip
 _OF_FUNCTIONS = (ATTENTION, MASKS, EAGER_ATTENTION)
 
@@ -141,7 +141,8 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
     if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
-    first = next((each for each in known if each.matches(module, model)), None) or replacement_of(module)
+    first = next((each for each in known if each.matches(module, model)), None)
+    first = first or plain_mlp.replacement_of(module) or replacement_of(module)
     return [*([first] if first else []), *(each for each in _OF_FUNCTIONS if each.matches(module, model))]
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize, prune
 import cute_ops_torch
 from cute_ops_torch import functions
 from cute_ops_torch.composite import scaled_dot_product
-from cute_ops_torch.huggingface import bypass, decoder, embedding, loss
+from cute_ops_torch.huggingface import bypass, decoder, embedding, loss, plain_mlp
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -60,6 +60,11 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **dropout, pad_token_id=0))
 
 
+def nemotron() -> nn.Module:
+    config = transformers.NemotronConfig(**SIZES, num_key_value_heads=1, head_dim=16, use_cache=False, pad_token_id=0)
+    return transformers.NemotronForCausalLM(config)
+
+
 class Kind(NamedTuple):
     """One kind of module that is replaced.
 
@@ -85,7 +90,8 @@ KINDS = {
     "add_rmsnorm": Kind(llama, "model.layers.0", (*MLP, *QKVO), lambda c: c["add_rmsnorm"]),
     "silu_mul": Kind(llama, "model.layers.0.mlp", MLP, lambda c: c["silu_mul"] + c["swiglu"]),
     "gelu_mul": Kind(gemma, "model.layers.0.mlp", MLP, lambda c: c["gelu_mul"]),
-    "gelu": Kind(bert, "bert.encoder.layer.0.intermediate.intermediate_act_fn", (), lambda c: c["gelu"]),
+    "mlp": Kind(nemotron, "model.layers.0.mlp", MLP[1:], lambda c: c["mlp"]),
+    "gelu": Kind(bert, "cls.predictions.transform.transform_act_fn", (), lambda c: c["gelu"]),
     "rope": Kind(llama, "model.layers.0.self_attn", QKVO, lambda c: min(c["rope"], 1)),
     "attention": Kind(mistral, "model.layers.0.self_attn", QKVO, lambda c: c["attention"]),
     # In 16 bits our attention runs in its place.
@@ -527,6 +533,7 @@ def counted() -> Iterator[Counter[str]]:
         for name in (*(KINDS.keys() & {*functions.__all__}), "swiglu"):
             patched.setattr(functions, name, count(name, getattr(functions, name)))
         patched.setattr(scaled_dot_product, "_attention", count("attention", scaled_dot_product._attention))
+        patched.setattr(plain_mlp, "mlp", count("mlp", plain_mlp.mlp))
         patched.setattr(embedding, "embedding", count("embedding", embedding.embedding))
         patched.setattr(loss, "linear_cross_entropy", count("loss", loss.linear_cross_entropy))
         patched.setattr(decoder, "_masked", count("mask", decoder._masked))

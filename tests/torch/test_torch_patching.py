@@ -186,7 +186,7 @@ def test_bert() -> None:
     plain = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **sizes)).eval()
     model, tokens = copy.deepcopy(plain), torch.randint(0, 97, (2, 19))
     replaced = dict(cute_ops_torch.patch(model))
-    assert set(replaced.values()) == {"embedding", "layernorm", "gelu", "attention"}
+    assert set(replaced.values()) == {"embedding", "layernorm", "gelu", "attention", "mlp"}
     assert replaced["encoder.layer.1.output.LayerNorm"] == "layernorm"
     expected, got = (m(tokens).last_hidden_state for m in (plain, model))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,248 @@
+"""MLPs without a gate: ``down(act(up(x)))``, as modules of their own, among a layer's statements, or as BERT's two."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cute_ops_torch.composite.block import mlp
+from cute_ops_torch.huggingface.bypass import calls, is_eager, is_plain_linear, parameter, takes
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
+from cute_ops_torch.huggingface.meaning import meaning_of
+from cute_ops_torch.huggingface.mlp import approximation
+from cute_ops_torch.huggingface.source import source_digest
+from cute_ops_torch.huggingface.statements import Step, steps_of, with_call
+
+Tensor = torch.Tensor
+# `forward` of GPT-2's Conv1D, a linear layer whose weight is transposed.
+_CONV1D = "39ef3e2036d6cce4"
+# BertLayer's `feed_forward_chunk`, and `forward` of both modules that it calls: a linear layer and an activation; then
+# a linear layer, dropout, and a norm of that and a residual.
+_BERT_CHUNK, _BERT_UP, _BERT_DOWN = "6bb29d0d5cade57e", "dc41afa55f1e5fd4", "db970be30eb7b719"
+_APPROXIMATE = "approximate"
+# By the source of their `forward`: Hugging Face's SiLU, QuickGELU, and a module that calls its attribute `act`.
+_DIGESTS = {"2bdc4d94c9296936": "silu", "264bef87d559fca3": "quick_gelu", "4587a7e0c8fdf068": _APPROXIMATE}
+# What functions that are the `forward` of activations compute. Hugging Face's are added when a model has them.
+_ACTIVATIONS: dict[Forward, str] = {
+    nn.SiLU.forward: "silu", nn.ReLU.forward: "relu", nn.GELU.forward: _APPROXIMATE,
+}  # fmt: skip
+
+
+class Layers(NamedTuple):
+    """The names of an MLP's parts in their module.
+
+    Attributes:
+        up, act, down: the first layer, the activation, and the second layer.
+        dropout: what drops elements between them: the module, or the attribute that is the probability.
+    """
+
+    up: str
+    act: str
+    down: str
+    dropout: tuple[Step, ...] = ()
+
+
+def _layers_of(module: nn.Module, steps: tuple[Step, ...]) -> Layers | None:
+    """The MLP that these steps of a module's ``forward`` are; None where they are anything else."""
+    called = [step for step in steps if step.kind == "call"]
+    between = [step for step in steps[2:-1] if step.kind != "cast"]
+    if len(steps) < 3 or [step.kind for step in (*steps[:2], steps[-1])] != ["call"] * 3 or len(between) > 1:
+        return None
+    up, act, down = called[0].name, called[1].name, called[-1].name
+    parts: list[Any] = [getattr(module, name, None) for name in (up, act, down)]
+    if not (_is_linear(parts[0]) and _is_linear(parts[2]) and isinstance(parts[1], nn.Module) and learn(parts[1])):
+        return None
+    if between and between[0].kind == "call" and type(getattr(module, between[0].name, None)) is not nn.Dropout:
+        return None
+    casts = [step.name for step in steps if step.kind == "cast"]
+    return Layers(up, act, down, tuple(between)) if casts in ([], [down]) else None
+
+
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
+def _is_conv1d(layer: Any) -> bool:
+    return type(layer).__name__ == "Conv1D" and source_digest(type(layer).forward) == _CONV1D
+
+
+def replacement_of(module: nn.Module) -> Replacement | None:
+    """What replaces a module whose ``forward`` has an MLP's statements; None of any other module."""
+    forward = innermost(type(module).forward)
+    for steps in steps_of(forward):
+        if (layers := _layers_of(module, steps)) is not None:
+            return _replacement(forward, steps, layers)
+    return None
+
+
+@cache
+def _replacement(forward: Any, steps: tuple[Step, ...], layers: Layers) -> Replacement:
+    return Replacement(
+        "mlp", lambda module, model: True, lambda original: with_call(original, steps, partial(_call, layers))
+    )
+
+
+def run(module: nn.Module, layers: Layers, x: Tensor) -> Tensor | None:
+    """What the MLP of a module gives for ``x``; None where the statements of its ``forward`` are to run."""
+    if not is_eager(x) or any(_drops(module, step) for step in layers.dropout):
+        return None
+    parts = module._modules
+    return run_parts(parts.get(layers.up), parts.get(layers.act), parts.get(layers.down), x)
+
+
+def run_parts(up: Any, act: Any, down: Any, x: Tensor) -> Tensor | None:
+    """``down(act(up(x)))`` by one op; None where a layer is not what the op takes, or is looked at."""
+    activation = activation_of(act)
+    first, second = _parameters(up), _parameters(down)
+    if activation is None or first is None or second is None or first[2] != second[2] or not x.ndim:
+        return None
+    (w_up, b_up, transposed), (w_down, b_down, _) = first, second
+    columns = w_up.shape[0 if transposed else 1]
+    given = [x, *(t for t in (w_up, b_up, w_down, b_down) if t is not None)]
+    alike = torch.is_autocast_enabled(x.device.type) or all(t.dtype == x.dtype for t in given)
+    if not (alike and x.shape[-1] == columns and takes(*given) and all(t.device == x.device for t in given)):
+        return None
+    return mlp(x, w_up, b_up, w_down, b_down, activation, transposed=transposed)  # type: ignore[no-any-return]
+
+
+def _drops(module: nn.Module, step: Step) -> bool:
+    """Whether dropout changes its input by now, or is anything else."""
+    if step.kind == "dropout":
+        return bool(module.training and getattr(module, step.name))
+    dropout = module._modules.get(step.name)
+    if type(dropout) is not nn.Dropout or not calls(dropout, nn.Dropout.forward):
+        return True
+    return bool(dropout.training and dropout.p)
+
+
+def _parameters(layer: Any) -> tuple[Tensor, Tensor | None, bool] | None:
+    """A linear layer's weight, its bias, and whether the weight is transposed; None where it does more than multiply
+    and add.
+    """
+    transposed = not is_plain_linear(layer)
+    if transposed and not (_is_conv1d(layer) and calls(layer, type(layer).forward) and "bias" in layer._parameters):
+        return None
+    weight, bias = parameter(layer, "weight"), layer._parameters["bias"]
+    if weight is None or (bias is not None and parameter(layer, "bias") is None):
+        return None
+    return weight, bias, transposed
+
+
+def activation_of(act: Any) -> str | None:
+    """What calling an activation computes, as :func:`mlp` calls it; None: nothing that it knows."""
+    kind: Any = type(act)
+    original = getattr(kind, "_cute_original", kind)
+    name = _ACTIVATIONS.get(getattr(original, "forward", None))  # type: ignore[arg-type]
+    if name is None or not calls(act, kind.forward):
+        return None
+    if name != _APPROXIMATE:
+        return name
+    return {"tanh": "gelu_tanh", "none": "gelu", None: None}[approximation(act)]
+
+
+def learn(act: nn.Module) -> str | None:
+    """:func:`activation_of` an activation, whose ``forward`` is known by identity from now on."""
+    kind: Any = getattr(type(act), "_cute_original", type(act))
+    forward = kind.forward
+    if forward not in _ACTIVATIONS:
+        name = _DIGESTS.get(source_digest(forward) or "") or _written_out(act)
+        if name is None:
+            return None
+        _ACTIVATIONS[forward] = name
+    return activation_of(act)
+
+
+def _written_out(act: nn.Module) -> str | None:
+    """What an activation without attributes, whose source is not known, computes."""
+    own = [key for key in vars(act) if key not in vars(nn.Module()) and not key.startswith("_")]
+    if own or [*act.parameters(), *act.buffers(), *act.children()] or type(act).forward.__module__.startswith("torch."):
+        return None
+    try:
+        found = meaning_of(act, 12)
+    except Exception:  # a forward may raise, or branch on what a trace does not know
+        return None
+    if found is None or found.tensors != (("x", ""),):
+        return None
+    if found.op == "gelu":
+        return {"tanh": "gelu_tanh", "none": "gelu"}.get(str(dict(found.attrs).get("approximate")))
+    return found.op if found.op == "relu2" else None
+
+
+# --- methods that a layer's `forward` runs in chunks of rows, as BERT's ---------------------------------------------
+
+# Methods whose own statements are an MLP, as ALBERT's and DistilBERT's, and the ones that run in their place.
+_METHODS: dict[Any, Forward] = {}
+
+
+def _has_chunks(layer: Any) -> bool:
+    """Whether a layer passes a method with an MLP to `apply_chunking_to_forward`."""
+    forward = innermost(type(layer).forward)
+    names = forward.__code__.co_names if forward else ()
+    if "apply_chunking_to_forward" not in names:
+        return False
+    methods = [getattr(layer, name) for name in names if isinstance(getattr(type(layer), name, None), FunctionType)]
+    return any(_learn_method(layer, method) for method in methods)
+
+
+def _learn_method(layer: nn.Module, method: Any) -> bool:
+    """Whether a method has an MLP, or calls BERT's two modules."""
+    if _of_bert(method) is not None:
+        return learn(layer.intermediate.intermediate_act_fn) is not None  # type: ignore[union-attr, arg-type]
+    function = method.__func__
+    for steps in steps_of(function):
+        if (layers := _layers_of(layer, steps)) is not None:
+            if function not in _METHODS:
+                _METHODS[function] = with_call(function, steps, partial(_call, layers))
+            return True
+    return False
+
+
+def _call(layers: Layers, module: nn.Module, x: Tensor) -> Tensor | None:
+    return run(module, layers, x)
+
+
+def _of_bert(method: Any) -> Any:
+    """The layer whose method calls BERT's two modules, with nothing that looks at them; None of any other method."""
+    layer = getattr(method, "__self__", None)
+    if source_digest(getattr(method, "__func__", None)) != _BERT_CHUNK or not isinstance(layer, nn.Module):
+        return None
+    known = (layer._modules.get("intermediate"), _BERT_UP), (layer._modules.get("output"), _BERT_DOWN)
+    return layer if all(m is not None and _does(m, digest) for m, digest in known) else None
+
+
+def _does(module: nn.Module, digest: str) -> bool:
+    kind: Any = type(module)
+    return source_digest(kind.forward) == digest and calls(module, kind.forward)
+
+
+def _in_chunks(original: Any) -> Forward:
+    """The ``forward`` of a layer whose methods run as one op where that can be."""
+    apply = original.__globals__["apply_chunking_to_forward"]
+
+    def ours(method: Any, *arguments: Any) -> Any:
+        return apply(method if torch.compiler.is_compiling() else _replaced(method), *arguments)
+
+    return rebind(original, apply_chunking_to_forward=ours)
+
+
+def _replaced(method: Any) -> Any:
+    if (found := _METHODS.get(getattr(method, "__func__", None))) is not None:
+        return MethodType(found, method.__self__)
+    layer = _of_bert(method)
+    return method if layer is None else partial(_of_two_modules, layer, method)
+
+
+def _of_two_modules(layer: Any, original: Any, attention_output: Tensor) -> Any:
+    up, output = layer.intermediate, layer.output
+    if is_eager(attention_output):
+        found = run_parts(up.dense, up.intermediate_act_fn, output.dense, attention_output)
+        if found is not None:
+            return output.LayerNorm(output.dropout(found) + attention_output)
+    return original(attention_output)
+
+
+REPLACEMENTS = (Replacement("mlp", lambda module, model: _has_chunks(module), _in_chunks),)

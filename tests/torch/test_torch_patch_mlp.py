@@ -1,0 +1,246 @@
+"""MLPs without a gate in patched Hugging Face models: which run as one op, when they do not, and what they compute."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import cute_ops_torch
+from cute_ops_torch.huggingface import plain_mlp, statements
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(0))
+BOTH = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :7]}
+
+
+class Family(NamedTuple):
+    """A model without its heads.
+
+    Attributes:
+        name: of its classes.
+        config: what its configuration is given.
+        inputs: what it is called with.
+        mlp: the name of the module that has the first MLP.
+        activation: what the op is called with.
+        trains: whether the MLP is one op in training as it is configured.
+    """
+
+    name: str
+    config: dict[str, Any]
+    inputs: dict[str, torch.Tensor]
+    mlp: str
+    activation: str
+    trains: bool = True
+
+    def make(self) -> nn.Module:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.name}Config")(**self.config)
+        model: nn.Module = getattr(transformers, f"{self.name}Model")(config)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+        return model
+
+
+WHISPER = {
+    "d_model": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 97, "max_source_positions": 50,
+    "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+T5 = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 97}
+IMAGES, SOUND = torch.randn(2, 3, 32, 32), torch.randn(2, 8, 100)
+DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 97}
+ALBERT = "encoder.albert_layer_groups.0.albert_layers.0"
+TEXT, SPOKEN = {"input_ids": TOKENS}, {"input_features": SOUND, "decoder_input_ids": TOKENS}
+FAMILIES = (
+    Family("Bert", SIZES, TEXT, "encoder.layer.0", "gelu"),
+    Family("Albert", {**SIZES, "embedding_size": 32}, TEXT, ALBERT, "gelu_tanh"),
+    Family("ViT", {**SIZES, "image_size": 32, "patch_size": 8}, {"pixel_values": IMAGES}, "layers.0.mlp", "gelu"),
+    Family("CLIPText", SIZES, TEXT, "encoder.layers.0.mlp", "quick_gelu"),
+    Family("Nemotron", DECODER, TEXT, "layers.0.mlp", "relu2"),
+    Family("GPT2", GPT2, TEXT, "h.0.mlp", "gelu_tanh"),
+    Family("T5", T5, BOTH, "encoder.block.0.layer.1.DenseReluDense", "relu", trains=False),
+    Family("T5", {**T5, "dropout_rate": 0.0}, BOTH, "decoder.block.1.layer.2.DenseReluDense", "relu"),
+    Family("Whisper", WHISPER, SPOKEN, "decoder.layers.1", "gelu"),
+    Family("Whisper", {**WHISPER, "activation_dropout": 0.2}, SPOKEN, "encoder.layers.0", "gelu", trains=False),
+)  # fmt: skip
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The activations of the calls of our op."""
+    found, mlp = list[str](), plain_mlp.mlp
+
+    def counted(*given: Any, **options: Any) -> Any:
+        found.append(given[5])
+        return mlp(*given, **options)
+
+    monkeypatch.setattr(plain_mlp, "mlp", counted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield found
+
+
+def results(model: Any, inputs: dict[str, torch.Tensor], train: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)  # of dropout
+    model.train(train).zero_grad()
+    out = model(**inputs)[0]
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def check(model: nn.Module, inputs: dict[str, torch.Tensor], expected: list[list[torch.Tensor]]) -> None:
+    for train, wanted in zip((False, True), expected, strict=True):
+        largest = max(float(g.norm()) for g in wanted[1:])
+        for got, right in zip(results(model, inputs, train), wanted, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-6 * max(1.0, largest))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.name}-{f.mlp}")
+def test_families(family: Family, ran: list[str]) -> None:
+    """In evaluation and in training, where active dropout between both layers lets the original run."""
+    model = family.make()
+    expected = [results(model, family.inputs, train) for train in (False, True)]
+    replaced = cute_ops_torch.patch(model)
+    assert (family.mlp, "mlp") in [*map(tuple, replaced)]
+    assert family.mlp not in {each.module for each in replaced.left if each.kind == "MLP"}
+    mlps = sum(op == "mlp" for _, op in replaced) * (2 if family.name == "Albert" else 1)  # which shares its layers
+    check(model, family.inputs, expected)
+    assert ran == [family.activation] * mlps * (1 + family.trains)
+    cute_ops_torch.unpatch(model)
+    ran.clear()
+    check(model, family.inputs, expected)
+    assert not ran
+
+
+def test_gates_of_t5(ran: list[str]) -> None:
+    family = Family("T5", {**T5, "feed_forward_proj": "gated-gelu"}, BOTH, "", "")
+    model = family.make()
+    expected = [results(model, BOTH, train) for train in (False, True)]
+    replaced = cute_ops_torch.patch(model)
+    assert ("encoder.block.0.layer.1.DenseReluDense", "gelu_mul") in [*map(tuple, replaced)]
+    check(model, BOTH, expected)
+
+
+def _hook(model: Any) -> None:
+    model.encoder.layer[0].output.dense.register_forward_hook(lambda module, given, out: 2 * out)
+
+
+def _hook_of_the_module(model: Any) -> None:
+    model.encoder.layer[0].intermediate.register_forward_pre_hook(lambda module, given: (3 * given[0],))
+
+
+def _other_activation(model: Any) -> None:
+    model.encoder.layer[0].intermediate.intermediate_act_fn = nn.Tanh()
+
+
+def _own_forward(model: Any) -> None:
+    model.encoder.layer[0].intermediate.dense.forward = torch.sin
+
+
+def _own_method(model: Any) -> None:
+    layer = model.encoder.layer[0]
+    layer.feed_forward_chunk = lambda attention_output: attention_output * 2
+
+
+@pytest.mark.parametrize("change", [_hook, _hook_of_the_module, _other_activation, _own_forward, _own_method])
+def test_a_changed_layer_of_bert_runs_by_itself(change: Callable[[Any], None], ran: list[str]) -> None:
+    family = FAMILIES[0]._replace(config={**SIZES, "intermediate_size": 64})
+    plain, patched = family.make(), family.make()
+    cute_ops_torch.patch(patched)
+    for model in (plain, patched):
+        change(model)
+    check(patched, family.inputs, [results(plain, family.inputs, train) for train in (False, True)])
+    assert ran == ["gelu"] * 2  # the other layer
+
+
+def test_autocast_and_compiled(ran: list[str]) -> None:
+    family = FAMILIES[2]
+    plain, patched = family.make().eval(), family.make().eval()
+    cute_ops_torch.patch(patched)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = (model(**family.inputs)[0] for model in (patched, plain))
+    assert ran == ["gelu"] * 2 and found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+    torch._dynamo.reset()
+    compiled = torch.compile(patched.layers[0].mlp, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 5, 64)
+    torch.testing.assert_close(compiled(x), plain.layers[0].mlp(x))
+    assert len(ran) == 2  # a compiler sees torch's own functions
+
+
+class Written(nn.Module):
+    """An MLP in words of its own."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 20, bias), nn.Linear(20, 8, bias)
+        self.act, self.drop = nn.GELU("tanh"), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
+        if double:
+            x = 2 * x
+        else:
+            y = self.first(x)
+            y = self.act(y)
+            x = self.second(self.drop(y))
+        return x
+
+
+class Both(nn.Module):
+    """Two MLPs: which of them is one op does not matter to what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.act = nn.Linear(12, 20), nn.Linear(20, 12), nn.Linear(12, 20), nn.SiLU()
+        self.d = nn.Linear(20, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.act(self.a(x)))
+        return self.d(self.act(self.c(x)))
+
+
+class Kept(nn.Module):
+    """What is between is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.act = nn.Linear(12, 20), nn.Linear(20, 20), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.a(x))
+        x = self.b(y)
+        return x + y
+
+
+def test_modules_of_ones_own(ran: list[str]) -> None:
+    x = torch.randn(3, 12)
+    for module, calls in ((Written(), 1), (Written(bias=False), 1), (Both(), 1), (Kept(), 0)):
+        expected = module.eval()(x)
+        if calls:
+            cute_ops_torch.patch(module)
+        else:
+            with pytest.raises(ValueError, match="no module that is known"):
+                cute_ops_torch.patch(module)
+        torch.testing.assert_close(module(x), expected)
+        assert len(ran) == calls
+        ran.clear()
+    module = Written()
+    cute_ops_torch.patch(module)
+    assert torch.equal(module(x, double=True), 2 * x) and torch.equal(module(x=x, double=True), 2 * x)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # the original's own error
+        module(x[:, :5])
+
+
+def test_steps_of_statements() -> None:
+    (longest, *_) = sorted(statements.steps_of(Written.forward), key=len, reverse=True)
+    assert [step.name for step in longest] == ["first", "act", "drop", "second"]
+    assert {step.kind for step in longest} == {"call"}
