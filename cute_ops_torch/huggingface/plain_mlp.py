@@ -106,7 +106,7 @@ def run_parts(up: Any, act: Any, down: Any, x: Tensor) -> Tensor | None:
     alike = torch.is_autocast_enabled(x.device.type) or all(t.dtype == x.dtype for t in given)
     if not (alike and x.shape[-1] == columns and takes(*given) and all(t.device == x.device for t in given)):
         return None
-    return mlp(x, w_up, b_up, w_down, b_down, activation, transposed=transposed)  # type: ignore[no-any-return]
+    return mlp(x, w_up, b_up, w_down, b_down, activation, transposed=transposed)
 
 
 def _drops(module: nn.Module, step: Step) -> bool:
@@ -158,8 +158,9 @@ def learn(act: nn.Module) -> str | None:
 
 def _written_out(act: nn.Module) -> str | None:
     """What an activation without attributes, whose source is not known, computes."""
-    own = [key for key in vars(act) if key not in vars(nn.Module()) and not key.startswith("_")]
-    if own or [*act.parameters(), *act.buffers(), *act.children()] or type(act).forward.__module__.startswith("torch."):
+    own = any(key not in vars(nn.Module()) and not key.startswith("_") for key in vars(act))
+    holds = any(True for each in (act.parameters(), act.buffers(), act.children()) for _ in each)
+    if own or holds or type(act).forward.__module__.startswith("torch."):
         return None
     try:
         found = meaning_of(act, 12)

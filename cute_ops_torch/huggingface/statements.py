@@ -119,15 +119,12 @@ def _runs(tree: ast.FunctionDef, scope: dict[str, Any]) -> Iterator[Run]:
 def _read_later(tree: ast.FunctionDef, names: set[str], statements: list[ast.stmt]) -> bool:
     """Whether one of these names may be read after some statements."""
     within = {node for statement in statements for node in ast.walk(statement)}
-    loops = any(
-        isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.Lambda)
-        for node in ast.walk(tree)
-        if node is not tree
-    )
-    end = 0 if loops else statements[-1].lineno
+    inner = [node for statement in tree.body for node in ast.walk(statement)]
+    repeats = any(isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.Lambda) for node in inner)
+    end = 0 if repeats else statements[-1].lineno
     return any(
         isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load) and node.lineno > end
-        for node in ast.walk(tree) if node not in within
+        for node in inner if node not in within
     )  # fmt: skip
 
 
@@ -158,7 +155,7 @@ def _of_cast(statement: ast.If, me: str) -> tuple[str, str, list[Step]] | None:
         return None
     (name,) = names
     renamed = unify(_CAST.format(name=name), [statement])
-    return renamed and (renamed["x"], renamed["x"], [Step("cast", name)])
+    return None if renamed is None else (renamed["x"], renamed["x"], [Step("cast", name)])
 
 
 def _of_value(value: ast.expr, me: str, scope: dict[str, Any]) -> tuple[str, list[Step]] | None:
@@ -173,7 +170,7 @@ def _of_value(value: ast.expr, me: str, scope: dict[str, Any]) -> tuple[str, lis
         step = Step("call", value.func.attr) if len(value.args) == 1 and not value.keywords else None  # type: ignore[attr-defined]
     elif _is_dropout(value.func, scope) and len(value.args) == 1:
         given = {k.arg: ast.unparse(k.value) for k in value.keywords}
-        owner, _, name = given.get("p", "").rpartition(".")
+        name = given.get("p", "").rpartition(".")[2]
         step = Step("dropout", name) if given == {"p": f"{me}.{name}", "training": f"{me}.training"} else None
     return None if inner is None or step is None else (inner[0], [*inner[1], step])
 
