@@ -13,8 +13,9 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import gmem_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
+from cute_ops.kernels.rows.column_pass import ColumnPass
 from cute_ops.kernels.rows.config import FusedConfig
-from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address
+from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address, vector_widths
 
 
 def outputs_of(config):
@@ -27,10 +28,10 @@ def outputs_of(config):
 class FusedPointwise:
     """Computes the expression that its config names, its tiles by :class:`Pointwise`.
 
-    Vectors and scalars among the outputs are sums of its values in fp32, in a fixed order. Kernels read the inputs
-    again for them: :class:`RowSums` gives column vectors, :class:`ColumnPartials` partial sums over rows in the
-    workspace ``dbias_partials``, which :class:`ColumnSum` adds up: to the row vector ``dbias``, or for a scalar to the
-    workspace ``dfactor_totals``, whose elements :class:`RowSums` adds up.
+    Vectors and scalars among the outputs are sums of its values in fp32, in a fixed order. :class:`ColumnPass` gives
+    partial sums over rows in the workspace ``dbias_partials``, and the tiles in the same pass, unless rows do not start
+    on half a vector. :class:`ColumnSum` adds them up: to the row vector ``dbias``, or for a scalar to the workspace
+    ``dfactor_totals``, whose elements :class:`RowSums` adds up. Column vectors are a pass of their own by that.
     """
 
     def __init__(self, variant):
@@ -50,6 +51,15 @@ class FusedPointwise:
         # A tile, whose shape gives the numbers of rows and columns.
         self.whole = (tiles or whole)[0]
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.outputs["t"]), config) if tiles else None
+        self.sums = [*self.outputs["r"], *self.outputs["s"]]
+        self.column_pass, self.together = None, False
+        if self.sums:
+            pieces = [piece for _, piece in self.sums]
+            widest, vec = vector_widths(variant, self.inputs, tiles)
+            self.together = bool(tiles) and 2 * vec >= widest
+            outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
+            own = tiles if self.together else []
+            self.column_pass = ColumnPass(variant, self.inputs, own, pieces, self._only(outputs), vec)
 
     def _only(self, outputs):
         """A function from an element of each piece to elements of these outputs."""
@@ -65,26 +75,31 @@ class FusedPointwise:
 
         return compute
 
+    def _add_up(self, tensors, stream):
+        """Add up partial sums, equally long ones in one launch."""
+        whole = [piece for _, piece in self.sums if piece.index + 1 == piece.count]
+        for count in sorted({piece.count for piece in whole}):
+            names = [piece.name for piece in whole if piece.count == count]
+            partials = tuple([tensors[f"{name}_partials"] for name in names])
+            totals = tuple([tensors.get(f"{name}_totals", tensors[name]) for name in names])
+            ColumnSum(self.n, self.variant.arch)(partials, totals, stream)
+
     @cute.jit
     def __call__(self, *arguments):
         tensors, stream = dict(zip(self.names, arguments)), arguments[-1]
         inputs = tuple([tensors[piece.name] for piece in self.inputs])
         tiles = tuple([tensors[piece.name] for _, piece in self.outputs["t"]])
-        if const_expr(self.tiles is not None):
+        if const_expr(self.tiles is not None and not self.together):
             self.tiles(inputs, tiles, stream)
         mX = tensors[self.whole.name]
         rows, n = row_count(mX), extent(mX, len(mX.shape) - 1) // self.whole.count
         for output in self.outputs["c"]:
             terms = Terms(self.variant, self.inputs, self._only([output]))
             RowSums(self.variant.arch, terms)(inputs, tensors[output[1].name], rows, n, stream)
-        for output in [*self.outputs["r"], *self.outputs["s"]]:
-            piece = output[1]
-            terms = Terms(self.variant, self.inputs, self._only([output]))
-            mPartials = tensors[f"{piece.name}_partials"]
-            ColumnPartials(self.variant.arch, terms, piece.index)(inputs, mPartials, rows, n, stream)
-            if const_expr(piece.index + 1 == piece.count):
-                mTotals = tensors.get(f"{piece.name}_totals", tensors[piece.name])
-                ColumnSum(self.n, self.variant.arch)((mPartials,), (mTotals,), stream)
+        if const_expr(self.column_pass is not None):
+            partials = tuple([tensors[f"{piece.name}_partials"] for _, piece in self.sums])
+            self.column_pass(inputs, tiles if const_expr(self.together) else (), partials, rows, n, stream)
+            self._add_up(tensors, stream)
         for _, piece in self.outputs["s"]:
             mTotals = tensors[f"{piece.name}_totals"]
             terms = Terms(self.variant, (Piece(f"{piece.name}_totals", rows=False),), lambda x: (x,))
@@ -147,37 +162,3 @@ class RowSums:
             if lane == 0:
                 target = mOut.iterator.toint() + row * (mOut.element_type.width // 8)
                 gmem_elements(mOut.element_type, target, 1)[0] = total.to(mOut.element_type)
-
-
-class ColumnPartials:
-    """``partials[p, c]``: the sum of ``terms[r, c]`` over the rows ``p, p + partials, ...``, in fp32.
-
-    Tile: a CTA of 128 threads takes as many columns of a piece. No shared memory. Bytes moved: every input once.
-    """
-
-    threads = 128
-
-    def __init__(self, arch, terms, half):
-        self.terms, self.half, self.pdl = terms, half, can_use_pdl(arch)
-
-    @cute.jit
-    def __call__(self, inputs, mPartials, rows, n, stream):
-        self.kernel(inputs, mPartials, rows, n).launch(
-            grid=[Int32((n + (self.threads - 1)) // self.threads), Int32(mPartials.shape[0]), 1],
-            block=[self.threads, 1, 1],
-            stream=stream,
-            use_pdl=self.pdl,
-        )
-
-    @cute.kernel
-    def kernel(self, inputs, mPartials, rows: Int64, n: Int64):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, partial, _ = cute.arch.block_idx()
-        column = bidx * self.threads + tidx
-        wait_for_previous(self.pdl)
-        let_next_start(self.pdl)
-        if column < Int32(n):
-            total = Float32(0.0)
-            for row in cutlass.range(partial, Int32(rows), Int32(mPartials.shape[0]), unroll=4):
-                total = total + self.terms(inputs, Int64(row), column, n)
-            mPartials[partial, Int32(self.half * n) + column] = total

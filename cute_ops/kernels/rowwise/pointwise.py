@@ -45,6 +45,31 @@ class Piece(NamedTuple):
         return self.rows and self.columns
 
 
+def start_of(key, piece, n):
+    """Bytes, a power of two, that divide the address of every row of a piece of a tensor with rows of n elements."""
+    start = min(key.align, key.row_align) if piece.rows else key.align
+    if piece.count > 1:
+        # If the length of rows is not known, halves start on any element.
+        step = n * ITEMSIZE[key.dtype] if n is not None else ITEMSIZE[key.dtype]
+        start = min(start, step & -step)
+    return start
+
+
+def vector_widths(variant, inputs, outputs):
+    """Elements of a vector of 16 bytes of the widest tile that is read, and as many as the rows of all pieces start on;
+    these divide the length of rows.
+    """
+    keys, n, pieces = variant.tensors, variant.dims["n"], (*inputs, *outputs)
+    read = [piece for piece in inputs if piece.tile] or outputs
+    widest = VECTOR_BYTES // max(ITEMSIZE[keys[piece.name].dtype] for piece in read)
+    starts = [
+        start_of(keys[piece.name], piece, n) // ITEMSIZE[keys[piece.name].dtype] for piece in pieces if piece.columns
+    ]
+    flat = all(keys[piece.name].layout == "flat" for piece in pieces if piece.tile)
+    length = n & -n if n is not None else widest if flat else 1
+    return widest, min(widest, length, *starts)
+
+
 class Pointwise:
     """Computes ``outputs = compute(*inputs)`` in fp32.
 
@@ -106,14 +131,7 @@ class Pointwise:
     def _start(self, piece):
         """Bytes, a power of two, that divide the address of every row of a piece."""
         key = self.keys[piece.name]
-        if self.one_row:
-            return key.align
-        start = min(key.align, key.row_align) if piece.rows else key.align
-        if piece.count > 1:
-            # If the length of rows is not known, halves start on any element.
-            step = self.n * ITEMSIZE[key.dtype] if self.n is not None else ITEMSIZE[key.dtype]
-            start = min(start, step & -step)
-        return start
+        return key.align if self.one_row else start_of(key, piece, self.n)
 
     @cute.jit
     def __call__(self, inputs, outputs, stream):
