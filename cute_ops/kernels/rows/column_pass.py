@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
@@ -74,10 +74,9 @@ class ColumnPass:
             loaded = []
             for place in places:
                 row = Int64(cutlass.min(place, Int32(rows) - 1))
-                loaded.append([
-                    self._load(mX, piece, n, row, column, rX)
-                    for mX, piece, rX in zip(inputs, self.inputs, shared)
-                ])
+                loaded.append(
+                    [self._load(mX, piece, n, row, column, rX) for mX, piece, rX in zip(inputs, self.inputs, shared)]
+                )
             for place, vectors in zip(places, loaded):
                 counts = place < Int32(rows)
                 results = self._computed([widen(rX) for rX in vectors])
