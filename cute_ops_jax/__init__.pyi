@@ -147,4 +147,13 @@ def decode_attention(
     softcap: float = 0.0,
     batch_invariant: bool = False,
 ) -> tuple[Array, Array]: ...
+def mla_decode(
+    q: ArrayLike,
+    latent_cache: ArrayLike,
+    lengths: ArrayLike,
+    page_table: ArrayLike | None = None,
+    scale: float = 0.0,
+    rank: int = 512,
+    batch_invariant: bool = False,
+) -> tuple[Array, Array]: ...
 def merge_states(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Array, Array]: ...

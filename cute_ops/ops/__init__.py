@@ -12,6 +12,7 @@ from cute_ops.ops.attention.append_kv import append_kv
 from cute_ops.ops.attention.attention import attention
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
+from cute_ops.ops.attention.mla_decode import mla_decode
 from cute_ops.ops.conv.causal_conv1d import causal_conv1d
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
@@ -36,5 +37,5 @@ OPS: tuple[Op, ...] = (
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8, adamw, causal_conv1d, append_kv,
 )  # fmt: skip
 PRODUCTS: tuple[Op, ...] = (linear_gelu, linear_silu, linear_add, gated_linear)
-ATTENTION: tuple[Op, ...] = (attention, decode_attention, merge_states)
+ATTENTION: tuple[Op, ...] = (attention, decode_attention, mla_decode, merge_states)
 PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined)

@@ -12,12 +12,13 @@ import pytest
 
 from cute_ops import testing
 from cute_ops.kernels.attention.combine import Combine
-from cute_ops.kernels.attention.config import DecodeConfig
+from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
+from cute_ops.ops.attention.mla_decode import mla_decode
 from tests.emulator import products
 from tests.emulator.calls import EmulatedCall
-from tests.ops.decode_calls import Decoding, arrays, expected
+from tests.ops.decode_calls import Decoding, arrays, expected, latent, of_latent
 
 CALLS = (
     Decoding((70, 0, 33), 1, 1, 4, 64, 64, 0, 70, attrs={"softcap": 5.0}, heads_first=True),
@@ -47,6 +48,34 @@ def test_results(call: Decoding, tmp_path: Path) -> None:
     given = arrays(call, 0)
     right = expected(call, given)
     for name, found in run(call, given, tmp_path).items():
+        right[name].assert_holds(found.astype(np.float64), name)
+
+
+LATENT = (
+    Decoding((150, 0, 70), 1, 1, 5, 80, 64, 3, 150, attrs={"scale": 0.1, "rank": 64}, holes=True),
+    Decoding((66,), 2, 1, 13, 144, 128, 64, 128, "float16", {"scale": 0.1, "rank": 128}),
+    Decoding((600,), 3, 1, 13, 80, 64, 0, 610, attrs={"scale": 0.1, "rank": 64}),
+    Decoding((520, 3), 1, 1, 2, 64, 64, 16, 528, attrs={"scale": 0.1, "rank": 64, "batch_invariant": True}),
+)
+
+
+def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch: str) -> dict[str, np.ndarray]:
+    emulated = EmulatedCall(mla_decode, given, call.attrs, folder, arch)
+    rows, splits = emulated.arrays["partial_lse"].shape
+    ctas = len(call.lengths) * splits * -(-call.s * call.r // MlaConfig.of(emulated.variant.config).rows)
+    emulated.run("MlaDecode", [*emulated.arrays], [struct.pack("<i", splits)], ctas)
+    if splits > 1:
+        numbers = [struct.pack("<i", x) for x in (rows, splits)]
+        emulated.run("Combine", ["partial", "partial_lse", "out", "lse"], numbers, -(-rows // Combine.warps))
+    return {name: emulated.arrays[name] for name in ("out", "lse")}
+
+
+@products.emulated
+@pytest.mark.parametrize("call", LATENT, ids=lambda call: call.name)
+def test_latent_attention(call: Decoding, tmp_path: Path) -> None:
+    given = latent(call, 0)
+    right = of_latent(call, given)
+    for name, found in run_latent(call, given, tmp_path, "sm_90a").items():
         right[name].assert_holds(found.astype(np.float64), name)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from tests.ops.decode_calls import Decoding, arrays, drawn, expected
+from tests.ops.decode_calls import Decoding, arrays, drawn, drawn_latent, expected, latent, of_latent
 
 
 def given(call: Decoding, seed: int) -> dict[str, Any]:
@@ -24,6 +24,17 @@ def test_drawn_calls(part: int) -> None:
         call = drawn(seed, longest=60)
         found = jax.jit(lambda x, _call=call: cute_ops_jax.decode_attention(**x, **_call.attrs))(given(call, seed))
         right = expected(call, arrays(call, seed))
+        for name, x in zip(("out", "lse"), found, strict=True):
+            right[name].assert_holds(np.asarray(x, np.float64), f"{call.name}: {name}")
+
+
+def test_latent_attention() -> None:
+    for seed in range(300, 303):
+        call = drawn_latent(seed, longest=60)
+        known = latent(call, seed)
+        operands = {name: jnp.asarray(a) for name, a in known.items()}
+        found = jax.jit(lambda x, _call=call: cute_ops_jax.mla_decode(**x, **_call.attrs))(operands)
+        right = of_latent(call, known)
         for name, x in zip(("out", "lse"), found, strict=True):
             right[name].assert_holds(np.asarray(x, np.float64), f"{call.name}: {name}")
 

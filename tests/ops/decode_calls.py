@@ -137,3 +137,29 @@ def expected(call: Decoding, given: dict[str, np.ndarray]) -> dict[str, Bounded]
             found["out"][:, i, j, head] = value, error
             found["lse"][:, i, head, j] = math.log(total) + highest if total else -math.inf, 4 * in_float32
     return {name: Bounded(*both) for name, both in found.items()}
+
+
+def latent(call: Decoding, seed: int) -> dict[str, np.ndarray]:
+    """The inputs of latent attention of ``r`` heads: a cache of one head, whose first ``e`` elements are values."""
+    given = arrays(call._replace(g=1, e=call.d, sinks=False, float8=False), seed)
+    cache = np.ascontiguousarray(given["k_cache"])[:, :, 0]
+    others = {name: a for name, a in given.items() if name in ("lengths", "page_table")}
+    return {"q": given["q"], "latent_cache": cache, **others}
+
+
+def of_latent(call: Decoding, given: dict[str, np.ndarray]) -> dict[str, Bounded]:
+    """Results of latent attention."""
+    cache = given["latent_cache"][:, :, None]
+    return expected(call._replace(g=1), {**given, "k_cache": cache, "v_cache": cache[..., : call.e]})
+
+
+def drawn_latent(seed: int, longest: int = 300) -> Decoding:
+    """A call of latent attention."""
+    draw, call = random.Random(seed), drawn(seed, longest)
+    d, e = draw.choice([(64, 64), (80, 64), (144, 128), (192, 128), (320, 256), (576, 512)])
+    attrs = {"scale": draw.choice([0.05, 0.1]), "rank": e} | {
+        name: value for name, value in call.attrs.items() if name == "batch_invariant"
+    }
+    return call._replace(
+        g=1, r=draw.choice([1, 3, 8, 16, 20, 33]), d=d, e=e, attrs=attrs, sinks=False, heads_first=False, float8=False
+    )

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import cute_ops_torch
 from cute_ops import testing
 from cute_ops.ops.attention.merge_states import merge_states
-from tests.ops.decode_calls import Decoding, arrays, drawn, expected
+from tests.ops.decode_calls import Decoding, arrays, drawn, drawn_latent, expected, latent, of_latent
 
 
 def tensors(call: Decoding, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -33,11 +33,23 @@ def tensors(call: Decoding, seed: int, device: str = "cpu") -> dict[str, torch.T
 
 
 def check(call: Decoding, seed: int, device: str) -> None:
+    check_results(call, seed, cute_ops_torch.decode_attention, tensors(call, seed, device), arrays(call, seed))
+
+
+def check_latent(seed: int, longest: int, device: str) -> None:
+    call = drawn_latent(seed, longest)
+    given, half = latent(call, seed), getattr(torch, call.dtype)
+    made = {n: torch.from_numpy(a.astype(np.float32) if n in ("q", "latent_cache") else a) for n, a in given.items()}
+    of_dtype = {n: x.to(device, half if x.is_floating_point() else x.dtype) for n, x in made.items()}
+    check_results(call, seed, cute_ops_torch.mla_decode, of_dtype, given)
+
+
+def check_results(call: Decoding, seed: int, op: Any, given: dict[str, torch.Tensor], known: dict[str, Any]) -> None:
     """Results are right, and have the same bits when they are computed again in poisoned memory."""
-    given, right = tensors(call, seed, device), expected(call, arrays(call, seed))
-    runs = []
-    for _ in range(2 if device == "cuda" else 1):
-        runs.append(cute_ops_torch.decode_attention(**given, **call.attrs))
+    right = of_latent(call, known) if "latent_cache" in known else expected(call, known)
+    runs, device = [], given["q"].device
+    for _ in range(2 if device.type == "cuda" else 1):
+        runs.append(op(**given, **call.attrs))
         poison = [torch.full((1 << 16,), math.nan, device=device) for _ in range(8)]
         del poison
     for i, name in enumerate(("out", "lse")):
@@ -50,6 +62,18 @@ def check(call: Decoding, seed: int, device: str) -> None:
 def test_drawn_calls(part: int) -> None:
     for seed in range(8 * part, 8 * part + 8):
         check(drawn(seed, longest=60), seed, "cpu")
+
+
+def test_drawn_calls_of_latent_attention() -> None:
+    for seed in range(16):
+        check_latent(seed, 60, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(8))
+def test_drawn_calls_of_latent_attention_on_a_gpu(part: int) -> None:
+    for seed in range(6 * part, 6 * part + 6):
+        check_latent(seed, 700, "cuda")
 
 
 @pytest.mark.gpu
@@ -170,6 +194,50 @@ def test_caches_in_float8_are_those_of_append_kv() -> None:
     found, _ = cute_ops_torch.decode_attention(q, *caches, lengths, k_scale=scales[0], v_scale=scales[1])
     right, _ = cute_ops_torch.decode_attention(q, *(x.bfloat16() for x in new), lengths)
     torch.testing.assert_close(found.float(), right.float(), atol=0.08, rtol=0.1)
+
+
+def test_latent_attention_is_that_of_the_heads_own_keys_and_values() -> None:
+    """Weights that make keys and values of a latent are absorbed by queries and results."""
+    torch.manual_seed(0)
+    b, h, keys, rank, rotated, nope = 2, 4, 9, 64, 16, 24
+    latents, of_keys = torch.randn(b, keys, rank), torch.randn(b, keys, rotated)
+    w_k, w_v = (torch.randn(h, nope, rank) / 8 for _ in range(2))
+    q, q_rotated = torch.randn(b, 1, h, nope), torch.randn(b, 1, h, rotated)
+    absorbed = torch.cat([torch.einsum("bshn,hnr->bshr", q, w_k), q_rotated], -1).half()
+    cache = torch.cat([latents, of_keys], -1).half()
+    scale = (nope + rotated) ** -0.5
+    out, _ = cute_ops_torch.mla_decode(absorbed, cache, torch.tensor([keys] * b), scale=scale, rank=rank)
+    found = torch.einsum("bshr,hnr->bshn", out.float(), w_v)
+    k, v = (torch.einsum("btr,hnr->bhtn", latents, w) for w in (w_k, w_v))
+    k = torch.cat([k, of_keys[:, None].expand(-1, h, -1, -1)], -1)
+    whole = torch.cat([q, q_rotated], -1).transpose(1, 2)
+    right = F.scaled_dot_product_attention(whole, k, v, scale=scale).transpose(1, 2)
+    torch.testing.assert_close(found, right, atol=0.02, rtol=0.02)
+
+
+def test_caches_of_latents_are_those_of_append_kv() -> None:
+    torch.manual_seed(0)
+    new, slots = torch.randn(5, 80, dtype=torch.bfloat16), torch.tensor([2, 7, 0, 5, 11])
+    cache = torch.zeros(4, 3, 80, dtype=torch.bfloat16)
+    heads, rows = cache[:, :, None], new[:, None]
+    cute_ops_torch.append_kv(heads[..., :64], heads[..., 64:], rows[..., :64], rows[..., 64:], slots)
+    assert torch.equal(cache.flatten(0, 1)[slots], new)
+    assert cache.count_nonzero() <= new.numel()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"scale": 0.0}, "scale is a positive number, 1 / sqrt of the headdim before absorption; got 0.0."),
+        ({"rank": 48}, "at most 576; got rank=48 of d=80."),
+        ({"latent_cache": torch.zeros(3, 9, 80, dtype=torch.bfloat16)}, "got p=3 of them for b=2 sequences."),
+    ],
+)
+def test_what_does_not_fit_latent_attention_is_said(changed: dict[str, Any], said: str) -> None:
+    given = {"q": torch.zeros(2, 1, 4, 80, dtype=torch.bfloat16), "scale": 0.1, "rank": 64}
+    given |= {"latent_cache": torch.zeros(2, 9, 80, dtype=torch.bfloat16), "lengths": torch.tensor([1, 2]), **changed}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cute_ops_torch.mla_decode(**given)
 
 
 def test_lengths_of_any_kind() -> None:

@@ -119,3 +119,36 @@ class MergeConfig(KernelConfig):
     """``threads`` of a CTA, each with one vector."""
 
     threads: int
+
+
+@dataclass(frozen=True)
+class MlaConfig(KernelConfig):
+    """The block of scores of latent attention that a CTA computes at once.
+
+    Attributes:
+        tiles_m: tiles of 16 rows, the queries of a sequence's heads.
+        keys: of a block.
+        warps: each has the scores of 16 rows and 16 keys.
+        stages: blocks of keys in shared memory.
+        paged: whether the cache has pages.
+        split_keys: keys after which they are split; 0 where the number of splits is chosen.
+    """
+
+    tiles_m: int
+    keys: int
+    warps: int
+    stages: int
+    paged: bool
+    split_keys: int = 0
+
+    @property
+    def rows(self) -> int:
+        return MMA_ROWS * self.tiles_m
+
+    def shared(self, d: int, e: int) -> int:
+        """Bytes of shared memory: queries, blocks of keys, weights, which keys are there, and four numbers of each row
+        and of each 16 keys.
+        """
+        pitch, rows = 2 * (d + PADDING), self.rows
+        weights = 2 * rows * (self.keys + PADDING)
+        return pitch * (rows + self.stages * self.keys) + weights + 4 * self.stages * self.keys + 16 * rows * 4

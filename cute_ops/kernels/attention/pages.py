@@ -132,7 +132,7 @@ class _Rows:
                 row, source = row + down, source + step
             there, place = self.key + row < self.keys.count, source
             if self.keys.form == "any_pages":
-                place = _of_lane(self.base, row) + column * VECTOR_BYTES
+                place = of_lane(self.base, row) + column * VECTOR_BYTES
                 there = cute.arch.shuffle_sync(self.entry, row) >= 0 if not whole else there
             elif self.keys.paged:
                 there = there & (self.entry >= 0)
@@ -141,7 +141,7 @@ class _Rows:
             copy_or_clear((target, offset), place, self.start, None if whole else there)
 
 
-def _of_lane(number, lane):
+def of_lane(number, lane):
     """A number of 64 bits of another lane."""
     low, high = (cute.arch.shuffle_sync(Int32(part), lane) for part in (number & 0xFFFFFFFF, number >> 32))
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)

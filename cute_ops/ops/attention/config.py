@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
@@ -18,6 +19,7 @@ from cute_ops.kernels.attention.config import (
     AttentionConfig,
     DecodeConfig,
     MergeConfig,
+    MlaConfig,
 )
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 from cute_ops.ops.attention import mods
@@ -141,36 +143,75 @@ def _resident(problem: Problem, config: DecodeConfig) -> int:
     return 0 if shared > limits.shared_per_cta else limits.shared // (shared + limits.shared - limits.shared_per_cta)
 
 
+def mla_decode(problem: Problem) -> MlaConfig:
+    """A block of as many rows as registers and shared memory hold, and stages for the rest of it."""
+    dims, attrs = problem.dims, problem.attrs
+    rows, arch = dims["h"] * dims["s"], problem.arch
+    invariant = INVARIANT_KEYS if attrs["batch_invariant"] else 0
+    configs = (
+        MlaConfig(tiles_m, keys, warps, stages, "page_table" in problem.dtypes, invariant)
+        for least_rows, tiles_m, keys, warps in ((32, 4, 32, 8), (16, 2, 32, 4), (0, 1, 64, 4), (0, 1, 32, 2))
+        for stages in range(MOST_STAGES, 1, -1)
+        if rows > least_rows
+    )
+    return next(c for c in configs if c.shared(dims["d"], attrs["rank"]) <= ARCHES[arch].shared_per_cta)
+
+
+def mla_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """What :func:`decode_workspace` is; all heads share a cache's head."""
+    dims, config = problem.dims, MlaConfig.of(flat)
+    queries = dims["h"] * dims["s"]
+    keys = dims["c"] * (dims["t"] if config.paged else 1)
+    split = Splitting(keys, dims["b"] * -(-queries // config.rows), problem.sm_count, config.split_keys)
+    return _parts(dims["b"] * queries, split.number(), problem.attrs["rank"])
+
+
 def decode_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """The result of each split of keys, and its log-sum-exp; of one split these are outputs."""
-    dims, config = problem.dims, DecodeConfig.of(flat)
-    splits = splits_of(problem, config)
-    rows = dims["b"] * dims["s"] * dims["g"] * dims["r"] if splits > 1 else 1
-    return {
-        "partial": Array((rows, splits, dims["e"] if splits > 1 else 1), "float32"),
-        "partial_lse": Array((rows, splits), "float32"),
-    }
-
-
-def splits_of(problem: Problem, config: DecodeConfig) -> int:
-    """How many parts the keys of a sequence are split into: what its pages hold is known, its length is not."""
-    dims = problem.dims
-    keys: int = dims["c"] * (1 if config.form == "contiguous" else dims["t"])
-    if config.split_keys:
-        return max(-(-keys // config.split_keys), 1)
-    if problem.attrs["window"]:
-        keys = min(keys, problem.attrs["window"] + dims["s"])
-    most = max(min(keys // LEAST_KEYS, MOST_SPLITS), 1)
-    blocks = -(-dims["r"] * dims["s"] // config.rows)
+    dims, config, window = problem.dims, DecodeConfig.of(flat), problem.attrs["window"]
+    keys = dims["c"] * (1 if config.form == "contiguous" else dims["t"])
+    if window and not config.split_keys:
+        keys = min(keys, window + dims["s"])
+    queries = dims["r"] * dims["s"]
+    blocks = dims["b"] * dims["g"] * -(-queries // config.rows)
     slots = problem.sm_count * min(_resident(problem, config), RESIDENT)
+    split = Splitting(keys, blocks, slots, config.split_keys)
+    return _parts(dims["b"] * dims["g"] * queries, split.number(), dims["e"])
 
-    def share(splits: int) -> float:
+
+def _parts(rows: int, splits: int, e: int) -> dict[str, Array | None]:
+    """Workspaces for results of parts, which nothing uses if there is one."""
+    rows, e = (rows, e) if splits > 1 else (1, 1)
+    return {"partial": Array((rows, splits, e), "float32"), "partial_lse": Array((rows, splits), "float32")}
+
+
+class Splitting(NamedTuple):
+    """How the keys of sequences are split: what their pages hold is known, their lengths are not.
+
+    Attributes:
+        keys: of a sequence at most.
+        blocks: CTAs of a split.
+        slots: CTAs that run at a time.
+        every: keys after which they are split; 0 where the number of splits is chosen.
+    """
+
+    keys: int
+    blocks: int
+    slots: int
+    every: int
+
+    def number(self) -> int:
+        """The fewest splits that fill the GPU."""
+        if self.every:
+            return max(-(-self.keys // self.every), 1)
+        most = max(min(self.keys // LEAST_KEYS, MOST_SPLITS), 1)
+        shares = [self._share(splits) for splits in range(1, most + 1)]
+        return next(i for i, share in enumerate(shares, start=1) if share >= WAVE_SHARE * max(shares))
+
+    def _share(self, splits: int) -> float:
         """Of the slots that the waves of CTAs fill."""
-        waves: float = dims["b"] * dims["g"] * blocks * splits / slots
+        waves = self.blocks * splits / self.slots
         return waves / math.ceil(waves)
-
-    shares = [share(splits) for splits in range(1, most + 1)]
-    return next(i for i, each in enumerate(shares, start=1) if each >= WAVE_SHARE * max(shares))
 
 
 def _headdim(problem: Problem) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from cute_ops import mods
@@ -44,7 +45,7 @@ def reference(
     *, scale: float, window: int, softcap: float, batch_invariant: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     del batch_invariant  # about the order of sums alone
-    (b, s, h, d), (p, c, g, e) = q.shape, v_cache.shape
+    (b, s, h, d), (g, e) = q.shape, v_cache.shape[2:]
     here, r = beside(xp, q), h // max(g, 1)
     if 0 in (b, s, h):
         out = xp.zeros((b, s, h, e), dtype=q.dtype, **here)
@@ -53,27 +54,15 @@ def reference(
     k_cache, v_cache = (
         x if scale is None else x * scale[:, None] for x, scale in zip((k_cache, v_cache), scales, strict=True)
     )
-    # A sequence's keys side by side, and which of them are there: NaN may stand in all others.
-    if page_table is None:
-        k, v, keys, there = k_cache, v_cache, c, None
-    else:
-        there = xp.logical_and(page_table >= 0, page_table < p)
-        pages = xp.reshape(xp.where(there, page_table, xp.zeros_like(page_table)), (-1,))
-        keys = page_table.shape[1] * c
-        k, v = (xp.reshape(xp.take(x, pages, axis=0), (b, keys, g, x.shape[-1])) for x in (k_cache, v_cache))
-        there = xp.reshape(xp.broadcast_to(there[..., None], (*there.shape, c)), (b, keys))
-    key = xp.arange(keys, dtype=lengths.dtype, **here)
-    written = key < lengths[:, None]
-    there = written if there is None else xp.logical_and(there, written)
+    (k, v), key, there = side_by_side(xp, (k_cache, v_cache), lengths, page_table)
+    keys = key.shape[0]
     wide_k, wide_v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (k, v))
     grouped = xp.reshape(xp.permute_dims(wide_q, (0, 2, 1, 3)), (b, g, r * s, d))
     scores = grouped @ xp.permute_dims(wide_k, (0, 2, 3, 1)) * (scale or d**-0.5)
     if softcap:
         scores = mods.softcap(softcap)(xp, scores, None, None, None, None)
     scores = xp.reshape(scores, (b, h, s, keys))
-    # The last query stands at the last key.
-    whole = xp.where(lengths < keys, lengths, xp.full_like(lengths, keys))
-    place = whole[:, None] - s + xp.arange(s, dtype=lengths.dtype, **here)
+    place = place_of_queries(xp, lengths, key, s)
     seen = xp.logical_and(there[:, None, :], key <= place[..., None])
     if window:
         seen = xp.logical_and(seen, key > place[..., None] - window)
@@ -93,6 +82,32 @@ def reference(
     weights = xp.reshape((weights / some)[..., :-1], (b, g, r * s, keys))
     out = xp.reshape(weights @ xp.permute_dims(wide_v, (0, 2, 1, 3)), (b, h, s, e))
     return xp.astype(xp.permute_dims(out, (0, 2, 1, 3)), q.dtype), xp.reshape(lse, (b, h, s))
+
+
+def side_by_side(xp: Any, caches: Sequence[Any], lengths: Any, page_table: Any) -> tuple[tuple[Any, ...], Any, Any]:
+    """Each sequence's part of caches, (batch, keys, heads, headdim); the numbers of keys, and which of them are there:
+    NaN may stand in all others.
+    """
+    p, c = caches[0].shape[:2]
+    if page_table is None:
+        found, there = tuple(caches), None
+        keys = c
+    else:
+        b, t = page_table.shape
+        keys, there = t * c, xp.logical_and(page_table >= 0, page_table < p)
+        pages = xp.reshape(xp.where(there, page_table, xp.zeros_like(page_table)), (-1,))
+        found = tuple(xp.reshape(xp.take(x, pages, axis=0), (b, keys, *x.shape[2:])) for x in caches)
+        there = xp.reshape(xp.broadcast_to(there[..., None], (b, t, c)), (b, keys))
+    key = xp.arange(keys, dtype=lengths.dtype, **beside(xp, lengths))
+    written = key < lengths[:, None]
+    return found, key, written if there is None else xp.logical_and(there, written)
+
+
+def place_of_queries(xp: Any, lengths: Any, key: Any, queries: int) -> Any:
+    """The last key that each query of a sequence attends to, (batch, queries): the last one stands at the last key."""
+    keys = key.shape[0]
+    whole = xp.where(lengths < keys, lengths, xp.full_like(lengths, keys))
+    return whole[:, None] - queries + xp.arange(queries, dtype=lengths.dtype, **beside(xp, lengths))
 
 
 def check(binding: Binding) -> str | None:
@@ -126,13 +141,14 @@ def check(binding: Binding) -> str | None:
 
 def fill_pages(xp: Any, arrays: dict[str, Any]) -> None:
     """Lengths from none to all keys, of which the last is not always there; pages of the pool, and some beyond."""
-    lengths, table, cache = arrays["lengths"], arrays.get("page_table"), arrays["k_cache"]
-    room = cache.shape[1] * (1 if table is None else table.shape[1])
+    lengths, table = arrays["lengths"], arrays.get("page_table")
+    pages, size = next(x for name, x in arrays.items() if name.endswith("_cache")).shape[:2]
+    room = size * (1 if table is None else table.shape[1])
     if lengths.size:
         lengths[...] = xp.linspace(room, 0, lengths.size).astype(lengths.dtype)
     if table is not None and table.size:
         flat = table.reshape(-1)
-        flat[::5] = xp.where(flat[::5] % 2 == 0, -1 - flat[::5], cache.shape[0] + flat[::5])
+        flat[::5] = xp.where(flat[::5] % 2 == 0, -1 - flat[::5], pages + flat[::5])
         table[...] = flat.reshape(table.shape)
 
 

@@ -1,0 +1,132 @@
+"""Multi-head latent attention of new queries to a cache: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cute_ops.declaration.array_api import beside, widen
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
+from cute_ops.ops.attention import config
+from cute_ops.ops.attention.attention import HALVES, LONGEST
+from cute_ops.ops.attention.decode_attention import MOST_QUERIES, fill_pages, place_of_queries, side_by_side
+
+PLAIN: dict[str, Any] = {"absent": ("page_table",)}
+CASES = (
+    Case("deepseek-v3", {"b": 2, "s": 1, "h": 16, "d": 576, "p": 9, "c": 64, "t": 4}, attrs={"scale": 192**-0.5}),
+    Case("deepseek-v3-speculative", {"b": 2, "s": 2, "h": 24, "d": 576, "p": 2, "c": 130}, {"I": "int64"}, **PLAIN,
+         attrs={"scale": 192**-0.5, "batch_invariant": True}),
+    Case("small", {"b": 3, "s": 3, "h": 3, "d": 80, "p": 40, "c": 3, "t": 20}, {"P": "int64"},
+         attrs={"scale": 0.1, "rank": 64}),
+)  # fmt: skip
+
+
+def reference(
+    xp: Any, q: Any, latent_cache: Any, lengths: Any, page_table: Any = None,
+    *, scale: float, rank: int, batch_invariant: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    del batch_invariant  # about the order of sums alone
+    (b, s, h, _), here = q.shape, beside(xp, q)
+    if 0 in (b, s, h):
+        out = xp.zeros((b, s, h, rank), dtype=q.dtype, **here)
+        return out, xp.zeros((b, h, s), dtype=xp.float32, **here)
+    wide_q, wide_cache = widen(xp, q, latent_cache)
+    (k,), key, there = side_by_side(xp, (wide_cache[:, :, None],), lengths, page_table)
+    k = xp.where(there[:, :, None, None], k, xp.zeros_like(k))[:, :, 0]
+    scores = xp.permute_dims(wide_q, (0, 2, 1, 3)) @ xp.matrix_transpose(k)[:, None] * scale  # (b, h, s, keys)
+    place = place_of_queries(xp, lengths, key, s)
+    seen = xp.logical_and(there[:, None, :], key <= place[..., None])[:, None]
+    scores = xp.where(seen, scores, xp.asarray(-math.inf, dtype=scores.dtype, **here))
+    # Without a key a row has no largest score.
+    none = xp.full((*scores.shape[:-1], 1), -math.inf, dtype=scores.dtype, **here)
+    highest = xp.max(xp.concat([scores, none], axis=-1), axis=-1, keepdims=True)
+    highest = xp.where(highest > -math.inf, highest, xp.zeros_like(highest))
+    weights = xp.exp(scores - highest)
+    total = xp.sum(weights, axis=-1, keepdims=True)
+    some = xp.where(total > 0, total, xp.ones_like(total))
+    lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
+    out = (weights / some) @ k[:, None, :, :rank]
+    return xp.astype(xp.permute_dims(out, (0, 2, 1, 3)), q.dtype), xp.reshape(lse, (b, h, s))
+
+
+def check(binding: Binding) -> str | None:
+    dims, attrs = binding.dims, binding.attrs
+    if dims["d"] % 16 or attrs["rank"] % 64 or not 64 <= attrs["rank"] <= 512 or not attrs["rank"] <= dims["d"] <= 576:
+        return (
+            "a latent has rank=64, 128 ... 512 elements, and with those of its rotated key a multiple of 16, at most "
+            f"576; got rank={attrs['rank']} of d={dims['d']}."
+        )
+    if not 1 <= dims["s"] <= MOST_QUERIES:
+        return f"a sequence has 1 to {MOST_QUERIES} queries, got s={dims['s']}."
+    paged = binding.inputs["page_table"] is not None
+    if not paged and dims["p"] != dims["b"]:
+        said = "without page_table the cache is (batch, capacity, d)"
+        return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
+    keys = dims["c"] * (dims["t"] if paged else 1)
+    if keys > LONGEST:
+        return f"a sequence has at most {LONGEST} keys, got room for {keys}."
+    if attrs["scale"] <= 0:
+        return f"scale is a positive number, 1 / sqrt of the headdim before absorption; got {attrs['scale']}."
+    return None
+
+
+def rank_of(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
+    return int(attrs["rank"])
+
+
+mla_decode = Op(
+    "mla_decode",
+    inputs={
+        "q": Tensor("b s h d", "T", align=16, otherwise="copy"),
+        "latent_cache": Tensor("p c d", "T", align=16),
+        "lengths": Tensor("b", "I"),
+        "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
+    },
+    outputs={"out": Tensor("b s h e", "T"), "lse": Tensor("b h s", "float32")},
+    dtypes={"T": HALVES, "I": ("int32", "int64"), "P": ("int32", "int64")},
+    attrs={"scale": 0.0, "rank": 512, "batch_invariant": False},
+    static=("d", "h", "s"),
+    derived={"e": rank_of},
+    sharding=Sharding(parallel=("h",)),
+    check=check,
+    cases=CASES,
+    reference=reference,
+    kernel="cute_ops.kernels.attention.mla_decode:MlaDecode",
+    tuning=Tuning(config.mla_decode, workspace=config.mla_workspace),
+    arrange=fill_pages,
+    inference_only="caches have no gradient: train with the framework's attention.",
+    doc="""Multi-head latent attention of a few new queries of each sequence to its cached latents, as DeepSeek has it.
+
+    ``out = softmax(scale * q @ latent.T) @ latent[:, :rank]``, and ``lse = log(sum(exp(scores)))``. All heads share one
+    latent, which is key and value: its first ``rank`` elements are what keys and values are projected from, the others
+    a rotated key. ``q`` is absorbed: ``[q_nope @ w_k, rotated q]``; ``out @ w_v`` are the heads' results. The last
+    query stands at the last key, as in :func:`decode_attention`.
+
+    Args:
+        q: ``T[b s h d]``: (batch, queries, heads, rank + rotary dim), float16 or bfloat16; 1 to 16 queries a sequence.
+        latent_cache: ``T[p c d]``: (pages, page size, rank + rotary dim), pages of any size; or (batch, capacity, rank
+            + rotary dim). Pages and slots may have any stride of 16 bytes. :func:`append_kv` writes such caches with
+            one head: of ``cache[:, :, None, :rank]`` and ``cache[:, :, None, rank:]``.
+        lengths: int32 or int64 ``[b]``: as :func:`decode_attention` has it.
+        page_table: int32 or int64 ``[b t]``: as :func:`decode_attention` has it.
+        scale: of scores, to be given: ``192 ** -0.5`` of DeepSeek-V3, the headdim before absorption.
+        rank: elements of a latent that are values: 64, 128 ... 512.
+        batch_invariant: as :func:`decode_attention` has it.
+
+    Returns:
+        ``out``: ``T[b s h rank]`` and ``lse``: ``float32[b h s]``, as :func:`decode_attention` computes them.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, no scale, a cache whose last dim is not contiguous or that is not aligned.
+        NotImplementedError: an input that requires a gradient.
+
+    Source: DeepSeek-V2, 2024; Ye et al., FlashInfer, 2025.
+    """,
+)
