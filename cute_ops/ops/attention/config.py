@@ -120,7 +120,7 @@ def decode_attention(problem: Problem) -> DecodeConfig:
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
     itemsize = ITEMSIZE[problem.dtypes["k_cache"]]
     if itemsize == 1 and sm(problem.arch) < LEAST_SM_OF_FP8:
-        what = f"caches in float8 need SM 8.9 or newer, the target is {problem.arch}"
+        what = f"argument `k_cache` is float8_e4m3fn, which needs SM 8.9 or newer, the target is {problem.arch}"
         raise NotImplementedError(f"cute.decode_attention: {what}.")
     tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
     form = "contiguous"
