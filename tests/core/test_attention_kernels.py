@@ -39,7 +39,8 @@ def document(xp: Any, batch: Any, head: Any, q: Any, k: Any, document: Any) -> A
 
 def tables(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: Any, slopes: Any, keys: Any) -> Any:
     near = mods.relative_bias(xp, score, batch, head, q, k, table)
-    return xp.where(q - k < 40, near * slopes[head], xp.tanh(score)) + keys[batch, k]
+    behind = xp.sqrt(k.size - 1 - q)  # NaN of rows that fill the last tile
+    return xp.where(q - k < 40, near * slopes[head], xp.tanh(score)) + keys[batch, k] + behind
 
 
 def modded(number: int) -> tuple[Call, Functions]:

@@ -347,3 +347,67 @@ def test_a_call_with_functions_is_found_again(monkeypatch: pytest.MonkeyPatch) -
     first = call()
     monkeypatch.delattr("cute_ops.composite.attention.op_of_call")
     assert torch.equal(first, call())
+
+
+EITHER = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_what_is_hidden_never_spreads(device: str) -> None:
+    """A change of scores that is NaN, or has no derivative, where a query does not attend or behind the last one."""
+    q, k = (torch.randn(1, s, 2, 64, dtype=torch.bfloat16, device=device) for s in (150, 300))
+    leaves = [x.requires_grad_() for x in (q, k)]
+
+    def distance(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return score - xp.log(q - k + 1) + xp.sqrt(q - k) + xp.sqrt(k.size - 1 - q)
+
+    out, lse = cute_ops_torch.attention(q, k, k, causal=True, score_mod=distance)
+    grads = torch.autograd.grad([out.float().sum(), lse.sum()], leaves)
+    assert all(x.isfinite().all() for x in (out, lse, *grads))
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_an_index_outside_is_the_nearest_inside(device: str) -> None:
+    q = torch.randn(2, 140, 2, 64, dtype=torch.bfloat16, device=device)
+    table = torch.randn(2, 5, device=device)
+
+    def outside(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: Any) -> Any:
+        return score + table[head, q - k + 2]
+
+    def inside(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, table: Any) -> Any:
+        return score + table[head, xp.clip(q - k + 2, 0, 4)]
+
+    one, other = (cute_ops_torch.attention(q, q, q, score_mod=each, captured=(table,))[0] for each in (outside, inside))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_whole_numbers_divide_exactly(device: str) -> None:
+    """Blocks of 49, of which neither a reciprocal nor its rounding is exact."""
+    q = torch.randn(1, 600, 1, 64, dtype=torch.bfloat16, device=device)
+    block = torch.arange(600, device=device) // 49
+
+    def blocks(xp: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return xp.logical_and(q // 49 == k // 49, xp.floor(q / 49) == xp.floor((k - k % 49) / 49))
+
+    one = cute_ops_torch.attention(q, q, q, mask_mod=blocks)
+    other = cute_ops_torch.attention(q, q, q, mask_mod=mods.documents, captured=(block[None],))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("device", EITHER)
+def test_documents_of_no_key_and_lengths_of_none(device: str) -> None:
+    q, k = (torch.randn(2, s, 2, 64, dtype=torch.bfloat16, device=device) for s in (200, 200))
+    document = torch.arange(200, device=device).repeat(2, 1)
+
+    def others(xp: Any, batch: Any, head: Any, q: Any, k: Any, document: Any) -> Any:
+        return xp.logical_and(document[batch, q] == document[batch, k], q != k)
+
+    leaves = [x.requires_grad_() for x in (q, k)]
+    out, lse = cute_ops_torch.attention(q, k, k, mask_mod=others, captured=(document,))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(out.float().sum(), leaves))
+    none = cute_ops_torch.attention(q[:, :0], k, k, mask_mod=others, captured=(document,))[0]
+    assert none.shape == (2, 0, 2, 64)
+    assert (cute_ops_torch.attention(q, k[:, :0], k[:, :0], mask_mod=others, captured=(document,))[0] == 0).all()

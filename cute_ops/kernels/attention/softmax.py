@@ -156,7 +156,11 @@ class Weights:
         scale = Float32(LOG2_E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2_E)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
-                scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
+                log = lse(r, c)
+                weight = exp2(scores[r, c] * scale - log)
+                if cutlass.const_expr(rRaw is not None):  # behind the last row a changed score may be NaN
+                    weight = cutlass.select_(log == Float32.inf, Float32(0.0), weight)
+                scores[r, c] = weight
         if not whole:
             self.mods.hide(scores, place, 0.0)
         if cutlass.const_expr(rWeights is not None):
