@@ -9,12 +9,13 @@ from typing import NamedTuple
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.canonical import canonical
-from cute_ops.fusion.express import Expressed, Leaf, express
+from cute_ops.fusion.express import Expressed, Leaf
 from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
 from cute_ops.fusion.losses import find_losses
 from cute_ops.fusion.match import Meaning, meaning_of
 from cute_ops.fusion.named import Named, uncast
 from cute_ops.fusion.region import Region, partition
+from cute_ops.fusion.repeated import Expressing
 
 _CALLS = ("rope", "cross_entropy", "linear_cross_entropy")
 
@@ -145,8 +146,9 @@ def analyse(graph: Graph, *, exact: bool = False, whole: Container[Node] = ()) -
     parts = partition(graph, whole)
     reasons = dict(parts.reasons)
     found: list[Found] = []
+    expressing = Expressing(parts.plain, parts.facts, exact)
     for region in parts.regions:
-        made, failed = express(region, parts.plain, parts.facts, exact)
+        made, failed = expressing.of(region)
         reasons.update(failed)
         for each in made:
             one = Found(each, region)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from cute_ops.expressions import evaluate, text_of, trace
-from cute_ops.fusion import Graph, analyse
+from cute_ops.fusion import Graph, analyse, repeated
 from cute_ops.fusion.canonical import canonical
 from cute_ops.fusion.choose import choose
+from cute_ops.fusion.express import express
 from cute_ops.fusion.graph import Node
 from cute_ops.fusion.match import meaning_of
 
@@ -171,6 +172,16 @@ def test_work_grows_with_the_graph_alone() -> None:
     nodes = [sum(len(found.expression.nodes) for found in each.found) for each in (one, four)]
     assert nodes[1] == pytest.approx(4 * nodes[0], rel=0.05)
     assert len({found.text for found in four.found}) <= 4
+
+
+def test_layers_that_are_alike_are_expressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    expressed = []
+    monkeypatch.setattr(repeated, "express", lambda *args: expressed.append(args) or express(*args))
+    found = analyse(layers(80)).found
+    assert len(expressed) <= 4
+    for one in found:  # of its own region
+        assert {*one.roots} <= {*one.region.nodes}
+        assert not {leaf.node for leaf in one.leaves} & {*one.region.nodes}
 
 
 def test_text_of_a_found_expression_is_read_back() -> None:
