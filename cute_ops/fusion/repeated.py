@@ -1,4 +1,4 @@
-"""Regions that are alike, as those of a model's layers are: one of them is looked at, the others take its expressions."""
+"""Regions that are alike, as those of a model's layers are: one is expressed, and the others take its expressions."""
 
 from __future__ import annotations
 
