@@ -182,7 +182,9 @@ class Graph:
         return x if x.shape == shape else self.make("broadcast", [x], tuple(map(int, dims)), shape, x.dtype)
 
     def transpose(self, x: Node, order: Sequence[int]) -> Node:
-        """Transposing twice is one transposition; that of a product's two kinds of rows exchanges its operands."""
+        """Transposing twice is one transposition; that of a product's two kinds of rows exchanges its operands, and one
+        that moves dims of one element alone is a reshape.
+        """
         order = tuple(axis % len(x.shape) for axis in order)
         if x.op == "transpose":
             x, order = x.args[0], tuple(x.attr[axis] for axis in order)
@@ -194,7 +196,8 @@ class Graph:
             of_left = len(left.shape) - len(a)
             if order == (*range(of_left, len(order)), *range(of_left)):
                 return self.make("contract", [right, left], (b, a, none), shape, x.dtype)
-        return self.make("transpose", [x], order, shape, x.dtype)
+        kept = [axis for axis in order if x.shape[axis] != 1]
+        return self.reshape(x, shape) if kept == sorted(kept) else self.make("transpose", [x], order, shape, x.dtype)
 
     def slice(self, x: Node, axis: int, start: Size, stop: Size, step: Size = 1) -> Node:
         whole = x.shape[axis]

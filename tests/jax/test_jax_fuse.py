@@ -235,6 +235,45 @@ def test_sharded_programs() -> None:
     same(out, block(PARAMS, x))
 
 
+def test_a_custom_vjp_is_kept_and_may_contain_fuse() -> None:
+    @jax.custom_vjp
+    def scaled(x: Any) -> Any:
+        return jax.nn.silu(x) * x
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, d: (3 * d,))
+    loss = lambda x: jnp.sum(scaled(rms(x, W)) * 2)  # noqa: E731
+    assert became(loss, X) == ["rmsnorm"]
+    same(jax.grad(cute_ops_jax.fuse(loss))(X), jax.grad(loss)(X))
+
+    @jax.custom_vjp
+    def outer(x: Any) -> Any:
+        return cute_ops_jax.fuse(lambda x: rms(jax.nn.silu(x) * x, W))(x)
+
+    pull = lambda x, d: jax.vjp(cute_ops_jax.fuse(lambda x: rms(jax.nn.silu(x) * x, W)), x)[1](d)  # noqa: E731
+    outer.defvjp(lambda x: (outer(x), x), pull)
+    same(jax.grad(lambda x: jnp.sum(jnp.tanh(outer(x))))(X),
+         jax.grad(lambda x: jnp.sum(jnp.tanh(rms(jax.nn.silu(x) * x, W))))(X))  # fmt: skip
+
+
+def test_an_epilogue_comes_after_the_sum_of_a_sharded_k() -> None:
+    """In a shard_map by its psum, under jit by XLA's; with shardings that a jit states, too."""
+    mesh = jax.make_mesh((4,), ("k",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    x, w, b = draw(6, N), draw(N, 8), draw(8)
+    function = lambda x, w, b: jax.nn.gelu(x @ w + b)  # noqa: E731
+    local = lambda x, w, b: jax.nn.gelu(jax.lax.psum(x @ w, "k") + b)  # noqa: E731
+    specs = {"mesh": mesh, "in_specs": (spec(None, "k"), spec("k"), spec()), "out_specs": spec()}
+    want = function(x, w, b)
+    same(jax.jit(cute_ops_jax.fuse(jax.shard_map(local, **specs)))(x, w, b), want)
+    same(jax.jit(jax.shard_map(cute_ops_jax.fuse(local), **specs))(x, w, b), want)
+    at = [jax.sharding.NamedSharding(mesh, each) for each in (spec(None, "k"), spec("k"), spec())]
+    placed = [jax.device_put(a, s) for a, s in zip((x, w, b), at, strict=True)]
+    loss = lambda run: lambda *a: jnp.sum(jnp.sin(run(*a)))  # noqa: E731
+    for run in (cute_ops_jax.fuse(function), cute_ops_jax.fuse(jax.jit(function, in_shardings=at))):
+        same(jax.jit(run)(*placed), want)
+        same(jax.jit(jax.grad(loss(run), (0, 1, 2)))(*placed), jax.grad(loss(function), (0, 1, 2))(x, w, b))
+
+
 @pytest.mark.slow
 def test_equinox_and_nnx_models_stay_as_they_are() -> None:
     eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")

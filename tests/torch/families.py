@@ -1,6 +1,6 @@
 """What is found by meaning in all families of an installed transformers: norms, rotary functions and MLPs.
 
-``python tests/torch/families.py [--show] [PATTERN]`` makes each class of each ``modeling_*.py`` on the meta device, from
+``python tests/torch/families.py [--show] [PATTERN]`` makes each class of each ``modeling_*.py`` on the meta device,
 its family's default configuration, traces it on fake tensors and says what its graph equals. It prints one line for
 each kind: how many there are, how many of them could be made and traced, how many are expressions as a whole, and how
 many equal an op of ours. ``--show`` prints one line for each class, with the reason where it is no op.
@@ -71,8 +71,9 @@ def modules(pattern: str) -> Iterator[tuple[str, Any]]:
         for each in sorted(each.name for each in pkgutil.iter_modules(package.__path__)):
             if each.startswith("modeling_") and re.search(pattern, each):
                 try:
-                    yield f"transformers.models.{family}.{each}", importlib.import_module(
-                        f"transformers.models.{family}.{each}"
+                    yield (
+                        f"transformers.models.{family}.{each}",
+                        importlib.import_module(f"transformers.models.{family}.{each}"),
                     )
                 except Exception as error:  # a library that is not installed
                     print(f"{each}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -151,7 +152,7 @@ def _of_module(kind: str, name: str, module: nn.Module) -> Seen:
         with torch.device("meta"):
             args = tuple(torch.empty(shape, dtype=torch.bfloat16) for _ in range(max(count, 1)))
         try:
-            graph, names = traced(module, args, dtype=torch.bfloat16)
+            graph, _ = traced(module, args, dtype=torch.bfloat16)
         except Exception as error:
             why = why or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
