@@ -1,6 +1,6 @@
 """What is found by meaning in all families of an installed transformers: norms, rotary functions and MLPs.
 
-``python tests/torch/families.py [--show] [PATTERN]`` makes each class of each ``modeling_*.py`` on the meta device,
+``python tests/torch/families.py [--show] [PATTERN]`` makes each class of each ``modeling_*.py`` on the meta device, from
 its family's default configuration, traces it on fake tensors and says what its graph equals. It prints one line for
 each kind: how many there are, how many of them could be made and traced, how many are expressions as a whole, and how
 many equal an op of ours. ``--show`` prints one line for each class, with the reason where it is no op.
@@ -145,7 +145,8 @@ def _argument(name: str, config: Any) -> Any:
 def _of_module(kind: str, name: str, module: nn.Module) -> Seen:
     n = _width(module)
     wanted = [p for p in [*inspect.signature(module.forward).parameters.values()] if p.default is p.empty]
-    count = len([p for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD])
+    gated = "gate" in inspect.signature(module.forward).parameters
+    count = len([p for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]) + gated
     why = ""
     for rank in (3, 4, 2):
         shape = {3: (2, 6, n), 4: (2, n, 3, 5), 2: (6, n)}[rank]
@@ -224,8 +225,12 @@ def _rotations(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
     for table in tables:
         if count >= 4:
             yield (q, k, table, table)
+            yield ((6, 4, 8), (6, 2, 8), table, table)
+            yield ((2, 6, 4, 8), (2, 6, 2, 8), table, table)
         elif count == 3:
             yield (q, table, table)
+            yield ((2, 6, 4, 8), table, table)
+            yield ((6, 4, 8), table, table)
             yield (q, k, table)
         else:
             yield (q, table)
