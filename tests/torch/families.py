@@ -1,9 +1,9 @@
 """What is found by meaning in all families of an installed transformers: norms, rotary functions and MLPs.
 
-``python tests/torch/families.py [--show] [PATTERN]`` makes each class of each ``modeling_*.py`` on the meta device, from
-its family's default configuration, traces it on fake tensors and says what its graph equals. It prints one line for
-each kind: how many there are, how many of them could be made and traced, how many are expressions as a whole, and how
-many equal an op of ours. ``--show`` prints one line for each class, with the reason where it is no op.
+``python tests/torch/families.py [--show] [PATTERN]`` makes each class of each ``modeling_*.py`` on the meta device,
+with its family's default configuration, traces it on fake tensors and says what its graph equals. It prints one line
+for each kind: how many there are, how many of them could be made and traced, how many are expressions as a whole, and
+how many equal an op of ours. ``--show`` prints one line for each class, with the reason where it is no op.
 """
 
 from __future__ import annotations
