@@ -312,10 +312,9 @@ def test_a_batch_of_gated_mlps_runs_once(save: str, transposed: bool) -> None:
             np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fused", ["auto", "always"])
 @pytest.mark.parametrize("axes", [(0, None, 0, 0), (0, 0, 0, 0), (None, None, 0, 0)], ids=str)
 @pytest.mark.parametrize("halves", [False, True])
-def test_vmap_of_rmsnorm_linear_over_weights(halves: bool, axes: tuple[Any, ...], fused: str) -> None:
+def test_vmap_of_rmsnorm_linear_over_weights(halves: bool, axes: tuple[Any, ...]) -> None:
     """Products run once for all examples, forward and backward; a gradient of the norm's weight is one for each."""
 
     def swiglu(xp, acc, bias):
@@ -328,7 +327,7 @@ def test_vmap_of_rmsnorm_linear_over_weights(halves: bool, axes: tuple[Any, ...]
     given = [a if axis == 0 else a[0] for a, axis in zip(given, axes, strict=True)]
 
     def total(*each: Any) -> Any:
-        out = cute_ops_jax.rmsnorm_linear(*each, fused=fused, **options)
+        out = cute_ops_jax.rmsnorm_linear(*each, **options)
         return jnp.sin(out).sum(), out
 
     run = jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True)
@@ -414,7 +413,6 @@ def test_what_a_transformer_does_next() -> None:
     np.testing.assert_allclose(gradient, np.broadcast_to(weight.sum(0), x.shape), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fused", ["always", "auto"])
 @pytest.mark.parametrize(
     ("epilogue", "biased", "weighted", "transposed"),
     [
@@ -423,7 +421,7 @@ def test_what_a_transformer_does_next() -> None:
         (lambda xp, acc, b: xp.tanh(acc + b), True, True, True),
     ],
 )
-def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str, transposed: bool) -> None:
+def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, transposed: bool) -> None:
     """Jitted, with gradients."""
     generator = np.random.default_rng(0)
     given = [generator.standard_normal(shape) for shape in ((2, 3, 32), (32,), (24, 32), (24,))]
@@ -445,21 +443,20 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str,
         return acc if epilogue == "bias" else jnp.tanh(acc)
 
     def function(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
-        options = {"epilogue": epilogue, "fused": fused, "transposed": transposed}
+        options = {"epilogue": epilogue, "transposed": transposed}
         return cute_ops_jax.rmsnorm_linear(x, norm_weight, weight.T if transposed else weight, bias, **options)
 
     for got, wanted in zip(*map(jax.tree.leaves, (of(function)(*arrays), of(plain)(*arrays))), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fused", ["always", "auto"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_rmsnorm_linear_of_a_batch_of_weights(transposed: bool, fused: str) -> None:
+def test_rmsnorm_linear_of_a_batch_of_weights(transposed: bool) -> None:
     """With gradients; the norm's weight is that of all."""
     rng = np.random.default_rng(0)
     shapes = (4, 3, 16), (16,), ((4, 16, 8) if transposed else (4, 8, 16)), (4, 1, 8)
     arrays = [rng.standard_normal(shape, np.float32) / 2 for shape in shapes]
-    one = partial(cute_ops_jax.rmsnorm_linear, epilogue="gelu", transposed=transposed, fused=fused)
+    one = partial(cute_ops_jax.rmsnorm_linear, epilogue="gelu", transposed=transposed)
 
     def each(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
         return jnp.stack([one(x[i], norm_weight, weight[i], bias[i]) for i in range(len(x))])

@@ -929,7 +929,7 @@ def normed_inputs(biased: bool, weighted: bool, dtype: torch.dtype = torch.bfloa
 
 
 @NORMED
-@pytest.mark.parametrize("fused", ["always", "never", "auto"])
+@pytest.mark.parametrize("fused", ["always", "never"])
 def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str) -> None:
     """Forward and gradients."""
     given = normed_inputs(biased, weighted)
@@ -949,23 +949,21 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
         torch.testing.assert_close(ours.double(), gradient, rtol=2**-6, atol=2**-6 * gradient.abs().max().item())
 
 
-@pytest.mark.parametrize("fused", ["always", "never", "auto"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_norm_of_no_columns(transposed: bool, fused: str) -> None:
+def test_a_norm_of_no_columns(transposed: bool) -> None:
     """The product of rows of nothing is zero."""
     weight, bias = torch.randn((0, 6) if transposed else (6, 0)), torch.randn(6)
     given = [t.half().requires_grad_() for t in (torch.randn(3, 0), weight, bias)]
     x, weight, bias = given
-    out = cute_ops_torch.rmsnorm_linear(x, None, weight, bias, epilogue="silu", transposed=transposed, fused=fused)
+    out = cute_ops_torch.rmsnorm_linear(x, None, weight, bias, epilogue="silu", transposed=transposed)
     torch.testing.assert_close(out, torch.nn.functional.silu(bias).expand(3, 6))
     assert [g.shape for g in torch.autograd.grad(out.sum(), given)] == [t.shape for t in given]
 
 
-@pytest.mark.parametrize("fused", ["auto", "always"])
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["bias", "gelu", "swiglu", "halves"])
-def test_rmsnorm_linear_of_a_batch_of_weights(kind: str, transposed: bool, save: str, fused: str) -> None:
+def test_rmsnorm_linear_of_a_batch_of_weights(kind: str, transposed: bool, save: str) -> None:
     """One op for all of them, with gradients; the norm's weight is that of all."""
     torch.manual_seed(0)
     packed = kind in ("swiglu", "halves")
@@ -980,7 +978,7 @@ def test_rmsnorm_linear_of_a_batch_of_weights(kind: str, transposed: bool, save:
         "save": save,
         "eps": 1e-2,
     }
-    options |= {"packed": packed, "halves": kind == "halves", "fused": fused}
+    options |= {"packed": packed, "halves": kind == "halves"}
     with Ran() as ran:
         out = cute_ops_torch.rmsnorm_linear(*given, **options)
         got = torch.autograd.grad(out.sin().sum(), given)
@@ -995,11 +993,10 @@ def test_rmsnorm_linear_of_a_batch_of_weights(kind: str, transposed: bool, save:
     torch.testing.assert_close(got, torch.autograd.grad(expected.sin().sum(), given), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fused", ["auto", "always"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["gelu", "swiglu", "halves"])
 @pytest.mark.parametrize("dims", [(0, None, 0, 0), (0, 0, 0, 0), (None, None, 0, 0), (None, None, None, 0)], ids=str)
-def test_vmap_of_rmsnorm_linear_over_weights(dims: tuple[Any, ...], kind: str, transposed: bool, fused: str) -> None:
+def test_vmap_of_rmsnorm_linear_over_weights(dims: tuple[Any, ...], kind: str, transposed: bool) -> None:
     """Products run once for all examples, forward and backward; a gradient of the norm's weight is one for each."""
     packed, generator = kind != "gelu", torch.Generator().manual_seed(0)
     shapes = (5, 8), (8,), ((2, 6, 8) if kind == "halves" else (12, 8)), (12,)
@@ -1008,7 +1005,7 @@ def test_vmap_of_rmsnorm_linear_over_weights(dims: tuple[Any, ...], kind: str, t
     if transposed:
         tensors[2] = tensors[2].movedim(-1, 1)
     given = [t[0] if dim is None else t for t, dim in zip(tensors, dims, strict=True)]
-    options = {"packed": packed, "transposed": transposed, "halves": kind == "halves", "fused": fused}
+    options = {"packed": packed, "transposed": transposed, "halves": kind == "halves"}
 
     def total(*each: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = cute_ops_torch.rmsnorm_linear(*each, epilogue=swiglu if packed else kind, **options)
@@ -1096,7 +1093,6 @@ def largest_beside(xp: Any, acc: Any, norm_weight: Any, residual: Any, *, slope:
     return y, xp.max(y, axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize("fused", ["always", "auto"])
 @pytest.mark.parametrize(
     ("epilogue", "shapes", "options"),
     [
@@ -1109,7 +1105,7 @@ def largest_beside(xp: Any, acc: Any, norm_weight: Any, residual: Any, *, slope:
     ],
     ids=["add", "transposed", "plain", "packed", "own", "without the product"],
 )
-def test_any_epilogue_behind_a_norm(epilogue: Any, shapes: Any, options: dict[str, Any], fused: str) -> None:
+def test_any_epilogue_behind_a_norm(epilogue: Any, shapes: Any, options: dict[str, Any]) -> None:
     """It gives what ``linear`` gives of normalised rows, also to the gradient and to torch.compile."""
     generator = torch.Generator().manual_seed(0)
     weight = (32, 24) if "transposed" in options else (48, 32) if "packed" in options else (24, 32)
@@ -1117,19 +1113,17 @@ def test_any_epilogue_behind_a_norm(epilogue: Any, shapes: Any, options: dict[st
     x, norm_weight, *others = given
 
     def ours(x: Any, norm_weight: Any, *others: Any) -> Any:
-        how = {"eps": 1e-2, "epilogue": epilogue, "fused": fused}
-        return cute_ops_torch.rmsnorm_linear(x, norm_weight, *others, **how, **options)
+        return cute_ops_torch.rmsnorm_linear(x, norm_weight, *others, eps=1e-2, epilogue=epilogue, **options)
 
     normed = torch.nn.functional.rms_norm(x, (32,), norm_weight, 1e-2)
     found, wanted = ours(*given), cute_ops_torch.linear(normed, *others, epilogue=epilogue, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     sums = [sum((t * t).sum() for t in (out if isinstance(out, tuple) else (out,))) for out in (found, wanted)]
     torch.testing.assert_close(*(torch.autograd.grad(s, given) for s in sums), rtol=1e-4, atol=1e-3)
-    if fused == "auto":
-        torch._dynamo.reset()
-        compiled = torch.compile(ours, fullgraph=True, backend="eager")
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(*given), found, rtol=0, atol=0)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), found, rtol=0, atol=0)
 
 
 def test_refused_epilogues_behind_a_norm() -> None:
