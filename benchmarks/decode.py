@@ -1,4 +1,4 @@
-"""Attention of new queries to caches: ours beside PyTorch's SDPA and FlashInfer, and a copy of as many bytes.
+"""Attention of new queries to caches: ours beside PyTorch's SDPA, FlashInfer and FlashMLA, and a copy of as many bytes.
 
 All contenders read the same keys and values in bfloat16, in turns, in one process; caches are larger than L2. `gbps` is
 the keys and values of all sequences, which are read once, by time; of the copy, what it reads and writes. `of_copy` is
@@ -12,6 +12,7 @@ is the largest difference from float32 in the last sequence.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from cute_ops_torch.tools.measure import elapsed
 
 COLUMNS = (
     "contender", "batch", "keys", "heads", "kv_heads", "headdim", "page", "queries", "status", "us", "us_min", "us_max",
-    "gbps", "of_copy", "host_us", "error",
+    "gbps", "of_copy", "tflops", "host_us", "error",
 )  # fmt: skip
 FLOAT8 = "ours, float8"
 Tensor = torch.Tensor
@@ -54,6 +55,26 @@ SHAPES = (
     Shape(256, 1024, 32, 8, 128, 16), Shape(8, 8192, 32, 8, 128), Shape(64, 8192, 64, 8, 64),
     Shape(64, 4096, 16, 8, 256), Shape(64, 8192, 16, 16, 128), Shape(64, 8192, 64, 8, 128, 16, 4),
 )  # fmt: skip
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention: latents of 512 and 64 elements, pages of ``page`` slots."""
+
+    batch: int
+    keys: int
+    heads: int
+    page: int = 64
+    queries: int = 1
+
+
+LATENT = (
+    Latent(64, 8192, 16),
+    Latent(64, 8192, 32),
+    Latent(64, 8192, 128),
+    Latent(64, 8192, 16, 1),
+    Latent(1, 65536, 128),
+)
+RANK, ROTATED, LATENT_SCALE = 512, 64, 192**-0.5
 
 
 class Caches(NamedTuple):
@@ -197,11 +218,67 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
         view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
 
 
+def measure_latent(table: Table, view: View, shape: Latent, rounds: int, device: str) -> None:
+    b, keys, heads, page, queries = shape
+    generator = torch.Generator(device).manual_seed(0)
+    given: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    pages = b * keys // page
+    q, cache = (torch.randn(*lead, RANK + ROTATED, **given) for lead in ((b, queries, heads), (pages, page)))
+    pages_of = torch.randperm(pages, device=device, generator=generator, dtype=torch.int32).reshape(b, -1)
+    lengths = torch.full((b,), keys, device=device, dtype=torch.int32)
+
+    def flash_mla() -> Run:
+        import flash_mla
+
+        plan = flash_mla.get_mla_metadata(lengths, queries * heads, 1)
+        return lambda: flash_mla.flash_mla_with_kvcache(
+            q, cache[:, :, None], pages_of, lengths, RANK, *plan, softmax_scale=LATENT_SCALE, causal=True
+        )[0]
+
+    target = torch.empty_like(cache)
+    makes: dict[str, Callable[[], Run]] = {
+        "ours": lambda: lambda: cute_ops_torch.mla_decode(q, cache, lengths, pages_of, scale=LATENT_SCALE)[0],
+        "FlashMLA": flash_mla,
+        "copy": lambda: lambda: target.copy_(cache),
+    }
+    latents = cache[pages_of[-1].long()].flatten(0, 1).float()
+    scores = q[-1].float().transpose(0, 1) @ latents.t() * LATENT_SCALE
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    right = (scores.masked_fill(~seen, -math.inf).softmax(-1) @ latents[:, :RANK]).transpose(0, 1)
+    runs, rows = dict[str, Run](), dict[str, dict[str, Any]]()
+    sizes = {"batch": b, "keys": keys, "heads": heads, "kv_heads": 1, "headdim": RANK + ROTATED, "page": page}
+    for name, make in makes.items():
+        row = rows[name] = {"contender": name, **sizes, "queries": queries, "status": "ok"}
+        try:
+            runs[name] = make()
+            out = runs[name]()
+            if name != "copy":
+                row["error"] = (out[-1].float() - right).abs().max().item()
+        except Exception as failure:  # a contender's failure is a result
+            row["status"] = f"failed: {first_line(failure)}"
+            runs.pop(name, None)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(timed(run))
+    moved = b * keys * (RANK + ROTATED) * 2
+    for name, row in rows.items():
+        if name in runs:
+            us, read = spread(samples[name]), 2 * moved if name == "copy" else moved
+            row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gbps": read / us.median / 1e3}
+            row["of_copy"] = row["gbps"] * spread(samples["copy"]).median * 1e3 / (2 * moved)
+            if name != "copy":
+                row["tflops"] = 2 * b * keys * heads * queries * (2 * RANK + ROTATED) / us.median / 1e6
+        table.add(row)
+        view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for decode.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
     parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))), help="of the list of shapes")
+    parser.add_argument("--latent", nargs="*", type=int, default=list(range(len(LATENT))), help="likewise of latents")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on a CPU, once: figures mean nothing")
     options = parser.parse_args(arguments)
     table, view = Table(options.out / "decode.csv", COLUMNS), View(*COLUMNS, title="attention to caches")
@@ -210,6 +287,13 @@ def main(arguments: list[str] | None = None) -> None:
         if options.cpu_smoke:
             shape = shape._replace(batch=2, keys=256, headdim=32)
         measure(table, view, shape, 1 if options.cpu_smoke else options.rounds, "cpu" if options.cpu_smoke else "cuda")
+    for index in options.latent:
+        latent = LATENT[index]
+        if options.cpu_smoke:
+            latent = latent._replace(batch=2, keys=128)
+        measure_latent(
+            table, view, latent, 1 if options.cpu_smoke else options.rounds, "cpu" if options.cpu_smoke else "cuda"
+        )
     Console(width=200).print(view)
 
 

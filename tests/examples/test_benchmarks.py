@@ -135,10 +135,10 @@ def test_device_time_smoke(tmp_path: Path) -> None:
 
 
 def test_decoding_is_measured(tmp_path: Path) -> None:
-    decode.main(["--cpu-smoke", "--shapes", "0", "2", "5", "--out", str(tmp_path)])
+    decode.main(["--cpu-smoke", "--shapes", "0", "2", "5", "--latent", "3", "--out", str(tmp_path)])
     rows = common.read(tmp_path / "decode.csv")
     ours = [row for row in rows if row["contender"] in ("ours", "ours, batch-invariant", "SDPA")]
-    assert len(ours) == 8
+    assert len(ours) == 9
     assert {row["status"] for row in ours} == {"ok"}
     assert max(float(row["error"]) for row in ours) < 0.01
 
