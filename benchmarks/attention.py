@@ -30,6 +30,8 @@ from rich.table import Table as View
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_ops_torch
+from cute_ops import mods
+from cute_ops.ops.attention import config
 from cute_ops_torch.tools.measure import elapsed
 
 COLUMNS = (
@@ -60,7 +62,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "full": {},
     "window of 1024": {"causal": True, "left": 1023},
     "causal, softcap 50": {"causal": True, "softcap": 50.0},
+    "causal, ALiBi": {"causal": True, "score_mod": mods.alibi},
+    "documents of 1000": {"causal": True, "mask_mod": mods.documents},
 }
+DOCUMENT = 1000  # tokens of one
+
+
+def captured(form: str, q: Tensor) -> dict[str, Tensor]:
+    """What a form's functions read."""
+    b, s, h, _ = q.shape
+    found = {}
+    if "score_mod" in FORMS[form]:
+        found["slopes"] = 2.0 ** (-8 / h * torch.arange(1, h + 1, device=q.device))
+    if "mask_mod" in FORMS[form]:
+        found["document"] = (torch.arange(s, device=q.device, dtype=torch.int32) // DOCUMENT).expand(b, s).contiguous()
+    return found
 
 
 def drawn(rng: random.Random) -> Shape:
@@ -74,8 +90,13 @@ def drawn(rng: random.Random) -> Shape:
 
 def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = cute_ops_torch.attention(q, k, v, **FORMS[form])[0]
+        key = q.shape[:3]
+        if key not in arrays:
+            arrays[key] = captured(form, q)
+        out: Tensor = cute_ops_torch.attention(q, k, v, **FORMS[form], captured=arrays[key])[0]
         return out
+
+    arrays: dict[Any, dict[str, Tensor]] = {}
 
     def by(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,20 +113,28 @@ def contenders(form: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor
 
         # It is compiled anew for each shape and form, and runs unfused once that was too often.
         torch._dynamo.config.recompile_limit = 256
-        compiled, masks = torch.compile(flex_attention, dynamic=False), {}
+        compiled, masks, arrays = torch.compile(flex_attention, dynamic=False), {}, dict[str, Tensor]()
         window = FORMS[form].get("left", math.inf)
 
         def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+            if "mask_mod" in FORMS[form]:
+                document = arrays["document"]
+                return (i >= j) & (document[b, i] == document[b, j])
             return (i >= j) & (i - j <= window) if window < math.inf else i >= j
+
+        def sloped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score - arrays["slopes"][h] * (i - j).abs()
 
         def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
             return 50.0 * torch.tanh(score / 50.0)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            s = q.shape[1]
+            b, s = q.shape[:2]
             if s not in masks:
-                masks[s] = None if form == "full" else create_block_mask(seen, None, None, s, s, device=q.device)
-            change = capped if "softcap" in form else None
+                arrays.update(captured(form, q))
+                batch = b if "mask_mod" in FORMS[form] else None
+                masks[s] = None if form == "full" else create_block_mask(seen, batch, None, s, s, device=q.device)
+            change = capped if "softcap" in form else sloped if "score_mod" in FORMS[form] else None
             heads_first = (x.transpose(1, 2) for x in (q, k, v))
             out: Tensor = compiled(
                 *heads_first, score_mod=change, block_mask=masks[s], enable_gqa=q.shape[2] != k.shape[2]
@@ -131,6 +160,10 @@ def error(form: str, given: list[Tensor], out: Tensor) -> float:
         scores = scores.masked_fill(keys > rows, -math.inf)
     if "left" in options:
         scores = scores.masked_fill(rows - keys > options["left"], -math.inf)
+    if "score_mod" in options:
+        scores = scores - captured(form, given[0])["slopes"][-1] * (rows - keys).abs()
+    if "mask_mod" in options:
+        scores = scores.masked_fill(rows // DOCUMENT != keys // DOCUMENT, -math.inf)
     right = torch.softmax(scores, -1) @ v
     heads_last = out if out.shape[1] == given[0].shape[1] else out.transpose(1, 2)
     return (heads_last[-1, -256:, -1].float() - right).abs().max().item()
@@ -147,6 +180,9 @@ def gradients(run: Callable[..., Tensor], given: list[Tensor]) -> Callable[[], A
 def pairs(shape: Shape, form: str) -> int:
     """Queries and keys that attend to each other, of one head."""
     s, options = shape.seqlen, FORMS[form]
+    if "mask_mod" in options:
+        whole, rest = divmod(s, DOCUMENT)
+        return (whole * DOCUMENT**2 + rest**2) // 2
     if "left" in options:
         width = options["left"] + 1
         return s * width - width * width // 2
@@ -201,9 +237,12 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", help="only these")
     parser.add_argument("--directions", nargs="+", default=list(PRODUCTS), choices=PRODUCTS)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--keys", type=int, help="of a tile of our forward, instead of what the heuristic takes")
     parser.add_argument("--drawn", type=int, metavar="COUNT", help="so many drawn shapes, instead of those listed")
     parser.add_argument("--seed", type=int, help="draws the shapes; by default a new one, which is printed")
     options = parser.parse_args()
+    if options.keys:
+        config.KEYS = {max(config.KEYS): options.keys}
     shapes: Sequence[Shape] = SHAPES
     if options.drawn:
         seed = secrets.randbelow(1000) if options.seed is None else options.seed
