@@ -13,6 +13,7 @@ from inspect import Parameter
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import Array
 from cute_ops.errors import header_of, meant
 from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
 from cute_ops.ops.attention import mods
@@ -48,6 +49,23 @@ class Captured(NamedTuple):
 def kind_of(dtype: str) -> str:
     """The kind of the elements of an array with a dtype of this name."""
     return BOOL if dtype == "bool" else FLOAT if "float" in dtype else INT
+
+
+def op_of(
+    score_mod: Function | None = None, mask_mod: Function | None = None, captured: Mapping[str, Array] | None = None,
+    lead: int = 1,
+) -> Op:  # fmt: skip
+    """The op that ``attention`` runs for calls with these functions, which read arrays of these shapes and dtypes:
+
+        documents = op_of(mask_mod=mods.documents, captured={"document": Array((2, 4096), "int32")})
+
+    A module that binds it lets manifests name it: so bundles hold its kernels. Other arguments and errors as of
+    :func:`op_of_call`.
+    """
+    arrays = (captured or {}).items()
+    return op_of_call(
+        score_mod, mask_mod, tuple(Captured(name, kind_of(a.dtype), len(a.shape)) for name, a in arrays), lead
+    )
 
 
 def op_of_call(
