@@ -1,8 +1,9 @@
 """A region as an expression: what it computes, of which operands, and how each operand lies among the rows.
 
 The values of an expression are ``[*rows, n]``. Going from the roots to the operands, each dim of a node is labelled by
-the dim of the values that it is: a number for a dim of rows, ``COLUMNS`` for the last one, ``ONE`` where the node is
-broadcast. So squeezes, broadcasts and kept dims, which programs write in many ways, leave no trace in the expression.
+the dim of the values that it is: a number for a dim of rows, ``COLUMNS`` for the last one, ``LOW`` or ``HIGH`` if that
+is a half of the node's, ``ONE`` where the node is broadcast. So squeezes, broadcasts and kept dims, which programs
+write in many ways, leave no trace in the expression.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.fusion.graph import FLOATS, NARROW, Node, Shape
 from cute_ops.fusion.region import VIEWS, Facts, Region, without_ones
 
-COLUMNS, ONE = -1, -2
+COLUMNS, ONE, LOW, HIGH = -1, -2, -3, -4
+_HALVES = {LOW: "[:n]", HIGH: "[n:]"}
 Labels = tuple[int, ...]
 # Primitives that look at single bits: what they read keeps the dtype's rounding.
 _SHARP = ("less", "less_equal", "equal", "floor", "sign")
@@ -172,7 +174,7 @@ class _Expressing:
         x = node.args[0]
         if node.op == "reduce":
             _, _, keepdims = node.attr
-            if COLUMNS in labels:
+            if any(label in (COLUMNS, LOW, HIGH) for label in labels):
                 raise Cut("what was reduced becomes columns")
             if self.n is None:
                 self.n = x.shape[-1]
@@ -183,7 +185,9 @@ class _Expressing:
             sizes = zip(node.attr, x.shape, strict=True)
             return [(x, rows, tuple(labels[i] if size != 1 else ONE for i, size in sizes))]
         if node.op == "slice":
-            return []
+            if labels[-1] != COLUMNS:
+                raise Cut("half of what has no columns")
+            return [(x, rows, (*labels[:-1], LOW if node.attr[1] == 0 else HIGH))]
         if without_ones(x.shape) == without_ones(node.shape):
             remaining = iter([label for label, size in zip(labels, node.shape, strict=True) if size != 1])
             return [(x, rows, tuple(ONE if size == 1 else next(remaining) for size in x.shape))]
@@ -192,26 +196,24 @@ class _Expressing:
     def _other_rows(self, node: Node, rows: Shape, labels: Labels) -> tuple[Node, Shape, Labels]:
         """A reshape that joins or splits the dims of rows: the same rows by other numbers."""
         x = node.args[0]
-        columns = COLUMNS in labels
-        lead = labels[:-1] if columns or (len(labels) == len(rows) + 1) else labels
+        columns = labels[-1] if labels and labels[-1] in (COLUMNS, LOW, HIGH) else None
+        lead = labels[:-1] if columns is not None or (len(labels) == len(rows) + 1) else labels
         if lead != tuple(i if size != 1 else ONE for i, size in enumerate(rows)):
             raise Cut("reshape of what is broadcast")
         last = x.shape[-1] == node.shape[-1] and len(labels) > len(lead)
         inner = x.shape[:-1] if last else x.shape
         own = tuple(i if size != 1 else ONE for i, size in enumerate(inner))
-        return x, inner, (*own, *((COLUMNS if columns else ONE,) if last else ()))
+        return x, inner, (*own, *((ONE if columns is None else columns,) if last else ()))
 
     def _make(self, node: Node, rows: Shape, labels: Labels, args: list[int]) -> int:
         graph = self.graph
         if node.op == "constant":
             return graph.constant(node.attr)
         if self._is_leaf(node):
+            half = _HALVES.get(labels[-1], "") if labels else ""
+            if half:
+                return self._leaf(Leaf(node, rows, (*labels[:-1], COLUMNS), packed=True), half)
             return self._leaf(Leaf(node, rows, labels), "")
-        if node.op == "slice":
-            x, (_, start, _, _) = node.args[0], node.attr
-            if labels[-1] != COLUMNS:
-                raise Cut("half of what has no columns")
-            return self._leaf(Leaf(x, rows, labels, packed=True), "[:n]" if start == 0 else "[n:]")
         if node.op == "primitive":
             return self._rounded(node, self._primitive(node, args))
         if node.op == "cast":

@@ -66,6 +66,8 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
             plain.add(node)
         elif why is None:
             soft.add(node)
+            if _is_elementwise(node) and all(arg in facts.elementwise or arg not in soft for arg in node.args):
+                facts.elementwise.add(node)
     level = _levels(live, soft | plain, set(graph.outputs))
     leader = _connected(live, soft, level)
     outputs = set(graph.outputs)
@@ -86,12 +88,15 @@ class Facts:
 
     Attributes:
         rowlike: values of a row without its last dim: of a reduction that does not keep it.
+        elementwise: values that regions compute of single elements of operands; each half of their columns follows from
+            a half of those.
         reduced: values that follow from a reduction of a row, or from one element of it.
     """
 
     def __init__(self) -> None:
         self.rowlike: set[Node] = set()
         self.reduced: set[Node] = set()
+        self.elementwise: set[Node] = set()
 
     def note(self, node: Node) -> None:
         if node.op == "opaque" and node.attr == "pick":
@@ -193,7 +198,7 @@ def _slice(node: Node, facts: Facts, soft: Container[Node]) -> str | None:
         return "slice"
     if (start, stop) not in ((0, n // 2), (n // 2, n)):
         return "slice of other columns than a half"
-    if x in soft or x.dtype == "bool":
+    if (x in soft and x not in facts.elementwise) or x.dtype == "bool":
         return "slice of a computed value"
     halves = {user.attr for user in x.users if user.op == "slice"}
     return None if halves == {(axis, 0, n // 2, 1), (axis, n // 2, n, 1)} else "slice of one half"
@@ -203,6 +208,15 @@ _OBSTACLES: dict[str, Callable[[Node, Facts, Container[Node]], str | None]] = {
     "primitive": _primitive, "cast": _cast, "reduce": _reduce, "reshape": _reshape, "broadcast": _broadcast,
     "slice": _slice, "transpose": lambda node, facts, soft: "transpose", "concat": lambda node, facts, soft: "concat",
 }  # fmt: skip
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Whether each column follows from the same column of the arguments, or from their only one."""
+    if node.op not in ("primitive", "cast", "broadcast") or (isinstance(node.attr, tuple) and node.op == "primitive"):
+        return False
+    if node.op == "broadcast" and node.attr[-1:] != (len(node.shape) - 1,):
+        return False
+    return all(arg.shape[-1:] in ((), (1,), node.shape[-1:]) for arg in node.args)
 
 
 def without_ones(shape: Iterable[object]) -> list[object]:

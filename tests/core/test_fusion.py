@@ -174,6 +174,25 @@ def test_work_grows_with_the_graph_alone() -> None:
     assert len({found.text for found in four.found}) <= 4
 
 
+def test_halves_of_sums_are_sums_of_halves() -> None:
+    """A gate of a product with a bias, as diffusion models have it."""
+    g = Graph()
+    x, w, b = g.input(ROWS, "float32"), g.input((8, 12), "float32"), g.input((12,), "float32")
+    y = primitive(g, "add", g.contract(x, w, ((2,), (0,)), (2, 3, 12), "float32"), b)
+    g.outputs = [primitive(g, "multiply", primitive(g, "gelu", g.slice(y, 2, 0, 6)), g.slice(y, 2, 6, 12))]
+    analysis = analyse(g)
+    (found,) = analysis.found
+    assert found.text == "e1(2t,2r) add 0[n:] 1[n:]; add 0[:n] 1[:n]; gelu 3; multiply 2 4 -> 5"
+    assert analysis.products(found) == [0]
+
+
+def test_halves_of_what_was_reduced_are_no_part_of_it() -> None:
+    g = Graph()
+    y = rms(g, g.input(ROWS, "float32"))
+    g.outputs = [primitive(g, "multiply", g.slice(y, 2, 0, 4), g.slice(y, 2, 4, 8))]
+    assert set(analyse(g).reasons.values()) == {"slice of a computed value"}
+
+
 def test_layers_that_are_alike_are_expressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     expressed = []
     monkeypatch.setattr(repeated, "express", lambda *args: expressed.append(args) or express(*args))

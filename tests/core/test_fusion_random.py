@@ -80,9 +80,9 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
     g = Graph()
     inputs = [
         g.input(shape, "float32")
-        for shape in ((B, T, N), (B, T, N), (N,), (N,), (B, N), (B, T, 1), (N, N), (N, 2 * N), (B, T, 2 * N))
+        for shape in ((B, T, N), (B, T, N), (N,), (N,), (B, N), (B, T, 1), (N, N), (N, 2 * N), (B, T, 2 * N), (2 * N,))
     ]
-    x, y, weight, bias, batch, scale, square, packed, wide = inputs
+    x, y, weight, bias, batch, scale, square, packed, wide, both = inputs
     tiles = [x, y]
 
     def pick() -> Node:
@@ -126,6 +126,15 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
     def halves(of: Node) -> Node:
         return primitive(str(rng.choice(_TWO)), primitive("silu", g.slice(of, 2, 0, N)), g.slice(of, 2, N, 2 * N))
 
+    def computed(tile: Node) -> Node:
+        made = wide if rng.random() < 0.3 else product(tile, packed)
+        for _ in range(int(rng.integers(1, 3))):
+            other = (both, g.broadcast(both, made.shape), scale, wide, g.cast(made, "bfloat16"))[
+                int(rng.integers(0, 5))
+            ]
+            made = g.primitive(str(rng.choice(_TWO)), [made, g.cast(other, "float32")], made.shape, "float32")
+        return made
+
     def rotated(tile: Node) -> Node:
         low, high = g.slice(tile, 2, 0, N // 2), g.slice(tile, 2, N // 2, N)
         turned = g.primitive("negative", [high], high.shape, "float32")
@@ -163,7 +172,8 @@ def draw(rng: np.random.Generator) -> tuple[Graph, dict[Node, Any]]:
         lambda t: primitive("multiply", t, reduced(pick())), lambda t: primitive("add", reduced(pick()), t),
         lambda t: g.cast(g.cast(t, "bfloat16"), "float32"), norm, norm, softmax, rows, turned, modulated, chosen, bools,
         lambda t: primitive("add", product(t, square), bias), lambda t: product(t, square),
-        lambda t: halves(product(t, packed)), lambda t: halves(wide), rotated, lambda t: rotated(product(t, square)),
+        lambda t: halves(product(t, packed)), lambda t: halves(wide), lambda t: halves(computed(t)),
+        rotated, lambda t: rotated(product(t, square)),
         lambda t: g.opaque("cumsum", [t], (B, T, N), "float32"),
         lambda t: primitive("subtract", t, g.reduce("mean", t, (0,), True, "float32")),
         lambda t: primitive(
