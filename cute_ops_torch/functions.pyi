@@ -205,6 +205,7 @@ def attention(
     right: int = -1,
     softcap: float = 0.0,
     deterministic: bool = False,
+    fused: str = "auto",
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...

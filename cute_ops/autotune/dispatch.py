@@ -92,6 +92,8 @@ def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | No
         reason: bool | str = "`fused` is 'never'"
     elif beyond is not None:
         reason = f"no kernel takes {beyond}"
+    elif asked == "auto" and sm(target.arch) < op.least_sm:
+        reason = f"no kernel runs on {target.arch}"
     elif asked == "auto" and (elsewhere := _out_of_reach(binding, memory)):
         reason = elsewhere
     else:

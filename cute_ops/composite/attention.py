@@ -65,11 +65,13 @@ class Attention(ABC, Generic[Array]):
     def attention(
         self, q: Array, k: Array, v: Array, sinks: Array | None = None, scale: float = 0.0, causal: bool = False,
         left: int = -1, right: int = -1, softcap: float = 0.0, deterministic: bool = False, *,
-        score_mod: Function | None = None, mask_mod: Function | None = None, captured: Given = (),
+        fused: str = "auto", score_mod: Function | None = None, mask_mod: Function | None = None,
+        captured: Given = (),
     ) -> tuple[Array, Array]:  # fmt: skip
         """Attention of queries to keys and values, with grouped heads."""
         run, arrays = self.call(q, score_mod, mask_mod, captured)
-        return run(q, k, v, *arrays, sinks, scale, causal, left, right, softcap, deterministic)  # type: ignore[no-any-return]
+        attrs = scale, causal, left, right, softcap, deterministic, fused
+        return run(q, k, v, *arrays, sinks, *attrs)  # type: ignore[no-any-return]
 
     def call(
         self, queries: Any, score_mod: Function | None, mask_mod: Function | None, captured: Given

@@ -16,6 +16,7 @@ def attention(
     softcap: float = 0.0,
     deterministic: bool = False,
     *,
+    fused: str = "auto",
     score_mod: Function | None = None,
     mask_mod: Function | None = None,
     captured: Given = (),
@@ -26,8 +27,8 @@ def attention(
     ``lse = log(sum(exp(scores)))``. Query i stands beside key ``i + t - s``: the last query beside the last key.
 
     Args:
-        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim), float16 or bfloat16. All dims but the last may have any
-            stride of 16 bytes, as slices of a fused projection have them; others are copied.
+        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim), float16, bfloat16 or float32. All dims but the last may
+            have any stride of 16 bytes, as slices of a fused projection have them; others are copied.
         k: ``T[*m t g d]``: (batch, seqlen_k, kv heads, headdim); r neighbouring heads of q share one.
         v: ``T[*m t g e]``: as k, with a headdim of its own. d and e are multiples of 16, at most 256.
         sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
@@ -37,6 +38,8 @@ def attention(
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
         deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128.
+        fused: ``"auto"`` runs the kernel in 16 bits on SM 9.0, and else the same formula in the framework's functions,
+            which needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
         score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place
             of a score, after ``softcap``. :mod:`cute_ops.mods` says what it may do, and has such functions.
         mask_mod: ``mask_mod(xp, batch, head, q, k, *captured)``: whether a query attends to a key. One that ``causal``,
@@ -53,7 +56,7 @@ def attention(
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
-        NotImplementedError: a GPU that is no SM 9.0.
+        NotImplementedError: with ``fused="always"`` a GPU that is no SM 9.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
     """

@@ -30,12 +30,13 @@ class TorchAttention(Attention[Tensor]):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, scale: float = 0.0, causal: bool = False,
         left: int = -1, right: int = -1, softcap: float = 0.0, deterministic: bool = False, *,
-        score_mod: Function | None = None, mask_mod: Function | None = None, captured: Given = (),
-        out: Sequence[Tensor | None] | None = None,
+        fused: str = "auto", score_mod: Function | None = None, mask_mod: Function | None = None,
+        captured: Given = (), out: Sequence[Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         run, arrays = self.call(q, score_mod, mask_mod, captured)
         options = {} if out is None else {"out": out}
-        return run(q, k, v, *arrays, sinks, scale, causal, left, right, softcap, deterministic, **options)  # type: ignore[no-any-return]
+        attrs = scale, causal, left, right, softcap, deterministic, fused
+        return run(q, k, v, *arrays, sinks, *attrs, **options)  # type: ignore[no-any-return]
 
     attention.__doc__ = Attention.attention.__doc__
 

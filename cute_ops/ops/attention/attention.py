@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 from cute_ops.declaration.array_api import beside, widen
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.config import Problem, Tuning
 from cute_ops.declaration.kernel import Kernel
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import FUSED, Fallback, Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
@@ -23,6 +24,7 @@ from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.captured import captured_bwd
 
 HALVES = ("bfloat16", "float16")
+WIDE = {"T": ("float32",)}  # which the framework computes
 LONGEST = 1 << 24  # whole numbers up to this one are float32
 CAUSAL: dict[str, Any] = {"absent": ("sinks",), "attrs": {"causal": True}}
 CASES = (
@@ -190,8 +192,8 @@ DOC = """Attention of queries to keys and values, with grouped heads.
     ``lse = log(sum(exp(scores)))``. Query i stands beside key ``i + t - s``: the last query beside the last key.
 
     Args:
-        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim), float16 or bfloat16. All dims but the last may have any
-            stride of 16 bytes, as slices of a fused projection have them; others are copied.
+        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim), float16, bfloat16 or float32. All dims but the last may
+            have any stride of 16 bytes, as slices of a fused projection have them; others are copied.
         k: ``T[*m t g d]``: (batch, seqlen_k, kv heads, headdim); r neighbouring heads of q share one.
         v: ``T[*m t g e]``: as k, with a headdim of its own. d and e are multiples of 16, at most 256.
         sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
@@ -201,6 +203,8 @@ DOC = """Attention of queries to keys and values, with grouped heads.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
         deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128.
+        fused: ``"auto"`` runs the kernel in 16 bits on SM 9.0, and else the same formula in the framework's functions,
+            which needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;
@@ -210,10 +214,29 @@ DOC = """Attention of queries to keys and values, with grouped heads.
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
-        NotImplementedError: a GPU that is no SM 9.0.
+        NotImplementedError: with ``fused="always"`` a GPU that is no SM 9.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
     """
+
+
+def _by_framework(
+    reference: Callable[..., tuple[Any, ...]], names: Sequence[str], outputs: Sequence[str]
+) -> Fallback:  # fmt: skip
+    """The definition in the framework's functions: for float32, and where there is no kernel."""
+
+    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        import array_api_compat  # start-up time
+
+        given = [inputs.get(name) for name in names]
+        return dict(
+            zip(outputs, reference(array_api_compat.array_namespace(inputs["q"]), *given, **attrs), strict=True)
+        )
+
+    def when(problem: Problem) -> str:
+        return "" if problem.arch.startswith("sm_90") else f"there is no kernel for {problem.arch}"
+
+    return Fallback(Program(run), when, WIDE)
 
 
 @cache
@@ -225,35 +248,49 @@ def declare(name: str, own: mods.Own = mods.NONE) -> Op:
     wanted = [own.captured[i][0] for i in mods.differentiable(own)]
     common: dict[str, Any] = {
         "dtypes": {"T": HALVES, "S": FLOATS, **{f"C_{name}": DTYPES[kind] for name, kind, _ in own.captured}},
-        "attrs": {"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0, "deterministic": False},
+        "attrs": {
+            "scale": 0.0,
+            "causal": False,
+            "left": -1,
+            "right": -1,
+            "softcap": 0.0,
+            "deterministic": False,
+            "fused": FUSED,
+        },
         "static": ("d", "e"),
         "sharding": Sharding(parallel=() if of_head else ("g",)),
         "check": check,
         "cases": () if functions else CASES,
         **({"called": "attention"} if functions else {}),
     }
+    wide = {**common["dtypes"], "T": (*HALVES, *WIDE["T"])}
     read = {"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape), **captured,
             "dlse": LSE._replace(optional=True)}  # fmt: skip
+    backward = partial(reference_bwd, own=own) if functions else reference_bwd
+    forward = partial(reference, own=own) if functions else reference
+    given, read_and_sinks = {"q": Q, "k": K, "v": V, **captured, "sinks": SINKS}, {**read, "sinks": SINKS}
     bwd = Op(
         f"{name}_bwd",
-        inputs={**read, "sinks": SINKS},
+        inputs=read_and_sinks,
         outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
                  "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("g*r", "S", given="sinks")},
         **common,
-        reference=partial(reference_bwd, own=own) if functions else reference_bwd,
+        reference=backward,
+        fallback=_by_framework(backward, [*read_and_sinks], ("dq", "dk", "dv", "dsinks")),
         kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
         tuning=Tuning(partial(config.attention_bwd, own), workspace=partial(config.workspace_bwd, own)),
         doc=BACKWARD_DOC,
     )  # fmt: skip
     return Op(
         name,
-        inputs={"q": Q, "k": K, "v": V, **captured, "sinks": SINKS},
+        inputs=given,
         outputs={"out": OUT, "lse": LSE},
         **common,
-        reference=partial(reference, own=own) if functions else reference,
+        reference=forward,
+        fallback=_by_framework(forward, [*given], ("out", "lse")),
         kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
         tuning=Tuning(partial(config.attention, own), workspace=partial(config.workspace, own)),
-        grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, common)) if wanted else bwd,
+        grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, {**common, "dtypes": wide})) if wanted else bwd,
         no_gradient=tuple(name for name, kind, _ in own.captured if kind == FLOAT and name not in wanted),
         doc=DOC,
     )  # fmt: skip
