@@ -167,7 +167,8 @@ MACHINES = {
     "letters": Machine("a folder with letters of other languages", place="Größe/日本語"),
     "deep folder": Machine("a long path", place="/".join(["a-folder-with-a-long-name"] * 8)),
     "symbolic link": Machine("a folder that is reached through a link", link=True),
-    "temporary files elsewhere": Machine("a scratch disk", {"TMPDIR": "{base}/scratch disk/ü"}),
+    # (PyTorch's Inductor gives the C++ compiler paths without quotes.)
+    "temporary files elsewhere": Machine("a scratch disk", {"TMPDIR": "{base}/scratch-disk/ü"}),
     "umask 077": Machine("what only this user may read", umask=0o077),
     "umask 002": Machine("what a group may write", umask=0o002),
     "umask 000": Machine("what everybody may write, as in many containers", umask=0o000),
