@@ -92,6 +92,8 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     classes: int = 0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
     reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Tensor: ...

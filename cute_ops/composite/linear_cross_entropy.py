@@ -30,6 +30,7 @@ from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.cross_entropy import (
     DTYPES,
     FINISH,
+    IGNORE_INDEX,
     ROW,
     check,
     cross_entropy,
@@ -47,6 +48,8 @@ DOC = """Args:
     ignore_index: rows with this target have loss 0 and gradient 0.
     label_smoothing: fraction of the target that is spread evenly over all classes.
     z_loss: weight of ``lse^2``.
+    softcap: ``softcap * tanh(logits / softcap)`` takes the place of the logits, as in Gemma 2; 0 is none.
+    logit_scale: positive factor of the logits, before the cap, as in Cohere's models.
     reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
     chunk_rows: rows whose logits are held at a time; None chooses as described above.
     accum_dtype: dtype in which the weight's gradient is summed over chunks: float32 (None means this) or T. Sums in
@@ -70,11 +73,11 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 
 def loss(
     rows: Callable[..., Any], total: Callable[..., Any], hidden: Any, weight: Any, target: Any, bias: Any,
-    ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, chunk_rows: int | None, accum_dtype: str,
-    count: Any = None,
+    attrs: Mapping[str, Any], reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None,
 ) -> Any:  # fmt: skip
-    """The public function, from a framework's functions of the two ops. With ``count``, integers without dims, the sum
-    is divided by it: gradients are computed for the quotient, so that the backward does not scale them.
+    """The public function, from a framework's functions of the two ops and the loss' attributes. With ``count``,
+    integers without dims, the sum is divided by it: gradients are computed for the quotient, so that the backward does
+    not scale them.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
@@ -85,13 +88,21 @@ def loss(
         raise TypeError(f"cute.{NAME}: option `chunk_rows` is {shown(chunk_rows)}, expected an int or None.")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
-    attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, chunk_rows or 0)
+    ignore_index, options = attrs["ignore_index"], (*attrs.values(), accum_dtype, chunk_rows or 0)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
-        return _mean(rows(hidden, weight, target, bias, *attrs, reduction=reduction), count)
+        return _mean(rows(hidden, weight, target, bias, *options, reduction=reduction), count)
     # JAX compares int32 with what int32 holds; the op refuses all else.
     held = str(target.dtype).endswith("int64") or not isinstance(ignore_index, int) or abs(ignore_index) < 2**31
     count = (target != (ignore_index if held else 0)).sum() if reduction == "mean" else count
-    return total(hidden, weight, target, count, bias, *attrs)
+    return total(hidden, weight, target, count, bias, *options)
+
+
+def of_loss(
+    ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+    logit_scale: float = 1.0,
+) -> dict[str, Any]:  # fmt: skip
+    """The attributes of a row's loss by name."""
+    return dict(zip(LOSS_ATTRS, (ignore_index, label_smoothing, z_loss, softcap, logit_scale), strict=True))
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -160,7 +171,7 @@ def _flat(inputs: Arrays) -> Arrays:
 
 
 def _of_loss(attrs: Arrays) -> Arrays:
-    return {name: attrs[name] for name in ("ignore_index", "label_smoothing", "z_loss")}
+    return {name: attrs[name] for name in LOSS_ATTRS}
 
 
 def _mean(total: Any, count: Any) -> Any:
@@ -187,6 +198,7 @@ def _gradients(chunks: Chunks, sums: dict[str, Any], inputs: Arrays) -> Arrays:
 # --- declarations --------------------------------------------------------------------------------------------------
 
 NAME = "linear_cross_entropy"
+LOSS_ATTRS = "ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale"
 _SAVED = ("row_max", "log_sum", "dloss")
 _HIDDEN, _WEIGHT, _BIAS = Tensor("*m h", "T"), Tensor("n h", "T"), Tensor("n", "T", optional=True)
 _LAYER = {"hidden": _HIDDEN, "weight": _WEIGHT, "target": Tensor("*m", "I", upper_bound="n")}

@@ -19,7 +19,7 @@ from cute_ops_jax.primitive.function import of_slices, register
 
 Array = jax.Array
 Axis = str | tuple[str, ...]
-STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"
+STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype", "softcap", "logit_scale"
 
 
 @checked
@@ -36,6 +36,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     accum_dtype: Any = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
 ) -> Array:
     """Cross entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -51,7 +53,7 @@ def linear_cross_entropy(
     Where rows are sharded, each device runs the loop on its own rows. Where classes are sharded, each device keeps its
     own, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
-    options = ignore_index, label_smoothing, z_loss, reduction, chunk_rows
+    options = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale), reduction, chunk_rows
     return _loss(register, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
 
 
@@ -69,6 +71,8 @@ def vocab_parallel_linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     accum_dtype: Any = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
 ) -> Array:
     """:func:`linear_cross_entropy` inside ``jax.shard_map``, each device with its share of the weight's rows.
 
@@ -83,7 +87,7 @@ def vocab_parallel_linear_cross_entropy(
         bias: ``T[n]``, sharded like the weight; -inf for classes that are padding.
         ignore_index, label_smoothing, z_loss: as in :func:`linear_cross_entropy`, over all classes.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has.
-        chunk_rows, accum_dtype: as in :func:`linear_cross_entropy`.
+        chunk_rows, accum_dtype, softcap, logit_scale: as in :func:`linear_cross_entropy`.
 
     Returns:
         float32: a scalar, or ``[*m]``, the same on all devices of the axis. Gradients are those of the written-out
@@ -95,14 +99,23 @@ def vocab_parallel_linear_cross_entropy(
         NameError: no such axis of a ``shard_map``.
     """
     function = partial(of_slices, axis=axis_name, what="vocab_parallel_linear_cross_entropy")
-    options = ignore_index, label_smoothing, z_loss, reduction, chunk_rows
+    options = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale), reduction, chunk_rows
     return _loss(function, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
 
 
 @checked
 @partial(
     jax.jit,
-    static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction", "inplace_backward"),
+    static_argnames=(
+        "axis_name",
+        "ignore_index",
+        "label_smoothing",
+        "z_loss",
+        "reduction",
+        "inplace_backward",
+        "softcap",
+        "logit_scale",
+    ),
     inline=_compat.INLINE,
 )
 def vocab_parallel_cross_entropy(
@@ -114,6 +127,8 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     inplace_backward: bool = False,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
 ) -> Array:
     """:func:`cross_entropy` inside ``jax.shard_map``, each device with its share of the classes.
 
@@ -128,6 +143,7 @@ def vocab_parallel_cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has. Where rows are sharded over
             another axis and some are ignored, use ``"sum"`` and divide by the ``psum`` of the number of the others.
         inplace_backward: overwrite the logits with their gradient.
+        softcap, logit_scale: as in :func:`cross_entropy`.
 
     Returns:
         float32: a scalar, or ``[*m]``, the same on all devices of the axis. Gradients are those of the written-out
@@ -143,7 +159,7 @@ def vocab_parallel_cross_entropy(
     function = of_slices(cross_entropy, axis_name, "vocab_parallel_cross_entropy")
     loss: Array = function(
         jnp.asarray(logits), jnp.asarray(target), ignore_index, label_smoothing, z_loss, reduction=reduction,
-        inplace_backward=inplace_backward,
+        inplace_backward=inplace_backward, softcap=softcap, logit_scale=logit_scale,
     )  # fmt: skip
     return loss
 

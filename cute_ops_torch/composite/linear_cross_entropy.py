@@ -16,7 +16,8 @@ _total = define(declared.linear_cross_entropy_total).function
 _library = torch.library.Library("cute", "FRAGMENT")
 _library.define(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, int ignore_index=-100, "
-    "float label_smoothing=0.0, float z_loss=0.0, str reduction='mean', ScalarType? accum_dtype=None) -> Tensor"
+    "float label_smoothing=0.0, float z_loss=0.0, str reduction='mean', ScalarType? accum_dtype=None, "
+    "float softcap=0.0, float logit_scale=1.0) -> Tensor"
 )
 
 
@@ -33,6 +34,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     accum_dtype: torch.dtype | None = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -48,7 +51,8 @@ def linear_cross_entropy(
     accum = "float32" if accum_dtype is None else shown(accum_dtype)
     if isinstance(accum_dtype, torch.dtype):
         accum = str(accum_dtype).removeprefix("torch.")
-    options = ignore_index, label_smoothing, z_loss, reduction, chunk_rows, accum
+    attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = attrs, reduction, chunk_rows, accum
     return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
 
 
@@ -57,16 +61,17 @@ def summed_over(
     chunk_rows: int | None,
 ) -> Tensor:  # fmt: skip
     """The sum of the losses, divided by an integer on their device."""
-    options = ignore_index, 0.0, 0.0, "sum", chunk_rows, "float32", count
+    options = declared.of_loss(ignore_index), "sum", chunk_rows, "float32", count
     return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
 
 
 def _by_dispatcher(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", accum_dtype: torch.dtype | None = None,
+    softcap: float = 0.0, logit_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    options = ignore_index, label_smoothing, z_loss, reduction
-    return linear_cross_entropy(hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
+    options = ignore_index, label_smoothing, z_loss, reduction, None, accum_dtype, softcap, logit_scale
+    return linear_cross_entropy(hidden, weight, target, bias, *options)
 
 
 _library.impl("linear_cross_entropy", _by_dispatcher, "CompositeImplicitAutograd")

@@ -360,7 +360,7 @@ class LinearCrossEntropy(nn.Module):
         n: size of the hidden states' last dim.
         classes: number of classes.
         bias: learn a bias.
-        ignore_index, label_smoothing, z_loss, reduction: the function's.
+        ignore_index, label_smoothing, z_loss, reduction, softcap, logit_scale: the function's.
         device: where the parameters are.
         dtype: of the parameters, and of the hidden states.
     """
@@ -368,13 +368,14 @@ class LinearCrossEntropy(nn.Module):
     @suggesting
     def __init__(
         self, n: int, classes: int, *, bias: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0,
-        z_loss: float = 0.0, reduction: str = "mean", device: Device = None,
-        dtype: torch.dtype | None = None,
+        z_loss: float = 0.0, reduction: str = "mean", softcap: float = 0.0, logit_scale: float = 1.0,
+        device: Device = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.n, self.classes = n, classes
         self.options: dict[str, Any] = {
             "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss, "reduction": reduction,
+            "softcap": softcap, "logit_scale": logit_scale,
         }  # fmt: skip
         self.weight = nn.Parameter(torch.empty(classes, n, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(classes, device=device, dtype=dtype)) if bias else None

@@ -11,7 +11,7 @@ from ml_dtypes import finfo
 
 from cute_ops import testing
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
-from cute_ops.testing import numpy_dtype
+from cute_ops.testing import namespace, numpy_dtype
 from tests.contract.adapters import Adapter
 
 
@@ -66,14 +66,17 @@ def test_chunks_of_so_many_rows(adapter: Adapter, chunk_rows: int, reduction: st
     """The loss and its gradients are those of logits that are written out."""
     arrays, target = problem()
     given, classes = adapter.arrays(arrays), adapter.array(target)
-    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2}
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0, "logit_scale": 0.5}
 
     def ours(hidden: Any, weight: Any, bias: Any) -> Any:
         more = {"chunk_rows": chunk_rows, **options}
         return adapter.ours.linear_cross_entropy(hidden, weight, classes, bias, **more)
 
     def written_out(hidden: Any, weight: Any, bias: Any) -> Any:
-        return adapter.ours.cross_entropy(hidden @ weight.T + bias, classes, **options)
+        logits = hidden @ weight.T + bias
+        capped = 2.0 * namespace([logits]).tanh(0.5 / 2.0 * logits)
+        more = {name: value for name, value in options.items() if name not in ("softcap", "logit_scale")}
+        return adapter.ours.cross_entropy(capped, classes, **more)
 
     cotangent = None if reduction != "none" else [np.cos(target).astype(np.float32)]
     found, exact = (
@@ -100,6 +103,8 @@ def test_a_linear_layer_without_rows(adapter: Adapter, reduction: str) -> None:
         ({"chunk_rows": 1.5}, TypeError, "option `chunk_rows` is 1.5, expected an int or None"),
         ({"label_smoothing": 2.0}, ValueError, "attribute `label_smoothing` is 2.0, expected a number from 0 to 1"),
         ({"z_loss": float("nan")}, ValueError, "attribute `z_loss` is nan, expected a number"),
+        ({"softcap": -1.0}, ValueError, "attribute `softcap` is -1.0, expected a finite number of at least 0"),
+        ({"logit_scale": 0.0}, ValueError, "attribute `logit_scale` is 0.0, expected a positive number"),
         ({"ignore_index": 2**40}, ValueError, "attribute `ignore_index` is 1099511627776, which no target of int32"),
         ({"h": 8}, ValueError, "argument `weight` has h=8, but h=16"),
         ({"bias": "float16"}, TypeError, "argument `bias` has dtype float16, but T=float32 from `hidden`"),

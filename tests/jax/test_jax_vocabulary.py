@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"reduction": "mean", "label_smoothing": 0.1, "z_loss": 1e-2},
     "sum": {"reduction": "sum", "z_loss": 1e-2},
     "none": {"reduction": "none", "label_smoothing": 0.1},
+    "capped": {"reduction": "mean", "softcap": 2.0, "logit_scale": 0.5},
     "ignore-a-class": {"reduction": "mean", "ignore_index": 3},
 }
 
@@ -65,9 +66,10 @@ def problem(ignore_index: int = -100, **_: Any) -> tuple[dict[str, np.ndarray], 
 
 def written_out(
     logits: Any, target: Any, axis_name: Any, ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, reduction: str = "mean",
+    z_loss: float = 0.0, reduction: str = "mean", softcap: float = 0.0, logit_scale: float = 1.0,
 ) -> Any:  # fmt: skip
     """The program that a user would write, which JAX differentiates."""
+    logits = softcap * jnp.tanh(logits * (logit_scale / softcap)) if softcap else logits * logit_scale
     n = logits.shape[-1]
     classes = n * jax.lax.axis_size(axis_name)
     top = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, -1)), axis_name)

@@ -110,7 +110,10 @@ def test_special_values(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}, {"softcap": 5.0, "logit_scale": 0.5}],
+    ids=str,
+)  # fmt: skip
 def test_slices_of_the_classes(options: dict[str, Any], device: str) -> None:
     """Ranks that share the classes run their slices and combine the results: here one after another."""
     n, sizes = 1003, (501, 501, 1)

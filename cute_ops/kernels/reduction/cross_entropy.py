@@ -6,6 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.kernels.emit.primitives import short_tanh
 from cute_ops.kernels.lib.copy import fragment, gmem_elements
 from cute_ops.kernels.lib.row_copy import number_or, store_number
 from cute_ops.kernels.lib.row_layout import row_address
@@ -24,11 +26,71 @@ def logit(mLogits: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int6
     return rX[0]
 
 
+class Shape:
+    """``y = softcap * tanh(logit_scale * x / softcap)``, or ``logit_scale * x`` without a cap; -inf stays -inf."""
+
+    def __init__(self, variant):
+        self.cap, self.scale = variant.attrs["softcap"], variant.attrs["logit_scale"]
+        self.plain = self.cap == 0 and self.scale == 1
+        # What the short one loses is less than what 16 bits have rounded off.
+        self.tanh = short_tanh if ITEMSIZE[variant.tensors["logits"].dtype] <= 2 else cute.math.tanh
+
+    def number(self, x):
+        if self.cap == 0:
+            return x if self.plain else x * self.scale
+        return cutlass.select_(x == -Float32.inf, x, self.cap * self.tanh(x * (self.scale / self.cap)))
+
+    def slope(self, y):
+        """The derivative, by what it made of the logit."""
+        if self.cap == 0:
+            return Float32(self.scale)
+        part = y * (1.0 / self.cap)
+        return cutlass.select_(y == -Float32.inf, Float32(0.0), self.scale * (1.0 - part * part))
+
+    def vector(self, x):
+        return x if self.plain else self._each(self.number, x)
+
+    def derived(self, rDx, y):
+        """Multiply the gradient of a vector by the derivative."""
+        if not self.plain:
+            rDx.store(rDx.load() * self._each(self.slope, y))
+
+    def _each(self, function, x):
+        rX = fragment(Float32, cute.size(x.shape))
+        rX.store(x)
+        for j in range(cute.size(rX)):
+            rX[j] = function(rX[j])
+        return rX.load()
+
+
+class ShapedLogSum(LogSum):
+    """The reduction of shaped logits. The largest one is the shape of the largest logit: shapes grow with logits."""
+
+    def __init__(self, shape, plain):
+        super().__init__(plain)
+        self.shape = shape
+
+    def add(self, state, get, inside):
+        return super().add(state, lambda: (self.shape.vector(get()[0]),), inside)
+
+    def gather(self, gets, insides):
+        if self.shape.plain:
+            return super().gather(gets, insides)
+        top = -Float32.inf
+        for get in gets:
+            top = cute.arch.fmax(top, get()[0].reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+        state = (self.shape.number(top), *self.start()[1:])
+        for get, inside in zip(gets, insides):
+            state = self._with(state, self.shape.vector(get()[0]), inside)
+        return state
+
+
 class Settings:
     """The attributes, and the loss and gradient that they make of a row's sums."""
 
     def __init__(self, variant):
         attrs = variant.attrs
+        self.shape = Shape(variant)
         self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
         # In a slice of the classes a target may belong to another slice: then it adds nothing to this slice's loss.
         self.classes = attrs.get("classes", 0)
@@ -74,7 +136,7 @@ class Loss(RowFunction):
 
     def __init__(self, variant):
         self.set = Settings(variant)
-        self.reduction = LogSum(plain=self.set.smoothing != 0)
+        self.reduction = ShapedLogSum(self.set.shape, plain=self.set.smoothing != 0)
 
     def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, *_ = numbers
@@ -83,7 +145,7 @@ class Loss(RowFunction):
         kept = target != self.set.ignored
         known = valid & kept & (target >= 0) & (target < n)
         picked = logit(mLogits, variant.tensors["logits"], row, target, known)
-        return (kept, known, picked), valid & kept
+        return (kept, known, self.set.shape.number(picked)), valid & kept
 
     def postprocess(self, variant, numbers, rows, results, context, row):
         mLogits, _, mLoss, mMax, mSum = numbers
@@ -125,8 +187,10 @@ class LossGradient(RowFunction):
         column, top, log_sum, dloss, n = context
         # Computed here, because earlier the logits' loads would wait for the numbers.
         scales = self.set.scales(log_sum, top, dloss, n)
-        rDx = self.set.gradient(values[0], top, scales, columns)
+        y = self.set.shape.vector(values[0])
+        rDx = self.set.gradient(y, top, scales, columns)
         subtract_at(rDx, column - columns.first, self.set.at_target(dloss))
+        self.set.shape.derived(rDx, y)
         return (rDx.load(),)
 
 
@@ -138,7 +202,7 @@ class LossStep(RowFunction):
 
     def __init__(self, variant):
         self.set = Settings(variant)
-        self.reduction = LogSum(plain=self.set.smoothing != 0)
+        self.reduction = ShapedLogSum(self.set.shape, plain=self.set.smoothing != 0)
 
     def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, mDloss, _ = numbers
@@ -147,7 +211,7 @@ class LossStep(RowFunction):
         dloss = number_or(mDloss, tensors["dloss"], row, valid, 0)
         kept = target != self.set.ignored
         known = kept & (target >= 0) & (target < Int64(n))
-        picked = logit(mLogits, tensors["logits"], row, target, valid & known)
+        picked = self.set.shape.number(logit(mLogits, tensors["logits"], row, target, valid & known))
         column = Int32(cutlass.select_(known, target, Int64(-1)))
         return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), valid & kept
 
@@ -160,8 +224,10 @@ class LossStep(RowFunction):
     def emit(self, values, results, context, columns):
         kept, _, column, dloss, _, n = context
         scales = self.set.scales(cute.math.log(results[1]), results[0], dloss, n)
-        rDx = self.set.gradient(values[0], results[0], scales, columns)
+        y = self.set.shape.vector(values[0])
+        rDx = self.set.gradient(y, results[0], scales, columns)
         subtract_within(rDx, column - columns.first, self.set.at_target(dloss))
+        self.set.shape.derived(rDx, y)
         zero_unless(rDx, kept)  # a row that was not read has undefined values here
         return (rDx.load(),)
 

@@ -14,7 +14,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding, Split
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.checks import FINITE, no_columns, within
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, no_columns, within
 from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, normalised_in_place, reduced
 
 CASES = (
@@ -26,6 +26,9 @@ CASES = (
     Case("gpt2", {"m": (5,), "n": 50257}, attrs={"label_smoothing": 0.1}),
     Case("llama3-8b", {"m": (2, 3), "n": 128256}),
     Case("gemma3", {"m": (3,), "n": 262144}, attrs={"z_loss": 1e-4}),
+    Case("gemma2", {"m": (3,), "n": 256000}, attrs={"softcap": 30.0}),
+    Case("cohere", {"m": (7,), "n": 2049}, attrs={"logit_scale": 0.0625, "label_smoothing": 0.1}),
+    Case("capped", {"m": (2, 9), "n": 515}, attrs={"softcap": 2.0, "logit_scale": 1.5, "z_loss": 1e-3}),
     Case("llama3-8b-slice", {"m": (5,), "n": 16032}, attrs={"label_smoothing": 0.1, "classes": 128256}),
 )
 
@@ -41,18 +44,29 @@ def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tup
     return target != ignore_index, known, columns(xp, x) == target[..., None]
 
 
+def _shaped(xp: Any, x: Any, softcap: float, logit_scale: float) -> tuple[Any, Any]:
+    """Scaled and capped logits, of which -inf stays -inf, and their derivative."""
+    if not softcap:
+        return x * logit_scale if logit_scale != 1 else x, logit_scale
+    absent = x == -xp.inf
+    part = xp.tanh(xp.where(absent, xp.zeros_like(x), x) * (logit_scale / softcap))
+    return xp.where(absent, x, softcap * part), xp.where(absent, xp.zeros_like(x), logit_scale * (1 - part * part))
+
+
 def _origin(xp: Any, m: Any) -> Any:
     """What exponents beside the maximum ``m`` are relative to."""
     return xp.where(m > -xp.inf, m, xp.zeros_like(m))
 
 
 def reference(
-    xp: Any, logits: Any, target: Any, *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int
-) -> tuple[Any, Any, Any]:
+    xp: Any, logits: Any, target: Any,
+    *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int, softcap: float, logit_scale: float,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """The lse stays apart as a maximum and the rest, and all terms are differences from that maximum: a number that is
     common to all logits, however large, leaves no trace.
     """
     (x,) = widen(xp, logits)
+    x, _ = _shaped(xp, x, softcap, logit_scale)
     kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
     m = xp.max(x, axis=-1)
     shifted = x - _origin(xp, m)[..., None]
@@ -71,13 +85,18 @@ def reference(
 
 def reference_bwd(
     xp: Any, logits: Any, target: Any, row_max: Any, log_sum: Any, dloss: Any,
-    *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int,
+    *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int, softcap: float, logit_scale: float,
 ) -> Any:  # fmt: skip
     x, m, s, d = widen(xp, logits, row_max, log_sum, dloss)
+    x, derivative = _shaped(xp, x, softcap, logit_scale)
     kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
     slope = xp.exp((x - m[..., None]) - s[..., None]) * (1 + 2 * z_loss * (m + s))[..., None]
     slope = slope - xp.where(at_target, xp.ones_like(x), xp.zeros_like(x)) * (1 - label_smoothing)
-    dx = (slope - label_smoothing / (classes or x.shape[-1])) * xp.where(known, d, d * 0 + xp.nan)[..., None]
+    dx = (
+        (slope - label_smoothing / (classes or x.shape[-1]))
+        * xp.where(known, d, d * 0 + xp.nan)[..., None]
+        * derivative
+    )
     return xp.astype(xp.where(kept[..., None], dx, xp.zeros_like(dx)), logits.dtype)
 
 
@@ -91,13 +110,16 @@ def check(binding: Binding) -> str | None:
     problem = no_columns(binding, "logits") or _in_range(binding)
     if not problem and classes and isinstance(n, int) and classes < n:
         problem = f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
+    scale = binding.attrs["logit_scale"]
+    if not problem and scale <= 0:
+        problem = f"attribute `logit_scale` is {scale}, expected a positive number."
     ignored, bits = binding.attrs["ignore_index"], 31 if binding.dtypes["I"] == "int32" else 63
     if not problem and not -(2**bits) <= ignored < 2**bits:
         problem = f"attribute `ignore_index` is {ignored}, which no target of {binding.dtypes['I']} can be."
     return problem
 
 
-_in_range = within(label_smoothing=(0.0, 1.0), z_loss=FINITE)
+_in_range = within(label_smoothing=(0.0, 1.0), z_loss=FINITE, softcap=NOT_NEGATIVE, logit_scale=FINITE)
 
 
 def reduce_rows(
@@ -162,7 +184,11 @@ def merge_slices(
 
 FINISH = Finish(reduce_rows, {"reduction": ("mean", "sum", "none")}, {"reduction": "none"})
 IGNORE_INDEX = -100
-ATTRS = {"ignore_index": IGNORE_INDEX, "label_smoothing": 0.0, "z_loss": 0.0, "classes": 0}
+ATTRS = {
+    "ignore_index": IGNORE_INDEX, "label_smoothing": 0.0, "z_loss": 0.0, "classes": 0, "softcap": 0.0,
+    "logit_scale": 1.0,
+}  # fmt: skip
+
 DTYPES = {"T": FLOATS, "I": ("int64", "int32")}
 INPUTS = {"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", upper_bound="n")}
 DLOGITS, ROW = Tensor("*m n", "T", donates="logits"), Tensor("*m", "float32")
@@ -192,7 +218,8 @@ cross_entropy_bwd = Op(
     doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave as two numbers, ``row_max + log_sum``.
 
     ``dlogits = dloss * (exp(logits - row_max - log_sum) * (1 + 2 * z_loss * lse)
-    - (1 - label_smoothing) * onehot(target) - label_smoothing / n)``; zero in ignored rows, whatever their logits are.
+    - (1 - label_smoothing) * onehot(target) - label_smoothing / n)``, of the scaled and capped logits and times their
+    derivative; zero in ignored rows, whatever their logits are.
     One read, one write.
     """,
 )
@@ -213,19 +240,21 @@ cross_entropy = Op(
     cases=CASES,
     doc="""Cross entropy of logits with a target class per row.
 
-    ``lse = log(sum(exp(logits)))``
-    ``loss = lse - (1 - label_smoothing) * logits[target] - label_smoothing * mean(logits) + z_loss * lse^2``
+    ``y = softcap * tanh(logit_scale * logits / softcap)``, or ``logit_scale * logits``; ``lse = log(sum(exp(y)))``
+    ``loss = lse - (1 - label_smoothing) * y[target] - label_smoothing * mean(y) + z_loss * lse^2``
 
     Args:
         logits: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n.
         target: ``I[*m]``, int64 or int32, the class of each row; any strides.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
-            a compile-time constant, as the next three.
+            a compile-time constant, as the next five.
         label_smoothing: fraction of the target that is spread evenly over all n classes.
         z_loss: weight of ``lse^2``, which keeps logits from drifting.
         classes: where the logits are a slice of so many classes (a vocabulary shard): a target that is not in it then
             adds nothing and the mean is ``sum(logits) / classes``; what the slices give is yet to be combined: the loss
             is relative to the slice's maximum as far as the target lies in other slices. 0: these are all classes.
+        softcap: bound of the logits, as in Gemma 2; 0 is none. A logit of -inf stays a class of no probability.
+        logit_scale: factor of the logits, as in Cohere's models; positive.
         reduction: ``"mean"`` over the rows that are not ignored (NaN where there are none, as in PyTorch), ``"sum"``,
             or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns
             the losses, maxima and log-sums of each row: the lse as two numbers, since one float32 cannot hold both.
@@ -270,9 +299,10 @@ cross_entropy_step = Op(
         target: ``I[*m]``, int64 or int32, the class of each row; any strides.
         dloss: float32 ``[*m]``; any strides.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
-            a compile-time constant, as the next two.
+            a compile-time constant, as the next four.
         label_smoothing: fraction of the target that is spread evenly over all n classes.
         z_loss: weight of ``lse^2``.
+        softcap, logit_scale: bound and factor of the logits.
 
     Returns:
         ``(dlogits, loss)``: ``T[*m n]`` and float32 ``[*m]``. Accumulated in float32, deterministic; special values as
