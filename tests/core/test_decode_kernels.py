@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from pathlib import Path
@@ -30,8 +31,15 @@ CALLS = (
 )
 
 
+def check_shared(folder: Path, counted: int) -> None:
+    """Kernels take the shared memory that the config has counted, up to alignment."""
+    taken = max(json.loads((folder / "shared.json").read_text()))
+    assert counted - 64 <= taken <= counted + 64
+
+
 def run(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch: str = "sm_90a") -> dict[str, np.ndarray]:
     emulated = EmulatedCall(decode_attention, given, call.attrs, folder, arch)
+    check_shared(folder, DecodeConfig.of(emulated.variant.config).shared(call.d, call.e))
     rows, splits = emulated.arrays["partial_lse"].shape
     blocks = -(-call.s * call.r // DecodeConfig.of(emulated.variant.config).rows)
     ctas = len(call.lengths) * call.g * splits * blocks
@@ -60,6 +68,7 @@ LATENT = (
 
 def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch: str) -> dict[str, np.ndarray]:
     emulated = EmulatedCall(mla_decode, given, call.attrs, folder, arch)
+    check_shared(folder, MlaConfig.of(emulated.variant.config).shared(call.d))
     rows, splits = emulated.arrays["partial_lse"].shape
     ctas = len(call.lengths) * splits * -(-call.s * call.r // MlaConfig.of(emulated.variant.config).rows)
     emulated.run("MlaDecode", [*emulated.arrays], [struct.pack("<i", splits)], ctas)

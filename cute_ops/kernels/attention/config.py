@@ -129,7 +129,8 @@ class MlaConfig(KernelConfig):
         tiles_m: tiles of 16 rows, the queries of a sequence's heads.
         keys: of a block.
         warps: each has the scores of 16 rows and 16 keys.
-        stages: blocks of keys in shared memory.
+        chunk: keys that are loaded at once, a part of a block.
+        stages: chunks of keys in shared memory.
         paged: whether the cache has pages.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
     """
@@ -137,6 +138,7 @@ class MlaConfig(KernelConfig):
     tiles_m: int
     keys: int
     warps: int
+    chunk: int
     stages: int
     paged: bool
     split_keys: int = 0
@@ -145,10 +147,16 @@ class MlaConfig(KernelConfig):
     def rows(self) -> int:
         return MMA_ROWS * self.tiles_m
 
-    def shared(self, d: int, e: int) -> int:
-        """Bytes of shared memory: queries, blocks of keys, weights, which keys are there, and four numbers of each row
-        and of each 16 keys.
+    @property
+    def chunks(self) -> int:
+        """Of a block."""
+        return self.keys // self.chunk
+
+    def shared(self, d: int) -> int:
+        """Bytes of shared memory: queries, chunks of keys, weights, which keys are there; of each row a factor and two
+        numbers for each 16 keys.
         """
-        pitch, rows = 2 * (d + PADDING), self.rows
-        weights = 2 * rows * (self.keys + PADDING)
-        return pitch * (rows + self.stages * self.keys) + weights + 4 * self.stages * self.keys + 16 * rows * 4
+        pitch, rows, keys = 2 * (d + PADDING), self.rows, self.stages * self.chunk
+        return (
+            pitch * (rows + keys) + 2 * rows * (self.keys + PADDING) + 4 * keys + 4 * rows * (1 + 2 * self.keys // 16)
+        )

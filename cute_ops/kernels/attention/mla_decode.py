@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: queries; blocks of keys, (keys, d, stages); which keys are there; weights; of each row the largest
+    """Shared memory: queries; chunks of keys, (keys, d, stages); which keys are there; weights; of each row the largest
     score and the sum of weights over each 16 keys, and what earlier sums are to be multiplied by.
     """
 
@@ -75,10 +75,10 @@ class MlaDecode:
     """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has ``16 * tiles_m`` rows, the queries of a sequence's heads, and goes through a part of its keys, block
-    by block. A warp has the scores of 16 rows and 16 keys; their weights go to shared memory, where the warps take them
+    by block, which are loaded in chunks. A warp has the scores of 16 rows and 16 keys; their weights go to shared memory, where the warps take them
     for sums of values, of which each has a part of the columns. Both products are by ``mma.sync``, and read the same
     block. If keys are split, :class:`Combine` combines the results of CTAs in a fixed order.
-    Shared memory: ``16 * tiles_m x d`` queries, ``stages`` blocks of ``keys x d``, weights of one block; padded.
+    Shared memory: ``16 * tiles_m x d`` queries, ``stages`` chunks of ``chunk x d`` keys, weights of one block; padded.
     Bytes moved per element: keys once, from memory for one block of rows, from L2 for the others.
     """
 
@@ -92,7 +92,8 @@ class MlaDecode:
         # For sums of values: warps beside and below one another, and each one's columns and tiles of rows.
         self.across = min(config.warps, 4)
         self.columns, self.tiles = self.e // self.across, config.tiles_m * self.across // config.warps
-        self.rows_of_warp, self.parts = config.keys // config.warps, config.keys // KEYS_OF_WARP
+        self.rows_of_warp, self.parts = config.chunk // config.warps, config.keys // KEYS_OF_WARP
+        self.ahead = config.stages - config.chunks  # chunks that are loaded before a block's are read
         self.combine = Combine(self.e, self.pdl)
 
     @cute.jit
@@ -149,9 +150,9 @@ class MlaDecode:
         layouts = (
             (self.dtype, cute.make_layout((config.rows, self.d), stride=(pitch, 1))),
             (self.dtype, cute.make_layout(
-                (config.keys, self.d, config.stages), stride=(pitch, 1, config.keys * pitch)
+                (config.chunk, self.d, config.stages), stride=(pitch, 1, config.chunk * pitch)
             )),
-            (Int32, cute.make_layout((config.keys, config.stages))),
+            (Int32, cute.make_layout((config.chunk, config.stages))),
             (self.dtype, cute.make_layout((config.rows, config.keys), stride=(config.keys + PADDING, 1))),
             (Float32, cute.make_layout((config.rows, self.parts))),
             (Float32, cute.make_layout((config.rows, self.parts))),
@@ -164,11 +165,15 @@ class MlaDecode:
         self, mma, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr,
         at: cutlass.Constexpr,
     ):  # fmt: skip
-        (warp, lane), stages = at, self.config.stages
-        entry = self._entry(tensors, work, work.begin, at)
-        for i in cutlass.range(stages - 1, unroll=1):
-            self._load(tensors.latent_cache, shared, (work.begin + i, work.end, i), entry, at)
-            entry = self._entry(tensors, work, work.begin + i + 1, at)
+        (warp, lane), stages, chunks = at, self.config.stages, self.config.chunks
+        first, end = work.begin * chunks, work.end * chunks
+        for i in cutlass.range(self.ahead, unroll=1):
+            entry = self._entry(tensors, work, first + i, at)
+            self._load(tensors.latent_cache, shared, (first + i, end, i), entry, at)
+        # The pages of chunks are looked up one block ahead of their copies.
+        entries = cute.make_rmem_tensor(chunks, Int32)
+        for j in cutlass.range_constexpr(chunks):
+            entries[j] = self._entry(tensors, work, first + self.ahead + j, at)
         self._load_queries(tensors.q, shared.q, work, at)
         mine, tiles_m = mma.get_slice(lane), self.config.tiles_m
         # Scores of 16 rows and 16 keys; sums of some tiles of rows and a part of the columns.
@@ -181,27 +186,30 @@ class MlaDecode:
         for rO in sums:
             rO.fill(0.0)
         sQ = cute.local_tile(shared.q, (MMA_ROWS, self.d), (of_rows, 0))
-        sK = cute.local_tile(shared.k, (KEYS_OF_WARP, self.d), (of_keys, 0, None))
-        sV = cute.local_tile(shared.k, (self.config.keys, self.columns), (0, beside, None))
+        parts = self.config.chunk // KEYS_OF_WARP
+        sK = cute.local_tile(shared.k, (KEYS_OF_WARP, self.d), (of_keys % parts, 0, None))
+        sV = cute.local_tile(shared.k, (self.config.chunk, self.columns), (0, beside, None))
         sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (columns, keys, stages)
         rows_of_sums = MMA_ROWS * self.tiles
         sP = cute.local_tile(shared.weights, (rows_of_sums, self.config.keys), (down, 0))
         readers = self._readers(mma, lane)
         stage = Int32(0)
         for block in cutlass.range(work.begin, work.end, unroll=1):
-            cute.arch.cp_async_wait_group(stages - 2)
-            # All copies of the block are seen, and all warps have read the stage that is loaded now.
+            cute.arch.cp_async_wait_group(self.ahead - chunks)
+            # All copies of the block are seen, and all warps have read the stages that are loaded now.
             cute.arch.barrier()
-            ahead = block + stages - 1
-            free = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
-            self._load(tensors.latent_cache, shared, (ahead, work.end, free), entry, at)
-            entry = self._entry(tensors, work, ahead + 1, at)
-            self._score(mma, mine, readers, (sQ, sK[None, None, stage]), found.scores)
-            self._hide(found, shared.there, (block, stage), (of_keys, lane))
+            for j in cutlass.range_constexpr(chunks):
+                chunk, free = block * chunks + self.ahead + j, self._later(stage, self.ahead + j)
+                self._load(tensors.latent_cache, shared, (chunk, end, free), entries[j], at)
+                entries[j] = self._entry(tensors, work, chunk + chunks, at)
+            own = self._later(stage, of_keys // parts)
+            self._score(mma, mine, readers, (sQ, sK[None, None, own]), found.scores)
+            self._hide(found, shared.there, (block, own), (of_keys, lane))
             self._weigh(found, shared, (of_rows, of_keys, lane))
             cute.arch.barrier()
-            self._add_values(mma, mine, readers, (sP, sVt[None, None, stage], shared.factors), (sums, down, lane))
-            stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+            values = [sVt[None, None, self._later(stage, j)] for j in range(chunks)]
+            self._add_values(mma, mine, readers, (sP, values, shared.factors), (sums, down, lane))
+            stage = self._later(stage, chunks)
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         self._keep(found, shared, (of_rows, of_keys, lane))
@@ -210,13 +218,18 @@ class MlaDecode:
             first = (down * self.tiles + i) * MMA_ROWS
             self._finish(tensors, work, shared, sums[i], (first, beside, lane))
 
+    def _later(self, stage, count):
+        """The stage that comes so many after this one, fewer than there are."""
+        stage = stage + count
+        return cutlass.select_(stage >= self.config.stages, stage - self.config.stages, stage)
+
     # --- copies
 
     @cute.jit
-    def _entry(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, block, at: cutlass.Constexpr):
-        """The page of the key of a lane, one of its warp's in a block, or the sequence; -1 where there is none."""
+    def _entry(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, chunk, at: cutlass.Constexpr):
+        """The page of the key of a lane, one of its warp's in a chunk, or the sequence; -1 where there is none."""
         (warp, lane), entry = at, Int32(-1)
-        key = block * self.config.keys + warp * self.rows_of_warp + lane % self.rows_of_warp
+        key = chunk * self.config.chunk + warp * self.rows_of_warp + lane % self.rows_of_warp
         if key < work.keys:
             if const_expr(self.config.paged):
                 page = Int64(tensors.page_table[work.batch, key // Int32(tensors.latent_cache.shape[1])])
@@ -230,11 +243,11 @@ class MlaDecode:
     def _load(
         self, mX, shared: cutlass.Constexpr, place: cutlass.Constexpr, entry, at: cutlass.Constexpr
     ):  # fmt: skip
-        """Start to copy a warp's keys of a block to a stage, as one group of copies; zeros where no key is."""
-        (block, end, stage), (warp, lane) = place, at
-        if block < end:
+        """Start to copy a warp's keys of a chunk to a stage, as one group of copies; zeros where no key is."""
+        (chunk, end, stage), (warp, lane) = place, at
+        if chunk < end:
             first = warp * self.rows_of_warp
-            slot = block * self.config.keys + first + lane % self.rows_of_warp
+            slot = chunk * self.config.chunk + first + lane % self.rows_of_warp
             if const_expr(self.config.paged):
                 slot = slot % Int32(mX.shape[1])
             start = mX.iterator.toint()
@@ -242,7 +255,7 @@ class MlaDecode:
             if lane < self.rows_of_warp:
                 shared.there[first + lane, stage] = Int32(entry >= 0)
             vectors, pitch = self.d // VECTOR, 2 * (self.d + PADDING)
-            target = shared.k.iterator.toint() + (stage * self.config.keys + first) * pitch + lane * VECTOR_BYTES
+            target = shared.k.iterator.toint() + (stage * self.config.chunk + first) * pitch + lane * VECTOR_BYTES
             for i in cutlass.range_constexpr(self.rows_of_warp):
                 source = of_lane(address, i) + lane * VECTOR_BYTES
                 there = cute.arch.shuffle_sync(entry, i) >= 0
@@ -320,7 +333,7 @@ class MlaDecode:
         first = block * self.config.keys + within
         for c in cutlass.range_constexpr(4):
             offset = 8 * (c // 2) + c % 2
-            known = there[within + offset, stage] != 0
+            known = there[within % self.config.chunk + offset, stage] != 0
             for r in cutlass.range_constexpr(2):
                 seen = known & (first + offset <= found.last[r])
                 scores[r, c] = cutlass.select_(seen, scores[r, c], -Float32.inf)
@@ -363,7 +376,7 @@ class MlaDecode:
 
     def _add_values(self, mma, mine, readers, operands, sums):
         """Multiply sums by what their rows' largest scores have grown by, and add a block's weighted values."""
-        (sP, sVt, factors), (sums, down, lane) = operands, sums
+        (sP, chunks, factors), (sums, down, lane) = operands, sums
         for i, rO in enumerate(sums):
             values = by_row(rO)
             for r in range(2):
@@ -372,12 +385,16 @@ class MlaDecode:
                     values[r, c] = values[r, c] * factor
         tiles = [cute.local_tile(sP, (MMA_ROWS, self.config.keys), (i, 0)) for i in range(self.tiles)]
         weights = [mma.make_fragment_A(mine.partition_A(tile)) for tile in tiles]
-        tOrV = mma.make_fragment_B(mine.partition_B(sVt))
+        tOrV, reader = mma.make_fragment_B(mine.partition_B(chunks[0])), readers[2]
         for k in range(self.config.keys // 16):
-            for reader, s, r in (*((readers[0], *each) for each in zip(tiles, weights)), (readers[2], sVt, tOrV)):
-                cute.copy(reader, reader.partition_S(s)[None, None, k], reader.retile(r)[None, None, k])
+            for sTile, tOrP in zip(tiles, weights):
+                source = readers[0].partition_S(sTile)
+                cute.copy(readers[0], source[None, None, k], readers[0].retile(tOrP)[None, None, k])
+            j, of_chunk = divmod(k, self.config.chunk // 16)
+            source = reader.partition_S(chunks[j])
+            cute.copy(reader, source[None, None, of_chunk], reader.retile(tOrV)[None, None, of_chunk])
             for tOrP, rO in zip(weights, sums):
-                cute.gemm(mma, rO, tOrP[None, None, k], tOrV[None, None, k], rO)
+                cute.gemm(mma, rO, tOrP[None, None, k], tOrV[None, None, of_chunk], rO)
 
     # --- after the loop
 

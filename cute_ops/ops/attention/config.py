@@ -149,12 +149,12 @@ def mla_decode(problem: Problem) -> MlaConfig:
     rows, arch = dims["h"] * dims["s"], problem.arch
     invariant = INVARIANT_KEYS if attrs["batch_invariant"] else 0
     configs = (
-        MlaConfig(tiles_m, keys, warps, stages, "page_table" in problem.dtypes, invariant)
+        MlaConfig(tiles_m, keys, warps, min(keys, 32), stages, "page_table" in problem.dtypes, invariant)
         for least_rows, tiles_m, keys, warps in ((32, 4, 32, 8), (16, 2, 32, 4), (0, 1, 64, 4), (0, 1, 32, 2))
-        for stages in range(MOST_STAGES, 1, -1)
+        for stages in range(MOST_STAGES, 2 * keys // 32 - 1, -1)
         if rows > least_rows
     )
-    return next(c for c in configs if c.shared(dims["d"], attrs["rank"]) <= ARCHES[arch].shared_per_cta)
+    return next(c for c in configs if c.shared(dims["d"]) <= ARCHES[arch].shared_per_cta)
 
 
 def mla_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
