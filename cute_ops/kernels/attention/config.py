@@ -157,6 +157,5 @@ class MlaConfig(KernelConfig):
         numbers for each 16 keys.
         """
         pitch, rows, keys = 2 * (d + PADDING), self.rows, self.stages * self.chunk
-        return (
-            pitch * (rows + keys) + 2 * rows * (self.keys + PADDING) + 4 * keys + 4 * rows * (1 + 2 * self.keys // 16)
-        )
+        weights, of_rows = 2 * rows * (self.keys + PADDING), 4 * rows * (1 + 2 * self.keys // 16)
+        return pitch * (rows + keys) + weights + 4 * keys + of_rows

@@ -75,9 +75,10 @@ class MlaDecode:
     """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has ``16 * tiles_m`` rows, the queries of a sequence's heads, and goes through a part of its keys, block
-    by block, which are loaded in chunks. A warp has the scores of 16 rows and 16 keys; their weights go to shared memory, where the warps take them
-    for sums of values, of which each has a part of the columns. Both products are by ``mma.sync``, and read the same
-    block. If keys are split, :class:`Combine` combines the results of CTAs in a fixed order.
+    by block, which are loaded in chunks. A warp has the scores of 16 rows and 16 keys; their weights go to shared
+    memory, where the warps take them for sums of values, of which each has a part of the columns. Both products are by
+    ``mma.sync``, and read the same block. If keys are split, :class:`Combine` combines the results of CTAs in a fixed
+    order.
     Shared memory: ``16 * tiles_m x d`` queries, ``stages`` chunks of ``chunk x d`` keys, weights of one block; padded.
     Bytes moved per element: keys once, from memory for one block of rows, from L2 for the others.
     """
@@ -165,7 +166,7 @@ class MlaDecode:
         self, mma, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr,
         at: cutlass.Constexpr,
     ):  # fmt: skip
-        (warp, lane), stages, chunks = at, self.config.stages, self.config.chunks
+        (warp, lane), chunks = at, self.config.chunks
         first, end = work.begin * chunks, work.end * chunks
         for i in cutlass.range(self.ahead, unroll=1):
             entry = self._entry(tensors, work, first + i, at)
