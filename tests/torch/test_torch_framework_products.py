@@ -120,7 +120,7 @@ def test_autocast_changes_no_dtype(hopper: None) -> None:
 
 
 def frames(call: Callable[[], Any]) -> list[str]:
-    """The Python functions that a call runs."""
+    """The Python functions that a call runs, without list comprehensions, which are frames on Python 3.11 only."""
     found: list[str] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -132,12 +132,12 @@ def frames(call: Callable[[], Any]) -> list[str]:
         call()
     finally:
         sys.setprofile(None)
-    return found[1:]
+    return [name for name in found[1:] if name != "<listcomp>"]
 
 
 def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public function in what suggests names, the op's, its look at the compiler, and the guard; for an epilogue
-    two more functions and a list find the op.
+    two more functions find the op.
     """
     plain, biased = fast(linear.linear), fast(BIASED)
     monkeypatch.setattr(composites, "plain", plain)
@@ -157,7 +157,7 @@ def test_a_known_call_runs_torchs_function_and_little_else(fast: Any, monkeypatc
             for _ in range(2):
                 assert torch.equal(call(), torchs())
             seen = frames(call)
-            assert len(seen) == (5 if name == "linear" else 8), seen
+            assert len(seen) == (5 if name == "linear" else 7), seen
             with torch.no_grad():
                 assert len(frames(call)) == len(seen)
 
