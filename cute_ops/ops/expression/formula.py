@@ -17,7 +17,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
-from cute_ops.hardware import WARP
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.ops.expression.row_config import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
@@ -27,8 +27,9 @@ POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
 # Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small, as threads of large ones drift apart
 # over memory pages.
 THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
-# Partial sums that a sum over rows has in a kernel of elements.
-PARTIALS = 64
+# Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns: as many as
+# let this number of CTAs run on each SM; and where the length of rows is not known.
+PARTIAL_CTAS, PARTIALS = 4, 64
 COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
 Attrs = Mapping[str, Any]
 Made = TypeVar("Made")
@@ -215,6 +216,9 @@ def sum_workspaces(
     """
     made: dict[str, Array | None] = {}
     vectors, scalars = PARTIALS, 0
+    if problem.n is not None:
+        strips = -(-problem.n * ITEMSIZE[problem.dtypes[formula.tile]] // (VECTOR_BYTES * WARP))
+        vectors = max(problem.sm_count * PARTIAL_CTAS // max(strips, 1), 1)
     if formula.by_rows:
         vectors, scalars = formula.rows.partials(problem, FusedRowConfig.of(config))
     for name, shape in outputs.items():

@@ -59,10 +59,15 @@ def _of_batch(op: Op, formula: Callable[[Attrs], Formula]) -> Op:
     """
     sums = {key for key, tensor in op.outputs.items() if tensor.shape in OF_ROWS}
     first = formula(op.attrs)
+    # With other attributes a sum may be that of something else.
+    tiles = {} if op.attrs else _tiles_summed(op, first)
     (alone, *more), one_pass = first.expression.nodes, None
     # The sum of an input needs no pass. With other attributes it may be the sum of something else.
     direct = sums and not op.attrs and not more and alone.primitive == "operand"
-    if not direct:
+    if tiles:
+        op_of_rows = op.only(*(key for key in op.outputs if key not in tiles))
+        one_pass = _of_rows(op_of_rows, lambda attrs: formula(attrs).of_outputs(op_of_rows.outputs))
+    elif not direct:
         one_pass = _of_rows(op, formula)
 
     def run(xp: Any, call: Any, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def _of_batch(op: Op, formula: Callable[[Attrs], Formula]) -> Op:
             rows = arrays[first.tile].shape[:-1]
             read = {key: _each_row(xp, arrays[key], op.inputs[key].shape, rows) for key in one_pass.inputs}
             made = one_pass.with_same_as(call(one_pass, read, attrs))
+        made |= {key: made[tile] for key, tile in tiles.items()}
         axes = {key: (-2, -1) if op.outputs[key].shape == "" else (-2,) for key in sums}
         return made | {key: xp.sums(made[key], axes[key], arrays[key.removeprefix("d")]) for key in sums}
 
@@ -82,6 +88,16 @@ def _of_batch(op: Op, formula: Callable[[Attrs], Formula]) -> Op:
         kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES, dtypes=op.dtypes,
         doc=f"``{op.name}`` for each example of a batch.", called=op.name,
     )  # fmt: skip
+
+
+def _tiles_summed(op: Op, formula: Formula) -> dict[str, str]:
+    """Outputs that are sums over rows, or columns, of another output, by that."""
+    written = {key: [] for key in op.outputs}  # type: dict[str, list[int]]
+    for name, node in zip(formula.writes, formula.expression.outputs, strict=True):
+        written[name.partition("[")[0]].append(node)
+    tiles = {tuple(nodes): key for key, nodes in written.items() if op.outputs[key].shape not in OF_ROWS}
+    sums = [key for key in written if op.outputs[key].shape in OF_ROWS]
+    return {key: tiles[tuple(written[key])] for key in sums if tuple(written[key]) in tiles}
 
 
 def _of_rows(op: Op, of_example: Callable[[Attrs], Formula]) -> Op:

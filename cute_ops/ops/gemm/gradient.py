@@ -2,10 +2,10 @@
 
 One pass computes ``dacc``, the gradient of the product, and the gradients of other tiles, by the derivative of the
 epilogue's expression. The gradient of a vector or a scalar is a sum: of ``dacc`` itself where the operand is added to
-the product, as a bias is. Kernels of rows, which compute epilogues that reduce rows or look at groups of columns, add
-such sums up in the same pass. Two products give the gradients of x and of the weight. A gradient that is a cotangent,
-as that of a residual, is not computed. One that is another's, as that of what is added before an activation, is that of
-the product, is computed once, and written once where dtypes allow.
+the product, as a bias is. Sums of columns are added up in the same pass; those of scalars by kernels of rows alone,
+which compute epilogues that reduce rows or look at groups of columns. Two products give the gradients of x and of the
+weight. A gradient that is a cotangent, as that of a residual, is not computed. One that is another's, as that of what
+is added before an activation, is that of the product, is computed once, and written once where dtypes allow.
 """
 
 from __future__ import annotations
@@ -173,14 +173,19 @@ class _Gradient:
         return found
 
     def first(self) -> tuple[str, ...]:
-        """The operands whose gradients one pass computes: tiles. Kernels of rows also add up those of a few vectors and
-        scalars.
+        """The operands whose gradients one pass computes: tiles, and sums of columns beside them. Kernels of rows also
+        add up those of a few scalars.
         """
         other = {*self.zero, *self.handed_on, *self.like_acc}
         every = [*([ACC] if self.d_acc == f"d{ACC}" else []), *(key for key in self.operands if key not in other)]
         if self.forward.by != "elements" and len(every) <= MOST_SKIPPABLE:
             return tuple(every)
-        return tuple(key for key in every if _is_tile(self.forward.sources[key]))
+        tiles = [key for key in every if _is_tile(self.forward.sources[key])]
+        if not tiles or self.forward.by != "elements":
+            return tuple(tiles)
+        beside = {*self.zero, *self.handed_on}
+        sums = [key for key, t in self.operands.items() if key not in beside and t.shape in ("n", "2n")]
+        return (*tiles, *sums[: max(MOST_SKIPPABLE - len(tiles), 0)])
 
     def vectors(self, first: Collection[str]) -> list[Op]:
         """A step for each vector or scalar that is not among the first, and its twins."""
