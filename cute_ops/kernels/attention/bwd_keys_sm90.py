@@ -82,15 +82,13 @@ class KeysBackward:
         )  # fmt: skip
         moved = tma_copies((*inputs, *gradients), layouts, shapes, stored=2)
         blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
-        self.kernel(mma_s, mma_s, mma_dk, mma_dv, (moved, layouts), rows, tuple(sizes)).launch(
+        self.kernel((mma_s, mma_s, mma_dk, mma_dv), (moved, layouts), rows, tuple(sizes)).launch(
             grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(
-        self, mma_first: cute.TiledMma, mma_s: cute.TiledMma, mma_dk: cute.TiledMma, mma_dv: cute.TiledMma, moved,
-        rows, sizes,
-    ):  # fmt: skip
+    def kernel(self, mmas, moved, rows, sizes):
+        mma_first, mma_s, mma_dk, mma_dv = mmas
         (moved, layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype

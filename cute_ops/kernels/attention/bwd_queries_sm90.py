@@ -70,12 +70,13 @@ class QueriesBackward:
         )  # fmt: skip
         moved = tma_copies((*inputs, mDq), layouts, shapes, stored=1)
         blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q) * sizes.heads * sizes.batches
-        self.kernel(mma_s, mma_s, mma_dq, (moved, layouts), rows, tuple(sizes)).launch(
+        self.kernel((mma_s, mma_s, mma_dq), (moved, layouts), rows, tuple(sizes)).launch(
             grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, mma_first: cute.TiledMma, mma_s: cute.TiledMma, mma_dq: cute.TiledMma, moved, rows, sizes):
+    def kernel(self, mmas, moved, rows, sizes):
+        mma_first, mma_s, mma_dq = mmas
         (moved, layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype

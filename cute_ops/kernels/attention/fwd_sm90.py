@@ -90,15 +90,14 @@ class AttentionFwd:
         sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges))
         Ranges(self.tiles).launch(sizes, stream)
         ctas = cutlass.min(self._count(sizes), Int32(self.sms))
-        self.kernel(mma_qk, mma_qk, mma_pv, (moved, layouts), mSinks, mLse, tuple(sizes)).launch(
+        self.kernel((mma_qk, mma_qk, mma_pv), (moved, layouts), mSinks, mLse, tuple(sizes)).launch(
             grid=[ctas, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(
-        self, mma_first: cute.TiledMma, mma_qk: cute.TiledMma, mma_pv: cute.TiledMma, moved, mSinks, mLse, sizes
-    ):
+    def kernel(self, mmas, moved, mSinks, mLse, sizes):
+        mma_first, mma_qk, mma_pv = mmas
         (moved, layouts), sizes = moved, Sizes(*sizes)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
