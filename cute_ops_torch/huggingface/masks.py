@@ -125,9 +125,9 @@ def _sides_of_call(name: str, given: Mapping[str, Any]) -> tuple[int, int] | Non
     functions. None for a call that says more than the config and the length of one sequence.
     """
     known = {"config", "inputs_embeds", "input_embeds", "cache_position", "allow_is_causal_skip"}
-    store: Any = given.get("past_key_values")
+    store: Any = given.get("past_key_values", given.get("cache"))
     if type(store).__name__ == "DynamicCache" and store.get_seq_length() == 0:
-        known |= {"past_key_values", "position_ids"}  # beside a cache transformers reads no positions
+        known |= {"past_key_values", "cache", "position_ids"}  # beside a cache transformers reads no positions
     if any(value is not None for key, value in given.items() if key not in known):
         return None
     config = given["config"]

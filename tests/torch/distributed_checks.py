@@ -375,6 +375,33 @@ def groups_of_tied_heads_stay_on_their_ranks(world: World) -> None:
 
 
 @check
+def attention_stays_on_its_sequences_and_heads(world: World) -> None:
+    """Without a collective, forward and backward, where ranks have whole groups of heads."""
+    if world.few:
+        return
+    for mesh, cut in ((world.line, [Shard(2)]), (world.line, [Shard(0)]), (world.grid, [Shard(0), Shard(2)])):
+        torch.manual_seed(0)
+        shapes = (4, 9, 8, 32), (4, 11, 4, 32), (4, 11, 4, 16), (8,)
+        whole = [torch.randn(s).to(torch.float32 if len(s) == 1 else torch.bfloat16).requires_grad_() for s in shapes]
+        of_sinks = [Shard(0) if c == Shard(2) else Replicate() for c in cut]
+        places = [*[cut] * 3, of_sinks]
+        given = [spread(t.detach(), mesh, p).requires_grad_() for t, p in zip(whole, places, strict=True)]
+        cotangents = torch.randn(4, 9, 8, 16).bfloat16(), torch.randn(4, 8, 9)
+
+        def step(tensors: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            results = cute_ops_torch.attention(*tensors, causal=True, left=5)
+            return *results, *torch.autograd.grad(results, tensors, cotangents)
+
+        of_lse = [Shard(1) if c == Shard(2) else c for c in cut]
+        spread_out = [spread(t, mesh, p) for t, p in zip(cotangents, (cut, of_lse), strict=True)]
+        with CommDebugMode() as moved:
+            found = step(given, spread_out)
+        assert moved.get_total_counts() == 0, moved.get_comm_counts()
+        for one, right in zip(found, step(whole, cotangents), strict=True):
+            torch.testing.assert_close(one.full_tensor().detach(), right.detach(), rtol=0.02, atol=0.01)
+
+
+@check
 def tied_heads_are_gathered(world: World) -> None:
     """Where no dim is declared parallel, a slice of ``g*r`` heads says nothing: each rank gets all."""
     q, k = Declared("*m g*r d", "T"), Declared("*m g d", "T")

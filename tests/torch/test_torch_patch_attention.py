@@ -27,8 +27,8 @@ EXPERT = {"num_local_experts": 1, "num_experts_per_tok": 1}
 # By a name: the family, and what its config has besides sizes.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}), "llama-eager": ("Llama", {"attn_implementation": "eager"}), "mistral": ("Mistral", WINDOW),
-    "qwen3": ("Qwen3", {}), "gemma2": ("Gemma2", WINDOW), "gemma3": ("Gemma3", WINDOW),
-    "gpt-oss": ("GptOss", WINDOW | EXPERT),
+    "qwen3": ("Qwen3", {}), "gemma2": ("Gemma2", WINDOW | {"attn_implementation": "eager"}),
+    "gemma3": ("Gemma3", WINDOW), "gpt-oss": ("GptOss", WINDOW | EXPERT),
 }  # fmt: skip
 TOKENS = torch.randint(3, 97, (2, 19), generator=torch.Generator().manual_seed(1))
 
