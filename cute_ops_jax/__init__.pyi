@@ -154,7 +154,7 @@ def mla_decode(
     latent_cache: ArrayLike,
     lengths: ArrayLike,
     page_table: ArrayLike | None = None,
-    scale: float = 0.0,
+    scale: float = 0.07216878364870322,
     rank: int = 512,
     batch_invariant: bool = False,
 ) -> tuple[Array, Array]: ...

@@ -232,7 +232,7 @@ def mla_decode(
     latent_cache: Tensor,
     lengths: Tensor,
     page_table: Tensor | None = None,
-    scale: float = 0.0,
+    scale: float = 0.07216878364870322,
     rank: int = 512,
     batch_invariant: bool = False,
     *,

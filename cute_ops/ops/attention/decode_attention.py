@@ -23,8 +23,8 @@ SCALES = ("k_scale", "v_scale")
 PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks", *SCALES)}
 PAGED: dict[str, Any] = {"absent": ("sinks", *SCALES)}
 CASES = (
-    Case("llama3-8b", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 3, "c": 300}, **PLAIN),
     Case("llama3-8b-paged", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 40, "c": 16, "t": 20}, **PAGED),
+    Case("llama3-8b", {"b": 3, "s": 1, "g": 2, "r": 4, "d": 128, "e": 128, "p": 3, "c": 300}, **PLAIN),
     Case("qwen3-8b-speculative", {"b": 2, "s": 4, "g": 2, "r": 4, "d": 128, "e": 128, "p": 9, "c": 64, "t": 5},
          {"P": "int64"}, **PAGED),
     Case("gpt-oss-20b", {"b": 2, "s": 1, "g": 2, "r": 8, "d": 64, "e": 64, "p": 9, "c": 128, "t": 3},

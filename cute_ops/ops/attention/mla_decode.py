@@ -18,10 +18,11 @@ from cute_ops.ops.attention.attention import HALVES, LONGEST
 from cute_ops.ops.attention.decode_attention import MOST_QUERIES, fill_pages, place_of_queries, side_by_side
 
 PLAIN: dict[str, Any] = {"absent": ("page_table",)}
+SCALE = 192**-0.5  # of DeepSeek-V2 and V3
 CASES = (
-    Case("deepseek-v3", {"b": 2, "s": 1, "h": 16, "d": 576, "p": 9, "c": 64, "t": 4}, attrs={"scale": 192**-0.5}),
+    Case("deepseek-v3", {"b": 2, "s": 1, "h": 16, "d": 576, "p": 9, "c": 64, "t": 4}),
     Case("deepseek-v3-speculative", {"b": 2, "s": 2, "h": 24, "d": 576, "p": 2, "c": 130}, {"I": "int64"}, **PLAIN,
-         attrs={"scale": 192**-0.5, "batch_invariant": True}),
+         attrs={"batch_invariant": True}),
     Case("small", {"b": 3, "s": 3, "h": 3, "d": 80, "p": 40, "c": 3, "t": 20}, {"P": "int64"},
          attrs={"scale": 0.1, "rank": 64}),
 )  # fmt: skip
@@ -90,7 +91,7 @@ mla_decode = Op(
     },
     outputs={"out": Tensor("b s h e", "T"), "lse": Tensor("b h s", "float32")},
     dtypes={"T": HALVES, "I": ("int32", "int64"), "P": ("int32", "int64")},
-    attrs={"scale": 0.0, "rank": 512, "batch_invariant": False},
+    attrs={"scale": SCALE, "rank": 512, "batch_invariant": False},
     static=("d", "h", "s"),
     derived={"e": rank_of},
     sharding=Sharding(parallel=("h",)),
@@ -115,7 +116,7 @@ mla_decode = Op(
             one head: of ``cache[:, :, None, :rank]`` and ``cache[:, :, None, rank:]``.
         lengths: int32 or int64 ``[b]``: as :func:`decode_attention` has it.
         page_table: int32 or int64 ``[b t]``: as :func:`decode_attention` has it.
-        scale: of scores, to be given: ``192 ** -0.5`` of DeepSeek-V3, the headdim before absorption.
+        scale: of scores: 1 / sqrt of the headdim before absorption; by default that of DeepSeek-V2 and V3, 128 + 64.
         rank: elements of a latent that are values: 64, 128 ... 512.
         batch_invariant: as :func:`decode_attention` has it.
 
@@ -124,7 +125,7 @@ mla_decode = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, no scale, a cache whose last dim is not contiguous or that is not aligned.
+        ValueError: shapes that do not fit, a cache whose last dim is not contiguous or that is not aligned.
         NotImplementedError: an input that requires a gradient.
 
     Source: DeepSeek-V2, 2024; Ye et al., FlashInfer, 2025.
