@@ -147,15 +147,17 @@ def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | 
         x = torch.empty(*_ROWS, n, dtype=dtype)
     graph, names = traced(module, (x,), dtype=dtype)
     front = Front(graph)
-    analysis = analyse(front.graph)
+    places = dict(zip(front.inputs, [*names, ""], strict=True))
+    layers = {node: layer for node in front.graph.nodes if (layer := _layer(node, places, module)) is not None}
+    analysis = analyse(front.graph, whole=[node for node in layers if node.op != "contract"])
+    reasons = analysis.reasons.keys() - layers.keys()
     if len(front.graph.outputs) != 1 or front.graph.outputs[0].dtype != str(dtype).removeprefix("torch."):
         return None
-    places = dict(zip(front.inputs, [*names, ""], strict=True))
     gates = [found for found in analysis.found if found.meaning is not None and found.meaning.op in _GATES]
-    if gates and not analysis.reasons:
-        return _of_mlp(gates, front.graph.outputs[0], places, module)
+    if gates and not reasons:
+        return _of_mlp(gates, front.graph.outputs[0], places, layers)
     (found,) = analysis.found if len(analysis.found) == 1 else (None,)
-    if found is None or analysis.reasons or found.roots != (front.graph.outputs[0],):
+    if found is None or reasons or found.roots != (front.graph.outputs[0],):
         return None
     meaning = found.meaning
     if meaning is None or meaning.op not in _LEAVES or not all(leaf.node in places for leaf in found.leaves):
@@ -164,21 +166,39 @@ def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | 
     return Meaning(meaning.op, tensors, tuple(sorted(meaning.attrs.items())))
 
 
-def _of_mlp(gates: list[Found], output: Node, places: Mapping[Node, str], module: nn.Module) -> Meaning | None:
-    """A gated MLP without biases: the linear layers whose outputs the gate reads, and the one that follows."""
-    (gate, *more), last = gates, _layer(output, places, module)
-    if more or last is None or output.args[0] is not gate.roots[0] or gate.meaning is None:
+def _of_mlp(
+    gates: list[Found], output: Node, places: Mapping[Node, str], layers: Mapping[Node, str]
+) -> Meaning | None:
+    """A gated MLP: the linear layers whose outputs the gate reads, and the one that follows."""
+    (gate, *more), last = gates, layers.get(output)
+    if more or last is None or _input(output) is not gate.roots[0] or gate.meaning is None:
         return None
-    layers = [_layer(leaf.node, places, module) for leaf in gate.leaves]
-    of_input = all(places.get(leaf.node.args[0], None) == "" for leaf in gate.leaves if leaf.node.op == "contract")
-    if not of_input or any(layer is None for layer in layers):
+    found = [layers.get(leaf.node) for leaf in gate.leaves]
+    if any(layer is None or places.get(_input(leaf.node)) != "" for layer, leaf in zip(found, gate.leaves, strict=True)):
         return None
-    tensors = tuple((name, str(layer)) for name, layer in zip(gate.meaning.operands, layers, strict=True))
+    tensors = tuple((name, str(layer)) for name, layer in zip(gate.meaning.operands, found, strict=True))
     return Meaning(gate.meaning.op, tensors, tuple(sorted(gate.meaning.attrs.items())), last)
 
 
-def _layer(product: Node, places: Mapping[Node, str], module: nn.Module) -> str | None:
-    """The name of the linear layer that a product is the output of."""
+def _input(layer: Node) -> Node:
+    """What a linear layer reads, of its output."""
+    product = layer if layer.op == "contract" else next(arg for arg in layer.args if arg.op == "contract")
+    return product.args[0]
+
+
+def _layer(output: Node, places: Mapping[Node, str], module: nn.Module) -> str | None:
+    """The name of the linear layer that a node is the output of, whether it is a product or that and a bias."""
+    if (output.op, output.attr) == ("primitive", "add"):
+        for product, bias in (output.args, output.args[::-1]):
+            owner = _of_weight(product, places, module)
+            if owner is not None and places.get(bias) == f"{owner}.bias":
+                return owner
+        return None
+    owner = _of_weight(output, places, module)
+    return None if owner is None or module.get_submodule(owner).bias is not None else owner
+
+
+def _of_weight(product: Node, places: Mapping[Node, str], module: nn.Module) -> str | None:
     if product.op != "contract":
         return None
     owner, _, own = places.get(product.args[1], "").rpartition(".")
@@ -258,6 +278,9 @@ def _computed(meaning: Meaning, own: Mapping[str, torch.Tensor], x: torch.Tensor
     function: Callable[..., torch.Tensor] = getattr(functions, meaning.op)
     if not meaning.last:
         return function(**{name: own[place] if place else x for name, place in meaning.tensors}, **dict(meaning.attrs))
-    linear = nn.functional.linear
-    tensors = {name: linear(x, own[f"{layer}.weight"]) for name, layer in meaning.tensors}
-    return linear(function(**tensors, **dict(meaning.attrs)), own[f"{meaning.last}.weight"])
+
+    def linear(x: torch.Tensor, layer: str) -> torch.Tensor:
+        return nn.functional.linear(x, own[f"{layer}.weight"], own.get(f"{layer}.bias"))
+
+    tensors = {name: linear(x, layer) for name, layer in meaning.tensors}
+    return linear(function(**tensors, **dict(meaning.attrs)), meaning.last)

@@ -49,11 +49,11 @@ class Norm(nn.Module):
 class MLP(nn.Module):
     """A gated MLP, apart or packed, with names of its own."""
 
-    def __init__(self, packed: bool, act: nn.Module, dropout: float = 0.0) -> None:
+    def __init__(self, packed: bool, act: nn.Module, dropout: float = 0.0, bias: bool = False) -> None:
         super().__init__()
-        self.both = nn.Linear(N, 64, bias=False) if packed else None
-        self.one, self.two = (None, None) if packed else (nn.Linear(N, 32, bias=False), nn.Linear(N, 32, bias=False))
-        self.out, self.nonlinearity, self.dropout = nn.Linear(32, N, bias=False), act, dropout
+        self.both = nn.Linear(N, 64, bias) if packed else None
+        self.one, self.two = (None, None) if packed else (nn.Linear(N, 32, bias), nn.Linear(N, 32, bias))
+        self.out, self.nonlinearity, self.dropout = nn.Linear(32, N, bias), act, dropout
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         gate, up = self.both(h).chunk(2, -1) if self.both is not None else (self.one(h), self.two(h))  # type: ignore[misc]
@@ -170,6 +170,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "gelu gate": (lambda: MLP(False, nn.GELU("tanh")), "gelu_mul"),
     "packed gate": (lambda: MLP(True, nn.SiLU()), "swiglu"),
     "packed gelu gate": (lambda: MLP(True, nn.GELU()), "geglu"),
+    "gate with biases": (lambda: MLP(False, nn.SiLU(), bias=True), "silu_mul"),
+    "packed gelu gate with biases": (lambda: MLP(True, nn.GELU(), bias=True), "geglu"),
     "another gate": (lambda: MLP(False, nn.Tanh()), None),
     "dropout": (lambda: MLP(False, nn.SiLU(), dropout=0.5), None),
 }
