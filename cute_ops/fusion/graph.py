@@ -158,8 +158,8 @@ class Graph:
         return self.make("reduce", [x], (primitive, axes, keepdims), shape, dtype)
 
     def reshape(self, x: Node, shape: Shape) -> Node:
-        """Another shape. A product of rows that were joined before is the product of the rows as they were, and pairs
-        of which each was turned are the primitive ``rotate_pairs``.
+        """Another shape. A product of rows that were joined before, with or without a bias, is that of the rows as they
+        were, and pairs of which each was turned are the primitive ``rotate_pairs``.
         """
         if x.shape == shape:
             return x
@@ -167,13 +167,24 @@ class Graph:
             return self.make("primitive", [turned], ("rotate_pairs", shape[-1]), shape, x.dtype)
         if x.op == "concat" and (rope := self._rotation(named.of_pairs(x, shape), shape, x.dtype)) is not None:
             return rope
-        if x.op == "contract" and x.args[0].op == "reshape" and x.attr[2] == ((), ()):
-            left, right = x.args
-            rows = left.args[0]
-            joined = x.attr[0] == (len(left.shape) - 1,) and rows.shape[-1:] == left.shape[-1:]
-            if joined and len(shape) == len(rows.shape) and shape == (*rows.shape[:-1], x.shape[-1]):
-                return self.make("contract", [rows, right], ((len(rows.shape) - 1,), *x.attr[1:]), shape, x.dtype)
+        if (product := self._of_rows(x, shape)) is not None:
+            return product
+        if (x.op, x.attr) == ("primitive", "add"):
+            made = [self._of_rows(arg, shape) for arg in x.args]
+            if any(a is not None and len(b.shape) == 1 for a, b in zip(made, x.args[::-1], strict=True)):
+                return self.primitive("add", [a or b for a, b in zip(made, x.args, strict=True)], shape, x.dtype)
         return self.make("reshape", [x], None, shape, x.dtype)
+
+    def _of_rows(self, x: Node, shape: Shape) -> Node | None:
+        """The product of rows as they were before they were joined for it, in this shape; None of what is none."""
+        if x.op != "contract" or x.args[0].op != "reshape" or x.attr[2] != ((), ()):
+            return None
+        left, right = x.args
+        rows = left.args[0]
+        joined = x.attr[0] == (len(left.shape) - 1,) and rows.shape[-1:] == left.shape[-1:]
+        if not joined or len(shape) != len(rows.shape) or shape != (*rows.shape[:-1], x.shape[-1]):
+            return None
+        return self.make("contract", [rows, right], ((len(rows.shape) - 1,), *x.attr[1:]), shape, x.dtype)
 
     def broadcast(self, x: Node, shape: Shape, dims: Sequence[int] | None = None) -> Node:
         """``dims``: for each dim of x that of the result; by default they are the last ones, as in NumPy."""

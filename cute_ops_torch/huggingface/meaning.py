@@ -21,6 +21,7 @@ from torch import nn
 from cute_ops.fusion.analyse import Found, analyse
 from cute_ops.fusion.graph import Node
 from cute_ops_torch import functions
+from cute_ops_torch.huggingface import known
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 
@@ -32,6 +33,8 @@ _GATES = ("silu_mul", "gelu_mul", "swiglu", "geglu")
 _ROWS = (2, 3)
 # What an attribute may be that is compared with what it was.
 _PLAIN = (int, float, str, type(None), torch.dtype, types.FunctionType, types.BuiltinFunctionType)
+# What is kept of a module that is no op of ours.
+_NO_OP = {"op": None, "tensors": (), "attrs": (), "last": ""}
 # By class and attributes; None of those that are no op of ours.
 _known: dict[Any, Replacement | None] = {}
 
@@ -124,8 +127,8 @@ def _state(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     try:
-        meaning = meaning_of(module, n)
-        if meaning is None or not _agrees(module, meaning, n):
+        meaning = _checked_meaning(module, n, state)
+        if meaning is None:
             return None
     except Exception as error:  # a forward may raise, or branch on what a trace does not know
         log.debug("%s is not recognised: %s: %s", type(module).__name__, type(error).__name__, error)
@@ -137,6 +140,22 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
     ]
     unused = others[0] if len(others) == 1 else ""
     return Replacement(meaning.op, lambda module, model: True, lambda original: named_as(ours, original), unused)
+
+
+def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
+    """What a module computes, as another process found it or a trace says, if it agrees with the original."""
+    key = known.key_of(module, n, state)
+    if (found := known.recall(key)) is not None:
+        if found["op"] is None:
+            return None
+        tensors, attrs = (tuple((name, value) for name, value in found[each]) for each in ("tensors", "attrs"))
+        meaning = Meaning(found["op"], tensors, attrs, found["last"])
+        if meaning.op in (*_LEAVES, *_GATES) and _agrees(module, meaning, n):
+            return meaning
+    traced = meaning_of(module, n)
+    traced = traced if traced is not None and _agrees(module, traced, n) else None
+    known.keep(key, _NO_OP if traced is None else traced._asdict())
+    return traced
 
 
 def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | None:
@@ -166,15 +185,15 @@ def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | 
     return Meaning(meaning.op, tensors, tuple(sorted(meaning.attrs.items())))
 
 
-def _of_mlp(
-    gates: list[Found], output: Node, places: Mapping[Node, str], layers: Mapping[Node, str]
-) -> Meaning | None:
+def _of_mlp(gates: list[Found], output: Node, places: Mapping[Node, str], layers: Mapping[Node, str]) -> Meaning | None:
     """A gated MLP: the linear layers whose outputs the gate reads, and the one that follows."""
     (gate, *more), last = gates, layers.get(output)
     if more or last is None or _input(output) is not gate.roots[0] or gate.meaning is None:
         return None
     found = [layers.get(leaf.node) for leaf in gate.leaves]
-    if any(layer is None or places.get(_input(leaf.node)) != "" for layer, leaf in zip(found, gate.leaves, strict=True)):
+    if any(
+        layer is None or places.get(_input(leaf.node)) != "" for layer, leaf in zip(found, gate.leaves, strict=True)
+    ):
         return None
     tensors = tuple((name, str(layer)) for name, layer in zip(gate.meaning.operands, found, strict=True))
     return Meaning(gate.meaning.op, tensors, tuple(sorted(gate.meaning.attrs.items())), last)

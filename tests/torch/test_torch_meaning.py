@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import cute_ops_torch
 from cute_ops.expressions import evaluate
 from cute_ops.fusion import analyse
 from cute_ops.fusion.analyse import Found
+from cute_ops_torch.huggingface import meaning
 from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.inductor.front import Front
 from cute_ops_torch.inductor.trace import traced
@@ -199,6 +202,45 @@ def test_patch_finds_what_modules_compute(name: str) -> None:
     assert [each.op for each in patched if each.module == "1"] == ([op] if op else [])
     torch.manual_seed(1)
     torch.testing.assert_close(run(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of meanings of a process that knows none yet."""
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(meaning, "_known", {})
+    return tmp_path / "cache" / "meanings"
+
+
+def test_meanings_are_kept_on_disk(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[nn.Module] = []
+    trace = meaning.meaning_of
+    monkeypatch.setattr(meaning, "meaning_of", lambda module, n: traces.append(module) or trace(module, n))
+    modules = (Norm("written out"), MLP(True, nn.GELU(), bias=True), Norm("twice"))
+    want = [each and each.op for each in map(replacement_of, modules)]
+    assert (want, len(traces), len([*kept.iterdir()])) == (["rmsnorm", "geglu", None], 3, 3)
+    meaning._known.clear()
+    assert [each and each.op for each in map(replacement_of, modules)] == want
+    assert len(traces) == 3
+    replacement_of(Norm("written out", eps=1e-3))  # another key
+    assert len(traces) == 4
+
+
+@pytest.mark.parametrize("wrong", ["another op", "other numbers", "no JSON", "another shape", "no op at all"])
+def test_what_is_kept_is_only_a_guess(kept: Path, wrong: str) -> None:
+    norm = Norm("written out")
+    replacement_of(norm)
+    (file,) = kept.iterdir()
+    said = json.loads(file.read_text())
+    changed = {
+        "another op": said | {"op": "layernorm"}, "other numbers": said | {"attrs": [["eps", 0.5]]},
+        "another shape": said | {"tensors": "x"}, "no op at all": said | {"op": "system"}, "no JSON": None,
+    }[wrong]  # fmt: skip
+    file.write_text("{" if changed is None else json.dumps(changed))
+    meaning._known.clear()
+    found = replacement_of(norm)
+    assert found is not None and found.op == "rmsnorm"
+    assert json.loads(file.read_text()) == said
 
 
 def test_what_changes_after_patching_is_computed_by_the_original() -> None:
