@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import cute_ops_jax
+from cute_ops import mods
 from tests.ops.attention_calls import (
     Call,
     arrays,
@@ -124,3 +127,28 @@ def test_vmap_and_jit_over_sequences() -> None:
         each = cute_ops_jax.attention(q[i], k[i], v[i], causal=True)
         assert (out[i] == each[0]).all()
         assert (lse[i] == each[1]).all()
+
+
+def of_head(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return score * 2.0 ** (-head)
+
+
+@pytest.mark.parametrize("score_mod", [mods.alibi, of_head])
+def test_devices_share_batches_and_heads_of_functions(score_mod: Any) -> None:
+    """Arrays that are read by batch or head are shared with these; where a head's number counts, heads are not."""
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    q, k = (jax.random.normal(jax.random.key(0), (4, 20, heads, 32), jnp.bfloat16) for heads in (8, 4))
+    arrays = {"document": jnp.arange(80).reshape(4, 20) // jnp.array([[3], [5], [7], [9]])}
+    arrays |= {"slopes": jnp.arange(8) / 8.0} if score_mod is mods.alibi else {}
+    options: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mods.documents, "causal": True}
+
+    @jax.jit
+    def run(q: Any, k: Any, arrays: Any) -> Any:
+        return cute_ops_jax.attention(q, k, k, captured=arrays, **options)[0]
+
+    right = run(q, k, arrays)
+    placed = [jax.device_put(x, NamedSharding(mesh, P("b", None, "h", None))) for x in (q, k)]
+    for of_batch, of_heads in ((P(), P()), (P("b"), P("h"))):
+        specs = {"document": of_batch, "slopes": of_heads}
+        shared = {name: jax.device_put(a, NamedSharding(mesh, specs[name])) for name, a in arrays.items()}
+        np.testing.assert_allclose(wide(run(*placed, shared)), wide(right), rtol=0.01, atol=1e-4)
