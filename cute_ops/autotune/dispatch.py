@@ -115,7 +115,7 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
     op = binding.op
     if op.fallback is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
         return {}
-    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims:
+    if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or not op.fallback.anywhere:
         return {}
     size = GemmSize(binding.rows, binding.dims["n"], binding.dims["k"])
     multiplied = {n: a for n in op.fallback.anywhere if (a := binding.inputs[n])}

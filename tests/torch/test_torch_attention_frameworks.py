@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
+from cute_ops.ops.attention.attention import attention
 from cute_ops_torch.library import reference
 from tests.torch.test_torch_export import QUICK
+from tests.torch.test_torch_fast_path import make  # noqa: F401  a fixture
 
 Tensor = torch.Tensor
 ATTRS: dict[str, Any] = {"causal": True, "left": 5}
@@ -33,6 +35,19 @@ def loss(*given: Tensor, **attrs: Any) -> Tensor:
 
 def assert_close(found: Any, right: Any) -> None:
     torch.testing.assert_close(found, right, rtol=0.02, atol=0.02)
+
+
+def test_the_kernels_run_on_hopper(make: Any, compiled: Any) -> None:  # noqa: F811
+    """In 16 bits, forward and backward, and when a call is known."""
+    function, given = make(attention).function, drawn(queries=9, keys=9)
+    attrs = {**attention.attrs, **ATTRS}.values()
+    for _ in range(2):
+        found = function(*given, *attrs)
+        assert_close(found, cute_ops_torch.attention(*given, **ATTRS))
+        found[0].float().sum().backward()
+    assert compiled.calls == 2 * ["attention", "attention_bwd"]
+    function(*(x.detach().float() for x in given), *attrs)
+    assert len(compiled.calls) == 4  # the framework computes in float32
 
 
 def test_torch_func() -> None:
