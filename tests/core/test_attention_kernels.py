@@ -154,6 +154,7 @@ def test_results(call: Call, tmp_path: Path) -> None:
     _check_results(call, NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(2))
 def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
@@ -177,6 +178,7 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
     _check_gradients(call, NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(2))
 def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
@@ -196,12 +198,14 @@ def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
     _check({"dq": dq, "dk": dk, "dv": dv}, right)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
 def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
     _check_one_pass(call, NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(2))
 def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:

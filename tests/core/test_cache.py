@@ -462,6 +462,7 @@ def test_a_read_only_home(tmp_path: Path, variant: Make, monkeypatch: pytest.Mon
     assert warm.stdout.startswith("0 1 False") and not warm.stderr, warm.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the temporary folder is full, the cache folder is not", "everything compiles", "nothing")
 def test_a_full_temporary_folder(cache_folder: Path, tmp_path: Path) -> None:
     # With room enough to be taken for a temporary folder.

@@ -147,6 +147,7 @@ def test_processes_record_into_one_file(tmp_path: Path) -> None:
     assert len(manifest.read(tmp_path / "m.txt")) == 40
 
 
+@pytest.mark.slow
 def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
     """Also where a module binds none of them, and narrowed to some outputs."""
     (tmp_path / "has_steps.py").write_text(

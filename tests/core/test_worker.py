@@ -265,6 +265,7 @@ def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) ->
     assert {p.name for p in tmp_path.glob("*.so")} == {"parent.so", "child.so", "both.so"}
 
 
+@pytest.mark.slow
 def test_a_request_is_compiled_once(worker: Pool, variant: Make, tmp_path: Path) -> None:
     worker.compile(variant("Slow"), tmp_path / "a.so")
     assert worker._idle[0].log().count("slow kernel begins") == 1

@@ -157,6 +157,7 @@ def test_who_writes_no_cache_is_wrong(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum("r=" in row["layout"] for row in rows) == 2 * len(names)
 
 
+@pytest.mark.slow
 def test_wrong_and_failing_contenders_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such kernel\nsecond line")

@@ -105,6 +105,7 @@ def test_a_fused_function_and_its_gradient(device: str) -> None:
         np.testing.assert_allclose(found, gradient.cpu(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [softcap.softcap, softcap.softcap_bwd], ids=lambda op: op.name)
 @pytest.mark.parametrize(("dtype", "vectors"), [("float32", "v4.b32"), ("bfloat16", "v4.b32"), ("float16", "v4.b32")])
 def test_kernel_compiles_for_hopper(op: Op, dtype: str, vectors: str, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_demo_fails_when_an_op_is_one_percent_off(
     assert train.main(["--steps", "12", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_layer")
 def test_demo_fails_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only("torch eager", monkeypatch)

@@ -29,6 +29,7 @@ def assert_same_tokens(model: Any, asked: list[Request]) -> None:
             assert serve_torch.margin(model, before, request.made[other]) < TIE
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model() -> None:
     model, asked, steps = serve_torch.main([])
     assert_same_tokens(model, asked)

@@ -61,6 +61,7 @@ def test_devices_share_sequences_and_groups_of_heads(
     assert_same(got, right)
 
 
+@pytest.mark.slow
 def test_a_shard_map_over_sequences_and_heads() -> None:
     arrays, spec = drawn(2), jax.P("data", None, "heads")
     mesh = jax.make_mesh((2, 2), ("data", "heads"), devices=jax.devices("cpu")[:4])
@@ -142,6 +143,7 @@ def test_the_arguments_of_jax_nn(queries: int, keys: int, attrs: dict[str, Any])
         assert runs == (queries <= keys if causal else queries == keys or not window)
 
 
+@pytest.mark.slow
 def test_what_is_left_to_jax_nn() -> None:
     q = jax.random.normal(jax.random.key(0), (2, 9, 4, 32), jnp.bfloat16)
     mask, lengths = jnp.ones((2, 1, 9, 9), bool).at[:, :, :, 3].set(False), jnp.array([5, 9], jnp.int32)

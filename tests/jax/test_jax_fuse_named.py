@@ -110,6 +110,7 @@ def test_tables_that_are_learned_have_gradients() -> None:
     check(function, ["rope"], X, draw(T, D // 2))
 
 
+@pytest.mark.slow
 def test_what_only_looks_like_a_rotation_is_none() -> None:
     def other_sign(x: jax.Array, positions: jax.Array) -> jax.Array:
         cos, sin = tables(x, positions)
@@ -147,6 +148,7 @@ LOSSES: dict[str, Function] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_logits_and_of_heads(name: str) -> None:
     """A head's product is part of the loss, whether its weight is ``[n h]`` or ``[h n]``."""
@@ -177,6 +179,7 @@ def test_no_logits_are_held() -> None:
     assert f"{rows}x{classes}" not in compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [False, True])
 def test_targets_that_are_no_class(head: bool) -> None:
     """NaN, as of the program's gather; without an effect where a mask leaves the row out."""

@@ -181,6 +181,7 @@ def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: 
     assert equinox.GatedMLP(N, 40, key=jax.random.key(0)).gate_up.weight.shape == (80, N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_mlps(use_bias: bool, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     from cute_ops_jax import equinox

@@ -25,6 +25,7 @@ def problem(lead: tuple[int, ...]) -> tuple[Any, Any, Any]:
     return x, (jnp.cos(angles), jnp.sin(angles)), (jnp.cos(whole), jnp.sin(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lead", LEADS, ids=str)
 def test_tables_broadcast_along_any_leading_dim(
     lead: tuple[int, ...], through_ffi: Callable[..., Any], fake_kernels: Any, close: Callable[..., Any]

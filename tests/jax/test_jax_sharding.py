@@ -444,6 +444,7 @@ def test_halves_of_packed_weights_are_shared(transposed: bool, kind: AxisType, c
     assert collectives(compiled.as_text()) == {"all-reduce": 2}  # of the output, and of the gradient of x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["nnx", "equinox"])
 def test_modules_of_halves_gather_nothing(library: str, close: Close) -> None:
     """Devices share hidden features, so their outputs are added up."""

@@ -97,6 +97,7 @@ def test_vmap_over_rows_is_one_call_without_a_loop(row_op: Op) -> None:
     assert "scan" not in jaxpr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [(True, False), (False, True), (True, True)], ids=str)
 def test_vmap_of_leading_dims_of_two_names(
     batched: tuple[bool, bool], through_ffi: Any, fake_kernels: Any, close: Close
@@ -166,6 +167,7 @@ def test_grad_of_vmap_sums_over_examples(op: Op, close: Close) -> None:
     close(got, gradient_of_loss(op)(*shared))
 
 
+@pytest.mark.slow
 @pytest.mark.feature("ahead of time: lower, compile")
 @pytest.mark.feature("jit, eager, gradients where there are any")
 def test_jit_changes_nothing(any_op: Op, close: Close) -> None:
@@ -373,6 +375,7 @@ def gradient_of_tanh(way: str, argnums: tuple[int, ...]) -> Any:
     return jax.jit(gradient_of(WAYS[way](lambda x, w: jnp.tanh(x @ w.T)), argnums))(*X_AND_W)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_a_gradient_run_where_somebody_reads_them(product: Any, way: str, close: Close) -> None:
     """One function, of which another call wants other gradients."""

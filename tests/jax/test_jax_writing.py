@@ -42,6 +42,7 @@ def test_values_against_float64(own: Any) -> None:
     testing.check(own, arrays, attrs, runner.run(own, arrays, attrs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 def test_new_arrays_come_before_the_outputs(kernels: bool, through_ffi: Any, fake_kernels: Any) -> None:
     store, follow = (through_ffi(writing.store), through_ffi(writing.follow)) if kernels else (STORE, FOLLOW)

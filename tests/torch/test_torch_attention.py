@@ -156,6 +156,7 @@ def test_no_keys_and_no_queries() -> None:
     assert lse.shape == (2, 4, 0)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_with_dynamic_lengths() -> None:
     compiled = torch.compile(
         lambda q, k, v: cute_ops_torch.attention(q, k, v, causal=True)[0], fullgraph=True, dynamic=True

@@ -61,6 +61,7 @@ TIED = Op(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
     function = cute_ops_torch.register(TIED, "sizes")
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -147,6 +147,7 @@ def test_a_number_that_changes_makes_another_graph() -> None:
         torch.testing.assert_close(compiled(X), X @ WEIGHT.T * 3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "said"),
     [

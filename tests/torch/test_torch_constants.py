@@ -101,6 +101,7 @@ def by_factor(xp: Any, x: Any, *, by: Any) -> Any:
     return x * by
 
 
+@pytest.mark.slow
 def test_a_partial_function_is_compiled_with_its_arguments() -> None:
     for by in (2.0, 3.0, 4.0):
         given = functools.partial(by_factor, by=by)
@@ -140,6 +141,7 @@ def by_level(xp: Any, x: Any, *, by: Any = Level.LOW) -> Any:
 TABLE = {"a, b": 1.0}
 
 
+@pytest.mark.slow
 def test_members_and_texts_with_commas_are_compiled() -> None:
     fused_by_level = ct.fused(by_level)
 

@@ -254,6 +254,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "`linear_cross_entropy` takes its rows in 128 chunks, in bfloat16",
     "the weight's gradient is as accurate as with one chunk: it is summed in float32", "nothing",

@@ -293,6 +293,7 @@ def test_raw_inference_only_ops_say_so() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "a compiled program calls an op that has no gradient, with inputs that require one",
     "it runs, as in eager mode; a backward through the op raises an error that says why it has no gradient", "nothing",

@@ -185,6 +185,7 @@ def noting(done: list[str], what: str, function: Callable[..., Any]) -> Callable
     return call
 
 
+@pytest.mark.slow
 def test_calls_of_one_shape_are_told_apart(make: Any) -> None:
     made, base, w = make(rmsnorm), torch.randn(9, 68), torch.rand(64)
     x, b = base[:4, :64].contiguous(), torch.rand(64)

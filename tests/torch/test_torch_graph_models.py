@@ -182,17 +182,20 @@ class DiT(nn.Module):
 TOKENS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_a_decoder_with_its_loss() -> None:
     compare(Decoder(), lambda run: run(TOKENS), through_autograd, fullgraph=True)
     assert inductor.replaced == {"layernorm": 1, "fused": 4, "linear": 2, "linear_cross_entropy": 1}
 
 
+@pytest.mark.slow
 def test_a_block_with_modulated_norms() -> None:
     x, condition = torch.randn(2, 5, 32), torch.randn(2, 32)
     compare(DiT(), lambda run: run(x, condition).cos().sum(), through_autograd, fullgraph=True)
     assert inductor.replaced == {"fused": 2, "linear": 2}
 
 
+@pytest.mark.slow
 def test_bodies_of_checkpoints_are_rewritten() -> None:
     """Torch runs the pass on them, too; here the graphs are as Dynamo made them."""
     compare(Decoder(checkpointed=True), lambda run: run(TOKENS), bodies_too, fullgraph=True)
@@ -206,6 +209,7 @@ def bodies_too(module: torch.fx.GraphModule, inputs: Any) -> Any:
     return aot_eager(_recursive_pre_grad_passes(module, inputs), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_autocast(norm: type[nn.Module]) -> None:
     """Inside of what is compiled and around it; products get their operands in autocast's dtype."""
@@ -265,6 +269,7 @@ def test_exact_keeps_every_rounding() -> None:
     assert (results[False] != want).float().mean() > 0.1
 
 
+@pytest.mark.slow
 def test_dynamic_rows_compile_once() -> None:
     model = Decoder()
     compiled = torch.compile(model, backend=only_the_pass, fullgraph=True, dynamic=True)

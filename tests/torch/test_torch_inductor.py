@@ -233,6 +233,7 @@ def test_attention_masks_that_are_known() -> None:
     check_attention(lambda m, n: torch.ones(2, 1, m, n, dtype=torch.bool), 5, 9, "all")
 
 
+@pytest.mark.slow
 def test_attention_masks_that_stay() -> None:
     def causal(m: int, n: int) -> torch.Tensor:
         return positions(m, n)[1] <= positions(m, n)[0]

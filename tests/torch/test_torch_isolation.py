@@ -112,6 +112,7 @@ def test_no_module_takes_the_name_of_a_function() -> None:
     assert modules & set(cute_ops_torch.__all__) == {"nn"}
 
 
+@pytest.mark.slow
 def test_import_does_not_search_all_modules(run: Run) -> None:
     """What ``torch.library.register_fake`` does at every call; it would still work, and take long."""
     assert run("import torch; del torch.library.register_fake; import cute_ops_torch; print('short')") == "short"

@@ -524,6 +524,7 @@ def test_a_packed_weight_of_no_columns(compiled: bool, halves: bool) -> None:
             assert not dx.any() and [g.shape for g in others] == [weight.shape, bias.shape]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_function_exported(strict: bool) -> None:
     class Block(torch.nn.Module):

@@ -103,6 +103,7 @@ def test_texts_of_transformers() -> None:
     assert [each.meaning and each.meaning.attrs for each in pairs if each.meaning] == [{"interleaved": True}] * 2
 
 
+@pytest.mark.slow
 def test_regions_of_training_graphs_compute_what_the_graph_does() -> None:
     """Forward and backward of a DiT block: each region's expression is evaluated beside the graph."""
     from functorch.compile import make_boxed_func

@@ -51,6 +51,7 @@ def test_a_plan_runs_on_a_small_problem(stage: Any, compiled: Any) -> None:
     assert {n for n, a in again.items() if a is None} == {n for n, a in arrays.items() if a is None}
 
 
+@pytest.mark.slow
 def test_what_the_sanitizer_watches_of_products() -> None:
     """Its calls fit their declarations, and their plans are of every form; the framework computes some."""
     forms: dict[str, set[str]] = {}

@@ -298,6 +298,7 @@ def test_in_inference_mode_and_autocast(calls: list[Any]) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
 def test_a_compiled_model(name: str) -> None:
     exact, model = decoder(name), decoder(name).bfloat16()

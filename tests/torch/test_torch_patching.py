@@ -953,6 +953,7 @@ def test_the_first_step_of_a_warm_model_compiles_nothing() -> None:
     assert (cache.counters.compiled, cache.counters.disk) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma"])
 def test_a_configuration_tells_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a training step on Hopper, with packed weights or without."""
