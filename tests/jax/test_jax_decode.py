@@ -94,6 +94,23 @@ def test_merged_states_are_those_of_all_keys() -> None:
         np.testing.assert_allclose(part.astype(np.float32), right.astype(np.float32), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0, 3])
+def test_an_exported_program_of_any_batch(size: int) -> None:
+    call = Decoding((5, 3, 7), 2, 2, 2, 32, 32, size, 9)
+    operands = given(call, 0)
+    (batch,) = jax.export.symbolic_shape("b")
+    of_batch = ("q", "lengths", "page_table") if size else tuple(operands)
+    specs = {
+        name: jax.ShapeDtypeStruct((batch, *x.shape[1:]) if name in of_batch else x.shape, x.dtype)
+        for name, x in operands.items()
+    }
+    function = jax.jit(lambda x: cute_ops_jax.decode_attention(**x))
+    exported = jax.export.deserialize(jax.export.export(function)(specs).serialize())
+    for found, right in zip(exported.call(operands), function(operands), strict=True):
+        np.testing.assert_array_equal(found, right)
+
+
 def test_vmap_over_groups_of_sequences() -> None:
     operands = given(Decoding((5, 3, 0, 4), 1, 2, 2, 32, 32, 0, 6), 0)
     grouped = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in operands.items()}
