@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor, WhileFew
+from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, testing
 from cute_ops.autotune import dispatch
 from cute_ops.autotune.dispatch import choose, fallback
 from cute_ops.autotune.rows import resized
@@ -22,7 +22,7 @@ from cute_ops.jit.layout import Memory, compact, folded
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.ops import rmsnorm
+from cute_ops.ops import ATTENTION, PRODUCTS, rmsnorm
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear
 from tests.ops import layouts, writing
@@ -361,3 +361,16 @@ def test_a_kernel_gets_dims_in_declared_order(tmp_path: Path) -> None:
     variant = plan(bind(layouts.turned, {"x": Array((9, 3, 5), "float32")}), {}, SM90).variant
     with pytest.raises(CompileError, match=r"\(None, 3, 5\): \[None, 3, 5\], \[1, None, None\]"):
         worker.compile(variant, tmp_path / "kernel.o")
+
+
+@pytest.mark.parametrize("op", [op for op in (*PRODUCTS, *ATTENTION) if op.fallback], ids=lambda op: op.name)
+def test_what_may_run_by_the_framework_is_planned_for_a_gpu(op: Op) -> None:
+    """Whether the kernel runs, and from which copies, is known of every such op, a product or not."""
+    for case in op.cases[:2]:
+        dtype = op.dtypes["T"][0]
+        given = testing.inputs(op, case, dtype)
+        arrays = {name: Array(a.shape, a.dtype.name) for name, a in given.items() if a is not None}
+        binding = bind(op, arrays, {**case.attrs, "fused": "auto"})
+        places = {name: Memory(compact(array.shape)) for name, array in arrays.items()}
+        assert isinstance(dispatch.realigned(binding, places, SM90), dict)
+        fallback(binding, places, SM90)

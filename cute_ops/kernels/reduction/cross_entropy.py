@@ -6,8 +6,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.kernels.emit.primitives import short_tanh
 from cute_ops.kernels.lib.copy import fragment, gmem_elements
 from cute_ops.kernels.lib.row_copy import number_or, store_number
 from cute_ops.kernels.lib.row_layout import row_address
@@ -32,13 +30,11 @@ class Shape:
     def __init__(self, variant):
         self.cap, self.scale = variant.attrs["softcap"], variant.attrs["logit_scale"]
         self.plain = self.cap == 0 and self.scale == 1
-        # What the short one loses is less than what 16 bits have rounded off.
-        self.tanh = short_tanh if ITEMSIZE[variant.tensors["logits"].dtype] <= 2 else cute.math.tanh
 
     def number(self, x):
         if self.cap == 0:
             return x if self.plain else x * self.scale
-        return cutlass.select_(x == -Float32.inf, x, self.cap * self.tanh(x * (self.scale / self.cap)))
+        return cutlass.select_(x == -Float32.inf, x, self.cap * cute.math.tanh(x * (self.scale / self.cap)))
 
     def slope(self, y):
         """The derivative, by what it made of the logit."""
