@@ -67,14 +67,19 @@ class Chooser:
             Refused: none are.
         """
         tensors = [None if node is None else node.meta["example_value"] for node in call.arrays]
-        device = next(t.device for t in tensors if t is not None)
-        if call.op.fallback is None or device.type != "cuda":
+        on = target_of(next(t.device for t in tensors if t is not None))
+        if call.op.fallback is None or on is None:
             return None
         tensors = [None if t is None else _concrete(t) for t in tensors]
         binding = bind_tensors(call.op, tensors, call.attrs)
         if binding.dtype_without_kernel is not None:
             raise Refused(f"no kernel of a product takes {binding.dtype_without_kernel}")
-        return expected_gain(binding, memory(call.op, tensors, addresses=False), target.of_device(device.index or 0))
+        return expected_gain(binding, memory(call.op, tensors, addresses=False), on)
+
+
+def target_of(device: torch.device) -> target.Target | None:
+    """What kernels run on; None on a CPU."""
+    return target.of_device(device.index or 0) if device.type == "cuda" else None
 
 
 def expected_gain(binding: Binding, lies: Any, on: target.Target) -> float | None:

@@ -36,6 +36,8 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     whole = set(stays)
     for node, why in made.analysis.reasons.items():
         said = str(node.attr) if node.op == "opaque" else node.op
+        if node.op == "primitive" and isinstance(node.attr, tuple):
+            said, why = node.attr[0], "only epilogues of products rotate"
         if node in whole and node.dtype in FLOATS and said not in (*_SILENT, *_VIEWS):
             yield Entry("", said, "" if why == said else why, _shape(node), "", 1)
 
