@@ -29,7 +29,7 @@ from rich.table import Table as View
 
 CONTENDERS = (
     "eager", "torch.compile", "Liger", "Liger + compile", "ours", "ours + AdamW", "ours + compile",
-    "graph pass + compile", "ours + graph pass + compile",
+    "graph pass + compile", "graph pass + max-autotune", "ours + graph pass + compile",
 )  # fmt: skip
 COLUMNS = (
     "contender", "batch", "seqlen", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "peak_gb",
@@ -71,9 +71,11 @@ def prepare(contender: str, model: Any) -> Any:
         cute_ops_torch.patch(model)
         cute_ops_torch.warm_up(model)
     if "graph pass" in parts:  # without "ours", the model as it is
-        from cute_ops_torch.inductor import graph_pass
+        import cute_ops_torch.inductor
 
-        graph_pass.enable(devices=(next(model.parameters()).device.type,))
+        cute_ops_torch.inductor.enable(devices=(next(model.parameters()).device.type,))
+    if parts[-1] == "max-autotune":
+        return torch.compile(model, mode="max-autotune-no-cudagraphs")
     return torch.compile(model) if parts[-1] in ("compile", "torch.compile") else model
 
 
@@ -138,6 +140,10 @@ def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, sm
     trainer = Trainer(contender, batch, seqlen, small)
     for _ in range(rounds):
         trainer.sample(steps)
+    if "graph pass" in contender:
+        from cute_ops_torch import inductor
+
+        print(inductor.report(), file=sys.stderr)
     return trainer.row()
 
 
@@ -218,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     passed_on = ["--batch", str(options.batch), "--seqlen", str(options.seqlen), "--steps", str(options.steps)]
     passed_on += ["--cpu-smoke"] if options.cpu_smoke else []
     starting: Iterable[Worker] = (Worker(contender, passed_on) for contender in options.contenders)
-    if not any("compile" in contender for contender in options.contenders):
+    if not any("compile" in each or "autotune" in each for each in options.contenders):
         starting = list(starting)  # at once; but Inductor measures as it compiles
     workers, alive = [], []
     for worker in starting:

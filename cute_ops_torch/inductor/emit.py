@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from cute_ops.declaration.op import Op
@@ -103,8 +106,12 @@ class Emitter:
         return self._made(self.graph.call_method, name, getattr(torch.Tensor, name), args)
 
     def _made(self, create: Callable[..., Node], target: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Node:
-        with torch.no_grad(), torch._C._DisableAutocast():
-            value = run(*torch.fx.map_arg(args, lambda node: node.meta["example_value"]))
+        given = torch.fx.map_arg(args, lambda node: node.meta["example_value"])
+        fakes = (each for each in torch.utils._pytree.tree_leaves(given) if isinstance(each, FakeTensor))
+        mode = next((fake.fake_mode for fake in fakes), nullcontext())
+        # As Dynamo runs functions: else torch 2.11 guards sizes.
+        with torch.no_grad(), torch._C._DisableAutocast(), mode, enable_python_dispatcher():
+            value = run(*given)
         with self.graph.inserting_before(self.before):
             node = create(target, args)
         node.meta = {**{key: self.before.meta[key] for key in _KEPT if key in self.before.meta}, "example_value": value}
@@ -164,7 +171,8 @@ class Emitter:
         if value.op == "contract" and value.attr[2] == ((), ()) and len(value.args[1].shape) == 2:
             left, right = map(self.array, value.args)
             if value.attr[0] == (len(value.args[0].shape) - 1,):
-                return self.function(torch.matmul, left, right if value.attr[1] == (0,) else self.method("t", right))
+                across = value.attr[1] == (0,)
+                return self.function(torch.matmul if across else torch.nn.functional.linear, left, right)
         raise Refused(f"the program has no tensor of its {value.op}")
 
     def _fitted(self, leaf: Leaf, found: Found, copied: bool = False) -> Node:
