@@ -6,6 +6,7 @@
 NEEDED = torch jax cutlass tvm_ffi jax_tvm_ffi array_api_compat platformdirs ml_dtypes rich matplotlib pytest
 HAS_ALL = import sys, importlib.util as u; sys.exit(any(u.find_spec(n) is None for n in '$(NEEDED)'.split()) or sys.version_info < (3, 11))
 VENV = .venv
+READY =  # not that of the environment, into which `make test-newest` puts its own
 
 ifndef PYTHON
   PYTHON := $(shell for p in "$$VIRTUAL_ENV/bin/python" $(VENV)/bin/python python3; do \

@@ -73,8 +73,8 @@ def test_a_machine_runs_tests_and_names_what_fails(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     command = [sys.executable, str(SCRIPT), *machines, *chosen]
-    # As CI has it: what is handed on to make inside of make.
-    handed_on = {"MAKEFLAGS": " -- COVERAGE=1", "MAKELEVEL": "1", "COVERAGE": "1"}
+    # As CI and `make test-newest` have it: what is handed on to make inside of make.
+    handed_on = {"MAKEFLAGS": " -- COVERAGE=1", "MAKELEVEL": "1", "COVERAGE": "1", "READY": ".venv-newest/.installed"}
     done = subprocess.run(command, env={**os.environ, **handed_on}, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "umask 077: 1 passed, 0 failed" in done.stdout and "umask 002: 0 passed, 1 failed" in done.stdout
