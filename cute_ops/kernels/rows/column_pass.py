@@ -66,22 +66,23 @@ class ColumnPass:
         let_next_start(self.pdl)
         shared = [self._shared(mX, piece, n, column) for mX, piece in zip(inputs, self.inputs)]
         rSums = [fragment(Float32, self.vec, 0.0) for _ in self.sums]
-        parts = Int32(partials[0].shape[0])
-        step = parts * self.depth
-        for start in cutlass.range(part * self.depth + y, Int32(rows), step * self.unroll, unroll=1):
+        # Rows are counted in 64 bits: some steps past the last one, 32 might not do.
+        step = Int64(Int32(partials[0].shape[0]) * self.depth)
+        top, stride = Int64(part * self.depth + y), step * self.unroll
+        for i in cutlass.range(Int32((rows + (stride - 1)) // stride), unroll=1):
             # Rows past the end are the last one again, which is not counted.
-            places = [start + u * step for u in range(self.unroll)]
+            places = [top + i * stride + u * step for u in range(self.unroll)]
             loaded = []
             for place in places:
-                row = Int64(cutlass.min(place, Int32(rows) - 1))
+                row = cutlass.min(place, rows - 1)
                 loaded.append(
                     [self._load(mX, piece, n, row, column, rX) for mX, piece, rX in zip(inputs, self.inputs, shared)]
                 )
             for place, vectors in zip(places, loaded):
-                counts = place < Int32(rows)
+                counts = place < rows
                 results = self._computed([widen(rX) for rX in vectors])
                 for mX, piece, rX in zip(tiles, self.tiles, results):
-                    address = self._address(mX, piece, n, Int64(place), column)
+                    address = self._address(mX, piece, n, place, column)
                     rOut = narrow(rX.load(), mX.element_type, self.vec)
                     store_if(counts & inside, rOut, address, True)
                 for rSum, rX in zip(rSums, results[len(self.tiles) :]):
