@@ -44,10 +44,13 @@ _PLAIN: tuple[type, ...] = (
 )  # fmt: skip
 
 
+MOST_LINES = 2000  # of a source: that of a loop of many steps would take seconds to compile
+
+
 def recorded(binding: Binding, program: Program, otherwise: Run) -> Run:
     """``run(*inputs)`` of a program's calls like this one, on the inputs that are there, for calls that no mode of
-    torch and no autocast observes. What cannot be repeated, such as a program that reads elements, runs by
-    ``otherwise``.
+    torch and no autocast observes. What cannot be repeated, such as a program that reads elements or makes
+    thousands of calls, runs by ``otherwise``.
     """
     repeat: Run | None = None
 
@@ -179,6 +182,7 @@ class _Record(TorchFunctionMode):
         target = "" if written else f"{', '.join(makes)}{',' * several} = "
         text = f"{target}{self._constant(function)}({', '.join(texts)})"
         self.lines.append(_Line(text, reads, makes, pure and not written))
+        self.complete &= len(self.lines) <= MOST_LINES
 
     def _text(self, value: Any, reads: list[str]) -> str:
         """Source of an argument."""

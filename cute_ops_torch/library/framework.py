@@ -76,7 +76,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def added(total: Tensor, index: tuple[Any, ...], value: Tensor) -> Tensor:
-    total[index] += value
+    total[index].add_(value)
     return total
 
 

@@ -136,7 +136,8 @@ def of_head(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
 @pytest.mark.parametrize("score_mod", [mods.alibi, of_head])
 def test_devices_share_batches_and_heads_of_functions(score_mod: Any) -> None:
     """Arrays that are read by batch or head are shared with these; where a head's number counts, heads are not."""
-    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2)
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2, devices=devices)
     q, k = (jax.random.normal(jax.random.key(0), (4, 20, heads, 32), jnp.bfloat16) for heads in (8, 4))
     arrays = {"document": jnp.arange(80).reshape(4, 20) // jnp.array([[3], [5], [7], [9]])}
     arrays |= {"slopes": jnp.arange(8) / 8.0} if score_mod is mods.alibi else {}

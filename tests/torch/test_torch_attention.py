@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -412,3 +413,23 @@ def test_documents_of_no_key_and_lengths_of_none(device: str) -> None:
     none = cute_ops_torch.attention(q[:, :0], k, k, mask_mod=others, captured=(document,))[0]
     assert none.shape == (2, 0, 2, 64)
     assert (cute_ops_torch.attention(q, k[:, :0], k[:, :0], mask_mod=others, captured=(document,))[0] == 0).all()
+
+
+def test_gradients_of_captured_arrays_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores exist some rows at a time; the last rows may be some of those before. Repeated calls give the same."""
+    call, functions = drawn_with_functions(1, 60)
+    named = {n: x for n, x in zip((*"qkv", "sinks"), tensors(call, 1, "cpu"), strict=True) if x is not None}
+    captured = {name: torch.from_numpy(array) for name, array in functions.captured.items()}
+    wanted = [captured[name].requires_grad_() for name in functions.differentiable]
+    assert wanted
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out, lse = cute_ops_torch.attention(**named, **call.attrs, **functions.options, captured=captured)
+        return torch.autograd.grad(out.float().square().sum() + lse[lse > -math.inf].sum(), wanted)
+
+    whole = gradients()
+    for rows in (1, 4, call.s - 1):
+        monkeypatch.setattr(sys.modules["cute_ops.ops.attention.captured"], "SCORES", rows * call.t)
+        for _ in range(2):
+            for one, other in zip(gradients(), whole, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

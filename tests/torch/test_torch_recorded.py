@@ -154,6 +154,19 @@ def test_a_program_that_reads_elements_always_runs() -> None:
     assert len(ran) == 4
 
 
+def test_a_program_of_thousands_of_steps_is_not_written_down() -> None:
+    def run(steps: int, xp: Any, call: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            x = x + y
+        return {"out": x}
+
+    x, y = torch.zeros(2, 3), torch.ones(2, 3)
+    for steps in (recorded.MOST_LINES, recorded.MOST_LINES + 1):
+        op = of_run(partial(run, steps))
+        assert bool(repeated(op, x, y)) == (steps == recorded.MOST_LINES)
+        assert (cute_ops_torch.register(op)(x, y) == steps).all()
+
+
 def test_tensors_from_elsewhere_are_not_remembered() -> None:
     held = [torch.ones(3)]
 
