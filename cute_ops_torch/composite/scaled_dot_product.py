@@ -54,7 +54,9 @@ def scaled_dot_product_attention(
         out = None
         if not is_causal:
             out = attend(query, key, value, ALL, scale)
-        elif queries <= keys:  # no query attends to later keys
+        elif queries == keys:
+            out = attend(query, key, value, (-1, 0), scale)
+        elif queries < keys:  # no query attends to later keys
             out = attend(query, key[..., :queries, :], value[..., :queries, :], (-1, 0), scale)
         if out is not None:
             return out.transpose(-3, -2)
