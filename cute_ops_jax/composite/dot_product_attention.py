@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from cute_ops.ops.attention.attention import HALVES, attention
+from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register
 
 Array = jax.Array
 Window = int | tuple[int, int]
 
 
+@checked
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None, mask: ArrayLike | None = None, *,
     scale: float | None = None, is_causal: bool = False, query_seq_lengths: ArrayLike | None = None,
