@@ -11,6 +11,7 @@ from cute_ops.ops.attention.attention import HALVES, attention
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.library.taken import takes
+from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
@@ -25,6 +26,7 @@ def computes(x: Tensor) -> bool:
     return _dtype(x) in _HALVES and (not x.is_cuda or _has_kernel(x.device.index or 0))
 
 
+@checked
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,

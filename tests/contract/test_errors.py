@@ -230,10 +230,13 @@ def public(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def misspelt(function: Any) -> list[str]:
-    """Names close to those of a function's parameters, which are none of them."""
+    """Names close to those of a function's parameters, which are none of them, nor as close to another: of ``out`` and
+    ``out_a`` not ``out_``.
+    """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [f"{name}_" for name in names if len(name) > 1 and f"{name}_" not in names and name != "declaration"]
+    closer = {name[:-1] for name in names} | {*names}
+    return [f"{name}_" for name in names if len(name) > 1 and f"{name}_" not in closer and name != "declaration"]
 
 
 def test_near_misses_are_suggested_everywhere(adapter: Adapter) -> None:
