@@ -111,6 +111,8 @@ def is_constant(value: Any) -> bool:
         return True
     if kind.__module__ in ("numpy.dtypes", "numpy"):
         return _pure_of_numpy(value)
+    if kind is FunctionType:
+        return is_ours(value)
     if kind is BuiltinFunctionType:
         of_builtins = value.__self__ is builtins and value.__name__ not in _IMPURE
         return of_builtins or (isinstance(value.__self__, ModuleType) and value.__module__ in PURE_MODULES)
@@ -120,6 +122,12 @@ def is_constant(value: Any) -> bool:
             return value.__name__ not in _IMPURE
         return top in _LIBRARIES or (top == "torch" and value.__name__ in ("finfo", "iinfo"))
     return False
+
+
+def is_ours(function: FunctionType) -> bool:
+    """Whether a function is one of this package's that always do the same. Those of ``mods`` are like users' own."""
+    module = function.__module__ or ""
+    return module.partition(".")[0] == "cute_ops" and module != "cute_ops.mods" and function.__closure__ is None
 
 
 def _is_plain_member(member: enum.Enum) -> bool:

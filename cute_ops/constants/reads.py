@@ -127,11 +127,6 @@ class _Reads:
                 self.use(each, f"{path}[{key!r}]")
 
     def _function(self, function: FunctionType, path: str, owner: Any = None, owner_path: str = "") -> None:
-        module = function.__module__ or ""
-        if (
-            module.partition(".")[0] == "cute_ops" and module != "cute_ops.mods"
-        ):  # which has functions as users write them
-            return self.add(path)
         if id(function) in self._inside:  # it calls itself
             return self.add(f"{path} is {self._inside[id(function)]}")
         if self._inside:  # that of the first one is known

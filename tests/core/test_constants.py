@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import fused, testing
+from cute_ops import fused, mods, testing
 from cute_ops.constants import Exact, Unknown, constant, exact, state
-from cute_ops.expressions import evaluate, parse, recognize, text_of, trace
+from cute_ops.expressions import evaluate, gelu, parse, recognize, silu, text_of, trace
 from cute_ops.ops.expression import many
 from cute_ops.ops.expression.by_call import ByCall
 from cute_ops.ops.gemm.by_call import traced
@@ -334,6 +334,15 @@ def test_a_function_that_reads_what_cannot_be_known_has_no_state(
         assert state(function) is None
         assert state(function) is None
     assert len([r for r in caplog.records if " is traced at each call: " in r.message]) <= 1
+
+
+def test_functions_of_this_package_are_known() -> None:
+    """Primitives of expressions, and masks with a name, also one that is made for a width."""
+    known = state(lambda xp, x: gelu(x))
+    assert known is not None
+    assert known is not state(lambda xp, x: silu(x))
+    assert state(mods.window(3, 1)) is state(mods.window(3, 1)) is not state(mods.window(3, 2))
+    assert state(lambda *x: mods.causal(*x)) is not None
 
 
 def test_members_with_values_alone_and_numpys_functions_are_known() -> None:
