@@ -33,7 +33,7 @@ from cute_ops_torch.inductor.dynamo import sweep
 from cute_ops_torch.inductor.fx import value_of
 from cute_ops_torch.inductor.losses import replace_loss
 from cute_ops_torch.inductor.report import entries_of, entry_of_node
-from cute_ops_torch.inductor.rewrite import rewrite
+from cute_ops_torch.inductor.rewrite import Rewritten, Unreadable, rewrite
 
 log = logging.getLogger("cute_ops")
 DEVICES = ("cuda", "cpu")
@@ -144,8 +144,13 @@ class Replace(CustomGraphPass):
                 sweep(graph)
         owner = graph.owning_module
         assert owner is not None
-        made = rewrite(owner, Chooser(self.ops, self.devices, self.exact), self.exact)
-        found.update(part.choice.name for part in made.parts if part.choice.kind)
+        made: Rewritten | None = None
+        try:
+            made = rewrite(owner, Chooser(self.ops, self.devices, self.exact), self.exact)
+            found.update(part.choice.name for part in made.parts if part.choice.kind)
+        except Unreadable as error:  # a model must compile, whatever it is written with
+            log.warning("torch.compile: a graph stays as it is: %s", error)
+            entries.append(Entry("", "a graph", str(error), "", "", 1))
         for node in list(graph.nodes):
             value = value_of(node)
             concerned = node.users and value is not None and value.device.type in self.devices
@@ -157,7 +162,7 @@ class Replace(CustomGraphPass):
             graph.lint()
             replaced.update(found)
             log.info("torch.compile: replaced by cute ops: %s", ", ".join(f"{n} x {k}" for n, k in found.items()))
-        _entries.extend([*entries_of(made, graph), *entries])
+        _entries.extend([*(entries_of(made, graph) if made else ()), *entries])
 
     def _concerns(self, graph: Graph) -> bool:
         values = map(value_of, graph.nodes)

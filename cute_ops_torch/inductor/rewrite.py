@@ -52,20 +52,21 @@ class Rewritten(NamedTuple):
     front: DynamoFront
 
 
+class Unreadable(Exception):
+    """A graph cannot be read, and has not changed; says why."""
+
+
 def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rewritten:
-    """Replace parts of a graph, which changes."""
-    front = DynamoFront(module, exact)
-    whole: set[Value] = set()
-    while True:
-        analysis = analyse(front.graph, exact=exact, whole=whole)
-        chosen = [
-            (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
-            for found in analysis.found
-        ]
-        apart = {node for found, choice in chosen if not choice.kind for node in _splitting(found)} - whole
-        if not apart:
-            break
-        whole |= apart
+    """Replace parts of a graph, which changes.
+
+    Raises:
+        Unreadable: it does what no front end expects.
+    """
+    try:
+        front = DynamoFront(module, exact)
+        analysis, chosen = _chosen(front, choosing, exact)
+    except Exception as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = _Rewriting(module, front, choosing), []
     for found, choice in chosen:
         gain = None
@@ -77,6 +78,21 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
         parts.append(Part(found, choice, gain))
     work.finish()
     return Rewritten(parts, analysis, front)
+
+
+def _chosen(front: DynamoFront, choosing: Choosing, exact: bool) -> tuple[Analysis, list[tuple[Found, Choice]]]:
+    """What is found in a graph, and what each expression becomes."""
+    whole: set[Value] = set()
+    while True:
+        analysis = analyse(front.graph, exact=exact, whole=whole)
+        chosen = [
+            (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
+            for found in analysis.found
+        ]
+        apart = {node for found, choice in chosen if not choice.kind for node in _splitting(found)} - whole
+        if not apart:
+            return analysis, chosen
+        whole |= apart
 
 
 def _splitting(found: Found) -> set[Value]:

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cute_ops.jit.target import Target
 from cute_ops_torch import inductor
+from cute_ops_torch.inductor import choice, graph_pass
+from cute_ops_torch.inductor.dynamo import DynamoFront
 from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
 
 SIZES: dict[str, Any] = {
@@ -285,6 +288,51 @@ def test_inductor_runs_what_was_put_in(mode: str) -> None:
     """Code that Inductor makes: training, with sizes that change."""
     compare(Decoder(), lambda run: run(TOKENS) + run(TOKENS[:, 2:]), "inductor", mode=mode, fullgraph=True)
     assert inductor.replaced["linear_cross_entropy"] == 2
+
+
+def test_products_take_an_epilogue_where_the_model_of_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an H100, with tensors that have no memory: a GELU of many rows is worth it, of few rows it is not.
+    Functions of elements alone stay with Inductor.
+    """
+    monkeypatch.setattr(choice, "target_of", lambda device: Target("sm_90a", 132))
+    monkeypatch.setattr(DynamoFront, "device_of", lambda self, value: "cuda")
+    monkeypatch.setattr(graph_pass.Replace, "_concerns", lambda self, graph: True)
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, weight, bias))
+
+    found = {}
+    for dtype, rows in ((torch.bfloat16, 16384), (torch.bfloat16, 16), (torch.float32, 16384)):
+        torch._dynamo.reset()
+        given = [torch.empty(s, dtype=dtype, device="meta") for s in ((rows, 1024), (4096, 1024), (4096,))]
+        with inductor.enable():
+            torch.compile(layer, backend=only_the_pass, fullgraph=True, dynamic=False)(*given)
+            (found[dtype, rows],) = [entry for entry in inductor.report() if "gelu" in entry.what]
+    first, few, wide = found.values()
+    assert first.becomes == "linear"
+    assert first.gain is not None
+    assert 10 < first.gain < 500
+    assert few.why == "the framework's product is expected to be faster: it has at most 64 rows"
+    assert wide.why == "no kernel of a product takes float32"
+
+    torch._dynamo.reset()
+    x = torch.empty(64, 1024, device="meta")
+    with inductor.enable():
+        torch.compile(lambda x: (x * 2).tanh() + 1, backend=only_the_pass)(x)
+        (entry,) = inductor.report()
+    assert (entry.becomes, entry.why) == ("", "Inductor fuses it, too; mode='max-autotune' measures both forms")
+
+
+def test_a_graph_that_cannot_be_read_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*given: Any) -> None:
+        raise KeyError("wrong")
+
+    monkeypatch.setattr("cute_ops_torch.inductor.rewrite.analyse", broken)
+    x = torch.randn(4, 32)
+    got = torch.compile(lambda x: F.rms_norm(x, (32,)), backend=only_the_pass)(x)
+    torch.testing.assert_close(got, F.rms_norm(x, (32,)))
+    assert "torch.compile: a graph stays as it is: TypeError: " in caplog.text
+    assert [entry.what for entry in inductor.report()] == ["a graph"]
 
 
 def test_a_global_switch_and_a_context() -> None:
