@@ -1283,3 +1283,16 @@ def test_heads_that_do_not_fit(n: int, columns: int, heads: int, message: str) -
     for called in [cute_ops_torch.qkv_rope] + [op] * (columns == 32):
         with pytest.raises(ValueError, match=re.escape(f"cute.{message}")):
             called(x, weight, angles, angles, heads)
+
+
+def test_vectors_that_share_a_gradient_beside_one_that_has_its_own() -> None:
+    given = [torch.randn(shape, requires_grad=True) for shape in ((7, 16), (24, 16), (24,), (24,), (24,))]
+
+    def epilogue(xp: Any, acc: Any, factor: Any, one: Any, other: Any) -> Any:
+        return acc * factor + one + other
+
+    ours = cute_ops_torch.linear(*given[:2], *given[2:], epilogue=epilogue)
+    theirs = epilogue(torch, given[0] @ given[1].t(), *given[2:])
+    torch.testing.assert_close(ours, theirs)
+    dout = torch.randn_like(ours)
+    torch.testing.assert_close(*[torch.autograd.grad(out, given, dout) for out in (ours, theirs)], rtol=1e-4, atol=1e-4)

@@ -29,8 +29,6 @@ THREADS, UNROLL = 128, 4
 TILE_Q = 128  # queries of a tile of the gradient of queries, and keys of one of the gradient of keys
 # Keys of a tile and warpgroups, by the most elements of a head.
 KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
-# The same where every query attends to every key: nothing is lost at a mask's edge.
-KEYS_UNMASKED = KEYS | {128: (176, 2)}
 LONGEST_TILE = 128  # queries
 # In one pass, queries and slots by the elements of a head.
 ONE_PASS = {64: (64, 3), 128: (64, 2)}
@@ -56,7 +54,7 @@ def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
     size = _headdim(problem)
     mask, bounds = _mask(own, problem)
-    tile_n, consumers = next(tile for longest, tile in (KEYS if mask else KEYS_UNMASKED).items() if size <= longest)
+    tile_n, consumers = next(tile for longest, tile in KEYS.items() if size <= longest)
     score = mods.score_of(problem.attrs["softcap"], own.score)
     return AttentionConfig(tile_n, problem.sm_count, consumers, mask, bounds, score.text if score else "")
 

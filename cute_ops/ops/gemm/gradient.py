@@ -183,9 +183,15 @@ class _Gradient:
         tiles = [key for key in every if _is_tile(self.forward.sources[key])]
         if not tiles or self.forward.by != "elements":
             return tuple(tiles)
-        beside = {*self.zero, *self.handed_on}
-        sums = [key for key, t in self.operands.items() if key not in beside and t.shape in ("n", "2n")]
-        return (*tiles, *sums[: max(MOST_SKIPPABLE - len(tiles), 0)])
+        beside, found = {*self.zero, *self.handed_on, *self.twins}, tiles
+        for key, tensor in self.operands.items():
+            together = self._with_twins(key)
+            if key not in beside and tensor.shape in ("n", "2n") and len(found) + len(together) <= MOST_SKIPPABLE:
+                found = [*found, *together]
+        return tuple(found)
+
+    def _with_twins(self, key: str) -> tuple[str, ...]:
+        return (key, *(twin for twin, other in self.twins.items() if other == key))
 
     def vectors(self, first: Collection[str]) -> list[Op]:
         """A step for each vector or scalar that is not among the first, and its twins."""
@@ -195,7 +201,7 @@ class _Gradient:
         return [
             self.of_acc(every) if key in self.like_acc else self.step(f"{self.forward.name}_bwd_{key}", every)
             for key in names
-            for every in [(key, *(twin for twin, other in self.twins.items() if other == key))]
+            for every in [self._with_twins(key)]
         ]
 
     def step(self, name: str, wanted: tuple[str, ...]) -> Op:
