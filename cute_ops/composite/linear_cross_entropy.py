@@ -72,12 +72,12 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 
 
 def loss(
-    rows: Callable[..., Any], total: Callable[..., Any], hidden: Any, weight: Any, target: Any, bias: Any,
-    attrs: Mapping[str, Any], reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None,
+    rows: Callable[..., Any], total: Callable[..., Any], layer: tuple[Any, Any, Any, Any], attrs: Mapping[str, Any], *,
+    reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None,
 ) -> Any:  # fmt: skip
-    """The public function, from a framework's functions of the two ops and the loss' attributes. With ``count``,
-    integers without dims, the sum is divided by it: gradients are computed for the quotient, so that the backward does
-    not scale them.
+    """The public function, from a framework's functions of the two ops, the layer (hidden states, weight, target and
+    bias) and the loss' attributes. With ``count``, integers without dims, the sum is divided by it: gradients are
+    computed for the quotient, so that the backward does not scale them.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
@@ -88,6 +88,7 @@ def loss(
         raise TypeError(f"cute.{NAME}: option `chunk_rows` is {shown(chunk_rows)}, expected an int or None.")
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
+    hidden, weight, target, bias = layer
     ignore_index, options = attrs["ignore_index"], (*attrs.values(), accum_dtype, chunk_rows or 0)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
         return _mean(rows(hidden, weight, target, bias, *options, reduction=reduction), count)

@@ -116,12 +116,14 @@ def is_constant(value: Any) -> bool:
     if kind is BuiltinFunctionType:
         of_builtins = value.__self__ is builtins and value.__name__ not in _IMPURE
         return of_builtins or (isinstance(value.__self__, ModuleType) and value.__module__ in PURE_MODULES)
-    if isinstance(value, type):
-        top = value.__module__.partition(".")[0]
-        if top == "builtins":
-            return value.__name__ not in _IMPURE
-        return top in _LIBRARIES or (top == "torch" and value.__name__ in ("finfo", "iinfo"))
-    return False
+    return isinstance(value, type) and _is_constant_type(value)
+
+
+def _is_constant_type(kind: type) -> bool:
+    top = kind.__module__.partition(".")[0]
+    if top == "builtins":
+        return kind.__name__ not in _IMPURE
+    return top in _LIBRARIES or (top == "torch" and kind.__name__ in ("finfo", "iinfo"))
 
 
 def is_ours(function: FunctionType) -> bool:

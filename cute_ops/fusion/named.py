@@ -229,10 +229,12 @@ def _repeats(node: Node, depth: int) -> bool:
         return node.attr[-1:] == (len(node.shape) - 1,) and _repeats(node.args[0], depth - 1)
     if node.op == "reshape":
         return node.args[0].shape[-1:] == node.shape[-1:] and _repeats(node.args[0], depth - 1)
-    elementwise = node.op in ("primitive", "cast") or (node.op == "opaque" and node.attr in ("cos", "sin"))
-    if not elementwise or isinstance(node.attr, tuple):
-        return False
-    return all(arg.op == "constant" or _repeats(arg, depth - 1) for arg in node.args)
+    return _is_elementwise(node) and all(arg.op == "constant" or _repeats(arg, depth - 1) for arg in node.args)
+
+
+def _is_elementwise(node: Node) -> bool:
+    known = node.op in ("primitive", "cast") or (node.op == "opaque" and node.attr in ("cos", "sin"))
+    return known and not isinstance(node.attr, tuple)
 
 
 def _unbroadcast(table: Node) -> Node:

@@ -53,8 +53,9 @@ def linear_cross_entropy(
     Where rows are sharded, each device runs the loop on its own rows. Where classes are sharded, each device keeps its
     own, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
-    options = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale), reduction, chunk_rows
-    return _loss(register, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
+    attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = {"reduction": reduction, "chunk_rows": chunk_rows, "accum_dtype": accum_dtype}
+    return _loss(register, (hidden, weight, target, bias), attrs, options)
 
 
 @checked
@@ -99,8 +100,9 @@ def vocab_parallel_linear_cross_entropy(
         NameError: no such axis of a ``shard_map``.
     """
     function = partial(of_slices, axis=axis_name, what="vocab_parallel_linear_cross_entropy")
-    options = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale), reduction, chunk_rows
-    return _loss(function, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
+    attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = {"reduction": reduction, "chunk_rows": chunk_rows, "accum_dtype": accum_dtype}
+    return _loss(function, (hidden, weight, target, bias), attrs, options)
 
 
 @checked
@@ -164,10 +166,10 @@ def vocab_parallel_cross_entropy(
     return loss
 
 
-def _loss(function: Any, hidden: Any, weight: Any, target: Any, bias: Any, *options: Any, accum_dtype: Any) -> Array:
+def _loss(function: Any, layer: tuple[Any, ...], attrs: dict[str, Any], options: dict[str, Any]) -> Array:
     """The loss, by the functions that ``function`` makes of the ops."""
-    hidden, weight, target = (jnp.asarray(a) for a in (hidden, weight, target))
-    bias = None if bias is None else jnp.asarray(bias)
+    hidden, weight, target, bias = (None if a is None else jnp.asarray(a) for a in layer)
     rows, total = map(function, (declared.linear_cross_entropy_rows, declared.linear_cross_entropy_total))
-    accum = str(jnp.dtype(jnp.float32 if accum_dtype is None else accum_dtype))
-    return declared.loss(rows, total, hidden, weight, target, bias, *(*options, accum))  # type: ignore[no-any-return]
+    accum = options["accum_dtype"]
+    options = {**options, "accum_dtype": str(jnp.dtype(jnp.float32 if accum is None else accum))}
+    return declared.loss(rows, total, (hidden, weight, target, bias), attrs, **options)  # type: ignore[no-any-return]

@@ -52,17 +52,23 @@ def linear_cross_entropy(
     if isinstance(accum_dtype, torch.dtype):
         accum = str(accum_dtype).removeprefix("torch.")
     attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    options = attrs, reduction, chunk_rows, accum
-    return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
+    loss: Tensor = declared.loss(
+        _rows, _total, (hidden, weight, target, bias), attrs, reduction=reduction, chunk_rows=chunk_rows,
+        accum_dtype=accum,
+    )  # fmt: skip
+    return loss
 
 
 def summed_over(
-    count: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int,
+    count: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, *,
     chunk_rows: int | None,
 ) -> Tensor:  # fmt: skip
     """The sum of the losses, divided by an integer on their device."""
-    options = declared.of_loss(ignore_index), "sum", chunk_rows, "float32", count
-    return declared.loss(_rows, _total, hidden, weight, target, bias, *options)  # type: ignore[no-any-return]
+    loss: Tensor = declared.loss(
+        _rows, _total, (hidden, weight, target, bias), declared.of_loss(ignore_index), reduction="sum",
+        chunk_rows=chunk_rows, accum_dtype="float32", count=count,
+    )  # fmt: skip
+    return loss
 
 
 def _by_dispatcher(

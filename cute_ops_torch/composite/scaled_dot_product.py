@@ -55,11 +55,11 @@ def scaled_dot_product_attention(
     if attn_mask is None and dropout_p == 0 and alike and not (query.is_cuda and queries == 1):
         out = None
         if not is_causal:
-            out = attend(query, key, value, ALL, scale)
+            out = attend(query, key, value, ALL, scale=scale)
         elif queries == keys:
-            out = attend(query, key, value, (-1, 0), scale)
+            out = attend(query, key, value, (-1, 0), scale=scale)
         elif queries < keys:  # no query attends to later keys
-            out = attend(query, key[..., :queries, :], value[..., :queries, :], (-1, 0), scale)
+            out = attend(query, key[..., :queries, :], value[..., :queries, :], (-1, 0), scale=scale)
         if out is not None:
             return out.transpose(-3, -2)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, sides: tuple[int, int], scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, sides: tuple[int, int], *, scale: float | None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Attention to the keys of a band, (*batch, seqlen, heads, headdim); None where ours does not compute it.

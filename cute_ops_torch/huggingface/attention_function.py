@@ -57,7 +57,7 @@ def cute_attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function of ``attn_implementation="cute"``."""
     seen = _seen(attention_mask, query, key, _is_causal(module, is_causal)) if _computed(dropout, kwargs) else None
-    out = None if seen is None else _attend(query, key, value, seen, scaling, softcap, s_aux)
+    out = None if seen is None else _attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=s_aux)
     if out is not None:
         return out, None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -69,7 +69,7 @@ def cute_attention_forward(
         )
     if mask is None and query.shape[2] > 1 and _is_causal(module, is_causal):
         mask = _first_keys(query, key)
-    return _written_out(query, key, value, mask, dropout, scaling, softcap, s_aux), None
+    return _written_out(query, key, value, mask, dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux), None
 
 
 def _of_sdpa(plain: Any) -> Forward:
@@ -82,7 +82,7 @@ def _of_sdpa(plain: Any) -> Forward:
         # Of one query torch's kernel splits the keys over the GPU, and ours does not.
         if query.shape[2] > 1 and _computed(dropout, kwargs):
             seen = _seen(attention_mask, query, key, _is_causal(module, is_causal))
-            out = None if seen is None else _attend(query, key, value, seen, scaling)
+            out = None if seen is None else _attend(query, key, value, seen, scaling=scaling)
             if out is not None:
                 return out, None
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
@@ -104,7 +104,11 @@ def _of_eager(plain: Any, digest: str) -> Forward:
         options.pop("s_aux" if sinks is not None else "", None)
         if not args and _computed(dropout, options) and _returns_to_its_caller(module):
             seen = _seen(attention_mask, query, key, False)
-            out = None if seen is None else _attend(query, key, value, seen, scaling, softcap, sinks)
+            out = (
+                None
+                if seen is None
+                else _attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
+            )
             if out is not None:
                 return out, None
         return plain(module, query, key, value, as_made(attention_mask), *args, **kwargs)
@@ -149,13 +153,13 @@ def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tupl
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, seen: tuple[int, int, int], scaling: float | None,
+    query: Tensor, key: Tensor, value: Tensor, seen: tuple[int, int, int], *, scaling: float | None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     left, right, keys = seen
     if keys != key.shape[2]:
         key, value = key[:, :, :keys], value[:, :, :keys]
-    return attend(query, key, value, (left, right), scaling, softcap, sinks)
+    return attend(query, key, value, (left, right), scale=scaling, softcap=softcap, sinks=sinks)
 
 
 def _first_keys(query: Tensor, key: Tensor) -> Tensor:
@@ -164,7 +168,7 @@ def _first_keys(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _written_out(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, dropout: float, scaling: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention with a soft cap and sinks by torch's functions, (batch, seqlen, heads, headdim)."""

@@ -75,7 +75,7 @@ def _multiplies(hidden: Tensor, head: nn.Linear) -> bool:
 
 
 def _next_token_loss(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None,
+    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None, *,
     num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
     shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
@@ -85,7 +85,7 @@ def _next_token_loss(
     if isinstance(count, int):
         count = hidden.new_full((), count, dtype=torch.int64)
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
-        return summed_over(count.to(hidden.device), *given, chunk_rows)
+        return summed_over(count.to(hidden.device), *given, chunk_rows=chunk_rows)
     loss = linear_cross_entropy(*given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows)
     return _divided(loss, count)
 

@@ -92,13 +92,7 @@ def op_of_call(
     names = _names(captured, given, arrays)
     shapes = mods.declared([*made.values()], names, lambda problem: _refuse(ValueError, problem))
     for array, name, shape in zip(captured, names, shapes, strict=True):
-        dims = len(shape) - 1 + lead if shape[:1] == ["*m"] else len(shape)
-        if array.ndim != dims:
-            leading = (
-                f", the first of them by the batch, of which queries have {lead} dims" if dims != len(shape) else ""
-            )
-            what = f"`{name}` has {array.ndim} dims, but is read by {len(shape)} indices{leading}"
-            _refuse(ValueError, f"{what}: expected {dims}.")
+        _check_dims(array, name, shape, lead)
     score, mask = (made[option].text if option in made else "" for option in OPTIONS)
     own = mods.Own(
         score,
@@ -110,6 +104,17 @@ def op_of_call(
                   _name(mask_mod), ", ".join(unbounded))  # fmt: skip
     ending = digest(own.score, own.mask, *map(str, own.captured))
     return declare("_".join(["attention", *(readable(_name(function)) for function in given.values()), ending]), own)
+
+
+def _check_dims(array: Captured, name: str, shape: list[str], lead: int) -> None:
+    """Refuse an array of another number of dims than it is read by."""
+    by_batch = shape[:1] == ["*m"]
+    dims = len(shape) - 1 + lead if by_batch else len(shape)
+    if array.ndim != dims:
+        more = by_batch and lead != 1
+        leading = f", the first of them by the batch, of which queries have {lead} dims" if more else ""
+        what = f"`{name}` has {array.ndim} dims, but is read by {len(shape)} indices{leading}"
+        _refuse(ValueError, f"{what}: expected {dims}.")
 
 
 def _arrays(option: str, function: Function, captured: Sequence[Captured]) -> list[int]:

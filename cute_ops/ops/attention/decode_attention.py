@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cute_ops import mods
@@ -117,11 +117,8 @@ def check(binding: Binding) -> str | None:
         return f"caches are in the dtype of q or in {FP8}, got {dtypes['C']} for q in {dtypes['T']}."
     if not eights and (binding.inputs["k_scale"] or binding.inputs["v_scale"]):
         return f"k_scale and v_scale are for caches in {FP8}, got {dtypes['C']}."
-    for name in ("d", "e"):
-        if not 16 <= dims[name] <= 256 or dims[name] % 16:
-            return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
-        if eights and dims[name] % 32:
-            return f"a head has 32, 64 ... 256 elements in float8, got {name}={dims[name]}."
+    if problem := _of_heads(dims, eights):
+        return problem
     if not 1 <= dims["s"] <= MOST_QUERIES:
         return f"a sequence has 1 to {MOST_QUERIES} queries, got s={dims['s']}; `attention` takes more."
     if binding.inputs["page_table"] is None:
@@ -137,6 +134,15 @@ def check(binding: Binding) -> str | None:
         if attrs[name] < 0:
             return f"{name} is not negative, got {attrs[name]}."
     return None
+
+
+def _of_heads(dims: Mapping[str, int], eights: bool) -> str:
+    for name in ("d", "e"):
+        if not 16 <= dims[name] <= 256 or dims[name] % 16:
+            return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
+        if eights and dims[name] % 32:
+            return f"a head has 32, 64 ... 256 elements in float8, got {name}={dims[name]}."
+    return ""
 
 
 def fill_pages(xp: Any, arrays: dict[str, Any]) -> None:
