@@ -153,7 +153,7 @@ def suggesting(function: Callable[P, R], wrong: Callable[[Any], str] | None = No
     return call
 
 
-_ARRAYS = r"\b(Array|Tensor)\b"
+_ARRAYS = r"\b(Array|ArrayLike|Tensor)\b"
 _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 

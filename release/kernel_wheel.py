@@ -79,7 +79,7 @@ def calls_of(config: dict[str, Any], dtype: str = "bfloat16") -> Iterator[Call]:
     for call in calls_of_model({**config, "rope_theta": 1.0}, dtype, train=True):
         yield call
         batched = [name for name, array in call.inputs.items() if len(array.shape) > 2 and array.shape[:2] == LEAD]
-        if batched and "cos" not in call.inputs:
+        if batched and not {"cos", "k"} & call.inputs.keys():
             inputs = {n: Array(a.shape[1:], a.dtype) if n in batched else a for n, a in call.inputs.items()}
             yield Call(call.name, inputs, attrs=call.attrs)
     yield from _of_jax(config, dtype)

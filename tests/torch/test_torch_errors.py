@@ -59,12 +59,12 @@ BAD = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_op_of_16_bits_says_what_to_do_with_wider_floats(dtype: torch.dtype) -> None:
-    q = torch.ones(1, 8, 2, 64, dtype=dtype)
+    q, cache = torch.ones(1, 1, 2, 64, dtype=dtype), torch.ones(1, 8, 2, 64, dtype=dtype)
     with pytest.raises(TypeError) as raised:
-        cute_ops_torch.attention(q, q, q)
+        cute_ops_torch.decode_attention(q, cache, cache, torch.ones(1, dtype=torch.int32))
     assert str(raised.value).splitlines()[0] == (
-        f"cute.attention: argument `q` has dtype {str(dtype)[6:]}, expected bfloat16 or float16. Its kernels take "
-        "floats of 16 bits: cast `q` to one of these, or take the framework's own function."
+        f"cute.decode_attention: argument `q` has dtype {str(dtype)[6:]}, expected bfloat16 or float16. Its kernels "
+        "take floats of 16 bits: cast `q` to one of these, or take the framework's own function."
     )
 
 
