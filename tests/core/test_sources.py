@@ -119,7 +119,7 @@ def test_a_declared_source_that_is_nowhere_is_named(package: Path) -> None:
 
 def test_a_declared_source_that_cannot_be_read_is_named(package: Path) -> None:
     (package / "data").mkdir()
-    (package / "data" / "gone").symlink_to("/nowhere")
+    (package / "data" / "gone").symlink_to(package / "nowhere")
     with pytest.raises(ImportError, match=r"a declared source of 'mypackage.kernel' cannot be read: .*data/gone"):
         key("mypackage.kernel:K", ("data",))
 
