@@ -167,22 +167,8 @@ class KeysBackward:
         q, k, v, dout, *_ = moved
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        first_s, first_dk, first_dv = (mma.get_slice(group * WARPGROUP) for mma in (mma_s, mma_dk, mma_dv))
-        tSrK, tSrQ = mma_s.make_fragment_A(first_s.partition_A(k.s)), mma_s.make_fragment_B(first_s.partition_B(q.s))
-        tPrV, tPrO = mma_s.make_fragment_A(first_s.partition_A(v.s)), mma_s.make_fragment_B(first_s.partition_B(dout.s))
-        tKrQ = mma_dk.make_fragment_B(first_dk.partition_B(transposed(q.s)))  # (mma, d, m, stages)
-        tVrO = mma_dv.make_fragment_B(first_dv.partition_B(transposed(dout.s)))  # (mma, dv, m, stages)
-        shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
-        rS, rP = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        halves = ((2, 2, 2), 1, self.tile_q // 16)
-        rWeights, rDs = cute.make_rmem_tensor(halves, self.dtype), cute.make_rmem_tensor(halves, self.dtype)
-        widths = self.d if self.of_k else 8, self.dv if self.of_v else 8
-        rDk, rDv = (
-            cute.make_rmem_tensor(mma.partition_shape_C((self.tile_k, width)), Float32)
-            for mma, width in zip((mma_dk, mma_dv), widths)
-        )
-        rDk.fill(0.0)
-        rDv.fill(0.0)
+        (tSrK, tSrQ), (tPrV, tPrO), tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
+        rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
 
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
@@ -237,6 +223,35 @@ class KeysBackward:
             store_rows(mma_dk, rDk, moved[4], (tidx, keys, self.scale, self.d))
         if const_expr(self.of_v):
             store_rows(mma_dv, rDv, moved[5], (tidx, keys, 1.0, self.dv))
+
+    def _operands(self, mmas, moved, group):
+        """A warpgroup's operands in shared memory: both of the scores and ``v @ dout.T``, the second of dk and dv."""
+        (mma_s, mma_dk, mma_dv), (q, k, v, dout) = mmas, moved
+        first_s, first_dk, first_dv = (mma.get_slice(group * WARPGROUP) for mma in mmas)
+        of_scores = [
+            (mma_s.make_fragment_A(first_s.partition_A(a.s)), mma_s.make_fragment_B(first_s.partition_B(b.s)))
+            for a, b in ((k, q), (v, dout))
+        ]
+        tKrQ = mma_dk.make_fragment_B(first_dk.partition_B(transposed(q.s)))  # (mma, d, m, stages)
+        tVrO = mma_dv.make_fragment_B(first_dv.partition_B(transposed(dout.s)))  # (mma, dv, m, stages)
+        return *of_scores, tKrQ, tVrO
+
+    def _registers(self, mmas):
+        """A thread's registers: scores and ``v @ dout.T``; weights and ds in 16 bits; the sums of dk and dv, 0 at
+        first, of 8 columns where this kernel does not compute them.
+        """
+        mma_s, *others = mmas
+        shape, halves = mma_s.partition_shape_C((self.tile_k, self.tile_q)), ((2, 2, 2), 1, self.tile_q // 16)
+        widths = self.d if self.of_k else 8, self.dv if self.of_v else 8
+        scores = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        rounded = [cute.make_rmem_tensor(halves, self.dtype) for _ in range(2)]
+        sums = [
+            cute.make_rmem_tensor(mma.partition_shape_C((self.tile_k, width)), Float32)
+            for mma, width in zip(others, widths)
+        ]
+        for each in sums:
+            each.fill(0.0)
+        return *scores, *rounded, *sums
 
     def _of_columns(self, mRows, place, sizes):
         """A number of each of a thread's columns, which are rows of scores, and whether there is such a row."""

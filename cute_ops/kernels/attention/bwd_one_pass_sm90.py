@@ -23,9 +23,11 @@ from cute_ops.kernels.attention.tiles import (
     Moved,
     Sizes,
     Tile,
+    address_of,
     partition,
     place_of,
     ring,
+    row_at,
     slots,
     transposed,
 )
@@ -87,7 +89,7 @@ class OnePassBackward(KeysBackward):
         added = cpasync.make_tiled_tma_atom(
             cpasync.CopyReduceBulkTensorTileS2GOp(), mSums, of_sums, (self.tile_q, self.d)
         )
-        # As the operand of dq, ds has its queries in columns.
+        # The product that gives dq reads ds with queries in columns.
         of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, 1)
         blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
@@ -96,7 +98,7 @@ class OnePassBackward(KeysBackward):
         )
 
     def _layout_of_keys(self):
-        """Of keys in shared memory, by rows. Swizzled are as many bytes of them as a warpgroup has columns of dq."""
+        """The layout of keys in shared memory, by rows: swizzled over as many columns as a warpgroup has of dq."""
         kinds = warpgroup.SmemLayoutAtomKind
         kind = kinds.K_SW128 if self.d * self.dtype.width // 8 >= 2 * 128 else kinds.K_SW64
         atom = hopper.make_smem_layout_atom(kind, self.dtype)
@@ -167,26 +169,12 @@ class OnePassBackward(KeysBackward):
         (q, k, v, dout, lse, delta, dk, dv), (sDs, sSums) = moved, own
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        first_s, first_dk, first_dv, first_dq = (
-            mma.get_slice(group * WARPGROUP) for mma in (mma_s, mma_dk, mma_dv, mma_dq)
-        )
-        tSrK, tSrQ = mma_s.make_fragment_A(first_s.partition_A(k.s)), mma_s.make_fragment_B(first_s.partition_B(q.s))
-        tPrV, tPrO = mma_s.make_fragment_A(first_s.partition_A(v.s)), mma_s.make_fragment_B(first_s.partition_B(dout.s))
-        tKrQ = mma_dk.make_fragment_B(first_dk.partition_B(transposed(q.s)))  # (mma, d, m, stages)
-        tVrO = mma_dv.make_fragment_B(first_dv.partition_B(transposed(dout.s)))  # (mma, dv, m, stages)
+        first_dq = mma_dq.get_slice(group * WARPGROUP)
+        (tSrK, tSrQ), (tPrV, tPrO), tKrQ, tVrO = self._operands((mma_s, mma_dk, mma_dv), (q, k, v, dout), group)
         tDrDs = mma_dq.make_fragment_A(first_dq.partition_A(transposed(sDs)))  # (mma, m, n, 1)
         tDrK = mma_dq.make_fragment_B(first_dq.partition_B(transposed(k.s)))  # (mma, d, n, 1)
-        shape = mma_s.partition_shape_C((self.tile_k, self.tile_q))
-        rS, rP = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        halves = ((2, 2, 2), 1, self.tile_q // 16)
-        rWeights, rDs = cute.make_rmem_tensor(halves, self.dtype), cute.make_rmem_tensor(halves, self.dtype)
-        rDk, rDv = (
-            cute.make_rmem_tensor(mma.partition_shape_C((self.tile_k, width)), Float32)
-            for mma, width in ((mma_dk, self.d), (mma_dv, self.dv))
-        )
+        rS, rP, rWeights, rDs, rDk, rDv = self._registers((mma_s, mma_dk, mma_dv))
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
-        rDk.fill(0.0)
-        rDv.fill(0.0)
         put_ds, put_sums = self._stores(mma_s, mma_dq, sDs, sSums, tidx)
         both, all_three = self.consumers * WARPGROUP, self.consumers * WARPGROUP + WARP
 
@@ -245,7 +233,7 @@ class OnePassBackward(KeysBackward):
         store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv))
 
     def _of_queries(self, x, slot, tidx):
-        """The numbers of a thread's columns, which are queries, in shared memory: pairs of neighbours."""
+        """Pairs of neighbouring numbers in shared memory: those of a thread's columns, which are queries."""
         layout = cute.make_layout((2, 4, self.tile_q // 8, self.stages), stride=(1, 2, 8, self.tile_q))
         return cute.make_tensor(x.s.iterator, layout)[None, tidx % 4, None, slot.index]
 
@@ -284,21 +272,16 @@ class OnePassBackward(KeysBackward):
 
     @cute.kernel
     def round(self, mSums, mDq):
-        """A thread has a chunk."""
+        """Write a chunk of dq with each thread."""
         index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
         seqlen, heads = Int32(mDq.shape[0]), Int32(mDq.shape[2])
         row_index, chunk = index // (self.d // CHUNK), Int32(index % (self.d // CHUNK))
         if index < Int64(cute.size(mDq)) // CHUNK:
-            which = Int32(row_index // seqlen)
-            row, batch = Int32(row_index - Int64(which) * seqlen), which // heads
-            head = which - batch * heads
+            row, head, batch = row_at(row_index, seqlen, heads)
             rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
-            load(rX, self._address(mSums, (row, (chunk ^ (row % CHUNKS)) * CHUNK, head, batch)))
+            load(rX, address_of(mSums, (row, (chunk ^ (row % CHUNKS)) * CHUNK, head, batch)))
             rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
-            store(rOut, self._address(mDq, (row, chunk * CHUNK, head, batch)))
-
-    def _address(self, m, at):
-        return m.iterator.toint() + Int64(cute.crd2idx(at, m.layout)) * (m.element_type.width // 8)
+            store(rOut, address_of(mDq, (row, chunk * CHUNK, head, batch)))
 
 
 def chunks_of(d):

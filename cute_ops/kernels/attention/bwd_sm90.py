@@ -17,7 +17,7 @@ from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.softmax import exp2
-from cute_ops.kernels.attention.tiles import sizes_of, view
+from cute_ops.kernels.attention.tiles import address_of, row_at, sizes_of, view
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded
@@ -89,9 +89,8 @@ class AttentionBackward:
         let_next_start(True)
         wait_for_previous(True)
         inside = index < cute.size(mDelta)
-        which = Int32(index // seqlen)
-        row, batch = Int32(index - Int64(which) * seqlen), which // heads
-        head, given = which - batch * heads, inside & (row < seqlen_q)
+        row, head, batch = row_at(index, seqlen, heads)
+        given = inside & (row < seqlen_q)
         rows = []
         for m in mOuts:
             rX = fragment(m.element_type, VECTOR, 0)
@@ -146,7 +145,3 @@ def by_query(m):
     return cute.make_tensor(
         m.iterator, cute.make_layout((seqlen, 1, heads, batches), stride=(1, 1, strides[1], strides[0]))
     )
-
-
-def address_of(m, at, more):
-    return m.iterator.toint() + (Int64(cute.crd2idx(at, m.layout)) + more) * (m.element_type.width // 8)

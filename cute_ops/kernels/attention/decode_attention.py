@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a CTA has: a block of queries of the heads that share a head of the caches, and a part of its keys.
+    """The work of a CTA: a block of queries of the heads that share a head of the caches, and a part of its keys.
 
     Attributes:
         batch, head: of the caches.

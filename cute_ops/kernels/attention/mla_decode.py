@@ -35,7 +35,7 @@ class Tensors(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a CTA has: a block of a sequence's rows, and a part of its keys; ``begin``, ``end``: their blocks."""
+    """The work of a CTA: a block of a sequence's rows, and the blocks of its keys from ``begin`` to ``end``."""
 
     batch: Any
     block: Any

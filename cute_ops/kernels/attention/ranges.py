@@ -37,7 +37,7 @@ class Ranges:
         mTable = sizes.ranges[axis]
         heads, tiles, lane = Int32(mTable.shape[2]), Int32(mTable.shape[3]), cute.arch.lane_idx()
         count = Int32(mTable.shape[1]) * heads * tiles
-        # What is left of the last CTA's warps does the last tile again.
+        # The last CTA may have more warps than there are tiles left: these compute the last tile again.
         index = cutlass.min(cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx(), count - 1)
         which = index // tiles
         tile, batch = index - which * tiles, which // heads

@@ -120,6 +120,18 @@ def view(m, order=(1, 3, 2, 0)):
     return cute.make_tensor(m.iterator, cute.make_layout(shape, stride=stride))
 
 
+def row_at(index, seqlen, heads):
+    """The row, the head and the batch of a number of rows of all heads, (batch, heads, seqlen)."""
+    which = Int32(index // seqlen)
+    row, batch = Int32(index - Int64(which) * seqlen), which // heads
+    return row, which - batch * heads, batch
+
+
+def address_of(m, at, more=0):
+    """The address in memory of an element, or of one so many elements further."""
+    return m.iterator.toint() + (Int64(cute.crd2idx(at, m.layout)) + more) * (m.element_type.width // 8)
+
+
 def slots(smem, dtype, layout):
     return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
@@ -187,33 +199,27 @@ class Tiles:
         inside = (keys + 1) * self.tile_k <= sizes.seqlen_k
         return inside if self.mods.mask is None else inside & self.bounds(tile, sizes, queries, keys)[0]
 
-    @cute.jit
-    def keys_of(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
+    def keys_of(self, tile, sizes):
         """The first and the last tile of keys of a block of queries; first > last if there is none."""
         count = cute.ceil_div(sizes.seqlen_k, self.tile_k)
-        first, last = Int32(0), count - 1
-        if const_expr(self.mods.mask is not None):
-            first, last = count, Int32(-1)
-            for base in cutlass.range(0, count, 32, unroll=1):
-                keys = base + cute.arch.lane_idx()
-                if keys < count:
-                    if self.some(tile, sizes, tile.block, keys):
-                        first, last = cutlass.min(first, keys), cutlass.max(last, keys)
-            first, last = _over_warp(first, last)
-        return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+        return self._ends(count, lambda keys: self.some(tile, sizes, tile.block, keys))
 
-    @cute.jit
-    def queries_of(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
+    def queries_of(self, tile, sizes):
         """The first and the last tile of queries of a block of keys; first > last if there is none."""
         count = cute.ceil_div(sizes.seqlen_q, self.tile_q)
+        return self._ends(count, lambda queries: self.some(tile, sizes, queries, tile.block))
+
+    @cute.jit
+    def _ends(self, count, some: cutlass.Constexpr):
+        """The first and the last of so many tiles that the mask lets a score of pass."""
         first, last = Int32(0), count - 1
         if const_expr(self.mods.mask is not None):
             first, last = count, Int32(-1)
             for base in cutlass.range(0, count, 32, unroll=1):
-                queries = base + cute.arch.lane_idx()
-                if queries < count:
-                    if self.some(tile, sizes, queries, tile.block):
-                        first, last = cutlass.min(first, queries), cutlass.max(last, queries)
+                index = base + cute.arch.lane_idx()
+                if index < count:
+                    if some(index):
+                        first, last = cutlass.min(first, index), cutlass.max(last, index)
             first, last = _over_warp(first, last)
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
 
