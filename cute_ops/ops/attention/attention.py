@@ -22,6 +22,7 @@ from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.captured import captured_bwd
+from cute_ops.ops.attention.softmax import softmax
 
 HALVES = ("bfloat16", "float16")
 WIDE = {"T": ("float32",)}  # which the framework computes
@@ -106,18 +107,8 @@ def _weights(
     if (mask := mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)) is not None:
         (seen,) = evaluate(mask.expression, xp, operands_on(mask, xp, at, arrays))
         scores = xp.where(seen, scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
-    # A last column without a value: the sink, or a score of no weight.
-    last = xp.full((*scores.shape[:-1], 1), -math.inf, dtype=scores.dtype, **beside(xp, q))
-    if sink is not None:
-        last = xp.broadcast_to(xp.astype(xp.reshape(sink, (1, g, h // g, 1, 1)), last.dtype), last.shape)
-    scores = xp.concat([scores, last], axis=-1)
-    highest = xp.max(scores, axis=-1, keepdims=True)
-    highest = xp.where(highest > -math.inf, highest, xp.zeros_like(highest))
-    weights = xp.exp(scores - highest)
-    total = xp.sum(weights, axis=-1, keepdims=True)
-    some = xp.where(total > 0, total, xp.ones_like(total))
-    lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
-    return (weights / some)[..., :-1], lse, operands
+    weights, lse = softmax(xp, scores, None if sink is None else xp.reshape(sink, (1, g, h // g, 1, 1)))
+    return weights, lse, operands
 
 
 def coordinates(xp: Any, scores: Any, keys: Any) -> list[Any]:

@@ -29,7 +29,6 @@ THREADS, UNROLL = 128, 4
 TILE_Q = 128  # queries of a tile of the gradient of queries, and keys of one of the gradient of keys
 # Keys of a tile and warpgroups, by the most elements of a head.
 KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
-LONGEST_TILE = 128  # queries
 # In one pass, queries and slots by the elements of a head.
 ONE_PASS = {64: (64, 3), 128: (64, 2)}
 # By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
@@ -84,7 +83,7 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     """
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
     rows = problem.m, dims["g"] * dims["r"]
-    length = -(-dims["s"] // LONGEST_TILE) * LONGEST_TILE if chosen.one_pass else dims["s"]
+    length = -(-dims["s"] // TILE_Q) * TILE_Q if chosen.one_pass else dims["s"]
     of_rows = Array((*rows, length), "float32")
     first = _tables(own, problem, {"queries": TILE_Q, "keys": chosen.tile_k})
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": TILE_Q})

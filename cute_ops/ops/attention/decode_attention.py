@@ -17,6 +17,7 @@ from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config
 from cute_ops.ops.attention.attention import HALVES, LONGEST
+from cute_ops.ops.attention.softmax import softmax
 
 MOST_QUERIES, FP8 = 16, "float8_e4m3fn"
 SCALES = ("k_scale", "v_scale")
@@ -66,20 +67,9 @@ def reference(
     seen = xp.logical_and(there[:, None, :], key <= place[..., None])
     if window:
         seen = xp.logical_and(seen, key > place[..., None] - window)
-    low = xp.asarray(-math.inf, dtype=scores.dtype, **here)
-    scores = xp.where(seen[:, None], scores, low)
-    # A last column without a value: the sink, or a score of no weight.
-    last = xp.broadcast_to(low, (b, h, s, 1))
-    if wide_sinks is not None:
-        last = xp.broadcast_to(xp.astype(xp.reshape(wide_sinks, (1, h, 1, 1)), scores.dtype), (b, h, s, 1))
-    scores = xp.concat([scores, last], axis=-1)
-    highest = xp.max(scores, axis=-1, keepdims=True)
-    highest = xp.where(highest > -math.inf, highest, xp.zeros_like(highest))
-    weights = xp.exp(scores - highest)
-    total = xp.sum(weights, axis=-1, keepdims=True)
-    some = xp.where(total > 0, total, xp.ones_like(total))
-    lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
-    weights = xp.reshape((weights / some)[..., :-1], (b, g, r * s, keys))
+    scores = xp.where(seen[:, None], scores, xp.asarray(-math.inf, dtype=scores.dtype, **here))
+    weights, lse = softmax(xp, scores, None if wide_sinks is None else xp.reshape(wide_sinks, (1, h, 1, 1)))
+    weights = xp.reshape(weights, (b, g, r * s, keys))
     out = xp.reshape(weights @ xp.permute_dims(wide_v, (0, 2, 1, 3)), (b, h, s, e))
     return xp.astype(xp.permute_dims(out, (0, 2, 1, 3)), q.dtype), xp.reshape(lse, (b, h, s))
 

@@ -16,6 +16,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config
 from cute_ops.ops.attention.attention import HALVES, LONGEST
 from cute_ops.ops.attention.decode_attention import MOST_QUERIES, fill_pages, place_of_queries, side_by_side
+from cute_ops.ops.attention.softmax import softmax
 
 PLAIN: dict[str, Any] = {"absent": ("page_table",)}
 SCALE = 192**-0.5  # of DeepSeek-V2 and V3
@@ -44,15 +45,8 @@ def reference(
     place = place_of_queries(xp, lengths, key, s)
     seen = xp.logical_and(there[:, None, :], key <= place[..., None])[:, None]
     scores = xp.where(seen, scores, xp.asarray(-math.inf, dtype=scores.dtype, **here))
-    # Without a key a row has no largest score.
-    none = xp.full((*scores.shape[:-1], 1), -math.inf, dtype=scores.dtype, **here)
-    highest = xp.max(xp.concat([scores, none], axis=-1), axis=-1, keepdims=True)
-    highest = xp.where(highest > -math.inf, highest, xp.zeros_like(highest))
-    weights = xp.exp(scores - highest)
-    total = xp.sum(weights, axis=-1, keepdims=True)
-    some = xp.where(total > 0, total, xp.ones_like(total))
-    lse = xp.where(total > 0, xp.log(some) + highest, xp.full_like(total, -math.inf))
-    out = (weights / some) @ k[:, None, :, :rank]
+    weights, lse = softmax(xp, scores)
+    out = weights @ k[:, None, :, :rank]
     return xp.astype(xp.permute_dims(out, (0, 2, 1, 3)), q.dtype), xp.reshape(lse, (b, h, s))
 
 
