@@ -68,20 +68,51 @@ def product(call: Call, op: Op, a: Any, b: Any, attrs: Attrs) -> Any:
     return call(op, {first: a, second: b}, {"fused": attrs["fused"]})[out]
 
 
-class MLPOps:
+class LayerDown:
+    """The ops of an MLP's product with ``w_down`` and of its gradients, with a gate or without.
+
+    Attributes:
+        transposed: whether weights are ``[k, n]`` and ``[n, p]``.
+        dgrad, dgrad_again: the gradient of what the activation is of; the second gives the hidden layer again, too.
+    """
+
+    dgrad: Op
+    dgrad_again: Op
+
+    def __init__(self, transposed: bool) -> None:
+        self.transposed = transposed
+        self.w_down = Tensor("n p" if transposed else "p n", "T")
+        self.products = (linear, linear_dx, linear_dweight)
+        self.linear, self.linear_dx = (linear_dx, linear) if transposed else (linear, linear_dx)
+
+    def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
+
+    def backward_only_dpre(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return call(self.dgrad, self._dgrad_inputs(inputs), attrs)
+
+    def _dgrad_inputs(self, inputs: Arrays) -> Arrays:
+        return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
+
+    def dw_down(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return {"dw_down": self._dweight(call, inputs["dout"], inputs["hidden"], attrs)}
+
+    def _dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
+        return product(call, linear_dweight, *((x, dout) if self.transposed else (dout, x)), attrs)
+
+
+class MLPOps(LayerDown):
     """The ops of the MLP for one layout of its weights; ``transposed``: they are ``[k, 2n]`` and ``[n, p]``."""
 
     def __init__(self, transposed: bool) -> None:
-        self.transposed, self.suffix = transposed, "_kn" if transposed else ""
+        super().__init__(transposed)
+        self.suffix = "_kn" if transposed else ""
         self.w_gate_up = Tensor("k 2n" if transposed else "2n k", "T")
-        self.w_down = Tensor("n p" if transposed else "p n", "T")
         self.inputs = {"x": X, "w_gate_up": self.w_gate_up, "w_down": self.w_down}
         self.gated = gated_linear_kn() if transposed else gated_linear
         assert self.gated.saving is not None
         self.gated_saving = self.gated.saving
         self.dgrad, self.dgrad_again = gated_dgrad(transposed), gated_dgrad_again(transposed)
-        self.products = (linear, linear_dx, linear_dweight)
-        self.linear, self.linear_dx = (linear_dx, linear) if transposed else (linear, linear_dx)
 
     # --- programs --------------------------------------------------------------------------------------------------
 
@@ -96,30 +127,15 @@ class MLPOps:
     def again(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"pre": product(call, self.linear, inputs["x"], inputs["w_gate_up"], attrs)}
 
-    def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
-
-    def backward_only_dpre(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return call(self.dgrad, self._dgrad_inputs(inputs), attrs)
-
     def backward_only_hidden(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         op, given = POINTWISE[attrs["activation"]]
         return {"hidden": call(op, {"x": inputs["pre"]}, given)["out"]}
-
-    def _dgrad_inputs(self, inputs: Arrays) -> Arrays:
-        return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
 
     def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"dx": product(call, self.linear_dx, inputs["dpre"], inputs["w_gate_up"], attrs)}
 
     def dw_gate_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"dw_gate_up": self._dweight(call, inputs["dpre"], inputs["x"], attrs)}
-
-    def dw_down(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_down": self._dweight(call, inputs["dout"], inputs["hidden"], attrs)}
-
-    def _dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
-        return product(call, linear_dweight, *((x, dout) if self.transposed else (dout, x)), attrs)
 
     # --- declarations ----------------------------------------------------------------------------------------------
 

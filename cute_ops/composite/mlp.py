@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any
 
-from cute_ops.composite.gated_mlp import OVER_ROWS, Arrays, Attrs, Call, product
+from cute_ops.composite.gated_mlp import OVER_ROWS, Arrays, Attrs, Call, LayerDown, product
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import FUSED, Program
@@ -22,7 +22,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import shown
 from cute_ops.ops.batches import of_program
 from cute_ops.ops.gemm import mlp_products
-from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx, product_gradients
+from cute_ops.ops.gemm.linear import linear_dx, product_gradients
 from cute_ops.ops.gemm.mlp_products import ACTIVATIONS
 from cute_ops.ops.gemm.sums import column_sum
 
@@ -60,23 +60,21 @@ B_UP, B_DOWN = Tensor("n", "B_up", optional=True), Tensor("p", "B_down", optiona
 DTYPES = {"T": FLOATS, "B_up": FLOATS, "B_down": FLOATS}
 
 
-class MLPOps:
+class MLPOps(LayerDown):
     """The ops of the MLP for one layout of its weights; ``transposed``: they are ``[k, n]`` and ``[n, p]``."""
 
     def __init__(self, transposed: bool) -> None:
-        self.transposed, self.name = transposed, f"mlp{'_kn' if transposed else ''}"
+        super().__init__(transposed)
+        self.name = f"mlp{'_kn' if transposed else ''}"
         self.w_up = Tensor("k n" if transposed else "n k", "T")
-        self.w_down = Tensor("n p" if transposed else "p n", "T")
         self.inputs = {"x": X, "w_up": self.w_up, "w_down": self.w_down, "b_up": B_UP, "b_down": B_DOWN}
         # By whether there is a bias.
         self.up = [mlp_products.up(transposed, biased, False) for biased in (False, True)]
         self.up_saving = [mlp_products.up(transposed, biased, True) for biased in (False, True)]
         self.biased = mlp_products.biased(transposed)
         self.dgrad, self.dgrad_again = (mlp_products.dgrad(transposed, again) for again in (False, True))
-        self.linear, self.linear_dx = (linear_dx, linear) if transposed else (linear, linear_dx)
         # The product with w_down, in which the dim that is summed over is called n.
         self.of_shared = linear_dx if transposed else product_gradients("dout", across=True)[0]
-        self.products = (linear, linear_dx, linear_dweight)
 
     # --- programs --------------------------------------------------------------------------------------------------
 
@@ -107,30 +105,15 @@ class MLPOps:
             return product(call, self.linear, x, weight, attrs)
         return call(self.biased, {"x": x, "weight": weight, "bias": bias}, {"fused": attrs["fused"]})["out"]
 
-    def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
-
-    def backward_only_dpre(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return call(self.dgrad, self._dgrad_inputs(inputs), attrs)
-
     def backward_only_hidden(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         found = call(mlp_products.activation(), {"x": inputs["pre"]}, {"activation": attrs["activation"]})
         return {"hidden": found["out"]}
-
-    def _dgrad_inputs(self, inputs: Arrays) -> Arrays:
-        return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
 
     def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"dx": product(call, self.linear_dx, inputs["dpre"], inputs["w_up"], attrs)}
 
     def dw_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"dw_up": self._dweight(call, inputs["dpre"], inputs["x"], attrs)}
-
-    def dw_down(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_down": self._dweight(call, inputs["dout"], inputs["hidden"], attrs)}
-
-    def _dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
-        return product(call, linear_dweight, *((x, dout) if self.transposed else (dout, x)), attrs)
 
     def db_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         return {"db_up": call(column_sum(), {"x": inputs["dpre"], "bias": inputs["b_up"]}, {})["dbias"]}
