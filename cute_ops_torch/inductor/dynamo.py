@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
-from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, shape_of
+from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, parts, shape_of
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
 _ATEN = {
@@ -178,7 +178,7 @@ class DynamoFront(Front):
         both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
         args, kwargs = both
         if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
-            return _parts(self.graph, args, kwargs, value)
+            return parts(self.graph, args, kwargs, value)
         if not isinstance(value, torch.Tensor) or not args or not _understood(args, kwargs):
             return None
         if any(isinstance(arg, Node) and moves(arg, value) for arg in node.all_input_nodes):
@@ -520,20 +520,6 @@ def _leaky(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value |
     return front.primitive(
         "where", [positive, args[0], front.primitive("multiply", [args[0], slope], shape, dtype)], shape, dtype
     )
-
-
-def _parts(graph: Graph, args: Any, kwargs: Any, value: Any) -> Any:
-    """The tensors of ``chunk`` and ``split``."""
-    x = args[0]
-    axis = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % len(x.shape)
-    at, made = 0, []
-    for part in value:
-        size = part.shape[axis]
-        if not isinstance(size, int):
-            return None
-        made.append(graph.slice(x, axis, at, at + size))
-        at += size
-    return tuple(made)
 
 
 def _turned(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:

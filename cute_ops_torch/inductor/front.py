@@ -342,7 +342,8 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
 }  # fmt: skip
 
 
-def _parts(graph: Graph, args: Args, kwargs: Any, value: Any) -> Any:
+def parts(graph: Graph, args: Args, kwargs: Any, value: Any) -> Any:
+    """The tensors of ``chunk`` and ``split``."""
     x, axis = args[0], _get(args, kwargs, 2, "dim", 0) % len(args[0].shape)
     at, made = 0, []
     for part in value:
@@ -381,6 +382,6 @@ def _var_mean(graph: Graph, args: Args, kwargs: Any, value: Any) -> Any:
 
 
 _SEVERAL: dict[str, Callable[..., Any]] = {
-    "split": _parts, "split_with_sizes": _parts, "chunk": _parts, "native_layer_norm": _normalised,
+    "split": parts, "split_with_sizes": parts, "chunk": parts, "native_layer_norm": _normalised,
     "var_mean": _var_mean,
 }  # fmt: skip
