@@ -36,7 +36,7 @@ _TEXTS = ("model_type", "dtype", "torch_dtype", "hidden_act", "hidden_activation
 
 
 def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
-    """What a decoder calls once :func:`cute_ops_torch.patch` has changed it: norms, gates, rotations, attention,
+    """The calls of a decoder that :func:`cute_ops_torch.patch` has changed: norms, gates, rotations, attention,
     embedding and loss.
 
     Args:

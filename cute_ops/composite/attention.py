@@ -51,7 +51,7 @@ class Attention(ABC, Generic[Array]):
         """
         functions = [function for function in (score_mod, mask_mod) if function is not None]
         keys = [key_of(function, ()) for function in functions]
-        # What a function refers to may be unknown: then it is traced each time.
+        # A function without a key refers to something that may change unseen, so it is traced each time.
         key = None if None in keys else (*keys, score_mod is None, captured, lead)
         found = self._known.get(key) if key else None
         if found is None:

@@ -84,7 +84,7 @@ ROUNDS_TO = ("float16", "bfloat16", "float8_e4m3fn")
 # What `astype` of an output says of its dtype: one of these, or the dtype of the operand of this number, ``dtype0``.
 STORED_AS = ("float32", "float16", "bfloat16")
 LIKE = "dtype"
-# Those that the array API lacks, which the package offers as functions of their own.
+# Primitives that the array API lacks; the package offers them as functions.
 FUNCTIONS = ("erf", "exp2", "gelu", "gelu_tanh", "ndtr", "relu", "rsqrt", "sigmoid", "silu", "softplus")
-# What a namespace offers: primitives, and what is written with other primitives.
+# The names that a namespace offers: primitives, and functions that are written with them.
 OFFERED = frozenset(PRIMITIVES) | {"arange", "greater", "greater_equal", "group_mean", "not_equal", "pow"}
