@@ -467,6 +467,14 @@ def chosen(condition, then, otherwise):
     return np.where(condition, *values).view(Lanes)
 
 
+def where(condition, x, y):
+    """Elements of two vectors, or of one and a number. Both must have one dtype, as the DSL demands: 0 is an Int32."""
+    x, y = (each if isinstance(each, Lanes) else (Int32 if isinstance(each, int) else Float32)(each) for each in (x, y))
+    if x.dtype != y.dtype:
+        raise ValueError(f"cute.where: x and y must have the same dtype, but got {x.dtype} and {y.dtype}")
+    return np.where(condition, x, y).view(Lanes)
+
+
 def merged(old, new):
     """A variable after some threads have set it; the others keep theirs."""
     if isinstance(new, tuple | list) and type(old) is type(new) and len(old) == len(new):
@@ -618,7 +626,7 @@ CUTE = Known(
     Tensor=Tensor, make_layout=Layout, make_tensor=Tensor, make_ptr=make_ptr, coalesce=lambda layout: layout,
     size=lambda x, mode=(slice(None),): count(reduce(nested, mode, getattr(x, "shape", x))),
     rank=lambda x: len(x.shape), full_like=np.full_like, zeros_like=np.zeros_like,
-    where=lambda c, a, b: np.where(c, a, b).astype(next(x.dtype for x in (a, b) if isinstance(x, Lanes))).view(Lanes),
+    where=where,
     recast_ptr=lambda p, dtype: p._replace(kind=dtype),
     recast_tensor=lambda x, k: Tensor(x.iterator._replace(kind=k), math.prod(x.shape) * x.element_type.size // k.size),
     make_rmem_tensor=lambda n, k: Tensor(Pointer(Registers(math.prod(n) * k.size), 0, k), n),

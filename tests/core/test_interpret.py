@@ -63,6 +63,27 @@ def test_a_missing_barrier_is_found(apart: Path) -> None:
     assert found and all("Race" in each for each in found), found
 
 
+def test_where_refuses_two_dtypes_as_the_compiler_does(apart: Path) -> None:
+    for name, kernel in (
+        ("relu_of_an_int", "cute.where(a > 0, a, 0)"),
+        ("relu_of_a_float", "cute.where(a > 0, a, 0.0)"),
+    ):
+        source = (FOLDER / "relu_kernel.py").read_text(encoding="utf-8")
+        changed = source.replace("cute.where(a > 0, a, cute.full_like(a, 0))", kernel)
+        assert changed != source
+        (apart / f"{name}_kernel.py").write_text(changed, encoding="utf-8")
+        declared = (FOLDER / "relu.py").read_text(encoding="utf-8").replace('"relu_kernel', f'"{name}_kernel')
+        (apart / f"{name}.py").write_text(declared, encoding="utf-8")
+        op = lookup.find(f"{apart / name}.py:relu")
+        found = {dtype: [v.problem for v in interpret([op], (dtype,), {"v": (5,)})] for dtype in ("float32", "float16")}
+        kind = "int32" if name == "relu_of_an_int" else "float32"
+        refused = "ValueError: cute.where: x and y must have the same dtype, but got {} and {}"
+        for dtype, problems in found.items():
+            wanted = "" if dtype == kind else refused.format(dtype, kind)
+            assert problems and all((problem or "").startswith(wanted) for problem in problems), problems
+            assert bool(wanted) == bool(problems[0])
+
+
 def test_what_the_interpreter_does_not_know_is_named() -> None:
     (verdict,) = interpret([lookup.find(f"{FOLDER / 'tiled_add'}.py:tiled_add")], ("float32",))
     assert verdict.problem.startswith("cute.make_ordered_layout is not known to the interpreter")

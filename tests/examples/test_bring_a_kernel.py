@@ -28,7 +28,12 @@ SEED = """
         if idx < N:
             acc += gA[bidx, idx]
 """
-NAMES = ("row_sum", "any_row_sum", "tiled_add", "tma_scale", "planned_relu")
+RELU = """
+    if cutlass.dynamic_expr(idx < total):
+        a = gA[(None, (idx // n, idx % n))].load()
+        gC[(None, (idx // n, idx % n))] = cute.where(a > 0, a, 0)
+"""
+NAMES = ("row_sum", "any_row_sum", "relu", "tiled_add", "tma_scale", "planned_relu")
 TARGET = parse("sm_90a")
 
 
@@ -46,6 +51,7 @@ def test_verify_is_content_with_each(name: str) -> None:
 @pytest.mark.parametrize(("name", "shape", "dtype", "wanted"), [
     ("any_row_sum", (2, 33, 1000), "bfloat16", {"ld.global.b16", "st.global.b16", "shfl.sync.bfly.b32"}),
     ("row_sum", (33, 1000), "float32", {"ld.global.b32", "st.global.b32", "shfl.sync.bfly.b32"}),
+    ("relu", (33, 1000), "bfloat16", {"ld.global.v4.b32", "st.global.v4.b32"}),
     ("tiled_add", (2, 33, 256), "bfloat16", {"ld.global.b16", "st.global.b16"}),
     ("tma_scale", (2, 33, 256), "bfloat16", {
         "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint",
@@ -67,6 +73,11 @@ def test_each_compiles_for_hopper(
 
 def test_the_row_sum_is_the_introductions() -> None:
     assert SEED in (FOLDER / "row_sum_kernel.py").read_text(encoding="utf-8")
+
+
+def test_the_relu_is_the_guides() -> None:
+    """But for a zero of the vector's type."""
+    assert RELU in (FOLDER / "relu_kernel.py").read_text(encoding="utf-8").replace("cute.full_like(a, 0)", "0")
 
 
 def test_the_page_shows_the_files() -> None:
