@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,14 @@ _CODE = re.compile(r"(```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _TAG = re.compile(r"\[(core|torch|jax)\](?!\()")  # of a line of the changelog: no reference
 # The target of a link or of a picture, without its anchor.
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The repository that pyproject.toml names, if it does, in the header of each page."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if repository := project.get("urls", {}).get("Repository"):
+        config.repo_url, config.repo_name = repository, repository.rstrip("/").rpartition("/")[2]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import kernel_wheel
 import pytest
@@ -40,3 +43,21 @@ def test_every_call_has_a_kernel() -> None:
 def test_the_citation_is_complete() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert {"cff-version", "message", "title", "authors"} <= citation.keys() and citation["license"] == "Apache-2.0"
+
+
+def test_one_place_names_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The citation repeats it, and the site takes it from there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation.get("repository-code") == project.get("urls", {}).get("Repository")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import hooks
+
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    for table, wanted in (
+        ("", (None, None)),
+        ('urls = {Repository = "https://x.example/y/"}', ("https://x.example/y/", "y")),
+    ):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "x"\n{table}\n', encoding="utf-8")
+        config: Any = hooks.on_config(SimpleNamespace(repo_url=None, repo_name=None))
+        assert (config.repo_url, config.repo_name) == wanted

@@ -138,11 +138,11 @@ def test_a_package_index_shows_no_link_that_leads_nowhere(wheel: Path) -> None:
     described = runpy.run_path(str(ROOT / "setup.py"))["described"]
     page = "[`a`](docs/a.md#b) ![c](d/e.svg) [f](#g) [h](https://i.example)\n```\n[j](k)\n```\n"
     here = "https://x.example/y"
-    assert described(page, here + "/") == (
-        f"[`a`]({here}/blob/main/docs/a.md#b) ![c]({here}/raw/main/d/e.svg) [f](#g) [h](https://i.example)\n"
+    assert described(page, here + "/", "1.2") == (
+        f"[`a`]({here}/blob/v1.2/docs/a.md#b) ![c]({here}/raw/v1.2/d/e.svg) [f](#g) [h](https://i.example)\n"
         "```\n[j](k)\n```\n"
     )
-    assert described(page, None) == "`a`  [f](#g) [h](https://i.example)\n```\n[j](k)\n```\n"
+    assert described(page, None, "1.2") == "`a`  [f](#g) [h](https://i.example)\n```\n[j](k)\n```\n"
 
 
 @pytest.mark.slow
