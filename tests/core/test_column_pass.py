@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def test_any_size_layout_and_dtype(name: str) -> None:
         kernel_calls.check(call)
 
 
+@pytest.mark.parametrize("name", [name for name in OPS if name != "packed"])
+def test_rows_that_start_anywhere_are_taken_several_at_a_time(name: str) -> None:
+    """Rows of every length beside a vector's, as many as are whole vectors together, some more, and fewer."""
+    seed = int(os.environ.get("CUTE_OPS_SEED", 0))
+    print("seed", seed)
+    rng = np.random.default_rng((seed, *name.encode()))
+    for dtype, most in (("bfloat16", 300), ("float32", 40), ("float16", 7), ("bfloat16", 40)):
+        rows, n = int(rng.integers(1, most)), int(8 * rng.integers(1, 150) + rng.integers(1, 8))
+        kernel_calls.check(kernel_calls.made(OPS[name], rows, n, dtype, "compact", rng))
+
+
 def kernel_of(op: Op, rows: int, n: int, dtype: str = "bfloat16", **sizes: int) -> Any:
     given = {key: Array(t.of({"m": (rows,), "n": n}), dtype) for key, t in op.inputs.items() if "k" not in t.shape}
     variant = choose(bind(op, given), {}, parse("sm_90a")).variant
@@ -82,11 +94,17 @@ def kernel_of(op: Op, rows: int, n: int, dtype: str = "bfloat16", **sizes: int) 
 
 
 def test_which_passes_there_are() -> None:
-    """Rows that do not start on half a vector take a pass for the tiles, whose loads are whole vectors all the same."""
+    """Compact rows are whole vectors, alone or several together; others that do not start on half a vector take a pass
+    for the tiles, whose loads are whole vectors all the same.
+    """
     with interpreted():
+        for n, fold in ((5120, 1), (5124, 2), (5122, 4), (5121, 8)):
+            variant, kernel = kernel_of(GELU, 8224, n)
+            assert (kernel.together, kernel.column_pass.fold, kernel.column_pass.vec) == (True, fold, 8)
+            assert variant.tensors["dbias_partials"].shape[0] is None
         for n, together in ((5120, True), (5124, True), (5121, False)):
-            _, kernel = kernel_of(GELU, 8224, n)
-            assert kernel.together == together
+            _, kernel = kernel_of(PACKED, 8224, n)
+            assert kernel.together == together and kernel.column_pass.fold == 1
         _, kernel = kernel_of(column_sum(), 8224, 5120)
         assert (kernel.column_pass.vec, kernel.column_pass.width, kernel.column_pass.unroll) == (8, 32, 4)
         _, kernel = kernel_of(column_sum(), 8224, 24)
@@ -95,8 +113,9 @@ def test_which_passes_there_are() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["column_sum", "gelu"])
-def test_loads_are_whole_vectors_in_flight_together(name: str, tmp_path: Path) -> None:
-    variant, _ = kernel_of(OPS[name], 8224, 5120)
+@pytest.mark.parametrize("n", [5120, 5121])
+def test_loads_are_whole_vectors_in_flight_together(name: str, n: int, tmp_path: Path) -> None:
+    variant, _ = kernel_of(OPS[name], 8224, n)
     path = tmp_path / "kernel.cubin"
     worker.compile(variant, path)
     (found,) = (each for each in sass.resources(path) if "ColumnPass" in each.kernel)

@@ -2,10 +2,19 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import WARP
-from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
+from cute_ops.kernels.lib.copy import (
+    fragment,
+    gmem_elements,
+    load,
+    load_inside,
+    narrow,
+    store_if,
+    store_masked,
+    widen,
+)
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_address
 from cute_ops.kernels.rowwise.pointwise import number_address
@@ -16,12 +25,15 @@ LOADS = 4
 
 
 class ColumnPass:
-    """Computes ``tiles, sums = compute(*inputs)`` in fp32; ``partials[p, c]`` are the sums over the rows of part p.
+    """Computes ``tiles, sums = compute(*inputs)`` in fp32; ``partials[p, c]`` are sums over the rows of part p.
 
     Tile: a CTA of 256 threads takes ``width`` vectors of neighbouring columns, a warp's if rows have as many, and the
     ``256 / width`` rows of its part in every ``parts * 256 / width``. Its threads in a column add a row each, one after
     another in registers, then the CTA adds their sums, in a fixed order. Rows that are loaded at once are neighbours in
     memory. All loads of :data:`LOADS` vectors are in flight together, and none depends on a condition.
+    Compact rows that start anywhere are taken ``fold`` at a time, as one row that is whole vectors: its columns ``c``,
+    ``c + n``, ... are sums of the same column, each in a row of its own of the workspaces. Fewer than ``fold`` rows are
+    left, which are added after the others, element by element where a vector is not whole.
     Shared memory: 4 bytes for each thread and element of a vector. Bytes moved per element: every tensor once.
 
     Args:
@@ -29,13 +41,14 @@ class ColumnPass:
         inputs, tiles: pieces of tensors (:class:`~cute_ops.kernels.rowwise.pointwise.Piece`).
         sums: pieces of the row vectors or scalars; their partial sums are in the workspaces ``<name>_partials``.
         compute: fp32 elements to fp32 elements of the tiles, then of the sums.
-        vec: elements of a vector, which divide the rows of every piece.
+        vec: elements of a vector, which divide the rows of every piece, or ``fold`` of them.
+        fold: rows that are taken as one, a divisor of the workspaces' rows.
     """
 
-    def __init__(self, variant, inputs, tiles, sums, compute, vec):
+    def __init__(self, variant, inputs, tiles, sums, compute, vec, fold=1):
         self.inputs, self.tiles, self.sums, self.compute, self.vec = inputs, tiles, sums, compute, vec
-        self.keys, self.n = variant.tensors, variant.dims["n"]
-        vectors = WARP if self.n is None else -(-self.n // vec)
+        self.keys, self.n, self.fold = variant.tensors, variant.dims["n"], fold
+        vectors = WARP if self.n is None else -(-self.n * fold // vec)
         self.width = next(width for width in (1, 2, 4, 8, 16, WARP) if width >= min(vectors, WARP))
         self.depth = THREADS // self.width
         self.unroll = max(LOADS // max(sum(piece.tile for piece in inputs), 1), 1)
@@ -45,51 +58,78 @@ class ColumnPass:
     def __call__(self, inputs, tiles, partials, rows, n, stream):
         columns = self.width * self.vec
         self.kernel(inputs, tiles, partials, rows, n).launch(
-            grid=[Int32((n + (columns - 1)) // columns), Int32(partials[0].shape[0]), 1],
+            grid=[Int32((n * self.fold + (columns - 1)) // columns), Int32(partials[0].shape[0]) // self.fold, 1],
             block=[self.width, self.depth, 1],
             stream=stream,
             use_pdl=self.pdl,
         )
 
     @cute.kernel
-    def kernel(self, inputs, tiles, partials, rows: Int64, n: Int64):
+    def kernel(self, inputs, tiles, partials, count: Int64, n: Int64):
         x, y, _ = cute.arch.thread_idx()
         strip, part, _ = cute.arch.block_idx()
         smem = cutlass.utils.SmemAllocator()
         layout = cute.make_layout((self.width * self.vec, self.depth), stride=(1, self.width * self.vec))
         sSum = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        first = (strip * self.width + x) * self.vec
-        inside = first < Int32(n)
+        first, end = (strip * self.width + x) * self.vec, Int32(n) * self.fold
+        inside = first < end
         # A thread past the row's end loads its last vector.
-        column = cutlass.min(first, Int32(n) - self.vec)
+        place = Place(self, cutlass.min(first, end - self.vec), n, count)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
-        shared = [self._shared(mX, piece, n, column) for mX, piece in zip(inputs, self.inputs)]
+        shared = [self._shared(mX, piece, place) for mX, piece in zip(inputs, self.inputs)]
         rSums = [fragment(Float32, self.vec, 0.0) for _ in self.sums]
         # Rows are counted in 64 bits: some steps past the last one, 32 might not do.
-        step = Int64(Int32(partials[0].shape[0]) * self.depth)
-        top, stride = Int64(part * self.depth + y), step * self.unroll
+        step = Int64(cute.arch.grid_dim()[1] * self.depth)
+        top, stride, rows = Int64(part * self.depth + y), step * self.unroll, count // self.fold
         for i in cutlass.range(Int32((rows + (stride - 1)) // stride), unroll=1):
             # Rows past the end are the last one again, which is not counted.
-            places = [top + i * stride + u * step for u in range(self.unroll)]
+            coords = [top + i * stride + u * step for u in range(self.unroll)]
             loaded = []
-            for place in places:
-                row = cutlass.min(place, rows - 1)
+            for coord in coords:
+                row = cutlass.min(coord, rows - 1)
                 loaded.append(
-                    [self._load(mX, piece, n, row, column, rX) for mX, piece, rX in zip(inputs, self.inputs, shared)]
+                    [self._load(mX, piece, place, row, rX) for mX, piece, rX in zip(inputs, self.inputs, shared)]
                 )
-            for place, vectors in zip(places, loaded):
-                counts = place < rows
-                results = self._computed([widen(rX) for rX in vectors])
+            for coord, vectors in zip(coords, loaded):
+                counts = coord < rows
+                results = self._computed([widen(rX) for rX in vectors], place)
                 for mX, piece, rX in zip(tiles, self.tiles, results):
-                    address = self._address(mX, piece, n, place, column)
+                    address = self._address(mX, piece, place, coord)
                     rOut = narrow(rX.load(), mX.element_type, self.vec)
                     store_if(counts & inside, rOut, address, True)
                 for rSum, rX in zip(rSums, results[len(self.tiles) :]):
                     for j in cutlass.range_constexpr(self.vec):
                         rSum[j] = rSum[j] + cutlass.select_(counts, rX[j], Float32(0.0))
+        if const_expr(self.fold > 1):
+            # The rows that are left are the beginning of one more.
+            room = cutlass.min(Int32(count - rows * self.fold) * Int32(n) - first, self.vec)
+            if (room > 0) & ((rows - top) % step == 0):
+                self._add_left(inputs, tiles, place, rows, room, shared, rSums)
         for mPartials, piece, rSum in zip(partials, self.sums, rSums):
             self._add_up(mPartials, piece, rSum, sSum, strip * (self.width * self.vec), n)
+
+    @cute.jit
+    def _add_left(
+        self, inputs, tiles, place: cutlass.Constexpr, row: Int64, room: Int32, shared: cutlass.Constexpr,
+        rSums: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Compute a vector of which the first ``room`` elements are inside the tensors."""
+        vectors = []
+        for mX, piece, rShared in zip(inputs, self.inputs, shared):
+            if const_expr(piece.tile):
+                rX = fragment(mX.element_type, self.vec, 0)
+                load_inside(Boolean(True), rX, self._address(mX, piece, place, row), room)
+            else:
+                rX = self._load(mX, piece, place, row, rShared)
+            vectors.append(rX)
+        results = self._computed([widen(rX) for rX in vectors], place)
+        for mX, piece, rX in zip(tiles, self.tiles, results):
+            rOut = narrow(rX.load(), mX.element_type, self.vec)
+            store_masked(rOut, self._address(mX, piece, place, row), Int32(0), room, True)
+        for rSum, rX in zip(rSums, results[len(self.tiles) :]):
+            for j in cutlass.range_constexpr(self.vec):
+                rSum[j] = rSum[j] + cutlass.select_(j < room, rX[j], Float32(0.0))
 
     @cute.jit
     def _add_up(self, mPartials, piece: cutlass.Constexpr, rSum, sSum, start, n):
@@ -107,38 +147,80 @@ class ColumnPass:
             total = Float32(0.0)
             for row in cutlass.range_constexpr(self.depth):
                 total = total + sSum[place, row]
-            if (column < columns) & (start + column < Int32(n)):
-                mPartials[part, Int32(piece.index * n) + start + column] = total
+            if (column < columns) & (start + column < Int32(n) * self.fold):
+                above = (start + column) // Int32(n) if const_expr(self.fold > 1) else 0
+                column = start + column - above * Int32(n) if const_expr(self.fold > 1) else start + column
+                mPartials[part * self.fold + above, Int32(piece.index * n) + column] = total
 
-    def _shared(self, mX, piece, n, column):
+    def _shared(self, mX, piece, place):
         """What all rows read of an input: a vector, or a number; None of one with rows."""
         if piece.rows:
             return None
         rX = fragment(mX.element_type, self.vec if piece.columns else 1)
-        address = mX.iterator.toint()
+        address, itemsize = mX.iterator.toint(), mX.element_type.width // 8
         if piece.columns:
-            address = address + (Int64(column) + piece.index * n) * (mX.element_type.width // 8)
-        load(rX, address)
+            address = address + piece.index * place.n * itemsize
+        if piece.columns and self.fold > 1:
+            gX = gmem_elements(mX.element_type, address, Int32(place.n))
+            for j in range(self.vec):
+                rX[j] = gX[(place.first + j) % Int32(place.n)]
+        else:
+            load(rX, address + Int64(place.first) * itemsize if piece.columns else address)
         return rX
 
-    def _load(self, mX, piece, n, row, column, rShared):
+    def _load(self, mX, piece, place, row, rShared):
         if rShared is not None:
             return rShared
+        if not piece.columns and self.fold > 1:
+            return self._numbers(mX, piece, place, row)
         rX = fragment(mX.element_type, self.vec if piece.columns else 1)
-        load(rX, self._address(mX, piece, n, row, column))
+        load(rX, self._address(mX, piece, place, row))
         return rX
 
-    def _address(self, mX, piece, n, row, column):
+    def _numbers(self, mX, piece, place, row):
+        """The numbers of the two rows that a vector may have elements of."""
+        rX, top = fragment(mX.element_type, 2), row * self.fold + place.above
+        for i in range(2):
+            address = number_address(mX, self.keys[piece.name], cutlass.min(top + i, place.count - 1))
+            rX[i] = gmem_elements(mX.element_type, address, 1)[0]
+        return rX
+
+    def _address(self, mX, piece, place, row):
         if not piece.columns:
             return number_address(mX, self.keys[piece.name], row)
-        itemsize = mX.element_type.width // 8
-        return row_address(mX, self.keys[piece.name], row, mX.shape[-1]) + (Int64(column) + piece.index * n) * itemsize
+        itemsize, n = mX.element_type.width // 8, place.n
+        if self.fold > 1:
+            return mX.iterator.toint() + (row * (n * self.fold) + place.first) * itemsize
+        column = Int64(place.first) + piece.index * n
+        return row_address(mX, self.keys[piece.name], row, mX.shape[-1]) + column * itemsize
 
-    def _computed(self, given):
+    def _computed(self, given, place):
         """fp32 fragments of the outputs."""
         results = [fragment(Float32, self.vec) for _ in (*self.tiles, *self.sums)]
         for j in range(self.vec):
-            elements = [g[j if piece.columns else 0] for g, piece in zip(given, self.inputs)]
+            elements = [self._element(g, piece, place, j) for g, piece in zip(given, self.inputs)]
             for rX, value in zip(results, self.compute(*elements)):
                 rX[j] = value
         return results
+
+    def _element(self, given, piece, place, j):
+        if piece.columns:
+            return given[j]
+        if not piece.rows or self.fold == 1:
+            return given[0]
+        return cutlass.select_(j < place.left, given[0], given[1])
+
+
+class Place:
+    """Where a thread's vector is in each row, or in each ``fold`` rows that are taken as one.
+
+    Attributes:
+        first: its first column; ``n``: the length of rows, ``count``: how many there are.
+        above: which of these rows it begins in; ``left``: how many elements are left of that one.
+    """
+
+    def __init__(self, column_pass, first, n, count):
+        self.first, self.n, self.count = first, n, count
+        if column_pass.fold > 1:
+            self.above = first // Int32(n)
+            self.left = (self.above + 1) * Int32(n) - first

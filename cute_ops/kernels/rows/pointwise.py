@@ -1,12 +1,14 @@
 """An expression of tiles, vectors and scalars, in one pass over ``[m, n]``, and sums of its values."""
 
+import math
 import operator
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.hardware import WARP
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.primitives import device_for
 from cute_ops.kernels.lib.column_reduce import ColumnSum
@@ -29,9 +31,10 @@ class FusedPointwise:
     """Computes the expression that its config names, its tiles by :class:`Pointwise`.
 
     Vectors and scalars among the outputs are sums of its values in fp32, in a fixed order. :class:`ColumnPass` gives
-    partial sums over rows in the workspace ``dbias_partials``, and the tiles in the same pass, unless rows do not start
-    on half a vector. :class:`ColumnSum` adds them up: to the row vector ``dbias``, or for a scalar to the workspace
-    ``dfactor_totals``, whose elements :class:`RowSums` adds up. Column vectors are a pass of their own by that.
+    partial sums over rows in the workspace ``dbias_partials``, and the tiles in the same pass, unless rows start on no
+    half of a vector and do not follow on each other. :class:`ColumnSum` adds them up: to the row vector ``dbias``, or
+    for a scalar to the workspace ``dfactor_totals``, whose elements :class:`RowSums` adds up. Column vectors are a pass
+    of their own by that.
     """
 
     def __init__(self, variant):
@@ -56,10 +59,23 @@ class FusedPointwise:
         if self.sums:
             pieces = [piece for _, piece in self.sums]
             widest, vec = vector_widths(variant, self.inputs, tiles)
+            fold = self._fold(tiles, widest) if vec < widest else 1
+            vec = widest if fold > 1 else vec
             self.together = bool(tiles) and 2 * vec >= widest
             outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
             own = tiles if self.together else []
-            self.column_pass = ColumnPass(variant, self.inputs, own, pieces, self._only(outputs), vec)
+            self.column_pass = ColumnPass(variant, self.inputs, own, pieces, self._only(outputs), vec, fold)
+
+    def _fold(self, written, vec):
+        """How many rows, one after another in every tile, are whole vectors; 1 if rows do not follow on each other."""
+        keys = self.variant.tensors
+        tiles = [p for p in (*self.inputs, *written) if p.tile]
+        flat = all(p.count == 1 and keys[p.name].layout == "flat" for p in tiles)
+        aligned = all(keys[p.name].align >= min(vec * ITEMSIZE[keys[p.name].dtype], VECTOR_BYTES) for p in tiles)
+        # A vector has elements of two rows at most.
+        if not flat or not aligned or self.n is None or not vec <= self.n < 2**31 // vec:
+            return 1
+        return vec // math.gcd(self.n, vec)
 
     def _only(self, outputs):
         """A function from an element of each piece to elements of these outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -219,6 +220,10 @@ def sum_workspaces(
     if problem.n is not None:
         strips = -(-problem.n * ITEMSIZE[problem.dtypes[formula.tile]] // (VECTOR_BYTES * WARP))
         vectors = max(problem.sm_count * PARTIAL_CTAS // max(strips, 1), 1)
+        # Rows that are whole vectors together have their sums in workspaces' rows of their own.
+        vec = VECTOR_BYTES // min(ITEMSIZE[dtype] for dtype in problem.dtypes.values())
+        fold = vec // math.gcd(problem.n, vec)
+        vectors = max(vectors // fold, 1) * fold
     if formula.by_rows:
         vectors, scalars = formula.rows.partials(problem, FusedRowConfig.of(config))
     for name, shape in outputs.items():
