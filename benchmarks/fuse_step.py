@@ -41,6 +41,7 @@ COLUMNS = (
     "model", "contender", "tokens", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "temporaries_gb",
     "compile_s", "loss_first", "loss_last", "steps", "apart",
 )  # fmt: skip
+CONTENDERS = ("XLA", "fuse", "ours")
 # The optimizers' learning rate is one at which both models learn in a few steps without a warm-up.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
 
@@ -177,6 +178,7 @@ def contenders(model: str, is_tiny: bool) -> tuple[dict[str, Callable[[], tuple[
 
 def measure(table: Table, model: str, options: argparse.Namespace) -> None:
     makers, sizes = contenders(model, options.cpu_smoke)
+    makers = {name: make for name, make in makers.items() if name in options.contenders}
     rng = np.random.default_rng(0)
     drawn = rng.zipf(1.3, (2, sizes.batch, sizes.seqlen + 1)) % sizes.vocabulary  # words of a text are as unequal
     windows = [jnp.asarray(each, jnp.int32) for each in drawn]
@@ -231,6 +233,7 @@ def main(arguments: list[str] | None = None) -> Mapping[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for fuse_step.csv")
     parser.add_argument("--models", nargs="+", default=["stories15m", "equinox"], choices=[*MODELS, "equinox"])
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS, help="XLA among them")
     parser.add_argument("--rounds", type=int, default=7, help="samples of each")
     parser.add_argument("--steps", type=int, default=6, help="steps of one sample")
     parser.add_argument("--profile", action="store_true", help="then the kernels that take longest")

@@ -28,7 +28,7 @@ MOST_ADDENDS = 32  # larger sums are not taken apart further
 # A sum, a difference or a product that was rounded is that of operands of which one was rounded once more.
 ROUNDED_AS_OPERANDS = ("add", "subtract", "multiply")
 # What a small change of an argument changes by more than a little.
-JUMPING = ("equal", "less", "less_equal", "sign", "floor", "astype")
+JUMPING = ("equal", "less", "less_equal", "sign", "floor", "round", "astype")
 
 
 class Source(NamedTuple):
@@ -365,13 +365,15 @@ def _extreme_of_row(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     return (_shared(xp, x == y, d / ties),)
 
 
+# Primitives whose derivative is 0.
+_FLAT = (
+    "sign", "floor", "round", "stop_gradient", "equal", "less", "less_equal", "logical_and", "logical_or",
+    "logical_not",
+)  # fmt: skip
 # From a namespace, the cotangent, the primitive's result and its arguments to the arguments' cotangents, not yet summed
 # over what was broadcast; None where there is none. A reduction's cotangent has no columns.
 DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
-    **dict.fromkeys(
-        ("sign", "floor", "equal", "less", "less_equal", "logical_and", "logical_or", "logical_not"),
-        lambda xp, d, y, *args: (None,) * len(args),
-    ),
+    **dict.fromkeys(_FLAT, lambda xp, d, y, *args: (None,) * len(args)),
     "add": lambda xp, d, y, a, b: (d, d),
     "subtract": lambda xp, d, y, a, b: (d, -d),
     "multiply": lambda xp, d, y, a, b: (d * b, d * a),
@@ -382,6 +384,8 @@ DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "sqrt": lambda xp, d, y, x: (0.5 * d / y,),
     "rsqrt": lambda xp, d, y, x: (-0.5 * d * y**3,),
     "abs": lambda xp, d, y, x: (d * xp.sign(x),),
+    "sin": lambda xp, d, y, x: (d * xp.cos(x),),
+    "cos": lambda xp, d, y, x: (-d * xp.sin(x),),
     "exp": lambda xp, d, y, x: (d * y,),
     "exp2": lambda xp, d, y, x: (d * y * math.log(2),),
     "log": lambda xp, d, y, x: (d / x,),

@@ -170,7 +170,8 @@ def _not(g: SimplifyingGraph, x: Pair) -> Pair:
 
 Rule = Callable[..., Pair | None]
 _INCREASING = (
-    "add", "floor", "relu", "sign", "minimum", "maximum", "clip", "logical_and", "logical_or",
+    "add", "floor", "round", "stop_gradient", "relu", "sign", "minimum", "maximum", "clip", "logical_and",
+    "logical_or",
 )  # fmt: skip
 _RULES: dict[str, Rule] = {
     **{primitive: _increasing(primitive) for primitive in _INCREASING},

@@ -47,6 +47,9 @@ PRIMITIVES = {
     "abs": Primitive("f"),
     "sign": Primitive("f", fma=4),
     "floor": Primitive("f", mufu=1, fma=0),
+    "round": Primitive("f", mufu=1, fma=0),
+    "sin": Primitive("f", mufu=1, fma=20),
+    "cos": Primitive("f", mufu=1, fma=20),
     "exp": Primitive("f", mufu=1, fma=6),
     "exp2": Primitive("f", mufu=1, fma=0),
     "log": Primitive("f", fma=19),
@@ -71,6 +74,7 @@ PRIMITIVES = {
     "logical_and": Primitive("bb", "b", fma=0, commutes=True),
     "logical_or": Primitive("bb", "b", fma=0, commutes=True),
     "logical_not": Primitive("b", "b", fma=0),
+    "stop_gradient": Primitive("f", fma=0),
     "rotate_half": Primitive("f", grouped=True),
     "group_sum": Primitive("f", fma=2, grouped=True),
     "group_max": Primitive("f", fma=2, grouped=True),
@@ -87,4 +91,5 @@ LIKE = "dtype"
 # Primitives that the array API lacks; the package offers them as functions.
 FUNCTIONS = ("erf", "exp2", "gelu", "gelu_tanh", "ndtr", "relu", "rsqrt", "sigmoid", "silu", "softplus")
 # The names that a namespace offers: primitives, and functions that are written with them.
-OFFERED = frozenset(PRIMITIVES) | {"arange", "greater", "greater_equal", "group_mean", "not_equal", "pow"}
+OF_ROWS = (*(name for name, each in PRIMITIVES.items() if each.reduces), "logsumexp", "softmax", "std", "var")
+OFFERED = frozenset((*PRIMITIVES, *OF_ROWS, "arange", "greater", "greater_equal", "group_mean", "not_equal", "pow"))

@@ -18,7 +18,8 @@ from cute_ops.expressions.reference import REFERENCE
 # Python's numbers as an array namespace, which references are evaluated with.
 NUMBERS = SimpleNamespace(
     __name__="math", exp=math.exp, exp2=math.exp2, log=math.log, log1p=math.log1p, tanh=math.tanh, sqrt=math.sqrt,
-    erf=math.erf, erfc=math.erfc, floor=math.floor, abs=abs, minimum=min, maximum=max,
+    erf=math.erf, erfc=math.erfc, floor=math.floor, round=round, sin=math.sin, cos=math.cos,
+    abs=abs, minimum=min, maximum=max,
     sign=lambda x: (x > 0) - (x < 0), where=lambda c, x, y: x if c else y,
     logical_and=lambda x, y: x and y, logical_or=lambda x, y: x or y, logical_not=lambda x: not x,
 )  # fmt: skip

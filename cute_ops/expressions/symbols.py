@@ -371,14 +371,15 @@ class Symbol(Arithmetic, NoArray):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a library asks
             raise AttributeError(name)
+        function = "stop_gradient" if name == "detach" else name
         self._graph.refuse(
-            f".{name} of a value", f"write xp.{name}(x)" if name in OFFERED else "write a function of xp"
+            f".{name} of a value", f"write xp.{function}(x)" if function in OFFERED else "write a function of xp"
         )
 
     __bool__ = _refused("Python's control flow on a value", _DECISION)
     __float__ = _refused("float() of a value", _NUMBER)
     __int__ = __index__ = _refused("int() of a value", "write xp.floor(x)")
-    __round__ = __floor__ = __trunc__ = __ceil__ = _refused("rounding a value", "write xp.floor(x)")
+    __round__ = __floor__ = __trunc__ = __ceil__ = _refused("rounding a value", "write xp.floor(x) or xp.round(x)")
     __len__ = __iter__ = __contains__ = __reversed__ = _refused("a value as a sequence", "rows have any length")
     __setitem__ = __delitem__ = _refused("writing into a value", "write x = xp.where(mask, new, x)")
     __floordiv__ = __rfloordiv__ = _refused("// of a value", "write xp.floor(x / y)")

@@ -21,7 +21,7 @@ from typing import Any
 
 from cute_ops.errors import first_line, meant
 from cute_ops.expressions.graph import MOST_OUTPUTS, SHAPES, Expression, Operand, copied
-from cute_ops.expressions.primitives import LIKE, OFFERED, PRIMITIVES, ROUNDS_TO
+from cute_ops.expressions.primitives import LIKE, OF_ROWS, OFFERED, PRIMITIVES, ROUNDS_TO
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.simplify import NUMBERS, SimplifyingGraph, fold
 from cute_ops.expressions.symbols import OperandDtype, Packed, Size, Symbol, TraceError, Tracing, is_users
@@ -158,13 +158,21 @@ def call(primitive: str, x: Any) -> Any:
 
 # Names of the array API that are no primitives, and what to write instead.
 _INSTEAD = {
-    "var": "xp.mean(xp.square(x - xp.mean(x, axis=-1, keepdims=True)), axis=-1, keepdims=True)",
     "power": "x ** 2",
     "isnan": "x != x",
-    "softmax": "e = xp.exp(x - xp.max(x, axis=-1, keepdims=True)) and e / xp.sum(e, axis=-1, keepdims=True)",
+    "detach": "xp.stop_gradient(x)",
+    "log_softmax": "x - xp.logsumexp(x, axis=-1, keepdims=True)",
+    "rint": "xp.round(x)",
     **dict.fromkeys(("asarray", "full_like", "ones_like", "zeros_like"), "the number itself"),
     **dict.fromkeys(("nonzero", "unique_values"), "xp.where(mask, x, 0.0): shapes may not depend on values"),
 }
+
+
+# What the refusal of another name lists.
+_WORDS = (
+    f"primitives are functions of single elements, {' '.join(sorted(OFFERED - {*OF_ROWS}))}, "
+    f"and of rows, {' '.join(sorted(OF_ROWS))}"
+)
 
 
 class Namespace:
@@ -185,10 +193,7 @@ class Namespace:
             )
         if name in _INSTEAD:
             self._graph.refuse(f"xp.{name} is no primitive", f"write {_INSTEAD[name]}")
-        self._graph.refuse(
-            f"xp.{name} is no primitive{meant(name, OFFERED)}",
-            "primitives are functions of single elements, and xp.sum, xp.mean, xp.max and xp.min of rows",
-        )
+        self._graph.refuse(f"xp.{name} is no primitive{meant(name, OFFERED)}", _WORDS)
 
     def _primitive(self, primitive: str, *args: Any, **options: Any) -> Any:
         if options:
@@ -238,6 +243,28 @@ class Namespace:
         if not isinstance(n, Size) or n._factor != 1:
             self._graph.refuse("xp.arange of anything but the length of a row", "write xp.arange(x.shape[-1])")
         return Symbol(self._graph, self._graph.leaf("column"))
+
+    def softmax(self, x: Any = None, axis: Any = None) -> Any:
+        """Exponentials of a row, divided by their sum."""
+        powers = self.exp(x - self._reduced("max", x, axis, True))
+        return powers / self._reduced("sum", powers, axis, True)
+
+    def logsumexp(self, x: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+        """The logarithm of the sum of a row's exponentials; minus infinity if these are all 0."""
+        largest = self._reduced("max", x, axis, keepdims)
+        shift = self.stop_gradient(self.where(self.abs(largest) < self.inf, largest, 0.0))
+        return self.log(self._reduced("sum", self.exp(x - shift), axis, keepdims)) + shift
+
+    def var(self, x: Any = None, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Any:
+        """The variance of a row: the sum of squared differences from the mean, by its length less ``correction``."""
+        squares = self.square(x - self._reduced("mean", x, axis, keepdims))
+        if not correction:
+            return self._reduced("mean", squares, axis, keepdims)
+        return self._reduced("sum", squares, axis, keepdims) / (x.shape[-1] - correction)
+
+    def std(self, x: Any = None, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Any:
+        """The square root of :meth:`var`."""
+        return self.sqrt(self.var(x, axis, correction, keepdims))
 
     def group_mean(self, x: Any = None, size: Any = None) -> Any:
         """The mean of each group of ``size`` columns, in all of its columns."""

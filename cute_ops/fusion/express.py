@@ -21,7 +21,7 @@ COLUMNS, ONE, LOW, HIGH = -1, -2, -3, -4
 _HALVES = {LOW: "[:n]", HIGH: "[n:]"}
 Labels = tuple[int, ...]
 # Primitives that look at single bits: what they read keeps the dtype's rounding.
-_SHARP = ("less", "less_equal", "equal", "floor", "sign")
+_SHARP = ("less", "less_equal", "equal", "floor", "round", "sign")
 # Primitives whose result is their argument, or its opposite, and so needs no rounding.
 _SELECTS = ("max", "min", "abs", "negative", "relu")
 

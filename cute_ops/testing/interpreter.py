@@ -612,7 +612,7 @@ MATH = Known(
     "cute.math",
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
     exp2=lambda x, **_: np.exp2(x), exp=lambda x, **_: np.exp(x), absf=np.abs, log1p=np.log1p, tanh=np.tanh,
-    floor=np.floor, erf=lambda x: Float32(np.vectorize(math.erf)(x)),
+    floor=np.floor, roundeven=np.rint, sin=np.sin, cos=np.cos, erf=lambda x: Float32(np.vectorize(math.erf)(x)),
 )  # fmt: skip
 COPIES = Known(
     "cute.nvgpu",

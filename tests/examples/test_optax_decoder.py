@@ -66,3 +66,18 @@ def test_benchmark(tmp_path: Path) -> None:
     assert (xla["ops"], ours["ops"]) == ("XLA", "ours")
     assert float(ours["apart"]) < 2e-4
     assert float(ours["tokens_per_s"]) > 0
+
+
+@pytest.mark.slow
+def test_steps_through_fuse(tmp_path: Path) -> None:
+    """Every contender trains as XLA does."""
+    pytest.importorskip("equinox", reason="equinox is not installed")
+    import fuse_step
+
+    found = fuse_step.main(["--cpu-smoke", "--out", str(tmp_path), "--rounds", "1", "--steps", "2"])
+    assert found.keys() == {"stories15m", "equinox"}
+    rows = read(tmp_path / "fuse_step.csv")
+    assert [(row["model"], row["contender"]) for row in rows] == [
+        ("stories15m", "XLA"), ("stories15m", "fuse"), ("stories15m", "ours"), ("equinox", "XLA"), ("equinox", "fuse"),
+    ]  # fmt: skip
+    assert all(float(row["apart"]) < 2e-4 for row in rows)

@@ -244,12 +244,14 @@ DISTANCES: Mapping[str, Sequence[Callable[..., np.ndarray]]] = {
     **{name: [np.subtract] for name in ("equal", "less", "less_equal", "maximum", "minimum")},
     "clip": [lambda x, low, high: x - low, lambda x, low, high: x - high],
     "floor": [lambda x: x - np.rint(x)],
+    "round": [lambda x: x - np.floor(x) - 0.5],
     "max": [_lead],
     "min": [lambda x: _lead(-x)],
 }
 
+_EXACT = ("abs", "cube", "floor", "negative", "relu", "round", "sign", "square", "stop_gradient")
 # Primitives whose device functions lose up to so many units in the last place: 2 in the hardware's, which ours combine.
-ROUNDED = ["divide", *(n for n in UNARY if n not in ("abs", "cube", "floor", "negative", "relu", "sign", "square"))]
+ROUNDED = ["divide", *(n for n in UNARY if n not in _EXACT)]
 UNITS = 4
 
 

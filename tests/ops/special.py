@@ -82,10 +82,26 @@ def primitives(torch: Any, jax: Any) -> dict[str, Primitive]:
             rows,
         )
 
-    for name in ("exp", "exp2", "log", "log1p", "tanh", "sqrt", "floor", "sign", "abs", "reciprocal", "square"):
+    for name in (
+        "exp",
+        "exp2",
+        "log",
+        "log1p",
+        "tanh",
+        "sqrt",
+        "floor",
+        "round",
+        "sign",
+        "abs",
+        "reciprocal",
+        "square",
+    ):
         same(name, unary(name))
     for name in ("sigmoid", "silu", "relu", "softplus", "erf", "rsqrt", "gelu", "gelu_tanh", "ndtr"):
         same(name, unary(name))
+    for name in ("sin", "cos"):
+        same(name, unary(name))
+    same("stop_gradient", lambda xp, x: xp.stop_gradient(xp.exp(x)) * x)
     for name in ("minimum", "maximum"):
         same(name, binary(name))
     same("add", lambda xp, x, y: x + y)
@@ -105,6 +121,9 @@ def primitives(torch: Any, jax: Any) -> dict[str, Primitive]:
     for name in ("max", "min", "sum", "mean"):
         same(name, reduction(name), rows=True)
     same("softmax", lambda xp, x: xp.exp(x - xp.max(x, **ROW)) / xp.sum(xp.exp(x - xp.max(x, **ROW)), **ROW), rows=True)
+    for name in ("logsumexp", "var", "std"):
+        same(name, reduction(name), rows=True)
+    same("softmax of a row", lambda xp, x: xp.softmax(x, axis=-1), rows=True)
     same("centred", lambda xp, x: x - xp.mean(x, **ROW), rows=True)
     same("range", lambda xp, x: xp.max(x, **ROW) - xp.min(x, **ROW) + x, rows=True)
     return made
@@ -130,6 +149,13 @@ class _Named:
             return lambda x: self.spaces[1].gelu(x, approximate=False)
         if name == "ndtr":
             return first.special.ndtr if is_torch else __import__("jax.scipy.stats").scipy.stats.norm.cdf
+        if name in ("var", "std", "logsumexp") and is_torch:
+            options: dict[str, Any] = {} if name == "logsumexp" else {"correction": 0}
+            return lambda x, **_: getattr(first, name)(x, -1, keepdim=True, **options)
+        if name == "softmax" and is_torch:
+            return lambda x, **_: first.softmax(x, -1)
+        if name == "stop_gradient" and is_torch:
+            return first.Tensor.detach
         if name == "clip" and is_torch:
             return first.clamp
         found = next((space for space in self.spaces if hasattr(space, name)), None)
@@ -149,17 +175,23 @@ def is_huge(*arrays: Any) -> Any:
     return np.any([(np.abs(a) >= 2.0**126) & np.isfinite(a) for a in arrays], axis=0)
 
 
+def of_row(where: Any) -> Any:
+    return where.any(-1, keepdims=True)
+
+
 Where = Callable[..., Any]
 # Where a value or a gradient is not the framework's: docs/fused.md says why. By primitive, and ``out`` or ``dx``.
 NOT_TORCH: dict[tuple[str, str], Where] = {
     ("sign", "out"): is_nan, ("abs", "dx"): is_nan, ("gelu", "out"): lambda x: x > 2.0**127,
     ("gelu_tanh", "dx"): lambda x: np.abs(x) > 2.0**60, ("power -0.5", "dx"): lambda x: (x == 0) | np.isinf(x),
-    ("divide", "dy"): is_subnormal,
+    ("divide", "dy"): is_subnormal, ("std", "dx"): lambda x: of_row(np.abs(x) > 2.0**60),
+    ("std", "out"): lambda x: of_row(np.abs(x) > 2.0**60),
 }  # fmt: skip
 NOT_JAX: dict[tuple[str, str], Where] = {
     ("abs", "dx"): lambda x: (x == 0) | np.isnan(x), ("relu", "dx"): is_nan, ("rsqrt", "dx"): lambda x: x == 0,
     ("silu", "dx"): lambda x: np.abs(x) > 2.0**127, ("gelu_tanh", "dx"): lambda x: np.abs(x) > 2.0**60,
     ("divide", "dy"): lambda x, y: (np.abs(y) > 2.0**60) | (np.abs(y) < 2.0**-60),
+    **{(word, "dx"): lambda x: of_row(np.abs(x) > 2.0**60) for word in ("var", "std")},
     ("clip", "dx"): lambda x: (x == -1.5) | (x == 2),
     **{(primitive, f"d{each}"): is_nan for primitive in ("minimum", "maximum") for each in "xy"},
     **{("clip between", f"d{x}"): lambda x, y, z: is_nan(x, y, z) | ~(y < z) | (x == y) | (x == z) for x in "xyz"},
