@@ -153,9 +153,8 @@ def smooth(seed: int) -> Op | None:
     """An op of a random expression with reductions, without steps; None of another one."""
     program = random_programs.program(seed)
     primitives = {step.primitive for step in program.steps}
-    if primitives & {"floor", "round", "sign", "less", "less_equal", "equal"} or not primitives & {
-        *random_programs.REDUCTIONS
-    }:
+    steep = {"floor", "round", "sign", "less", "less_equal", "equal"}
+    if primitives & steep or not primitives & {*random_programs.REDUCTIONS}:
         return None
 
     def function(xp: Any, x: Any, y: Any, bias: Any, scale: Any, s: Any, packed: Any) -> Any:
