@@ -102,13 +102,21 @@ class LayerDown:
 
 
 class MLPOps(LayerDown):
-    """The ops of the MLP for one layout of its weights; ``transposed``: they are ``[k, 2n]`` and ``[n, p]``."""
+    """The ops of the MLP for one layout of its weights.
 
-    def __init__(self, transposed: bool) -> None:
+    Args:
+        transposed: they are ``[k, 2n]`` and ``[n, p]``.
+        apart: the weights of gate and up are two inputs, as a model's two linear layers have them. The products read
+            one array of both: a view where they are neighbours in memory, else a copy that no call keeps.
+    """
+
+    def __init__(self, transposed: bool, apart: bool = False) -> None:
         super().__init__(transposed)
-        self.suffix = "_kn" if transposed else ""
-        self.w_gate_up = Tensor("k 2n" if transposed else "2n k", "T")
-        self.inputs = {"x": X, "w_gate_up": self.w_gate_up, "w_down": self.w_down}
+        self.suffix = f"{'_kn' if transposed else ''}{'_apart' if apart else ''}"
+        rows = "n" if apart else "2n"
+        names = ("w_gate", "w_up") if apart else ("w_gate_up",)
+        self.halves = dict.fromkeys(names, Tensor(f"k {rows}" if transposed else f"{rows} k", "T"))
+        self.inputs = {"x": X, **self.halves, "w_down": self.w_down}
         self.gated = gated_linear_kn() if transposed else gated_linear
         assert self.gated.saving is not None
         self.gated_saving = self.gated.saving
@@ -116,26 +124,40 @@ class MLPOps(LayerDown):
 
     # --- programs --------------------------------------------------------------------------------------------------
 
+    def _gate_up(self, xp: Any, inputs: Arrays) -> Any:
+        """``[gate | up]``."""
+        first, *more = (inputs[name] for name in self.halves)
+        return xp.joined((first, *more), self._axis) if more else first
+
+    @property
+    def _axis(self) -> int:
+        return 1 if self.transposed else 0
+
     def forward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        h = call(self.gated, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)["out"]
+        h = call(self.gated, {"x": inputs["x"], "weight": self._gate_up(xp, inputs)}, attrs)["out"]
         return {"out": product(call, self.linear, h, inputs["w_down"], attrs)}
 
     def forward_saving(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        found = call(self.gated_saving, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)
+        found = call(self.gated_saving, {"x": inputs["x"], "weight": self._gate_up(xp, inputs)}, attrs)
         return {"out": product(call, self.linear, found["out"], inputs["w_down"], attrs), "pre": found["acc"]}
 
     def again(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"pre": product(call, self.linear, inputs["x"], inputs["w_gate_up"], attrs)}
+        return {"pre": product(call, self.linear, inputs["x"], self._gate_up(xp, inputs), attrs)}
 
     def backward_only_hidden(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         op, given = POINTWISE[attrs["activation"]]
         return {"hidden": call(op, {"x": inputs["pre"]}, given)["out"]}
 
     def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dx": product(call, self.linear_dx, inputs["dpre"], inputs["w_gate_up"], attrs)}
+        return {"dx": product(call, self.linear_dx, inputs["dpre"], self._gate_up(xp, inputs), attrs)}
 
     def dw_gate_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_gate_up": self._dweight(call, inputs["dpre"], inputs["x"], attrs)}
+        made = self._dweight(call, inputs["dpre"], inputs["x"], attrs)
+        if len(self.halves) == 1:
+            return {"dw_gate_up": made}
+        n = made.shape[self._axis] // 2
+        gate, up = (made[:, :n], made[:, n:]) if self.transposed else (made[:n], made[n:])
+        return {"dw_gate": gate, "dw_up": up}
 
     # --- declarations ----------------------------------------------------------------------------------------------
 
@@ -154,7 +176,7 @@ class MLPOps(LayerDown):
         return self._declare(name, self.forward_saving, ops, self.inputs, outputs, called="gated_mlp")
 
     def _again(self) -> Op:
-        inputs = {"x": X, "w_gate_up": self.w_gate_up}
+        inputs = {"x": X, **self.halves}
         return self._declare(f"gated_mlp{self.suffix}_pre", self.again, self.products, inputs, {"pre": PRE})
 
     @cached_property
@@ -171,12 +193,10 @@ class MLPOps(LayerDown):
         skippable = {"dpre": PRE._replace(skippable=True), "hidden": HIDDEN._replace(skippable=True)}
         return (
             self._declare(f"{name}_bwd", self.backward, (self.dgrad_again,), both, skippable, narrow=narrow),
-            self._declare(
-                f"{name}_dx", self.dx, self.products, {"dpre": PRE, "w_gate_up": self.w_gate_up}, {"dx": X}
-            ),
+            self._declare(f"{name}_dx", self.dx, self.products, {"dpre": PRE, **self.halves}, {"dx": X}),
             self._declare(
                 f"{name}_dw_gate_up", self.dw_gate_up, self.products, {"dpre": PRE, "x": X},
-                {"dw_gate_up": self.w_gate_up}, sharding=OVER_ROWS,
+                {f"d{half}": t for half, t in self.halves.items()}, sharding=OVER_ROWS,
             ),
             self._declare(
                 f"{name}_dw_down", self.dw_down, self.products, {"dout": OUT, "hidden": HIDDEN},
@@ -208,6 +228,12 @@ def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool =
         raise ValueError(f"cute.gated_mlp: option `save` is {shown(save)}, expected 'pre' or 'none'.")
     op = _one(save, bool(transposed), bool(halves))
     return (batched and op.batched) or op
+
+
+@cache
+def gated_mlp_apart(transposed: bool) -> Op:
+    """The op of weights that are apart: inputs ``w_gate`` and ``w_up``, ``[n, k]`` each, in place of ``w_gate_up``."""
+    return mlp_ops(transposed, apart=True).op("pre")
 
 
 @cache

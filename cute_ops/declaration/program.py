@@ -45,6 +45,9 @@ class Framework(Protocol):
     def classes_of(self, index: Any, count: int, /) -> Any:
         """Indices as int32, ``count`` in place of those out of range."""
 
+    def joined(self, arrays: tuple[Any, ...], axis: int, /) -> Any:
+        """Matrices one after the other along an axis, for reading only: a view where they lie so in memory."""
+
     def product(self, a: Any, b: Any, dtype: str | None = None, /) -> Any:
         """``a @ b`` of a matrix ``b``, or of batches of matrices, with sums in float32, rounded once to this or their
         own dtype.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cute_ops.fusion.node import Node, Shape
 
+MODE = "a value of another mode"  # an opaque node that is its argument, made with gradients off, for one
 _DEEP = 12  # nodes between a table of angles and what repeats them
 _LINEAR = ("add", "subtract", "negative")
 
@@ -233,7 +234,7 @@ def _repeats(node: Node, depth: int) -> bool:
 
 
 def _is_elementwise(node: Node) -> bool:
-    known = node.op in ("primitive", "cast") or (node.op == "opaque" and node.attr in ("cos", "sin"))
+    known = node.op in ("primitive", "cast") or (node.op == "opaque" and node.attr in ("cos", "sin", MODE))
     return known and not isinstance(node.attr, tuple)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cute_ops.fusion.analyse import Call, Found
 from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.composite import Composite
 
 
 class Entry(NamedTuple):
@@ -81,7 +82,7 @@ class Report(list[Entry]):
         return table
 
 
-def entry_of(found: Found | Call, choice: Choice, where: str = "") -> Entry:
+def entry_of(found: Found | Call | Composite, choice: Choice, where: str = "") -> Entry:
     """The entry of an expression, or of another op."""
     shape = [*found.rows, *([] if found.n is None else [found.n])]
     return Entry(choice.name, found.text, choice.why, f"[{', '.join(map(str, shape))}]", where, 1)

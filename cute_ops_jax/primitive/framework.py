@@ -50,6 +50,10 @@ def ends(keys: Array, count: int) -> Array:
     return jnp.searchsorted(keys, every, side="right", method="scan_unrolled").astype(jnp.int32)
 
 
+def joined(arrays: tuple[Array, ...], axis: int) -> Array:
+    return jnp.concatenate(arrays, axis)
+
+
 def product(a: Array, b: Array, dtype: str | None = None) -> Array:
     """Of float32 the factors are rounded only if ``jax_default_matmul_precision`` says so."""
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]

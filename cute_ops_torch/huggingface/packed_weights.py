@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from cute_ops_torch.library.packed import packed_view
+
 Tensor = torch.Tensor
 
 
@@ -35,17 +37,3 @@ def _owns_memory(weight: Tensor) -> bool:
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # the weight, and `storage` here
     shared = not weight.is_cuda and weight.is_shared()
     return storage.nbytes() == weight.nbytes and uses <= 2 and not shared
-
-
-def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
-    """The concatenation of packed weights along their rows, as a view; None where they are not packed."""
-    first = weights[0]
-    end = first.data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or not weight.is_contiguous():
-            return None
-        end += weight.nbytes
-    storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():
-        return None  # neighbours by chance, in different storages
-    return first.as_strided((sum(w.shape[0] for w in weights), first.shape[1]), (first.shape[1], 1))

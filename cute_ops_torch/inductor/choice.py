@@ -8,16 +8,21 @@ they become ops, and :mod:`fusion_choice <cute_ops_torch.inductor.fusion_choice>
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
+from cute_ops.composite.gated_mlp import gated_mlp_apart, mlp_ops
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm, linear_add_rstd
 from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.op import Op
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.fusion import choose as neutral
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.composite import NAMES as COMPOSITES
+from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.express import Leaf
 from cute_ops.jit import target
 from cute_ops.jit.plan import signature
@@ -28,7 +33,7 @@ from cute_ops_torch.library.tensors import bind_tensors, memory
 
 # What may be put into graphs, besides the ops that are found by their meaning.
 OTHERS = ("fused", "linear", "cross_entropy", "linear_cross_entropy", "attention_mask")
-KNOWN = (*neutral.BY_MEANING, *OTHERS)
+KNOWN = (*neutral.BY_MEANING, *COMPOSITES, *OTHERS)
 _STAYS = "Inductor fuses it, too; mode='max-autotune' measures both forms"
 
 
@@ -67,14 +72,47 @@ class Chooser:
             Refused: none are.
         """
         tensors = [None if node is None else node.meta["example_value"] for node in call.arrays]
-        on = target_of(next(t.device for t in tensors if t is not None))
-        if call.op.fallback is None or on is None:
-            return None
-        tensors = [None if t is None else _concrete(t) for t in tensors]
-        binding = bind_tensors(call.op, tensors, call.attrs)
-        if binding.dtype_without_kernel is not None:
-            raise Refused(f"no kernel of a product takes {binding.dtype_without_kernel}")
-        return expected_gain(binding, memory(call.op, tensors, addresses=False), on)
+        return _gain(call.op, tensors, call.attrs)
+
+    def choose_composite(self, found: Composite, device: str) -> Choice:
+        """What a part of a layer on a device of this type becomes."""
+        if device not in self.devices:
+            return Choice("", why=f"it is not asked for on {device or 'no device'}")
+        if found.name not in self.names:
+            return Choice("", why=f"{found.name} is not asked for")
+        return Choice("composite", found.name)
+
+    def judge_composite(self, name: str, call: Call) -> float | None:
+        """The microseconds that the epilogue of its product is expected to save, where a model tells.
+
+        Raises:
+            Refused: none are, or the product has so few rows that joining weights costs as much as a pass saves.
+        """
+        given = dict(zip(call.op.inputs, (node and node.meta["example_value"] for node in call.arrays), strict=True))
+        x = given["x"]
+        rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
+        if x.device.type == "cuda" and rows < {"gated_mlp": 2 * k, "qkv_rope": k}.get(name, 0):
+            raise Refused(f"{rows} rows are too few: joining the weights would cost more than a pass")
+        if name == "qkv_rope":
+            return self.judge(call)
+        if name == "linear_add_rmsnorm":
+            across = call.op is linear_add_rmsnorm(True)
+            return _gain(linear_add_rstd(across), [given[key] for key in ("x", "weight", "residual")], call.attrs)
+        transposed = call.op is gated_mlp_apart(True)
+        weight = torch.cat([given["w_gate"], given["w_up"]], 1 if transposed else 0)
+        return _gain(mlp_ops(transposed).gated, [x, weight], call.attrs)
+
+
+def _gain(op: Op, tensors: Sequence[torch.Tensor | None], attrs: Sequence[Any]) -> float | None:
+    """The microseconds that a call is expected to save, where a model tells; raises :class:`Refused` if none are."""
+    on = target_of(next(t.device for t in tensors if t is not None))
+    if op.fallback is None or on is None:
+        return None
+    given = [None if t is None else _concrete(t) for t in tensors]
+    binding = bind_tensors(op, given, attrs)
+    if binding.dtype_without_kernel is not None:
+        raise Refused(f"no kernel of a product takes {binding.dtype_without_kernel}")
+    return expected_gain(binding, memory(op, given, addresses=False), on)
 
 
 def target_of(device: torch.device) -> target.Target | None:

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
+from cute_ops.fusion.named import MODE
 from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, parts, shape_of
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
@@ -168,7 +169,7 @@ class DynamoFront(Front):
         if key not in self._seen:
             if self._now == 0 and value.op in ("input", "opaque"):
                 return value
-            self._seen[key] = self.graph.opaque("a value of another mode", [value], value.shape, value.dtype)
+            self._seen[key] = self.graph.opaque(MODE, [value], value.shape, value.dtype)
             self._of_mode[self._seen[key]] = self._now
             self.holders[self._seen[key]] += [Holder(node, self.place[node])]
         return self._seen[key]

@@ -7,8 +7,8 @@ has changed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from cute_ops.declaration.op import Op
+from cute_ops.composite.gated_mlp import gated_mlp_apart
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.expressions.graph import Expression, copied
 from cute_ops.expressions.graph import Graph as Nodes
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice, is_whole
+from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.declare import declared, is_expanded, operand_dtypes, with_dtypes
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
@@ -78,18 +82,47 @@ class Emitter:
         Raises:
             Refused: a tensor lies otherwise than the op takes it, or ``judge`` raises it.
         """
-        try:
+        with self._refusing():
             call = {"op": self._op, "fused": self._fused, "linear": self._linear}[choice.kind](found, choice)
             gain = judge(call)
-            define(call.op).lower()  # code from Inductor's caches calls it and its gradient, and nothing else is traced
-            whole = self.function(define(call.op).overload, *call.arrays, *call.attrs)
-            several = len(call.op.outputs) > 1
-            outs = [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
+            outs = self._called(call)
             return [self._as_root(out, root, found) for out, root in zip(outs, found.roots, strict=True)], gain
+
+    def emit_composite(
+        self, found: Composite, judge: Callable[[str, Call], float | None]
+    ) -> tuple[list[Node], float | None]:
+        """The nodes of the roots of a part of a layer, and what ``judge`` returns of its name and call.
+
+        Raises:
+            Refused: as for :meth:`emit`.
+        """
+        with self._refusing():
+            makers = {
+                "gated_mlp": self._gated_mlp, "qkv_rope": self._qkv_rope,
+                "linear_add_rmsnorm": self._linear_add_rmsnorm,
+            }  # fmt: skip
+            given = {name: self.array(value) for name, value in found.operands.items()}
+            call = makers[found.name](found, given)
+            gain = judge(found.name, call)
+            outs = self._called(call)
+            return (self._heads(outs[0], found) if found.name == "qkv_rope" else outs), gain
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Removes what was made, and raises :class:`Refused`, where a call does not take its arguments."""
+        try:
+            yield
         except (Refused, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             self.undo()
             said = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
             raise Refused(said.splitlines()[0]) from error
+
+    def _called(self, call: Call) -> list[Node]:
+        """The outputs of a call."""
+        define(call.op).lower()  # code from Inductor's caches calls it and its gradient, and nothing else is traced
+        whole = self.function(define(call.op).overload, *call.arrays, *call.attrs)
+        several = len(call.op.outputs) > 1
+        return [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
 
     def undo(self) -> None:
         """Remove the nodes that were made."""
@@ -146,6 +179,43 @@ class Emitter:
         x, weight = (self.array(each) for each in product.args)
         operands = [self._fitted(leaf, found, copied=True) for leaf in others]
         return Call(op, (x, weight, *operands), ("auto",), roots)
+
+    # Parts of layers
+
+    def _gated_mlp(self, found: Composite, given: dict[str, Node]) -> Call:
+        op = gated_mlp_apart(found.attrs["transposed"])
+        return Call(op, tuple(given[name] for name in op.inputs), (found.attrs["activation"], "auto"), (0,))
+
+    def _qkv_rope(self, found: Composite, given: dict[str, Node]) -> Call:
+        attrs, size = found.attrs, found.attrs["size"]
+        if size not in SIZES:
+            raise Refused(f"its heads have {size} columns, not {' or '.join(map(str, SIZES))}")
+        tables = [self._table(given[name], found.operands[name].shape, attrs["table"]) for name in ("cos", "sin")]
+        weights = [given[name] for name in ("w_q", "w_k", "w_v") if name in given]
+        weight = self.function(torch.cat, weights, 1 if attrs["transposed"] else 0)
+        heads = sum(attrs["columns"][:2]) // size
+        op = qkv_rope(size, attrs["transposed"])
+        return Call(op, (given["x"], weight, *tables), (heads, "auto"), (0,))
+
+    def _table(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> Node:
+        if array.meta["example_value"].requires_grad:
+            raise Refused("its angles have a gradient")
+        return self._aligned(self._reshaped(array, before, after))
+
+    def _heads(self, out: Node, found: Composite) -> list[Node]:
+        """Queries and keys by head, and values, of all columns together."""
+        parts = self.function(torch.split, out, list(found.attrs["columns"]), -1)
+        made = [self.function(operator.getitem, parts, k) for k, _ in enumerate(found.roots)]
+        for k, turned in enumerate(found.attrs["turned"]):
+            made[k] = self.method("unflatten", made[k], -1, (-1, found.attrs["size"]))
+            made[k] = self.method("transpose", made[k], 1, 2) if turned else made[k]
+        return made
+
+    def _linear_add_rmsnorm(self, found: Composite, given: dict[str, Node]) -> Call:
+        op = linear_add_rmsnorm(found.attrs["transposed"])
+        names = list(op.outputs)
+        outputs = tuple(names.index(name) for name in found.attrs["outputs"])
+        return Call(op, tuple(given[name] for name in op.inputs), (found.attrs["eps"], "auto"), outputs)
 
     # Arrays as ops take them
 

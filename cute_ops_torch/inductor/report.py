@@ -8,14 +8,16 @@ from typing import Any
 from torch.fx import Graph
 
 from cute_ops.fusion.analyse import is_linear
+from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import FLOATS
 from cute_ops.fusion.graph import Node as Value
+from cute_ops.fusion.named import MODE
 from cute_ops.fusion.report import Entry, entry_of
 from cute_ops_torch.inductor.dynamo import example
 from cute_ops_torch.inductor.rewrite import Rewritten
 
 # What computes nothing, or is named where it matters.
-_SILENT = ("a value of another mode", "what is written in place", "getitem")
+_SILENT = (MODE, "what is written in place", "getitem")
 _VIEWS = ("transpose", "reshape", "broadcast", "slice", "concat")
 
 
@@ -25,6 +27,8 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     taken: dict[Value, str] = {}
     for part in made.parts:
         yield entry_of(part.found, part.choice)._replace(gain=part.gain)
+        if isinstance(part.found, Composite):
+            continue
         for i, leaf in enumerate(part.found.leaves):
             if leaf.node.op == "contract":
                 why = part.choice.why or f"{part.choice.name} follows it"

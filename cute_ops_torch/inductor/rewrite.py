@@ -7,15 +7,18 @@ later, all of it runs in one mode, and no random number or write in place change
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.composite import Composite, composites
 from cute_ops.fusion.graph import Node as Value
-from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example, sweep
+from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example, storage_of, sweep
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
 
@@ -29,11 +32,17 @@ class Choosing(Protocol):
     def judge(self, call: Call) -> float | None:
         """The microseconds that a call saves; raises :class:`Refused`."""
 
+    def choose_composite(self, found: Composite, device: str) -> Choice:
+        """What becomes of a part of a layer on a device."""
+
+    def judge_composite(self, name: str, call: Call) -> float | None:
+        """The microseconds that the call of a part of a layer saves; raises :class:`Refused`."""
+
 
 class Part(NamedTuple):
     """An expression that was found, what became of it, and the microseconds that this is expected to save."""
 
-    found: Found
+    found: Found | Composite
     choice: Choice
     gain: float | None = None
 
@@ -68,14 +77,12 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = _Rewriting(module, front, choosing), []
-    for found, choice in chosen:
-        gain = None
-        if choice.kind:
-            try:
-                gain = work.replace(found, choice)
-            except Refused as error:
-                choice = Choice("", why=str(error))
-        parts.append(Part(found, choice, gain))
+    covered: set[Found] = set()
+    for composite in () if exact else composites(front.graph, analysis):
+        part = work.part(composite, choosing.choose_composite(composite, front.device_of(composite.roots[0])))
+        parts.append(part)
+        covered.update(composite.found if part.choice.kind else ())
+    parts += [work.part(found, choice) for found, choice in chosen if found not in covered]
     work.finish()
     return Rewritten(parts, analysis, front)
 
@@ -110,20 +117,41 @@ class _Rewriting:
         self.instead: dict[Node, Node] = {}
         self.moved = False
 
-    def replace(self, found: Found, choice: Choice) -> float | None:
-        """Put an op in the place of an expression; returns the microseconds that it is expected to save.
+    def part(self, found: Found | Composite, choice: Choice) -> Part:
+        """What became of a part of the graph, which is replaced if that is chosen and safe."""
+        if not choice.kind:
+            return Part(found, choice)
+        try:
+            return Part(found, choice, self.replace(found, choice))
+        except Refused as error:
+            return Part(found, Choice("", why=str(error)))
+
+    def replace(self, found: Found | Composite, choice: Choice) -> float | None:
+        """Put an op in the place of a part; returns the microseconds that it is expected to save.
 
         Raises:
             Refused: that would not be safe.
         """
         roots = [self._holders(root) for root in found.roots]
         place = self._place(found, choice, min(holder.since for each in roots for holder in each))
-        order = _order(found, [example(holders[0].node) for holders in roots]) if choice.kind != "linear" else ()
-        emitter = Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place), order)
-        made, gain = emitter.emit(found, choice, self.choosing.judge)
+
+        def emitter(order: tuple[int, ...] = ()) -> Emitter:
+            return Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place), order)
+
+        if isinstance(found, Composite):
+            emits = emitter()
+            made, gain = emits.emit_composite(found, self.choosing.judge_composite)
+        else:
+            order = _order(found, [example(holders[0].node) for holders in roots]) if choice.kind != "linear" else ()
+            emits = emitter(order)
+            made, gain = emits.emit(found, choice, self.choosing.judge)
         for root, holders, new in zip(found.roots, roots, made, strict=True):
-            if wrong := _differs(new, holders[0].node, root):
-                emitter.undo()
+            wrong = _differs(new, holders[0].node)
+            if not wrong and not _lies_alike(new, holders[0].node):
+                fits = isinstance(found, Composite) and all(_is_read_alike(each.node, example(new)) for each in holders)
+                wrong = "" if fits else "its result is not laid out row by row"
+            if wrong:
+                emits.undo()
                 raise Refused(wrong)
         for holders, new in zip(roots, made, strict=True):
             for holder in holders:
@@ -168,10 +196,11 @@ class _Rewriting:
                 return self.instead.get(holder.node, holder.node)
         raise Refused("an operand is written to in place")
 
-    def _place(self, found: Found, choice: Choice, first: int) -> int:
+    def _place(self, found: Found | Composite, choice: Choice, first: int) -> int:
         """Where an expression is computed: before the first node of it that comes after all operands."""
         last = max((self._known(value) for value in _operands(found, choice)), default=-1)
-        inside = [holder for node in found.region.nodes for holder in self.front.holders.get(node, ())]
+        nodes = found.nodes if isinstance(found, Composite) else found.region.nodes
+        inside = [holder for node in nodes for holder in self.front.holders.get(node, ())]
         modes = {self.front.mode[holder.node] for holder in inside}
         if len(modes) > 1:
             raise Refused("it is computed in several modes")
@@ -193,8 +222,11 @@ class _Rewriting:
         return max((self._known(arg) for arg in value.args), default=-1)
 
 
-def _operands(found: Found, choice: Choice) -> Iterable[Value]:
-    """What an expression reads; of a product that it computes, the product's operands."""
+def _operands(found: Found | Composite, choice: Choice) -> Iterable[Value]:
+    """What a part reads; of a product that it computes, the product's operands."""
+    if isinstance(found, Composite):
+        yield from found.operands.values()
+        return
     for i, leaf in enumerate(found.leaves):
         if choice.kind == "linear" and i == choice.product:
             yield from leaf.node.args
@@ -214,8 +246,8 @@ def _order(found: Found, results: list[Any]) -> tuple[int, ...]:
     return () if order == tuple(range(rank)) else order
 
 
-def _differs(new: Node, old: Node, root: Value) -> str:
-    """In what a new tensor differs from the one that the program has; empty if in nothing."""
+def _differs(new: Node, old: Node) -> str:
+    """In what a new tensor differs from the one that the program has, besides strides; empty if in nothing."""
     made, was = example(new), example(old)
     if not isinstance(was, torch.Tensor):
         return "the program has no tensor of its result"
@@ -224,10 +256,46 @@ def _differs(new: Node, old: Node, root: Value) -> str:
             return f"its result has the {what} {getattr(was, what)}, not {getattr(made, what)}"
     if not _same(made.shape, was.shape):
         return f"its result has the shape {tuple(was.shape)}, not {tuple(made.shape)}"
-    strides = zip(made.stride(), was.stride(), was.shape, strict=True)
-    if any(not _same([a], [b]) for a, b, size in strides if not (isinstance(size, int) and size == 1)):
-        return "its result is not laid out row by row"
     return ""
+
+
+def _lies_alike(new: Node, old: Node) -> bool:
+    """Whether a new tensor has the strides of the one that the program has."""
+    made, was = example(new), example(old)
+    strides = zip(made.stride(), was.stride(), was.shape, strict=True)
+    return all(_same([a], [b]) for a, b, size in strides if not (isinstance(size, int) and size == 1))
+
+
+def _is_read_alike(node: Node, value: torch.Tensor) -> bool:
+    """Whether all that read a node also take a value with other strides, a part of an array: views of it exist, and
+    the program does not return it.
+    """
+    for user in node.users:
+        made = example(user)
+        if user.op == "output":
+            return False
+        if isinstance(made, torch.Tensor) and storage_of(made) != storage_of(example(node)):
+            continue  # computed anew, in an array of its own
+        view = _viewed(user, node, value)
+        if view is None or not _is_read_alike(user, view):
+            return False
+    return True
+
+
+def _viewed(user: Node, node: Node, value: torch.Tensor) -> torch.Tensor | None:
+    """The view that a user of a node makes of another value; None where there is none, or it is no view."""
+    run = getattr(torch.Tensor, str(user.target), None) if user.op == "call_method" else user.target
+    if not callable(run) or not isinstance(example(user), torch.Tensor):
+        return None
+    args, kwargs = torch.fx.map_arg(
+        (user.args, dict(user.kwargs)), lambda each: value if each is node else example(each)
+    )
+    try:
+        with torch.no_grad(), value.fake_mode if isinstance(value, FakeTensor) else nullcontext():
+            made = run(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return made if isinstance(made, torch.Tensor) else None
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -15,6 +15,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
+from cute_ops_torch.library.packed import packed_view
 from cute_ops_torch.library.row_chunks import Chunks
 from cute_ops_torch.library.tensors import DTYPES, array
 
@@ -47,6 +48,11 @@ def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
 def ends(keys: Tensor, count: int) -> Tensor:
     every = torch.arange(count, dtype=torch.int32, device=keys.device)
     return torch.searchsorted(keys, every, right=True, out_int32=True)
+
+
+def joined(tensors: tuple[Tensor, ...], axis: int) -> Tensor:
+    view = packed_view(tensors) if axis == 0 else None
+    return torch.cat(tensors, axis) if view is None else view
 
 
 def product(a: Tensor, b: Tensor, dtype: str | None = None) -> Tensor:

@@ -1,0 +1,243 @@
+"""Parts of a layer that several expressions and products make up: gated MLPs, projections to rotated heads, and the
+last product of a block with the norm after it.
+
+One op computes such a part, with one gradient: products of one input become one, activations and rotations move into
+epilogues, and what the gradient can compute again is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from cute_ops.fusion.analyse import Analysis, Found, is_linear
+from cute_ops.fusion.graph import Graph, Node, Shape
+from cute_ops.fusion.named import Named
+from cute_ops.fusion.region import live_nodes
+
+NAMES = ("gated_mlp", "qkv_rope", "linear_add_rmsnorm")
+
+
+class Composite(NamedTuple):
+    """A part of a layer.
+
+    Attributes:
+        name: one of :data:`NAMES`.
+        operands: its arguments.
+        attrs: its attributes.
+        roots: the nodes that it computes, which others read.
+        nodes: those and all that it computes on the way.
+        found: the expressions among them.
+    """
+
+    name: str
+    operands: Mapping[str, Node]
+    attrs: Mapping[str, Any]
+    roots: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    found: tuple[Found, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return ", ".join(self.operands)
+
+    @property
+    def rows(self) -> Shape:
+        return self.roots[0].shape[:-1]
+
+    @property
+    def n(self) -> int | str | None:
+        return self.roots[0].shape[-1]
+
+
+def composites(graph: Graph, analysis: Analysis) -> list[Composite]:
+    """The parts of layers in a graph; no two of them have a node in common."""
+    parts = _Parts(graph, analysis)
+    found: list[Composite] = []
+    taken: set[Node] = set()
+    for each in (*parts.gated_mlps(), *parts.rotated_heads(), *parts.adding_norms()):
+        if taken.isdisjoint(each.nodes):
+            found.append(each)
+            taken.update(each.nodes)
+    return found
+
+
+class _Parts:
+    def __init__(self, graph: Graph, analysis: Analysis) -> None:
+        self.analysis, self.outputs = analysis, set(graph.outputs)
+        self.live = set(live_nodes(graph))
+        self.products = [node for node in graph.nodes if node in self.live and is_linear(node)]
+        self.of_root = {root: each for each in analysis.found for root in each.roots}
+        self.calls = {each.roots[0]: each.named for each in analysis.calls}
+
+    # Gated MLPs
+
+    def gated_mlps(self) -> Iterator[Composite]:
+        """Products of what an activation of one product of x times another product of x is."""
+        for down in self.products:
+            hidden, w_down = down.args
+            gated = self.of_root.get(hidden)
+            if gated is None or not self._is_read_only_by(hidden, {down}) or len(gated.roots) > 1:
+                continue
+            meaning = gated.meaning
+            if meaning is None or meaning.op not in ("silu_mul", "gelu_mul"):
+                continue
+            given = dict(zip(meaning.operands, (leaf.node for leaf in gated.leaves), strict=True))
+            gate, up, inside = given["gate"], given["up"], set(gated.region.nodes)
+            if not (is_linear(gate) and is_linear(up) and gate is not up and gate.args[0] is up.args[0]):
+                continue
+            alike = (gate.attr, gate.shape, gate.args[1].shape) == (up.attr, up.shape, up.args[1].shape)
+            read = all(self._is_read_only_by(each, inside) for each in (gate, up))
+            if not (alike and read and gate.attr[1] == down.attr[1] and _one_dtype(gate, up, hidden, down)):
+                continue
+            operands = {"x": gate.args[0], "w_gate": gate.args[1], "w_up": up.args[1], "w_down": w_down}
+            approximate = meaning.attrs.get("approximate")
+            activation = "silu" if meaning.op == "silu_mul" else "gelu_tanh" if approximate == "tanh" else "gelu"
+            attrs = {"activation": activation, "transposed": gate.attr[1] == (0,)}
+            yield Composite("gated_mlp", operands, attrs, (down,), (gate, up, *inside, down), (gated,))
+
+    # Projections to heads
+
+    def rotated_heads(self) -> Iterator[Composite]:
+        """Products of one input whose heads are rotated by the same angles, and a third one as large as the second."""
+        by_input: dict[tuple[Node, Node, Node, int], list[_Heads]] = {}
+        for root, call in self.calls.items():
+            heads = self._heads(root, call)
+            if heads is not None:
+                key = heads.product.args[0], heads.cos, heads.sin, heads.size
+                by_input.setdefault(key, []).append(heads)
+        for (x, cos, sin, size), found in by_input.items():
+            if len(found) != 2:
+                continue
+            q, k = sorted(found, key=lambda each: -_columns(each.product))
+            if k.product.attr != q.product.attr or k.table != q.table or not _one_dtype(q.product, k.product):
+                continue
+            values = [v for v in self.products if v.args[0] is x and v not in (q.product, k.product)]
+            values = [v for v in values if v.shape == k.product.shape and v.attr == k.product.attr and _one_dtype(v)]
+            v = values[:1]
+            operands = {"x": x, "w_q": q.product.args[1], "w_k": k.product.args[1]}
+            operands |= {"w_v": v[0].args[1]} if v else {}
+            attrs = {
+                "size": size, "table": q.table, "transposed": q.product.attr[1] == (0,),
+                "turned": (q.turned, k.turned),
+                "columns": tuple(_columns(each) for each in (q.product, k.product, *v)),
+            }  # fmt: skip
+            roots = (q.root, k.root, *v)
+            nodes = (*q.nodes, *k.nodes, *v)
+            yield Composite("qkv_rope", {**operands, "cos": cos, "sin": sin}, attrs, roots, nodes)
+
+    def _heads(self, root: Node, call: Named) -> _Heads | None:
+        """What a rotation is of, where it is a product and nothing else reads that."""
+        if call.op != "rope" or call.attrs.get("interleaved"):
+            return None
+        (x, cos, sin), size = call.nodes, root.shape[-1]
+        if not isinstance(size, int) or call.shapes[1][-1] != size // 2 or call.shapes[1] != call.shapes[2]:
+            return None
+        nodes = [root]
+        while not is_linear(x):
+            if x.op not in ("reshape", "transpose") or not self._is_read_only_by(x, set(nodes)):
+                return None
+            nodes.append(x)
+            x = x.args[0]
+        if not self._is_read_only_by(x, set(nodes)) or root.dtype != x.dtype:
+            return None
+        lead, n = x.shape[:-1], x.shape[-1]
+        if not isinstance(n, int) or n % size:
+            return None
+        by_head = (*lead, n // size, size)
+        turned = root.shape != by_head or (len(lead) == 2 and lead[1] == n // size and _transposes(nodes))
+        if turned and (len(lead) != 2 or root.shape != (lead[0], n // size, lead[1], size)):
+            return None
+        table = _by_position(call.shapes[1], turned, len(lead))
+        return None if table is None else _Heads(root, x, cos, sin, size, table, turned, (*nodes, x))
+
+    # The end of a block
+
+    def adding_norms(self) -> Iterator[Composite]:
+        """RMS norms of the sum of a residual and a product that nothing else reads."""
+        for found in self.analysis.found:
+            meaning = found.meaning
+            if meaning is None or meaning.op != "add_rmsnorm" or set(found.roots) != set(found.region.roots):
+                continue
+            given = dict(zip(meaning.operands, (leaf.node for leaf in found.leaves), strict=True))
+            plain = set(given) == {"x", "residual", "weight"} and not meaning.attrs.get("weight_offset")
+            inside = set(found.region.nodes)
+            for name, other in (("x", "residual"), ("residual", "x")):
+                product = given[name]
+                if not plain or not is_linear(product) or not self._is_read_only_by(product, inside):
+                    continue
+                alike = product.shape == given[other].shape == found.roots[0].shape
+                if not alike or not _one_dtype(product, given[other], *found.roots):
+                    continue
+                operands = {"x": product.args[0], "weight": product.args[1], "residual": given[other]}
+                attrs = {
+                    "eps": meaning.attrs["eps"], "transposed": product.attr[1] == (0,), "outputs": meaning.outputs,
+                }  # fmt: skip
+                operands["norm_weight"] = given["weight"]
+                yield Composite(
+                    "linear_add_rmsnorm", operands, attrs, found.roots, (product, *found.region.nodes), (found,)
+                )
+                break
+
+    def _is_read_only_by(self, node: Node, readers: set[Node]) -> bool:
+        live = {user for user in node.users if user in self.live}
+        return node not in self.outputs and self._through_views(live) <= readers
+
+    def _through_views(self, users: set[Node]) -> set[Node]:
+        found: set[Node] = set()
+        for user in users:
+            if user in self.analysis.plain and user not in self.outputs:
+                found |= {user} if not user.users else self._through_views({u for u in user.users if u in self.live})
+            else:
+                found.add(user)
+        return found
+
+
+class _Heads(NamedTuple):
+    """A product whose heads are rotated.
+
+    Attributes:
+        root: the rotated heads.
+        product: the product.
+        cos, sin: the tables.
+        size: columns of a head.
+        table: the shape of a table among the product's rows.
+        turned: whether heads come before positions in ``root``.
+        nodes: all from the product on.
+    """
+
+    root: Node
+    product: Node
+    cos: Node
+    sin: Node
+    size: int
+    table: Shape
+    turned: bool
+    nodes: tuple[Node, ...]
+
+
+def _columns(product: Node) -> int:
+    n = product.shape[-1]
+    assert isinstance(n, int)
+    return n
+
+
+def _one_dtype(*nodes: Node) -> bool:
+    """Whether all have one dtype, products with their operands."""
+    found = {node.dtype for node in nodes}
+    found |= {arg.dtype for node in nodes if node.op == "contract" for arg in node.args}
+    return len(found) == 1
+
+
+def _transposes(nodes: list[Node]) -> bool:
+    return any(node.op == "transpose" for node in nodes)
+
+
+def _by_position(table: Shape, turned: bool, rank: int) -> Shape | None:
+    """The shape of a table ``[*rows, r]`` for the rows of a product, which have no dim of heads; None of other tables.
+
+    A rotation of ``[batch, heads, seqlen, size]`` has a table ``[batch, 1, seqlen, r]``.
+    """
+    if turned:
+        return (table[0], *table[2:]) if len(table) == 4 and table[1] == 1 else None
+    return table if len(table) == rank + 1 else None
