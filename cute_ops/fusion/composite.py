@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 from cute_ops.fusion.analyse import Analysis, Found, is_linear
 from cute_ops.fusion.graph import Graph, Node, Shape
+from cute_ops.fusion.match import Meaning
 from cute_ops.fusion.named import Named
 from cute_ops.fusion.region import live_nodes
 
 NAMES = ("gated_mlp", "qkv_rope", "linear_add_rmsnorm")
+# What multiplies an activation by something, of two tiles or of both halves of one.
+_GATED = ("silu_mul", "gelu_mul", "swiglu", "geglu")
 
 
 class Composite(NamedTuple):
@@ -73,28 +76,31 @@ class _Parts:
     # Gated MLPs
 
     def gated_mlps(self) -> Iterator[Composite]:
-        """Products of what an activation of one product of x times another product of x is."""
+        """Products of what an activation of one product of x times another product of x is, or of halves of one."""
         for down in self.products:
             hidden, w_down = down.args
             gated = self.of_root.get(hidden)
-            if gated is None or not self._is_read_only_by(hidden, {down}) or len(gated.roots) > 1:
-                continue
-            meaning = gated.meaning
-            if meaning is None or meaning.op not in ("silu_mul", "gelu_mul"):
+            meaning = None if gated is None else gated.meaning
+            if gated is None or meaning is None or meaning.op not in _GATED or len(gated.roots) > 1:
                 continue
             given = dict(zip(meaning.operands, (leaf.node for leaf in gated.leaves), strict=True))
-            gate, up, inside = given["gate"], given["up"], set(gated.region.nodes)
-            if not (is_linear(gate) and is_linear(up) and gate is not up and gate.args[0] is up.args[0]):
+            halves = [given[name] for name in ("gate", "up", "x") if name in given]
+            first, inside = halves[0], set(gated.region.nodes)
+            if not all(map(is_linear, halves)) or len(set(halves)) < len(halves):
                 continue
-            alike = (gate.attr, gate.shape, gate.args[1].shape) == (up.attr, up.shape, up.args[1].shape)
-            read = all(self._is_read_only_by(each, inside) for each in (gate, up))
-            if not (alike and read and gate.attr[1] == down.attr[1] and _one_dtype(gate, up, hidden, down)):
+            x, weights = first.args[0], [each.args[1] for each in halves]
+            alike = all(
+                (p.args[0], p.attr, w.shape) == (x, first.attr, weights[0].shape)
+                for p, w in zip(halves, weights, strict=True)
+            )
+            read = all(self._is_read_only_by(each, inside) for each in halves)
+            alone = read and self._is_read_only_by(hidden, {down})
+            if not (alike and alone and first.attr[1] == down.attr[1] and _one_dtype(*halves, hidden, down)):
                 continue
-            operands = {"x": gate.args[0], "w_gate": gate.args[1], "w_up": up.args[1], "w_down": w_down}
-            approximate = meaning.attrs.get("approximate")
-            activation = "silu" if meaning.op == "silu_mul" else "gelu_tanh" if approximate == "tanh" else "gelu"
-            attrs = {"activation": activation, "transposed": gate.attr[1] == (0,)}
-            yield Composite("gated_mlp", operands, attrs, (down,), (gate, up, *inside, down), (gated,))
+            names = ("w_gate", "w_up") if len(halves) == 2 else ("w_gate_up",)
+            operands = {"x": x, **dict(zip(names, weights, strict=True)), "w_down": w_down}
+            attrs = {"activation": _activation(meaning), "transposed": first.attr[1] == (0,)}
+            yield Composite("gated_mlp", operands, attrs, (down,), (*halves, *inside, down), (gated,))
 
     # Projections to heads
 
@@ -214,6 +220,12 @@ class _Heads(NamedTuple):
     table: Shape
     turned: bool
     nodes: tuple[Node, ...]
+
+
+def _activation(meaning: Meaning) -> str:
+    if meaning.op in ("silu_mul", "swiglu"):
+        return "silu"
+    return "gelu_tanh" if meaning.attrs.get("approximate") == "tanh" else "gelu"
 
 
 def _columns(product: Node) -> int:

@@ -20,9 +20,9 @@ import torch
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm_bwd
 from cute_ops_torch import functions, registry
 from cute_ops_torch.huggingface import products
-from cute_ops_torch.huggingface.packed_weights import packed_view
 from cute_ops_torch.library.inplace import overwriting
 from cute_ops_torch.library.no_gradient import once
+from cute_ops_torch.library.packed import packed_view
 from cute_ops_torch.library.tensors import row_major
 
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.composite.gated_mlp import gated_mlp_apart, mlp_ops
+from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart, mlp_ops
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm, linear_add_rstd
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
@@ -91,15 +91,17 @@ class Chooser:
         given = dict(zip(call.op.inputs, (node and node.meta["example_value"] for node in call.arrays), strict=True))
         x = given["x"]
         rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
-        if x.device.type == "cuda" and rows < {"gated_mlp": 2 * k, "qkv_rope": k}.get(name, 0):
+        least = {"gated_mlp": 2 * k if "w_gate" in given else 0, "qkv_rope": k}.get(name, 0)
+        if x.device.type == "cuda" and rows < least:
             raise Refused(f"{rows} rows are too few: joining the weights would cost more than a pass")
         if name == "qkv_rope":
             return self.judge(call)
         if name == "linear_add_rmsnorm":
             across = call.op is linear_add_rmsnorm(True)
             return _gain(linear_add_rstd(across), [given[key] for key in ("x", "weight", "residual")], call.attrs)
-        transposed = call.op is gated_mlp_apart(True)
-        weight = torch.cat([given["w_gate"], given["w_up"]], 1 if transposed else 0)
+        transposed = call.op in (gated_mlp_apart(True), gated_mlp("pre", True))
+        halves = [t for key, t in given.items() if key in ("w_gate", "w_up", "w_gate_up")]
+        weight = torch.cat(halves, 1 if transposed else 0)
         return _gain(mlp_ops(transposed).gated, [x, weight], call.attrs)
 
 

@@ -16,10 +16,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from cute_ops.declaration.op import Op
-from cute_ops.composite.gated_mlp import gated_mlp_apart
+from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import SIZES, qkv_rope
+from cute_ops.declaration.op import Op
 from cute_ops.expressions.graph import Expression, copied
 from cute_ops.expressions.graph import Graph as Nodes
 from cute_ops.expressions.text import text_of
@@ -183,7 +183,8 @@ class Emitter:
     # Parts of layers
 
     def _gated_mlp(self, found: Composite, given: dict[str, Node]) -> Call:
-        op = gated_mlp_apart(found.attrs["transposed"])
+        packed, transposed = "w_gate_up" in given, found.attrs["transposed"]
+        op = gated_mlp("pre", transposed) if packed else gated_mlp_apart(transposed)
         return Call(op, tuple(given[name] for name in op.inputs), (found.attrs["activation"], "auto"), (0,))
 
     def _qkv_rope(self, found: Composite, given: dict[str, Node]) -> Call:

@@ -78,11 +78,18 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = _Rewriting(module, front, choosing), []
     covered: set[Found] = set()
+    inside: set[Value] = set()
     for composite in () if exact else composites(front.graph, analysis):
         part = work.part(composite, choosing.choose_composite(composite, front.device_of(composite.roots[0])))
         parts.append(part)
-        covered.update(composite.found if part.choice.kind else ())
-    parts += [work.part(found, choice) for found, choice in chosen if found not in covered]
+        if part.choice.kind:
+            covered.update(composite.found)
+            inside.update(composite.nodes)
+    for found, choice in chosen:
+        if found not in covered:
+            if choice.kind == "linear" and found.leaves[choice.product].node in inside:
+                choice = choosing.choose(found, [], front.device_of(found.roots[0]))
+            parts.append(work.part(found, choice))
     work.finish()
     return Rewritten(parts, analysis, front)
 
@@ -145,7 +152,7 @@ class _Rewriting:
             order = _order(found, [example(holders[0].node) for holders in roots]) if choice.kind != "linear" else ()
             emits = emitter(order)
             made, gain = emits.emit(found, choice, self.choosing.judge)
-        for root, holders, new in zip(found.roots, roots, made, strict=True):
+        for holders, new in zip(roots, made, strict=True):
             wrong = _differs(new, holders[0].node)
             if not wrong and not _lies_alike(new, holders[0].node):
                 fits = isinstance(found, Composite) and all(_is_read_alike(each.node, example(new)) for each in holders)

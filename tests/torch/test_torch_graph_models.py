@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 LOSS = {"cross_entropy": 1, "attention_mask": 2}
-LLAMA = {"add_rmsnorm": 4, "silu_mul": 2, **LOSS}
+LLAMA = {"add_rmsnorm": 2, "linear_add_rmsnorm": 2, "gated_mlp": 2, **LOSS}
 ENCODER = {"fused": 6, "linear": 2, "cross_entropy": 1}
 VISION = {"fused": 5, "linear": 2, "cross_entropy": 1}
 MODELS = {
@@ -49,15 +49,15 @@ MODELS = {
     "Qwen2": Case("Qwen2Config", "Qwen2ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
     "Qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", GROUPED, {"rmsnorm": 5, **LLAMA}),
     "Gemma3": Case("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, "sliding_window": 8}, {
-        "fused": 6, "rmsnorm": 4, "gelu_mul": 2, "cross_entropy": 1,
+        "fused": 6, "rmsnorm": 4, "gated_mlp": 2, "cross_entropy": 1,
     }),
-    "OLMo 2": Case("Olmo2Config", "Olmo2ForCausalLM", GROUPED, {"rmsnorm": 4, "fused": 4, "silu_mul": 2, **LOSS}),
-    "Phi-3": Case("Phi3Config", "Phi3ForCausalLM", GROUPED, {"rmsnorm": 1, "add_rmsnorm": 4, "linear": 2, **LOSS}),
-    "GLM-4": Case("Glm4Config", "Glm4ForCausalLM", GROUPED, {"rmsnorm": 1, "fused": 8, "linear": 2, **LOSS}),
+    "OLMo 2": Case("Olmo2Config", "Olmo2ForCausalLM", GROUPED, {"rmsnorm": 4, "fused": 4, "gated_mlp": 2, **LOSS}),
+    "Phi-3": Case("Phi3Config", "Phi3ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
+    "GLM-4": Case("Glm4Config", "Glm4ForCausalLM", GROUPED, {"rmsnorm": 1, "fused": 8, "gated_mlp": 2, **LOSS}),
     "Granite": Case("GraniteConfig", "GraniteForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
-    "Cohere": Case("CohereConfig", "CohereForCausalLM", GROUPED, {"layernorm": 1, "fused": 4, "silu_mul": 2, **LOSS}),
+    "Cohere": Case("CohereConfig", "CohereForCausalLM", GROUPED, {"layernorm": 1, "fused": 4, "gated_mlp": 2, **LOSS}),
     "StableLM": Case("StableLmConfig", "StableLmForCausalLM", GROUPED, {
-        "layernorm": 1, "fused": 4, "silu_mul": 2, **LOSS,
+        "layernorm": 1, "fused": 4, "gated_mlp": 2, **LOSS,
     }),
     "GPT-2": Case("GPT2Config", "GPT2LMHeadModel", {
         "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32, "bos_token_id": 0,
@@ -69,12 +69,12 @@ MODELS = {
     "BERT": Case("BertConfig", "BertForMaskedLM", SIZES, ENCODER),
     "RoBERTa": Case("RobertaConfig", "RobertaForMaskedLM", {**SIZES, "pad_token_id": 0}, ENCODER),
     "ModernBERT": Case("ModernBertConfig", "ModernBertForMaskedLM", {**SIZES, "pad_token_id": 0}, {
-        "layernorm": 1, "fused": 5, "linear": 2, "cross_entropy": 1,
+        "layernorm": 1, "fused": 5, "gated_mlp": 2, "cross_entropy": 1,
     }),
     "T5": Case("T5Config", "T5ForConditionalGeneration", {
         "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": 61,
         "decoder_start_token_id": 0, "use_cache": False,
-    }, {"rmsnorm": 2, "fused": 3, "add_rmsnorm": 9, "linear": 4, "cross_entropy": 1}),
+    }, {"rmsnorm": 2, "fused": 3, "linear_add_rmsnorm": 9, "linear": 4, "cross_entropy": 1}),
     "ViT": Case("ViTConfig", "ViTForImageClassification", IMAGE, VISION),
     "DINOv2": Case("Dinov2Config", "Dinov2ForImageClassification", IMAGE, VISION),
     "DeiT": Case("DeiTConfig", "DeiTForImageClassification", IMAGE, VISION),

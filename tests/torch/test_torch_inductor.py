@@ -355,7 +355,10 @@ def test_gradients_of_an_untouched_llama() -> None:
         loss = call(input_ids=tokens, labels=tokens).loss
         loss.backward()
         results.append((loss, [p.grad.clone() for p in model.parameters()]))
-    expected_ops = {"rmsnorm": 1, "add_rmsnorm": 2, "silu_mul": 1, "cross_entropy": 1, "attention_mask": 1}
+    expected_ops = {
+        "rmsnorm": 1, "add_rmsnorm": 1, "linear_add_rmsnorm": 1, "gated_mlp": 1, "cross_entropy": 1,
+        "attention_mask": 1,
+    }  # fmt: skip
     assert dict(graph_pass.replaced) == expected_ops
     (expected, grads), (got, ours) = results
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -363,14 +366,20 @@ def test_gradients_of_an_untouched_llama() -> None:
 
 
 # Llama of two layers.
-FAMILIES = {
-    "Llama": {"rmsnorm": 1, "add_rmsnorm": 4, "silu_mul": 2, "cross_entropy": 1, "attention_mask": 2},
-    "Qwen3": {"rmsnorm": 3, "add_rmsnorm": 2, "silu_mul": 1, "cross_entropy": 1, "attention_mask": 1},
+FAMILIES: dict[str, dict[str, int]] = {
+    "Llama": {
+        "rmsnorm": 1, "add_rmsnorm": 2, "linear_add_rmsnorm": 2, "gated_mlp": 2, "cross_entropy": 1,
+        "attention_mask": 2,
+    },
+    "Qwen3": {
+        "rmsnorm": 3, "add_rmsnorm": 1, "linear_add_rmsnorm": 1, "gated_mlp": 1, "cross_entropy": 1,
+        "attention_mask": 1,
+    },
     # Its norms after attention and MLP, the residual adds and the norms of the sums are one expression each.
-    "Gemma3": {"rmsnorm": 2, "fused": 3, "gelu_mul": 1, "cross_entropy": 1, "attention_mask": 1},
+    "Gemma3": {"rmsnorm": 2, "fused": 3, "gated_mlp": 1, "cross_entropy": 1, "attention_mask": 1},
     # A layer norm reads products, whose biases it adds, too.
     "Bert": {"fused": 4, "linear": 1, "cross_entropy": 1},
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

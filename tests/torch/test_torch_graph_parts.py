@@ -1,0 +1,288 @@
+"""Parts of layers in the graph pass: gated MLPs, projections to rotated heads, the end of a block."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cute_ops_torch import inductor
+from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
+
+Tensor = torch.Tensor
+B, S, K = 2, 5, 24
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    with enabled():
+        yield
+
+
+def made(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype).requires_grad_()
+
+
+def compare(function: Callable[..., Any], *given: Any, found: dict[str, int], backend: Any = through_autograd) -> None:
+    """Results and gradients of the compiled function are those of the function."""
+    every = []
+    for run in (function, torch.compile(function, backend=backend, fullgraph=True)):
+        leaves = [t.detach().clone().requires_grad_(t.requires_grad) if torch.is_tensor(t) else t for t in given]
+        outs = run(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        loss = sum((out.float() * (0.5 + i + out.detach().float().cos())).sum() for i, out in enumerate(outs))
+        loss.backward()  # type: ignore[union-attr]
+        every.append(
+            [*(out.detach() for out in outs), *(t.grad for t in leaves if torch.is_tensor(t) and t.requires_grad)]
+        )
+    for got, want in zip(every[1], every[0], strict=True):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        bound = (3e-5 if want.dtype == torch.float32 else 4e-2) * max(want.abs().max().item(), 1e-2)
+        assert (got.double() - want.double()).abs().max().item() <= bound
+    assert dict(inductor.replaced) == found
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "written": lambda x: x * torch.sigmoid(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=("n k", "k n"))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mlps_of_two_weights(activation: str, transposed: bool) -> None:
+    act, multiply = ACTIVATIONS[activation], torch.matmul if transposed else F.linear
+
+    def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return multiply(act(multiply(x, gate)) * multiply(x, up), down) + x
+
+    weights = [made(40, K, seed=1), made(40, K, seed=2), made(K, 40, seed=3)]
+    weights = [w.detach().t().contiguous().requires_grad_() for w in weights] if transposed else weights
+    compare(mlp, made(B, S, K, seed=0), *weights, found={"gated_mlp": 1})
+    x = made(B, S, K, seed=0, dtype=torch.bfloat16)
+    inductor.replaced.clear()
+    compare(mlp, x, *(w.detach().bfloat16().requires_grad_() for w in weights), found={"gated_mlp": 1})
+
+
+def test_gated_mlps_of_one_packed_weight() -> None:
+    def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    compare(mlp, made(B, S, K, seed=0), made(80, K, seed=1), made(K, 40, seed=2), found={"gated_mlp": 1})
+
+
+def test_gated_mlps_with_a_frozen_weight() -> None:
+    def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    for frozen in range(4):
+        given = [made(B, S, K, seed=0), made(40, K, seed=1), made(40, K, seed=2), made(K, 40, seed=3)]
+        given[frozen].requires_grad_(False)
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        compare(mlp, *given, found={"gated_mlp": 1})
+
+
+def test_gated_mlps_that_stay_in_parts() -> None:
+    """What others read too is computed for them; products of two inputs are no one product."""
+    given = [made(B, S, K, seed=0), made(40, K, seed=1), made(40, K, seed=2), made(K, 40, seed=3)]
+
+    def parts(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, gate), F.linear(x, up)
+
+    def reads_gate(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        g, u = parts(x, gate, up)
+        return F.linear(F.silu(g) * u, down), g
+
+    def reads_hidden(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        g, u = parts(x, gate, up)
+        return F.linear(h := F.silu(g) * u, down), h
+
+    def other_input(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x.sin(), up), down)
+
+    def biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate, gate[:, 0])) * F.linear(x, up), down)
+
+    def written(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        h = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        out = F.linear(h, down)
+        return out.mul_(2.0)
+
+    for function in (reads_gate, reads_hidden, other_input, biased, written):
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        compare(function, *given, found=dict(inductor.replaced) | _without_parts(function, given))
+
+
+def _without_parts(function: Callable[..., Any], given: list[Tensor]) -> dict[str, int]:
+    """What is replaced in a function, which has no part of a layer."""
+    torch.compile(function, backend=only_the_pass)(*given)
+    found = dict(inductor.replaced)
+    assert not {"gated_mlp", "qkv_rope", "linear_add_rmsnorm"} & set(found)
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    return found
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def tables(s: int, d: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(s)[:, None] * 0.7 ** torch.arange(d // 2)
+    both = torch.cat((angles, angles), -1)[None]
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def attention(
+    heads: tuple[int, int], d: int, rotates: Callable[..., Tensor], before: bool = False
+) -> Callable[..., Any]:
+    """Attention as models write it; ``before``: heads come before positions only after the rotation."""
+
+    def function(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        with torch.no_grad():
+            angles = torch.arange(x.shape[1])[:, None] * 0.7 ** torch.arange(d // 2)
+            both = torch.cat((angles, angles), -1)[None]
+            cos, sin = (t.to(x.dtype).unsqueeze(2 if before else 1) for t in (both.cos(), both.sin()))
+        q, k, v = (F.linear(x, w).view(*x.shape[:-1], -1, d) for w in (wq, wk, wv))
+        if before:
+            q, k = rotates(q, cos, sin).transpose(1, 2), rotates(k, cos, sin).transpose(1, 2)
+        else:
+            q, k = (rotates(t.transpose(1, 2), cos, sin) for t in (q, k))
+        group = heads[0] // heads[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v.transpose(1, 2)))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    return function
+
+
+def whole(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotate_half(x) * sin
+
+
+def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    a, b, cos, sin = x[..., :half], x[..., half:], cos[..., :half], sin[..., :half]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=("heads first", "positions first"))
+@pytest.mark.parametrize("rotates", [whole, by_halves])
+@pytest.mark.parametrize(("heads", "d"), [((4, 2), 64), ((2, 2), 128), ((5, 5), 64)])
+def test_projections_to_rotated_heads(heads: tuple[int, int], d: int, rotates: Any, before: bool) -> None:
+    """``S`` is 5, as many as heads in one case: then shapes alone do not tell positions from heads."""
+    weights = [made(n * d, K, seed=1 + i) for i, n in enumerate((heads[0], heads[1], heads[1]))]
+    function = attention(heads, d, rotates, before)
+    compare(function, made(B, S, K, seed=0), *weights, found={"qkv_rope": 1})
+
+
+def test_projections_that_stay_in_parts() -> None:
+    """Heads of other sizes, angles with a gradient, a norm before the rotation, a product that others read."""
+    weights = [made(128, K, seed=1), made(128, K, seed=2), made(128, K, seed=3)]
+    x = made(B, S, K, seed=0)
+    cos, sin = tables(S, 64)
+
+    def with_gradient(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> tuple[Tensor, ...]:
+        c, s = (torch.cat((t[..., :32], t[..., :32]), -1) * x.mean() for t in (cos, sin))
+        q, k, v = (F.linear(x, w).view(B, S, 2, 64) for w in (wq, wk, wv))
+        return whole(q, c.unsqueeze(2), s.unsqueeze(2)), whole(k, c.unsqueeze(2), s.unsqueeze(2)), v * 2
+
+    def normed(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> tuple[Tensor, ...]:
+        c, s = (torch.cat((t[..., :32], t[..., :32]), -1).unsqueeze(2) for t in (cos, sin))
+        q, k, v = (F.linear(x, w).view(B, S, 2, 64) for w in (wq, wk, wv))
+        return whole(F.rms_norm(q, (64,)), c, s), whole(F.rms_norm(k, (64,)), c, s), v * 2
+
+    def read_twice(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> tuple[Tensor, ...]:
+        c, s = (torch.cat((t[..., :32], t[..., :32]), -1).unsqueeze(2) for t in (cos, sin))
+        q, k, v = (F.linear(x, w).view(B, S, 2, 64) for w in (wq, wk, wv))
+        return whole(q, c, s), whole(k, c, s) * 2, v * 2, q * 3
+
+    for function in (with_gradient, normed, read_twice, attention((4, 4), 32, whole)):
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        compare(function, x, *weights, found=_without_parts(function, [x, *weights]))
+
+
+@pytest.mark.parametrize("order", ["product first", "residual first"])
+@pytest.mark.parametrize("returned", [True, False], ids=("sum goes on", "sum ends"))
+def test_the_end_of_a_block(order: str, returned: bool) -> None:
+    def end(x: Tensor, w: Tensor, residual: Tensor, norm: Tensor) -> Any:
+        y = F.linear(x, w)
+        total = y + residual if order == "product first" else residual + y
+        out = F.rms_norm(total, (K,), norm, 1e-5)
+        return (out, total) if returned else out
+
+    given = made(B, S, 16, seed=0), made(K, 16, seed=1), made(B, S, K, seed=2), made(K, seed=3)
+    compare(end, *given, found={"linear_add_rmsnorm": 1})
+
+
+def test_only_the_parts_asked_for_and_none_where_roundings_are_kept() -> None:
+    def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    given = [made(B, S, K, seed=0), made(40, K, seed=1), made(40, K, seed=2), made(K, 40, seed=3)]
+    with inductor.enable(("silu_mul",), ("cpu",)):
+        compare(mlp, *given, found={"silu_mul": 1})
+        (entry,) = (each for each in inductor.report().left if "w_gate" in each.what)
+        assert entry.why == "gated_mlp is not asked for"
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    with inductor.enable(devices=("cpu",), exact=True):
+        compare(mlp, *given, found={"silu_mul": 1})
+
+
+def test_rows_of_any_number_compile_once() -> None:
+    weights = [made(n * 64, K, seed=1 + i) for i, n in enumerate((4, 2, 2))]
+    function = attention((4, 2), 64, whole)
+    compiled = torch.compile(function, backend=through_autograd, fullgraph=True)
+    for b, s in ((2, 5), (3, 7), (4, 9)):
+        x = made(b, s, K, seed=0)
+        torch._dynamo.mark_dynamic(x, (0, 1))
+        torch.testing.assert_close(compiled(x, *weights), function(x, *weights), rtol=1e-4, atol=1e-5)
+    assert dict(inductor.replaced) == {"qkv_rope": 1}
+
+
+def test_drawn_layers() -> None:
+    """Layers of drawn sizes, orders and neighbours, as often in parts as whole."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(6):
+        n, seen = draw.choice((8, 40, 33)), draw.random() < 0.5
+        act, transposed = draw.choice([*ACTIVATIONS.values()]), draw.random() < 0.5
+        multiply = torch.matmul if transposed else F.linear
+        shapes = [(n, K), (n, K), (K, n)]
+        shapes = [shape[::-1] for shape in shapes] if transposed else shapes
+
+        def layer(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+            y = F.rms_norm(x, (K,), norm, 1e-6)
+            g, u = multiply(y, gate), multiply(y, up)  # noqa: B023
+            h = u * act(g)  # noqa: B023
+            total = x + multiply(h, down)  # noqa: B023
+            out = F.rms_norm(total, (K,), norm, 1e-6), total
+            return (*out, h * 2) if seen else out  # noqa: B023
+
+        torch._dynamo.reset()
+        given = [made(draw.randint(1, 3), S, K, seed=0), made(K, seed=1)]
+        weights = [made(*shape, seed=2 + i) for i, shape in enumerate(shapes)]
+        inductor.replaced.clear()
+        compare(layer, *given, *weights, found=_found(layer, [*given, *weights], whole=not seen))
+
+
+def _found(function: Callable[..., Any], given: list[Tensor], whole: bool) -> dict[str, int]:
+    torch.compile(function, backend=only_the_pass)(*given)
+    found = dict(inductor.replaced)
+    assert ("gated_mlp" in found) == whole
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    return found
