@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 
-import cute_ops_jax
+from cute_ops.composite import layers
+from cute_ops.composite.layers import LAYERS
 from cute_ops.errors import no_attribute, suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
-from cute_ops.ops.gemm.named import gelu_epilogue
+from cute_ops_jax.layers import Layered
 
 try:
     import equinox as eqx
@@ -27,7 +28,7 @@ Array = jax.Array
 T = TypeVar("T")
 
 
-class RMSNorm(eqx.Module):
+class RMSNorm(Layered, eqx.Module):
     """:func:`cute_ops_jax.rmsnorm` with a learned weight.
 
     Args:
@@ -46,31 +47,25 @@ class RMSNorm(eqx.Module):
 
     @suggesting
     def __init__(
-        self,
-        shape: int,
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: Any = jnp.float32,
-        *,
-        weight_offset: float = 0.0,
-    ) -> None:
+        self, shape: int, eps: float = 1e-5, use_weight: bool = True, use_bias: bool = True, dtype: Any = jnp.float32,
+        *, weight_offset: float = 0.0,
+    ) -> None:  # fmt: skip
         self.weight = jnp.full(shape, 1 - weight_offset, dtype) if use_weight else None
         self.bias = jnp.zeros(shape, dtype) if use_bias else None
         self.eps, self.weight_offset = eps, weight_offset
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
-        return cute_ops_jax.rmsnorm(x, self.weight, self.bias, self.eps, self.weight_offset)
+        return self._run(x)
 
 
 class AddRMSNorm(RMSNorm):
     """:func:`cute_ops_jax.add_rmsnorm` with a learned weight: ``(x, residual) -> (out, residual_out)``."""
 
     def __call__(self, x: Array, residual: Array, *, key: Any = None) -> tuple[Array, Array]:  # type: ignore[override]
-        return cute_ops_jax.add_rmsnorm(x, residual, self.weight, self.bias, self.eps, self.weight_offset)
+        return self._run(x, residual)
 
 
-class LayerNorm(eqx.Module):
+class LayerNorm(Layered, eqx.Module):
     """:func:`cute_ops_jax.layernorm` with a learned weight and bias.
 
     Args:
@@ -94,10 +89,10 @@ class LayerNorm(eqx.Module):
         self.eps = eps
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
-        return cute_ops_jax.layernorm(x, self.weight, self.bias, self.eps)
+        return self._run(x)
 
 
-class QKNormRope(eqx.Module):
+class QKNormRope(Layered, eqx.Module):
     """:func:`cute_ops_jax.qk_norm_rope` with learned weights: ``(q, k, cos, sin) -> (q_out, k_out)``.
 
     Args:
@@ -115,10 +110,10 @@ class QKNormRope(eqx.Module):
         self.q_weight, self.k_weight, self.eps = jnp.ones(head_dim, dtype), jnp.ones(head_dim, dtype), eps
 
     def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-        return cute_ops_jax.qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, self.eps)
+        return self._run(q, k, cos, sin)
 
 
-class Linear(eqx.nn.Linear):
+class Linear(Layered, eqx.nn.Linear):
     """:func:`cute_ops_jax.linear` with a learned weight and bias: ``(x, *operands) -> out``.
 
     Args:
@@ -150,38 +145,25 @@ class Linear(eqx.nn.Linear):
         return _holding(shape, lambda m: (m.weight, m.bias), (layer.weight, layer.bias))
 
     def __call__(self, x: Array, *operands: Array | None, key: Any = None) -> Any:
-        options = dict(self.options)
-        return cute_ops_jax.linear(x, self.weight, self.bias, *operands, epilogue=self.epilogue, **options)
+        return self._run(x, *operands, **dict(self.options))
 
 
-class LinearGELU(Linear):
+class LinearGELU(layers.GELU, Linear):
     """A linear layer and GELU. Arguments are those of :class:`Linear`, and this one.
 
     Args:
         approximate: ``"none"`` for the error function, or ``"tanh"``.
     """
 
-    @suggesting
-    def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
-        super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
-
-class LinearSiLU(Linear):
+class LinearSiLU(layers.SiLU, Linear):
     """A linear layer and SiLU. Arguments are those of :class:`Linear`."""
 
-    @suggesting
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, epilogue="silu", **options)
 
-
-class LinearAdd(Linear):
+class LinearAdd(layers.Add, Linear):
     """A linear layer whose output is added to a residual: ``(x, residual) -> out``. Arguments are those of
     :class:`Linear`.
     """
-
-    @suggesting
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, epilogue="add", **options)
 
 
 class RMSNormLinear(Linear):
@@ -217,12 +199,8 @@ class RMSNormLinear(Linear):
         found: Self = eqx.tree_at(lambda m: m.norm_weight, made, norm.weight, is_leaf=lambda x: x is None)
         return found
 
-    def __call__(self, x: Array, *operands: Array | None, key: Any = None) -> Any:
-        parameters, options = (self.norm_weight, self.weight, self.bias), dict(self.options)
-        return cute_ops_jax.rmsnorm_linear(x, *parameters, *operands, eps=self.eps, epilogue=self.epilogue, **options)
 
-
-class LinearAddRMSNorm(eqx.nn.Linear):
+class LinearAddRMSNorm(Layered, eqx.nn.Linear):
     """:func:`cute_ops_jax.linear_add_rmsnorm` with learned parameters, ``weight`` and ``norm_weight``, which starts at
     one: ``(x, residual) -> (out, residual_out)``.
 
@@ -262,11 +240,10 @@ class LinearAddRMSNorm(eqx.nn.Linear):
         return _holding(shape, lambda m: (m.weight, m.norm_weight), (layer.weight, norm.weight))
 
     def __call__(self, x: Array, residual: Array, *, key: Any = None) -> tuple[Array, Array]:
-        weights = self.weight, residual, self.norm_weight
-        return cute_ops_jax.linear_add_rmsnorm(x, *weights, self.eps, fused=self.fused)
+        return self._run(x, residual)
 
 
-class QKVRope(eqx.nn.Linear):
+class QKVRope(Layered, eqx.nn.Linear):
     """:func:`cute_ops_jax.qkv_rope` with a learned weight, whose rows are those of queries, of keys and of as many
     values: ``(x, cos, sin) -> out``.
 
@@ -292,10 +269,10 @@ class QKVRope(eqx.nn.Linear):
         self.heads, self.fused = query_heads + key_heads, fused
 
     def __call__(self, x: Array, cos: Array, sin: Array, *, key: Any = None) -> Array:
-        return cute_ops_jax.qkv_rope(x, self.weight, cos, sin, self.heads, fused=self.fused)
+        return self._run(x, cos, sin)
 
 
-class GatedLinear(eqx.nn.Linear):
+class GatedLinear(Layered, eqx.nn.Linear):
     """:func:`cute_ops_jax.gated_linear` with a learned weight, ``[gate | up]``, of ``2 * out_features`` rows.
 
     Args:
@@ -329,8 +306,7 @@ class GatedLinear(eqx.nn.Linear):
         return _holding(shape, lambda m: m.weight, _packed(gate, up, options))
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
-        out: Array = cute_ops_jax.gated_linear(x, self.weight, self.activation, self.fused, halves=self.halves)
-        return out
+        return self._run(x)
 
 
 def _holding(make: Callable[..., T], places: Callable[[T], Any], parameters: Any) -> T:
@@ -349,7 +325,7 @@ def _check_norm(name: str, norm: eqx.nn.RMSNorm, columns: int) -> None:
         raise ValueError(f"{name}: norm is {norm}, expected one of {columns} columns without bias.")
 
 
-class GatedMLP(eqx.Module):
+class GatedMLP(Layered, eqx.Module):
     """:func:`cute_ops_jax.gated_mlp` with learned weights: ``gate_up``, packed, and ``down``.
 
     Args:
@@ -388,13 +364,15 @@ class GatedMLP(eqx.Module):
         weights = _packed(gate, up, options), down.weight
         return _holding(shape, lambda mlp: (mlp.gate_up.weight, mlp.down.weight), weights)
 
+    @property
+    def halves(self) -> bool:
+        return self.gate_up.halves
+
     def __call__(self, x: Array, *, key: Any = None) -> Array:
-        weights = self.gate_up.weight, self.down.weight
-        halves = self.gate_up.halves
-        return cute_ops_jax.gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save, halves=halves)
+        return self._run(x)
 
 
-class MLP(eqx.Module):
+class MLP(Layered, eqx.Module):
     """:func:`cute_ops_jax.mlp` with learned weights and biases: those of ``up`` and ``down``.
 
     Args:
@@ -430,11 +408,11 @@ class MLP(eqx.Module):
         return _holding(shape, lambda mlp: (mlp.up, mlp.down), (up, down))
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
-        up, down = self.up, self.down
-        options: dict[str, Any] = {"fused": self.fused, "save": self.save}
-        return cute_ops_jax.mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, **options)
+        return self._run(x)
 
 
+for _name, _row in LAYERS.items():
+    globals()[_name].layer = _row
 if not TYPE_CHECKING:  # for which each name would exist
 
     def __getattr__(name: str) -> Any:

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
+from cute_ops.composite import layers
+from cute_ops.composite.layers import LAYERS
 from cute_ops.errors import no_attribute, suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
-from cute_ops.ops.gemm.named import gelu_epilogue
+from cute_ops_jax.layers import Layered
 
 try:
     from flax import nnx
@@ -31,17 +33,54 @@ GATED: dict[str, Callable[[Any, Any], Array]] = {
     "gelu": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="none"),
     "gelu_tanh": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="tanh"),
 }
+# Arguments that a layer with products converts to its ``dtype``, as flax's linear layers do; biases of an MLP keep theirs.
+PROMOTED = {"x", "residual", "weight", "bias", "gate_up.weight", "up.weight", "down.weight"}
 
 
 def _parameter(made: bool, init: Initializer, n: int, dtype: Any, rngs: nnx.Rngs) -> Any:
     return nnx.Param(init(rngs.params(), (n,), dtype)) if made else nnx.data(None)
 
 
-def _value(parameter: Any) -> Array | None:
-    return None if parameter is None else parameter[...]
+def _given(dtype: Any, param_dtype: Any, kernel_init: Initializer | None, rngs: nnx.Rngs) -> dict[str, Any]:
+    """What flax's linear layers take by name; without an initializer they have their own."""
+    init = {} if kernel_init is None else {"kernel_init": kernel_init}
+    return {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **init}
 
 
-class RMSNorm(nnx.Module):
+class _Layer(Layered):
+    """A layer by flax's names: ``kernel``, ``scale`` and ``epsilon``."""
+
+    def _read(self, name: str) -> Any:
+        if name not in self.layer.learned:
+            return super()._read("epsilon" if name == "eps" else name)
+        scales = self.layer.learned[name].start is not None
+        parameter = super()._read(name.replace("weight", "scale" if scales else "kernel"))
+        return None if parameter is None else parameter[...]
+
+    @classmethod
+    def _like(cls, layer: nnx.Linear, *sizes: int, **options: Any) -> Self:
+        """A layer of these sizes and another one's dtypes, without arrays."""
+        make: Any = cls
+        return nnx.eval_shape(lambda: make(*sizes, dtype=layer.dtype, rngs=nnx.Rngs(0), **options))
+
+
+class _Product(_Layer):
+    """A layer with products, whose operands have one dtype."""
+
+    def _arguments(self, given: tuple[Any, ...]) -> list[Any]:
+        found = super()._arguments(given)
+        places = [i for i, name in enumerate(self.layer.arguments) if name in PROMOTED]
+        linear: Any = getattr(self, "down", self)
+        arrays = linear.promote_dtype([found[i] for i in places], dtype=linear.dtype)
+        for i, array in zip(places, arrays, strict=True):
+            found[i] = array
+        return found
+
+    def _run(self, *given: Any, **options: Any) -> Any:
+        return super()._run(*given, transposed=True, **options)
+
+
+class RMSNorm(_Layer, nnx.Module):
     """:func:`cute_ops_jax.rmsnorm` with a learned scale.
 
     Args:
@@ -57,35 +96,26 @@ class RMSNorm(nnx.Module):
 
     @suggesting
     def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        param_dtype: Any = jnp.float32,
-        use_scale: bool = True,
-        use_bias: bool = False,
-        scale_init: Initializer = ones,
-        bias_init: Initializer = zeros,
-        weight_offset: float = 0.0,
-        rngs: nnx.Rngs,
-    ) -> None:
+        self, num_features: int, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32, use_scale: bool = True,
+        use_bias: bool = False, scale_init: Initializer = ones, bias_init: Initializer = zeros,
+        weight_offset: float = 0.0, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
         self.num_features, self.epsilon, self.weight_offset = num_features, epsilon, weight_offset
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
         self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        return cute_ops_jax.rmsnorm(x, _value(self.scale), _value(self.bias), self.epsilon, self.weight_offset)
+        return self._run(x)
 
 
 class AddRMSNorm(RMSNorm):
     """:func:`cute_ops_jax.add_rmsnorm` with a learned scale: ``(x, residual) -> (out, residual_out)``."""
 
     def __call__(self, x: Array, residual: Array) -> tuple[Array, Array]:  # type: ignore[override]
-        parameters = _value(self.scale), _value(self.bias)
-        return cute_ops_jax.add_rmsnorm(x, residual, *parameters, self.epsilon, self.weight_offset)
+        return self._run(x, residual)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(_Layer, nnx.Module):
     """:func:`cute_ops_jax.layernorm` with a learned scale and bias.
 
     Args:
@@ -100,26 +130,18 @@ class LayerNorm(nnx.Module):
 
     @suggesting
     def __init__(
-        self,
-        num_features: int,
-        *,
-        epsilon: float = 1e-6,
-        param_dtype: Any = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Initializer = zeros,
-        scale_init: Initializer = ones,
-        rngs: nnx.Rngs,
-    ) -> None:
+        self, num_features: int, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32, use_bias: bool = True,
+        use_scale: bool = True, bias_init: Initializer = zeros, scale_init: Initializer = ones, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
         self.num_features, self.epsilon = num_features, epsilon
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
         self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        return cute_ops_jax.layernorm(x, _value(self.scale), _value(self.bias), self.epsilon)
+        return self._run(x)
 
 
-class QKNormRope(nnx.Module):
+class QKNormRope(_Layer, nnx.Module):
     """:func:`cute_ops_jax.qk_norm_rope` with learned scales: ``(q, k, cos, sin) -> (q_out, k_out)``.
 
     Args:
@@ -132,19 +154,14 @@ class QKNormRope(nnx.Module):
 
     @suggesting
     def __init__(
-        self,
-        head_dim: int,
-        *,
-        epsilon: float = 1e-6,
-        param_dtype: Any = jnp.float32,
-        scale_init: Initializer = ones,
+        self, head_dim: int, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32, scale_init: Initializer = ones,
         rngs: nnx.Rngs,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.head_dim, self.epsilon = head_dim, epsilon
         self.q_scale, self.k_scale = (_parameter(True, scale_init, head_dim, param_dtype, rngs) for _ in range(2))
 
     def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-        return cute_ops_jax.qk_norm_rope(q, k, self.q_scale[...], self.k_scale[...], cos, sin, self.epsilon)
+        return self._run(q, k, cos, sin)
 
 
 class GatedMLP(nnx.Module):
@@ -163,21 +180,13 @@ class GatedMLP(nnx.Module):
 
     @suggesting
     def __init__(
-        self,
-        num_features: int,
-        hidden_features: int,
-        *,
-        activation: str = "silu",
-        use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ) -> None:
+        self, num_features: int, hidden_features: int, *, activation: str = "silu", use_bias: bool = False,
+        dtype: Any = None, param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
         if activation not in GATED:
             raise ValueError(f"GatedMLP: activation is {activation!r}, expected one of {', '.join(map(repr, GATED))}.")
-        init = {} if kernel_init is None else {"kernel_init": kernel_init}
-        linear = partial(nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **init)
+        given = _given(dtype, param_dtype, kernel_init, rngs)
+        linear = partial(nnx.Linear, use_bias=use_bias, **given)
         self.activation = activation
         self.gate = linear(num_features, hidden_features)
         self.up = linear(num_features, hidden_features)
@@ -188,7 +197,7 @@ class GatedMLP(nnx.Module):
         return out
 
 
-class Linear(nnx.Linear):
+class Linear(_Product, nnx.Linear):
     """:func:`cute_ops_jax.linear` with a learned kernel and bias: ``(x, *operands) -> out``.
 
     Args:
@@ -208,59 +217,38 @@ class Linear(nnx.Linear):
         bias_init: Initializer = zeros, rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
         check_options(epilogue, options, type(self))
-        init = {} if kernel_init is None else {"kernel_init": kernel_init}
-        super().__init__(
-            in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, bias_init=bias_init,
-            rngs=rngs, **init,
-        )  # fmt: skip
+        given = _given(dtype, param_dtype, kernel_init, rngs)
+        super().__init__(in_features, out_features, use_bias=use_bias, bias_init=bias_init, **given)
         self.epilogue, self.options = epilogue, tuple(options.items())
 
     @classmethod
     def from_linear(cls, layer: nnx.Linear, **options: Any) -> Self:
         """A layer with the parameters of another one, which they share."""
-        made: Self = nnx.eval_shape(
-            lambda: cls(
-                layer.in_features, layer.out_features, use_bias=layer.use_bias, dtype=layer.dtype,
-                param_dtype=layer.param_dtype, rngs=nnx.Rngs(0), **options,
-            )
-        )  # fmt: skip
+        options = {"use_bias": layer.use_bias, "param_dtype": layer.param_dtype, **options}
+        made = cls._like(layer, layer.in_features, layer.out_features, **options)
         made.kernel, made.bias = layer.kernel, layer.bias
         return made
 
     def __call__(self, x: Array, *operands: Array | None) -> Any:
-        x, kernel, bias = self.promote_dtype((x, self.kernel[...], _value(self.bias)), dtype=self.dtype)
-        options = dict(self.options)
-        return cute_ops_jax.linear(x, kernel, bias, *operands, epilogue=self.epilogue, transposed=True, **options)
+        return self._run(x, *operands, **dict(self.options))
 
 
-class LinearGELU(Linear):
+class LinearGELU(layers.GELU, Linear):
     """A linear layer and GELU. Arguments are those of :class:`Linear`, and this one.
 
     Args:
         approximate: ``"none"`` for the error function, or ``"tanh"``.
     """
 
-    @suggesting
-    def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
-        super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
-
-class LinearSiLU(Linear):
+class LinearSiLU(layers.SiLU, Linear):
     """A linear layer and SiLU. Arguments are those of :class:`Linear`."""
 
-    @suggesting
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, epilogue="silu", **options)
 
-
-class LinearAdd(Linear):
+class LinearAdd(layers.Add, Linear):
     """A linear layer whose output is added to a residual: ``(x, residual) -> out``. Arguments are those of
     :class:`Linear`.
     """
-
-    @suggesting
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, epilogue="add", **options)
 
 
 class RMSNormLinear(Linear):
@@ -292,13 +280,8 @@ class RMSNormLinear(Linear):
         made.norm_scale = norm.scale
         return made
 
-    def __call__(self, x: Array, *operands: Array | None) -> Any:
-        x, kernel, bias = self.promote_dtype((x, self.kernel[...], _value(self.bias)), dtype=self.dtype)
-        options = {"eps": self.epsilon, "epilogue": self.epilogue, "transposed": True, **dict(self.options)}
-        return cute_ops_jax.rmsnorm_linear(x, _value(self.norm_scale), kernel, bias, *operands, **options)
 
-
-class LinearAddRMSNorm(nnx.Linear):
+class LinearAddRMSNorm(_Product, nnx.Linear):
     """:func:`cute_ops_jax.linear_add_rmsnorm` with learned parameters, ``kernel`` and ``norm_scale``, which starts at
     one: ``(x, residual) -> (out, residual_out)``.
 
@@ -316,9 +299,8 @@ class LinearAddRMSNorm(nnx.Linear):
         self, in_features: int, out_features: int, *, epsilon: float = 1e-6, dtype: Any = None,
         param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        init = {} if kernel_init is None else {"kernel_init": kernel_init}
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **init}
-        super().__init__(in_features, out_features, use_bias=False, **options)
+        given = _given(dtype, param_dtype, kernel_init, rngs)
+        super().__init__(in_features, out_features, use_bias=False, **given)
         self.norm_scale = _parameter(True, ones, out_features, param_dtype, rngs)
         self.epsilon, self.fused = epsilon, fused
 
@@ -332,18 +314,15 @@ class LinearAddRMSNorm(nnx.Linear):
         _check_columns("LinearAddRMSNorm", norm, layer.out_features)
         if layer.use_bias or not norm.use_scale:
             raise ValueError("LinearAddRMSNorm: expected a layer without bias and a norm with a scale.")
-        sizes, options = (layer.in_features, layer.out_features), {"epsilon": norm.epsilon, **options}
-        made: Self = nnx.eval_shape(lambda: cls(*sizes, dtype=layer.dtype, rngs=nnx.Rngs(0), **options))
+        made = cls._like(layer, layer.in_features, layer.out_features, **{"epsilon": norm.epsilon, **options})
         made.kernel, made.norm_scale = layer.kernel, norm.scale
         return made
 
     def __call__(self, x: Array, residual: Array) -> tuple[Array, Array]:
-        x, kernel, residual = self.promote_dtype((x, self.kernel[...], residual), dtype=self.dtype)
-        given = x, kernel, residual, self.norm_scale[...], self.epsilon
-        return cute_ops_jax.linear_add_rmsnorm(*given, fused=self.fused, transposed=True)
+        return self._run(x, residual)
 
 
-class QKVRope(nnx.Linear):
+class QKVRope(_Product, nnx.Linear):
     """:func:`cute_ops_jax.qkv_rope` with a learned kernel, whose columns are those of queries, of keys and of as many
     values: ``(x, cos, sin) -> out``.
 
@@ -365,11 +344,10 @@ class QKVRope(nnx.Linear):
         self.heads, self.fused = query_heads + key_heads, fused
 
     def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
-        x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
-        return cute_ops_jax.qkv_rope(x, kernel, cos, sin, self.heads, fused=self.fused, transposed=True)
+        return self._run(x, cos, sin)
 
 
-class GatedLinear(nnx.Linear):
+class GatedLinear(_Product, nnx.Linear):
     """:func:`cute_ops_jax.gated_linear` with a learned kernel, ``[gate | up]``, of ``2 * out_features`` columns.
 
     Args:
@@ -394,17 +372,13 @@ class GatedLinear(nnx.Linear):
     @classmethod
     def from_linear(cls, gate: nnx.Linear, up: nnx.Linear, **options: Any) -> Self:
         """The layer of two without biases, whose kernels are copied side by side."""
-        sizes = gate.in_features, gate.out_features
-        made: Self = nnx.eval_shape(lambda: cls(*sizes, dtype=gate.dtype, rngs=nnx.Rngs(0), **options))
+        made = cls._like(gate, gate.in_features, gate.out_features, **options)
         side_by_side = jnp.stack if made.halves else jnp.concatenate
         made.kernel = nnx.Param(side_by_side([gate.kernel[...], up.kernel[...]], axis=1))
         return made
 
     def __call__(self, x: Array) -> Array:
-        x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
-        options: dict[str, Any] = {"transposed": True, "halves": self.halves}
-        out: Array = cute_ops_jax.gated_linear(x, kernel, self.activation, self.fused, **options)
-        return out
+        return self._run(x)
 
 
 def _in_halves(init: Initializer) -> Initializer:
@@ -417,7 +391,7 @@ def _check_columns(name: str, norm: nnx.RMSNorm, columns: int) -> None:
         raise ValueError(f"{name}: norm has {norm.num_features} columns, expected {columns}.")
 
 
-class PackedGatedMLP(nnx.Module):
+class PackedGatedMLP(_Product, nnx.Module):
     """:func:`cute_ops_jax.gated_mlp` with learned kernels: ``gate_up``, packed, and ``down``.
 
     Args:
@@ -437,8 +411,7 @@ class PackedGatedMLP(nnx.Module):
         param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", save: str = "pre",
         halves: bool = False, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        init = {} if kernel_init is None else {"kernel_init": kernel_init}
-        given: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **init}
+        given = _given(dtype, param_dtype, kernel_init, rngs)
         self.activation, self.fused, self.save = activation, fused, save
         self.gate_up = GatedLinear(
             num_features, hidden_features, activation=activation, fused=fused, halves=halves, **given
@@ -448,21 +421,20 @@ class PackedGatedMLP(nnx.Module):
     @classmethod
     def from_linear(cls, gate: nnx.Linear, up: nnx.Linear, down: nnx.Linear, **options: Any) -> Self:
         """The MLP of three layers without biases: the first two kernels are copied side by side, the last is shared."""
-        made: Self = nnx.eval_shape(
-            lambda: cls(gate.in_features, gate.out_features, dtype=gate.dtype, rngs=nnx.Rngs(0), **options)
-        )
+        made = cls._like(gate, gate.in_features, gate.out_features, **options)
         made.gate_up.kernel = GatedLinear.from_linear(gate, up, halves=made.gate_up.halves).kernel
         made.down.kernel = down.kernel
         return made
 
+    @property
+    def halves(self) -> bool:
+        return self.gate_up.halves
+
     def __call__(self, x: Array) -> Array:
-        kernels = self.gate_up.kernel[...], self.down.kernel[...]
-        x, gate_up, down = self.down.promote_dtype((x, *kernels), dtype=self.down.dtype)
-        options: dict[str, Any] = {"fused": self.fused, "save": self.save, "halves": self.gate_up.halves}
-        return cute_ops_jax.gated_mlp(x, gate_up, down, self.activation, transposed=True, **options)
+        return self._run(x)
 
 
-class MLP(nnx.Module):
+class MLP(_Product, nnx.Module):
     """:func:`cute_ops_jax.mlp` with learned kernels and biases: those of ``up`` and ``down``.
 
     Args:
@@ -480,30 +452,24 @@ class MLP(nnx.Module):
         dtype: Any = None, param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None,
         bias_init: Initializer = zeros, fused: str = "auto", save: str = "pre", rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        init = {} if kernel_init is None else {"kernel_init": kernel_init}
-        linear = partial(
-            nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, bias_init=bias_init, rngs=rngs, **init
-        )
+        given = _given(dtype, param_dtype, kernel_init, rngs)
+        linear = partial(nnx.Linear, use_bias=use_bias, bias_init=bias_init, **given)
         self.activation, self.fused, self.save = activation, fused, save
         self.up, self.down = linear(num_features, hidden_features), linear(hidden_features, num_features)
 
     @classmethod
     def from_linear(cls, up: nnx.Linear, down: nnx.Linear, **options: Any) -> Self:
         """The MLP of two layers, whose parameters it shares; either may have no bias."""
-        made: Self = nnx.eval_shape(
-            lambda: cls(up.in_features, up.out_features, dtype=up.dtype, rngs=nnx.Rngs(0), **options)
-        )
+        made = cls._like(up, up.in_features, up.out_features, **options)
         made.up, made.down = up, down
         return made
 
     def __call__(self, x: Array) -> Array:
-        layers = self.up, self.down
-        kernels, biases = [layer.kernel[...] for layer in layers], [_value(layer.bias) for layer in layers]
-        x, up, down = self.down.promote_dtype((x, *kernels), dtype=self.down.dtype)
-        options: dict[str, Any] = {"transposed": True, "fused": self.fused, "save": self.save}
-        return cute_ops_jax.mlp(x, up, biases[0], down, biases[1], self.activation, **options)
+        return self._run(x)
 
 
+for _name, _row in LAYERS.items():
+    globals()["PackedGatedMLP" if _name == "GatedMLP" else _name].layer = _row
 if not TYPE_CHECKING:  # for which each name would exist
 
     def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cute_ops.composite.layers import LAYERS
 from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS
 from cute_ops_torch.nn.from_op import class_name as class_name
@@ -27,6 +28,9 @@ _WRITTEN = {
     "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm",
     "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP", "QKVRoPE", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
+for _name, _row in LAYERS.items():
+    if (_class := globals().get(_name.replace("Rope", "RoPE"))) is not None:  # others are made of their op
+        _class.layer = _row
 __all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 
 

@@ -7,12 +7,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from cute_ops.composite import layers
 from cute_ops.errors import suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
-from cute_ops.ops.gemm.named import gelu_epilogue
 from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
 from cute_ops_torch.composite.linear import gated_linear, linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
+from cute_ops_torch.nn.layered import Layered
 
 Tensor = torch.Tensor
 Device = torch.device | str | None
@@ -55,7 +56,7 @@ class Linear(nn.Linear):
         return ", ".join([super().extra_repr(), *(f"{name}={value}" for name, value in options.items())])
 
 
-class LinearGELU(Linear):
+class LinearGELU(layers.GELU, Linear):
     """A linear layer and GELU. Arguments are those of :class:`torch.nn.Linear`, then these.
 
     Args:
@@ -63,30 +64,18 @@ class LinearGELU(Linear):
         options: of :func:`cute_ops_torch.linear`.
     """
 
-    @suggesting
-    def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
-        super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
-
-class LinearSiLU(Linear):
+class LinearSiLU(layers.SiLU, Linear):
     """A linear layer and SiLU. Arguments are those of :class:`torch.nn.Linear`; options are the function's."""
 
-    @suggesting
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, epilogue="silu", **options)
 
-
-class LinearAdd(Linear):
+class LinearAdd(layers.Add, Linear):
     """A linear layer whose output is added to a residual: ``(x, residual) -> out``. Arguments are those of
     :class:`torch.nn.Linear`; options are the function's.
     """
 
-    @suggesting
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, epilogue="add", **options)
 
-
-class RMSNormLinear(Linear):
+class RMSNormLinear(Layered, Linear):
     """:func:`cute_ops_torch.rmsnorm_linear` with learned parameters: those of :class:`torch.nn.Linear`, and
     ``norm_weight``, which starts at one: ``(x, *operands) -> out``.
 
@@ -95,6 +84,8 @@ class RMSNormLinear(Linear):
         eps: the function's.
     """
 
+    norm_weight: nn.Parameter | None
+
     @suggesting
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
@@ -102,7 +93,7 @@ class RMSNormLinear(Linear):
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias, device, dtype, epilogue=epilogue, **options)
         self.options["eps"] = eps
-        self.norm_weight: nn.Parameter | None = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
+        self._learn("norm_weight", in_features, device, dtype)
 
     @classmethod
     def from_layers(cls, norm: nn.RMSNorm, layer: nn.Linear, **options: Any) -> Self:
@@ -121,7 +112,7 @@ class RMSNormLinear(Linear):
         return rmsnorm_linear(x, *parameters, *operands, epilogue=self.epilogue, **self.options)
 
 
-class LinearAddRMSNorm(nn.Linear):
+class LinearAddRMSNorm(Layered, nn.Linear):
     """:func:`cute_ops_torch.linear_add_rmsnorm` with learned parameters, ``weight`` and ``norm_weight``, which starts
     at one: ``(x, residual) -> (out, residual_out)``.
 
@@ -133,13 +124,15 @@ class LinearAddRMSNorm(nn.Linear):
         eps, fused: the function's.
     """
 
+    norm_weight: nn.Parameter
+
     @suggesting
     def __init__(
         self, in_features: int, out_features: int, device: Device = None, dtype: torch.dtype | None = None, *,
         eps: float = 1e-6, fused: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, False, device, dtype)
-        self.norm_weight = nn.Parameter(torch.ones(out_features, device=device, dtype=dtype))
+        self._learn("norm_weight", out_features, device, dtype)
         self.eps, self.fused = eps, fused
 
     @classmethod

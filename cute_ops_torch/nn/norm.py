@@ -9,12 +9,13 @@ from torch import nn
 
 from cute_ops.errors import suggesting
 from cute_ops_torch import functions
+from cute_ops_torch.nn.layered import Layered
 
 Device = torch.device | str | None
 Size = int | Sequence[int]
 
 
-class _Norm(nn.Module):
+class _Norm(Layered):
     """A norm's parameters."""
 
     weight: nn.Parameter | None
@@ -30,17 +31,8 @@ class _Norm(nn.Module):
                 raise ValueError(f"cute.{type(self).__name__}: n is {n}, expected one size: that of the last dim.")
             (n,) = n
         self.n, self.eps, self.weight_offset = n, eps, weight_offset
-        for name, learned in (("weight", weight), ("bias", bias)):
-            start = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if learned else None
-            self.register_parameter(name, start)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Start as the plain norm: scale one, bias zero."""
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        self._learn("weight", n if weight else None, device, dtype)
+        self._learn("bias", n if bias else None, device, dtype)
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""

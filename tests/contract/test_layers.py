@@ -1,0 +1,118 @@
+"""Layers of three frameworks against the one table: what each learns, how that starts, and which function it calls."""
+
+from __future__ import annotations
+
+import importlib
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops.composite.layers import LAYERS
+
+NORMS = ("RMSNorm", "AddRMSNorm", "LayerNorm")
+SIZES = {"n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40}
+MADE_OF = {
+    **dict.fromkeys((*NORMS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
+    "QKVRope": (24, 2, 1, 64),
+}  # fmt: skip
+GIVEN = {
+    "x": (3, 24), "residual": (3, 24), "q": (3, 2, 24), "k": (3, 1, 24), "cos": (3, 12), "sin": (3, 12),
+    ("QKVRope", "cos"): (3, 32), ("QKVRope", "sin"): (3, 32), ("LinearAddRMSNorm", "residual"): (3, 256),
+}  # fmt: skip
+
+
+class Torch:
+    """Modules of torch; layers inside have longer names."""
+
+    package, library, names = "cute_ops_torch", "cute_ops_torch.nn", {"QKVRope": "QKVRoPE", "QKNormRope": "QKNormRoPE"}
+
+    @property
+    def flags(self) -> dict[str, dict[str, Any]]:
+        return {"RMSNorm": {"bias": True}, "AddRMSNorm": {"bias": True}}
+
+    def read(self, module: Any, name: str) -> Any:
+        if name == "halves" and not hasattr(module, name):
+            return module.gate_up_proj.halves
+        if name == "eps" and not hasattr(module, name):
+            return module.options[name]
+        return attrgetter(name.replace(".", "_proj."))(module)
+
+    def parameters(self, module: Any) -> list[Any]:
+        return list(module.parameters())
+
+    def array(self, a: np.ndarray) -> Any:
+        return importlib.import_module("torch").from_numpy(a)
+
+
+class Equinox:
+    """Modules of equinox."""
+
+    package, library, names = "cute_ops_jax", "cute_ops_jax.equinox", dict[str, str]()
+
+    @property
+    def flags(self) -> dict[str, dict[str, Any]]:
+        key = importlib.import_module("jax").random.key(0)
+        return {name: {} if name in (*NORMS, "QKNormRope") else {"key": key} for name in LAYERS}
+
+    def read(self, module: Any, name: str) -> Any:
+        return attrgetter(name)(module)
+
+    def parameters(self, module: Any) -> list[Any]:
+        return importlib.import_module("jax").tree.leaves(module)  # type: ignore[no-any-return]
+
+    def array(self, a: np.ndarray) -> Any:
+        return a
+
+
+class Nnx(Equinox):
+    """Modules of flax, whose kernels are transposed."""
+
+    library, names = "cute_ops_jax.nnx", {"GatedMLP": "PackedGatedMLP"}
+
+    @property
+    def flags(self) -> dict[str, dict[str, Any]]:
+        rngs = importlib.import_module("flax.nnx").Rngs(0)
+        return {name: {"rngs": rngs, **({"use_bias": True} if name in NORMS else {})} for name in LAYERS}
+
+    def read(self, module: Any, name: str) -> Any:
+        place, _, last = name.rpartition(".")
+        holder = attrgetter(place)(module) if place else module
+        theirs = {"eps": "epsilon", "weight": "kernel" if hasattr(holder, "kernel") else "scale"}
+        found = getattr(holder, theirs.get(last, last.replace("_weight", "_scale")))
+        if isinstance(found, importlib.import_module("flax.nnx").Param):
+            return found[...].T if last == "weight" else found[...]
+        return found
+
+
+LIBRARIES = {"torch": Torch, "flax": Nnx, "equinox": Equinox}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_layer_follows_its_row(library: str, name: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    row, of, rng = LAYERS[name], LIBRARIES[library](), np.random.default_rng(0)
+    cls = getattr(importlib.import_module(of.library), of.names.get(name, name))
+    module = cls(*MADE_OF.get(name, (24, 256)), **of.flags.get(name, {}))
+    assert len(of.parameters(module)) == len(row.learned)
+    held = {place: of.read(module, place) for place in row.learned}
+    for place, (dims, start) in row.learned.items():
+        assert held[place].shape == tuple(eval(dim, {}, SIZES) for dim in dims.split()), place
+        if start is not None:
+            assert (np.asarray(held[place].detach() if library == "torch" else held[place]) == start).all(), place
+    drawn = {
+        argument: of.array(rng.standard_normal(GIVEN.get((name, argument), GIVEN.get(argument)), np.float32))
+        for argument in row.arguments
+        if argument not in held
+    }
+    function = getattr(importlib.import_module(of.package), row.function)
+    expected = function(
+        *({**held, **drawn}[argument] for argument in row.arguments),
+        **{option: of.read(module, option) for option in row.options},
+    )
+    found = module(*drawn.values())
+    for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
+        one, other = (np.asarray(a.detach() if library == "torch" else a) for a in (one, other))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
