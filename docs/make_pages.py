@@ -216,7 +216,7 @@ def _classes(path: str) -> list[str]:
     return [
         node.name
         for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
 
 

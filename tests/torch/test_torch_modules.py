@@ -301,3 +301,12 @@ def test_arguments_beyond_torchs_go_by_name(name: str, by_position: tuple[Any, .
 def test_silu_mul_module() -> None:
     gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     torch.testing.assert_close(cute_ops_torch.nn.SiLUMul()(gate, up), nn.functional.silu(gate) * up)
+
+
+def test_reset_parameters_resets_a_norm_too() -> None:
+    for made in (cute_ops_torch.nn.RMSNormLinear(16, 8), cute_ops_torch.nn.LinearAddRMSNorm(16, 8)):
+        with torch.no_grad():
+            made.norm_weight.fill_(3.0)
+            made.weight.fill_(3.0)
+        made.reset_parameters()
+        assert made.norm_weight.eq(1).all() and made.weight.abs().max() < 1
