@@ -33,7 +33,7 @@ GATED: dict[str, Callable[[Any, Any], Array]] = {
     "gelu": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="none"),
     "gelu_tanh": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="tanh"),
 }
-# Arguments that a layer with products converts to its ``dtype``, as flax's linear layers do; biases of MLPs keep theirs.
+# Arguments that layers with products convert to their ``dtype``, as flax's own do; biases of an MLP keep theirs.
 PROMOTED = {"x", "residual", "weight", "bias", "gate_up.weight", "up.weight", "down.weight"}
 
 
