@@ -39,12 +39,13 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
     from cute_ops.ops.gemm.linear import linear_acc
     from cute_ops.ops.gemm.mlp_products import parts
+    from cute_ops.ops.gemm.row_copy import row_copy
     from cute_ops.ops.gemm.sums import column_sum
 
     by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
-    inside += (*parts(False), *parts(True), column_sum())
+    inside += (*parts(False), *parts(True), column_sum(), row_copy())
     every = (*OPS, *PRODUCTS, *ATTENTION, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}
 

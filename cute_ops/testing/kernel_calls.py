@@ -63,7 +63,9 @@ def _beside(name: str, module: str) -> bool:
 
 
 class Call(NamedTuple):
-    """A problem, its inputs, and how these lie in memory; ``more(seed)`` draws other inputs of its kind."""
+    """A problem, its inputs, and how these, and outputs that are not compact, lie in memory; ``more(seed)`` draws other
+    inputs of its kind.
+    """
 
     op: Op
     arrays: Mapping[str, np.ndarray | None]
@@ -165,7 +167,8 @@ def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
     with interpreted(module):
         getattr(importlib.import_module(module), kernel)(found.variant)(*tensors, None)
     for name, at in places.items():
-        times = set(memory.stores[at.start : at.start + at.size].tolist())
+        stores, inside = (each[at.start : at.start + at.size] for each in (memory.stores, memory.inside))
+        times = set(stores[inside].tolist())
         allowed = {0, 1} if name in call.op.mutates else {int(name in call.op.outputs)}
         if name not in found.workspaces and times - allowed:
             raise AssertionError(f"{call.op.name}: bytes of {name} are stored {times} times")
@@ -193,7 +196,7 @@ def _allocate(call: Call, name: str, array: Any, memory: Any) -> _Bytes:
     count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
     shift, size = where.address % VECTOR_BYTES, kind.size * (count if math.prod(array.shape) else 0)
     start = memory.grow(shift + size)[0]
-    if name in call.op.mutates:
+    if name in (*call.op.mutates, *call.op.outputs):
         inside = memory.inside[start : start + shift + size]
         inside[:] = False
         steps = [s * kind.size for s in where.strides]

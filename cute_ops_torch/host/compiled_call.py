@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from cute_ops_torch.library.reference import run_reference
 from cute_ops_torch.library.tensors import DTYPES, absent_dtype
 
 Run = Callable[..., Any]
+NO_COPIERS: Mapping[str, Run] = MappingProxyType({})
 
 
 class CompiledCall(NamedTuple):
@@ -50,10 +52,13 @@ class KernelCall:
         written: names of those that the kernel writes.
         scalars: names of the numbers that it takes.
         outputs: variable and array by name of the output, None where it is absent.
+        copiers: ``copy(x, out)`` by name of the input that is copied first; torch copies the others.
     """
 
-    def __init__(self, binding: Binding, chosen: Plan, kernel: Run, device: torch.device) -> None:
-        self.binding, self.chosen, self.kernel = binding, chosen, kernel
+    def __init__(
+        self, binding: Binding, chosen: Plan, kernel: Run, device: torch.device, copiers: Mapping[str, Run] = NO_COPIERS
+    ) -> None:
+        self.binding, self.chosen, self.kernel, self.copiers = binding, chosen, kernel, copiers
         # Inductor's allocator: a third of the host time of `torch.empty`.
         self.new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
         self.inputs = [name for name, array in binding.inputs.items() if array is not None]
@@ -84,7 +89,12 @@ class KernelCall:
         for n, strides in self.chosen.copies.items():
             array = self.binding.inputs[n]
             assert array is not None
-            allocations.append(_new(n, array.shape, DTYPES[array.dtype], values, strides) + f".copy_({n})")
+            if n not in self.copiers:
+                allocations.append(_new(n, array.shape, DTYPES[array.dtype], values, strides) + f".copy_({n})")
+                continue
+            values[f"_copy_{n}"] = self.copiers[n]
+            allocations.append(_new(f"_copied_{n}", array.shape, DTYPES[array.dtype], values, strides))
+            allocations += [f"_copy_{n}({n}, _copied_{n})", f"{n} = _copied_{n}"]
         for k, array in enumerate(self.chosen.workspaces.values()):
             allocations.append(_new(f"_work{k}", tuple(array.shape), DTYPES[array.dtype], values))
             arguments.append(f"_work{k}")

@@ -10,14 +10,16 @@ import torch
 
 from cute_ops.autotune import dispatch
 from cute_ops.constants import of_attributes
-from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.binding import Binding, bind
 from cute_ops.declaration.messages import naming
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan
+from cute_ops.ops.gemm.row_copy import row_copy
 from cute_ops_torch.host import compiled_call
-from cute_ops_torch.host.compiled_call import CompiledCall, KernelCall, Run
+from cute_ops_torch.host.compiled_call import NO_COPIERS, CompiledCall, KernelCall, Run
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.library.mutation import check_memory
 from cute_ops_torch.library.remembered import remembered
@@ -132,18 +134,36 @@ def prepare(
     with naming(op, binding.inputs, binding.dims, binding.dtypes):
         arch = target.of_device(index)
     copies = dispatch.realigned(binding, places, arch)
+    lying = {name: places[name] for name in copies}
     places |= {name: Memory(strides) for name, strides in copies.items()}
     program = dispatch.fallback(binding, places, arch)
     if program is not None:
         return compiled_call.of_program(binding, program)
     chosen = dispatch.choose(binding, places, arch, on)
-    call = planned_call(binding, chosen._replace(copies={**chosen.copies, **copies}), device)
+    copiers = {name: _copier(binding.inputs[name], lying[name], strides, device) for name, strides in copies.items()}
+    call = planned_call(binding, chosen._replace(copies={**chosen.copies, **copies}), device, copiers)
     return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
 
 
-def planned_call(binding: Binding, chosen: Plan, device: torch.device) -> CompiledCall:
+def _copier(array: Array | None, lies: Memory, strides: tuple[int, ...], device: torch.device) -> Run:
+    """``copy(x, out)`` of a matrix, and of one that lies transposed; one kernel serves all lengths of rows."""
+    assert array is not None
+    op, turned = row_copy(), strides[-1] != 1
+    if turned:
+        array, strides = array._replace(shape=array.shape[::-1]), strides[::-1]
+        lies = lies._replace(strides=lies.strides[::-1])
+    binding, index = bind(op, {"x": array}), device.index or 0
+    on = index if device.type == "cuda" else None
+    chosen = dispatch.choose(binding, {"x": lies, "out": Memory(strides)}, target.of_device(index), on, fixed=False)
+    copy = KernelCall(binding, chosen, _loaded(chosen, device), device).fill(("out",))
+    return (lambda x, out: copy(x.T, out.T)) if turned else copy
+
+
+def planned_call(
+    binding: Binding, chosen: Plan, device: torch.device, copiers: Mapping[str, Run] = NO_COPIERS
+) -> CompiledCall:
     """The call of a plan, compiled and loaded."""
-    written = KernelCall(binding, chosen, _loaded(chosen, device), device)
+    written = KernelCall(binding, chosen, _loaded(chosen, device), device, copiers)
     return CompiledCall(written.run(), functools.cache(written.fill))
 
 

@@ -5,8 +5,10 @@ code.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,8 @@ from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
+from cute_ops.ops.gemm.row_copy import row_copy
+from cute_ops.testing import kernel_calls
 from cute_ops.tools import sass
 from tests.emulator import products
 
@@ -524,3 +528,21 @@ def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], P
     form = FORMS["pingpong-dweight"]
     with pytest.raises(CompileError, match="10 subtiles of 64 x 32 cannot take 3 slots in turn"):
         compiled(variant_of(form._replace(config=replace(form.config, store_stages=3))))
+
+
+def test_rows_are_copied_to_rows_of_another_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of drawn lengths and alignments, by the kernel for any length; nothing between the new rows is written."""
+    seed = secrets.randbelow(1 << 30)
+    rng, op = np.random.default_rng(seed), row_copy()
+    print(f"seed {seed}")
+    monkeypatch.setattr(kernel_calls, "plan", partial(kernel_calls.plan, fixed=False))
+    for dtype in ("bfloat16", "float16"):
+        for _ in range(6):
+            rows, n, shift = (int(rng.integers(1, most)) for most in (40, 700, 8))
+            x = np.asarray(rng.standard_normal((rows, n)), np.float32).astype(testing.numpy_dtype(dtype))
+            gap = int(rng.choice([0, shift]))
+            where = {"x": Memory((n + gap, 1), 2 * int(rng.integers(8))), "out": Memory((-(-n // 8) * 8, 1))}
+            call = kernel_calls.Call(op, {"x": x}, where, {}, f"{rows}x{n} {dtype}", lambda seed: {})
+            with kernel_calls.interpreted():
+                (out,) = kernel_calls.run(call)
+            np.testing.assert_array_equal(out.view(np.uint16), x.view(np.uint16))

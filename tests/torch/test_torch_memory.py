@@ -18,6 +18,7 @@ from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import choice
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
+from cute_ops.ops.gemm.row_copy import row_copy
 from cute_ops_torch.host import launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function
@@ -114,14 +115,16 @@ def test_operands_of_odd_rows_are_copied_where_that_pays(m: int, n: int, k: int,
 
 
 def test_copies_of_operands(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gets rows of whole vectors; columns stay columns."""
+    """The kernel gets rows of whole vectors; columns stay columns. A kernel of ours copies, one for all lengths."""
     monkeypatch.setattr(choice, "THEIR_ODD", {1: (1.0, 1.0)})  # the smallest product pays
-    compiled.ops["linear"] = linear
+    compiled.ops.update({"linear": linear, "row_copy": row_copy()})
     x, weight = torch.randn(2, 100, 71).bfloat16(), columns(33, 71).bfloat16()
     out = Launcher(linear).launch(x, weight, "auto")
     torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=2**-7, atol=0.1)
-    assert compiled.calls == ["linear"] and [key.row_align for key in compiled.variants[-1].args][:2] == [16, 16]
+    assert compiled.calls == ["row_copy", "row_copy", "linear"]
+    assert [key.row_align for key in compiled.variants[-1].args][:2] == [16, 16]
     assert compiled.variants[-1].config["form"] != "mma_sync"
+    assert {variant.dims["n"] for variant in compiled.variants[:-1]} == {None}
 
 
 def test_values_through_kernels(compiled: Any) -> None:
