@@ -53,7 +53,10 @@ class Enabled:
 
 
 @suggesting
-def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda",), *, exact: bool = False) -> Enabled:
+def enable(
+    ops: Collection[str] | None = None, devices: Collection[str] = ("cuda",), *, exact: bool = False,
+    logits: bool = True,
+) -> Enabled:  # fmt: skip
     """Let ``torch.compile`` run models on our ops from now on. What is compiled already stays.
 
         cute_ops_torch.inductor.enable()
@@ -67,6 +70,9 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
         devices: device types whose graphs are changed. On a CPU ops run their references, slower than Inductor's code.
         exact: round every value as the model does, where otherwise values inside of a replaced part stay in float32 and
             its outputs are rounded once.
+        logits: keep logits that a model returns beside its loss. With False a model that is trained returns NaNs of
+            their shape in one element per row: its loss comes straight from the hidden states, and neither logits nor
+            their gradient, zeros where nothing uses them, ever exist. :func:`patch` and Liger return None there.
 
     Raises:
         TypeError: a text instead of a list.
@@ -87,7 +93,7 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
     registry.register_lowerings()
     chosen = tuple(name for name in KNOWN if ops is None or name in ops)
     timing = getattr(config, "pre_grad_pass_timing", "")
-    config.pre_grad_custom_pass = Replace(chosen, tuple(devices), exact, config.pre_grad_custom_pass, timing)
+    config.pre_grad_custom_pass = Replace(chosen, tuple(devices), exact, config.pre_grad_custom_pass, timing, logits)
     if timing:
         # Before torch looks for compiled code: the pass makes the ops that such code calls.
         config.pre_grad_pass_timing = "early"
@@ -121,12 +127,15 @@ class Replace(CustomGraphPass):
         exact: whether the program's own roundings are kept.
         previous: the pass, or passes, that were set before.
         timing: torch's setting of when passes run, as it was; empty in versions without it.
+        logits: whether logits that a model returns are kept.
     """
 
     def __init__(
-        self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, timing: str = ""
-    ) -> None:
-        self.ops, self.devices, self.exact, self.previous, self.timing = ops, devices, exact, previous, timing
+        self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, timing: str = "",
+        logits: bool = True,
+    ) -> None:  # fmt: skip
+        self.ops, self.devices, self.exact, self.logits = ops, devices, exact, logits
+        self.previous, self.timing = previous, timing
 
     def __call__(self, graph: Graph) -> None:
         for earlier in self._earlier():
@@ -154,7 +163,7 @@ class Replace(CustomGraphPass):
         for node in list(graph.nodes):
             value = value_of(node)
             concerned = node.users and value is not None and value.device.type in self.devices
-            if concerned and (name := replace_loss(graph, node, self.ops)):
+            if concerned and (name := replace_loss(graph, node, self.ops, self.logits)):
                 found[name] += 1
                 entries.append(entry_of_node(name, "cross entropy", node))
         if found:
@@ -172,7 +181,7 @@ class Replace(CustomGraphPass):
         before = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self._earlier()]
         if not all(before):
             return None  # an earlier pass without a uuid: torch must not cache
-        what = (cache_key.package(), self.ops, self.devices, self.exact, before)
+        what = (cache_key.package(), self.ops, self.devices, self.exact, self.logits, before)
         return hashlib.sha256(repr(what).encode()).digest()
 
     def _earlier(self) -> tuple[Any, ...]:

@@ -28,12 +28,15 @@ class _Loss(NamedTuple):
     label_smoothing: float
 
 
-def replace_loss(graph: Graph, node: Any, names: Collection[str]) -> str:
-    """Replace a loss by one of the ops of these names; returns its name, empty for what stays."""
+def replace_loss(graph: Graph, node: Any, names: Collection[str], keeps_logits: bool = True) -> str:
+    """Replace a loss by one of the ops of these names; returns its name, empty for what stays.
+
+    Without ``keeps_logits`` logits that the program also returns become NaNs, if they have a gradient.
+    """
     loss = _loss(node)
     if loss is None:
         return ""
-    if "linear_cross_entropy" in names and (head := _head(graph, node, loss.logits)):
+    if "linear_cross_entropy" in names and (head := _head(graph, node, loss.logits, keeps_logits)):
         _with_head(graph, node, loss, head)
         return "linear_cross_entropy"
     if "cross_entropy" in names:
@@ -85,17 +88,31 @@ class _Head(NamedTuple):
     Attributes:
         layer: the call of the layer.
         views: what happens to the rows of its output: views and slices, the first one first.
+        returned: the nodes from the output on that the program returns, which are not kept.
     """
 
     layer: Any
     views: list[Any]
+    returned: list[Any]
 
 
-def _head(graph: Graph, node: Any, logits: Any) -> _Head | None:
+def _head(graph: Graph, node: Any, logits: Any, keeps_logits: bool) -> _Head | None:
     views: list[Any] = []
+    returned: list[Any] = []
+
+    def is_read_once(source: Any) -> bool:
+        made = value_of(source)
+        if made is None:
+            return False
+        ends = [user for user in source.users if user.op == "output"]
+        if ends and not keeps_logits and made.requires_grad:
+            returned.append(source)
+            return len(source.users) <= 2
+        return len(source.users) == 1
+
     source = logits
     while not calls(source, "linear"):
-        if not isinstance(source, Node) or len(source.users) > 1 or value_of(source) is None:
+        if not isinstance(source, Node) or not is_read_once(source):
             return None
         if _keeps_columns(source):
             views.append(source)
@@ -104,11 +121,13 @@ def _head(graph: Graph, node: Any, logits: Any) -> _Head | None:
         source = source.args[0]
     x, weight, *_ = source.args if len(source.args) > 1 else (None, None)
     made, hidden, matrix = value_of(source), value_of(x), value_of(weight)
-    if made is None or hidden is None or matrix is None or len(source.users) > 1 or changed(graph, source, node):
+    if made is None or hidden is None or matrix is None or changed(graph, source, node):
+        return None
+    if not is_read_once(source) or any(str(value_of(each).shape[:-1]) != str(made.shape[:-1]) for each in returned):  # type: ignore[union-attr]
         return None
     bias = value_of(_bias(source))
     alike = hidden.dtype == matrix.dtype == made.dtype and (bias is None or bias.dtype == made.dtype)
-    return _Head(source, views[::-1]) if alike and made.dtype in _DTYPES and hidden.ndim > 1 else None
+    return _Head(source, views[::-1], returned) if alike and made.dtype in _DTYPES and hidden.ndim > 1 else None
 
 
 def _bias(layer: Node) -> Any:
@@ -131,6 +150,8 @@ def _keeps_columns(node: Any) -> bool:
 def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
     """The loss from the head's input, whose rows are selected as those of the logits were."""
     hidden, weight = head.layer.args[:2]
+    for each in head.returned:
+        _return_nothing(graph, each, hidden)
     with graph.inserting_before(node):
         for view in head.views:
             if calls(view, "getitem"):
@@ -162,6 +183,26 @@ def _with_head(graph: Graph, node: Any, loss: _Loss, head: _Head) -> None:
     assert target is not None
     made.meta = {**node.meta, "example_value": target.new_empty(value_of(node).shape, dtype=torch.float32)}  # type: ignore[union-attr]
     _finish(graph, node, made, torch.float32)
+
+
+def _return_nothing(graph: Graph, logits: Any, hidden: Any) -> None:
+    """Return NaNs in place of logits: one for each row, which all classes share."""
+    value, made = value_of(logits), hidden
+    assert value is not None
+    # Torch's own functions, of which AOTAutograd knows that graphs may be cached.
+    steps: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+        (operator.getitem, ((..., slice(0, 1)),)), ("detach", ()), ("to", (value.dtype,)),
+        (torch.full_like, (torch.nan,)), ("expand", (*[-1] * (value.ndim - 1), value.shape[-1])),
+    )  # fmt: skip
+    with graph.inserting_before(logits):
+        for target, rest in steps:
+            run = getattr(torch.Tensor, target) if isinstance(target, str) else target
+            create = graph.call_method if isinstance(target, str) else graph.call_function
+            node = create(target, (made, *rest))
+            node.meta = {**logits.meta, "example_value": run(made.meta["example_value"], *rest)}
+            made = node
+    for user in [user for user in logits.users if user.op == "output"]:
+        user.replace_input_with(logits, made)
 
 
 def _narrow(graph: Graph, node: Any, wide: Any) -> Any:

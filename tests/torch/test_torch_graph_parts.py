@@ -286,3 +286,49 @@ def _found(function: Callable[..., Any], given: list[Tensor], whole: bool) -> di
     torch._dynamo.reset()
     inductor.replaced.clear()
     return found
+
+
+class Head(torch.nn.Module):
+    """A language model's head and loss, as Hugging Face writes them."""
+
+    def __init__(self, wide: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.wide = torch.nn.Linear(K, K), torch.nn.Linear(K, 37, bias=False), wide
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x))
+        wide = logits.float()
+        shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+        return F.cross_entropy(wide.view(-1, 37), shifted), wide if self.wide else logits
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_logits_that_are_not_kept(wide: bool) -> None:
+    model, x = Head(wide).bfloat16(), torch.randn(B, S, K).bfloat16()
+    labels = torch.arange(B * S).view(B, S)
+    grads = []
+    for run in (model, torch.compile(model, backend=through_autograd, fullgraph=True)):
+        model.zero_grad()
+        with inductor.enable(devices=("cpu",), logits=False):
+            loss, logits = run(x, labels)
+        loss.backward()
+        grads.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert dict(inductor.replaced) == {"linear_cross_entropy": 1}
+    assert (logits.shape, logits.dtype, logits.device) == ((B, S, 37), torch.float32 if wide else x.dtype, x.device)
+    assert logits.isnan().all()
+    assert not logits.requires_grad
+    assert logits.stride(-1) == 0
+    for got, want in zip(*grads[::-1], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+
+
+def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
+    model, x, labels = Head(), torch.randn(B, S, K), torch.arange(B * S).view(B, S)
+    wanted = model(x, labels)
+    for options, trained in (({}, True), ({"logits": False}, False)):
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        with inductor.enable(devices=("cpu",), **options), torch.set_grad_enabled(trained):  # type: ignore[arg-type]
+            found = torch.compile(model, backend=through_autograd, fullgraph=True)(x, labels)
+        assert dict(inductor.replaced) == {"cross_entropy": 1}
+        torch.testing.assert_close(found, wanted)
