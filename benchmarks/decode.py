@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for decode.csv")
     parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
-    parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))), help="of the list of shapes")
+    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="of the list of shapes")
     parser.add_argument("--latent", nargs="*", type=int, default=list(range(len(LATENT))), help="likewise of latents")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on a CPU, once: figures mean nothing")
     options = parser.parse_args(arguments)

@@ -255,10 +255,11 @@ class Warp(ptx_cta.Cta):
         if op[2] == "commit_group":
             self.copies.append([])
         elif op[2] == "wait_group":
-            left = len(self.copies) - 1 - self.one(operands[0], now)
-            for target, source, size in (each for _ in range(left) for each in self.copies.pop(0)):
-                self.blocks[0][target : target + 16] = 0
-                self.blocks[0][target : target + size] = self.blocks[source >> 32][source & 0xFFFFFFFF :][:size]
+            self.end_copies(len(self.copies) - 1 - self.one(operands[0], now))
+        elif op[2] == "mbarrier":  # arrives when the copies so far are done, as they are at once
+            self.end_copies(len(self.copies))
+            self.copies.append([])
+            self.cta.arrive(self.one(operands[0], now), int(now.sum()), 0)
         else:
             target, source = (sum(self.read(name) for name in place) for place in operands[:2])
             size = self.read(operands[-1][0])
@@ -267,6 +268,12 @@ class Warp(ptx_cta.Cta):
                 if target[lane] % 16 or start % 16 or start + size[lane] > len(block):
                     raise IndexError(f"cp.async from byte {start} of {len(block)} to {target[lane]}")
                 self.copies[-1].append((int(target[lane]), int(source[lane]), int(size[lane])))
+
+    def end_copies(self, groups: int) -> None:
+        """Copy the first groups of copies."""
+        for target, source, size in (each for _ in range(groups) for each in self.copies.pop(0)):
+            self.blocks[0][target : target + 16] = 0
+            self.blocks[0][target : target + size] = self.blocks[source >> 32][source & 0xFFFFFFFF :][:size]
 
     def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta], added: bool) -> None:
         """A part of a matrix by TMA into these CTAs, with zeros for what lies outside of it; where there are none, from

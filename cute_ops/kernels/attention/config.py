@@ -8,6 +8,8 @@ from cute_ops.declaration.config import KernelConfig
 
 # Of attention to caches: rows of an MMA, keys of a warp's tile, and elements between rows in shared memory.
 MMA_ROWS, KEYS_OF_TILE, PADDING = 16, 16, 8
+# Of latents by warpgroups: blocks in shared memory, and parts of a block that arrive one after another.
+LATENT_STAGES, LATENT_PARTS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class MlaConfig(KernelConfig):
         stages: chunks of keys in shared memory.
         paged: whether the cache has pages.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
+        wgmma: whether warpgroups multiply; then a block has 64 rows and 64 keys, and is loaded by a warpgroup more.
     """
 
     tiles_m: int
@@ -142,6 +145,7 @@ class MlaConfig(KernelConfig):
     stages: int
     paged: bool
     split_keys: int = 0
+    wgmma: bool = False
 
     @property
     def rows(self) -> int:
@@ -156,6 +160,13 @@ class MlaConfig(KernelConfig):
         """Bytes of shared memory: queries, chunks of keys, weights, which keys are there; of each row a factor and two
         numbers for each 16 keys.
         """
+        if self.wgmma:
+            swizzled = 2 * (self.rows + self.stages * self.keys) * d + 2 * self.rows * self.keys
+            return (
+                swizzled
+                + 4 * (self.stages * (self.keys + 4) + 4 * self.rows)
+                + 8 * (1 + self.stages * (LATENT_PARTS + 1))
+            )
         pitch, rows, keys = 2 * (d + PADDING), self.rows, self.stages * self.chunk
         weights, of_rows = 2 * rows * (self.keys + PADDING), 4 * rows * (1 + 2 * self.keys // 16)
         return pitch * (rows + keys) + weights + 4 * keys + of_rows

@@ -4,46 +4,20 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.attention.combine import Combine, Results
-from cute_ops.kernels.attention.config import MMA_ROWS, PADDING, MlaConfig
+from cute_ops.kernels.attention.config import MMA_ROWS, PADDING
+from cute_ops.kernels.attention.latent import Latent, Tensors
 from cute_ops.kernels.attention.pages import copy_or_clear, of_lane
 from cute_ops.kernels.attention.softmax import by_row, exp2, pack
-from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.arguments import named
-from cute_ops.kernels.lib.copy import fragment, load, store
-from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.copy import fragment, load
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 
 VECTOR = VECTOR_BYTES // 2  # elements
 KEYS_OF_WARP = 16
-
-
-class Tensors(NamedTuple):
-    """The op's arguments."""
-
-    q: Any
-    latent_cache: Any
-    lengths: Any
-    page_table: Any
-    out: Any
-    lse: Any
-    partial: Any
-    partial_lse: Any
-
-
-class Work(NamedTuple):
-    """The work of a CTA: a block of a sequence's rows, and the blocks of its keys from ``begin`` to ``end``."""
-
-    batch: Any
-    block: Any
-    split: Any
-    splits: Any
-    keys: Any
-    begin: Any
-    end: Any
 
 
 class Shared(NamedTuple):
@@ -71,7 +45,7 @@ class Scores(NamedTuple):
     last: Any
 
 
-class MlaDecode:
+class MlaDecode(Latent):
     """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has ``16 * tiles_m`` rows, the queries of a sequence's heads, and goes through a part of its keys, block
@@ -84,18 +58,14 @@ class MlaDecode:
     """
 
     def __init__(self, variant):
-        self.variant, self.config = variant, MlaConfig.of(variant.config)
-        dims, config = variant.dims, self.config
-        self.d, self.heads, self.queries, self.e = dims["d"], dims["h"], dims["s"], variant.attrs["rank"]
-        self.rows, self.blocks = self.heads * self.queries, -(-self.heads * self.queries // config.rows)
-        self.log2_scale = variant.attrs["scale"] * LOG2_E
-        self.threads, self.pdl = WARP * config.warps, can_use_pdl(variant.arch)
+        super().__init__(variant)
+        config = self.config
+        self.threads = WARP * config.warps
         # For sums of values: warps beside and below one another, and each one's columns and tiles of rows.
         self.across = min(config.warps, 4)
         self.columns, self.tiles = self.e // self.across, config.tiles_m * self.across // config.warps
         self.rows_of_warp, self.parts = config.chunk // config.warps, config.keys // KEYS_OF_WARP
         self.ahead = config.stages - config.chunks  # chunks that are loaded before a block's are read
-        self.combine = Combine(self.e, self.pdl)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -109,9 +79,7 @@ class MlaDecode:
             grid=[Int32(tensors.q.shape[0]) * splits * self.blocks, 1, 1], block=[self.threads, 1, 1], stream=stream,
             use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
-        if splits > 1:
-            results = Results(tensors.partial, tensors.partial_lse, None, tensors.out, tensors.lse)
-            self.combine(results, splits, stream)
+        self.combine_parts(tensors, splits, stream)
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, tensors, splits: Int32):
@@ -119,32 +87,11 @@ class MlaDecode:
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        work, shared = self._work(tensors, splits), self._shared()
+        work, shared = self.work(tensors, splits), self._shared()
         if (work.begin < work.end) | (splits == 1):
             self._attend(mma, tensors, work, shared, (warp, tidx % WARP))
-        elif tidx < self.config.rows:
-            row = work.block * self.config.rows + tidx
-            if row < self.rows:
-                tensors.partial_lse[Int64(work.batch) * self.rows + row, work.split] = -Float32.inf
-
-    def _work(self, tensors, splits):
-        """The CTA's part; blocks of rows that read the same keys run together."""
-        bidx = cute.arch.block_idx()[0]
-        index = bidx // self.blocks
-        batch, size = index // splits, Int32(tensors.latent_cache.shape[1])
-        if self.config.paged:
-            size = size * Int32(tensors.page_table.shape[1])
-        # In 64 bits, before it is cut: a length may be any number.
-        keys = Int32(cutlass.max(cutlass.min(Int64(tensors.lengths[batch]), Int64(size)), Int64(0)))
-        count, split = cute.ceil_div(keys, self.config.keys), index - batch * splits
-        if self.config.split_keys:
-            per_split = Int32(self.config.split_keys // self.config.keys)
         else:
-            per_split = cute.ceil_div(count, splits)
-        begin = split * per_split
-        return Work(
-            batch, bidx - index * self.blocks, split, splits, keys, begin, cutlass.min(count, begin + per_split)
-        )
+            self.leave_out(tensors, work, tidx)
 
     def _shared(self):
         smem, config, pitch = cutlass.utils.SmemAllocator(), self.config, self.d + PADDING
@@ -226,19 +173,11 @@ class MlaDecode:
 
     # --- copies
 
-    @cute.jit
-    def _entry(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, chunk, at: cutlass.Constexpr):
-        """The page of the key of a lane, one of its warp's in a chunk, or the sequence; -1 where there is none."""
-        (warp, lane), entry = at, Int32(-1)
+    def _entry(self, tensors, work, chunk, at):
+        """The page of the key of a lane, one of its warp's in a chunk; see :meth:`entry`."""
+        warp, lane = at
         key = chunk * self.config.chunk + warp * self.rows_of_warp + lane % self.rows_of_warp
-        if key < work.keys:
-            if const_expr(self.config.paged):
-                page = Int64(tensors.page_table[work.batch, key // Int32(tensors.latent_cache.shape[1])])
-                if (page >= 0) & (page < tensors.latent_cache.shape[0]):
-                    entry = Int32(page)
-            else:
-                entry = work.batch
-        return entry
+        return self.entry(tensors, work, key)
 
     @cute.jit
     def _load(
@@ -248,11 +187,8 @@ class MlaDecode:
         (chunk, end, stage), (warp, lane) = place, at
         if chunk < end:
             first = warp * self.rows_of_warp
-            slot = chunk * self.config.chunk + first + lane % self.rows_of_warp
-            if const_expr(self.config.paged):
-                slot = slot % Int32(mX.shape[1])
-            start = mX.iterator.toint()
-            address = start + (Int64(entry) * mX.stride[0] + Int64(slot) * mX.stride[1]) * 2
+            key = chunk * self.config.chunk + first + lane % self.rows_of_warp
+            start, address = mX.iterator.toint(), self.latent(mX, entry, key)
             if lane < self.rows_of_warp:
                 shared.there[first + lane, stage] = Int32(entry >= 0)
             vectors, pitch = self.d // VECTOR, 2 * (self.d + PADDING)
@@ -278,16 +214,10 @@ class MlaDecode:
             row = work.block * self.config.rows + at_row
             inside = index < self.config.rows * across
             if inside & (row < self.rows):
-                load(rX, self._address(mQ, work, row, column))
+                load(rX, self.address(mQ, work, row, column))
             if inside:
                 place = sQ.iterator + (at_row * (self.d + PADDING) + column)
                 cute.autovec_copy(rX, cute.make_tensor(place, rX.layout))
-
-    def _address(self, mX, work, row, column):
-        """Byte address of an element of q or out."""
-        token, head = row // self.heads, row % self.heads
-        at = Int64(work.batch) * mX.stride[0] + Int64(token) * mX.stride[1] + Int64(head) * mX.stride[2] + column
-        return mX.iterator.toint() + at * 2
 
     # --- scores
 
@@ -420,31 +350,9 @@ class MlaDecode:
         (first, beside, lane), values = at, by_row(rO)
         for r in cutlass.range_constexpr(2):
             inside, total = first + lane // 4 + 8 * r, Float32(0.0)
-            row = work.block * self.config.rows + inside
-            if row < self.rows:
-                for part in cutlass.range_constexpr(self.parts):
-                    total = total + shared.sums[inside, part]
-                largest = shared.largest[inside, 0] * Float32(self.log2_scale)
-                column = beside * self.columns + lane % 4 * 2
-                one = (beside == 0) & (lane % 4 == 0)
-                if work.splits == 1:
-                    lse, factor = self.combine.finish(largest, total, None)
-                    if one:
-                        tensors.lse[work.batch, row % self.heads, row // self.heads] = lse
-                    address, rOut = self._address(tensors.out, work, row, column), fragment(self.dtype, 2)
-                    for c in cutlass.range_constexpr(self.columns // 8):
-                        for j in cutlass.range_constexpr(2):
-                            rOut[j] = (values[r, 2 * c + j] * factor).to(self.dtype)
-                        store(rOut, address + 16 * c)
-                else:
-                    lse, factor = self.combine.of_part(largest, total)
-                    place = Int64(work.batch) * self.rows + row
-                    if one:
-                        tensors.partial_lse[place, work.split] = lse
-                    address = tensors.partial.iterator.toint()
-                    address = address + ((place * work.splits + work.split) * self.e + column) * 4
-                    rPart = fragment(Float32, 2)
-                    for c in cutlass.range_constexpr(self.columns // 8):
-                        for j in cutlass.range_constexpr(2):
-                            rPart[j] = values[r, 2 * c + j] * factor
-                        store(rPart, address + 32 * c)
+            for part in cutlass.range_constexpr(self.parts):
+                total = total + shared.sums[inside, part]
+            largest = shared.largest[inside, 0] * Float32(self.log2_scale)
+            column = beside * self.columns + lane % 4 * 2
+            place = work.block * self.config.rows + inside, column, (beside == 0) & (lane % 4 == 0)
+            self.store(tensors, work, (largest, total), (values, r, place))

@@ -156,11 +156,19 @@ def copy_or_clear(target, source, readable, there):
         source, readable: addresses in memory.
         there: a condition; None if they are.
     """
-    (address, offset), size = target, ""
-    arguments = [Int32(address), source]
+    size = None
     if there is not None:
-        arguments[1] = cutlass.select_(there, source, readable)
-        arguments.append(cutlass.select_(there, Int32(VECTOR_BYTES), Int32(0)))
-        size = ", {$r2}"
-    ptx = f"cp.async.cg.shared.global [{{$r0}}+{offset}], [{{$r1}}], 16{size};"
+        source = cutlass.select_(there, source, readable)
+        size = cutlass.select_(there, Int32(VECTOR_BYTES), Int32(0))
+    copy_bytes(target, source, size)
+
+
+def copy_bytes(target, source, size):
+    """``cp.async`` of 16 bytes, of which the first ``size`` are read and the others 0; of all, if it is None."""
+    (address, offset), said = target, ""
+    arguments = [Int32(address), source]
+    if size is not None:
+        arguments.append(size)
+        said = ", {$r2}"
+    ptx = f"cp.async.cg.shared.global [{{$r0}}+{offset}], [{{$r1}}], 16{said};"
     cute.arch.inline_ptx(ptx, read_only_args=arguments)

@@ -13,6 +13,7 @@ from cute_ops.expressions.text import text_of
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, sm
 from cute_ops.kernels.attention.config import (
     KEYS_OF_TILE,
+    LATENT_STAGES,
     MMA_ROWS,
     AppendConfig,
     AttentionBackwardConfig,
@@ -141,12 +142,17 @@ def _resident(problem: Problem, config: DecodeConfig) -> int:
 
 
 def mla_decode(problem: Problem) -> MlaConfig:
-    """A block of as many rows as registers and shared memory hold, and stages for the rest of it."""
+    """A block of as many rows as registers and shared memory hold, and stages for the rest of it; on Hopper the block
+    of warpgroups, where a latent has one tile of 64 columns more than its halves of values.
+    """
     dims, attrs = problem.dims, problem.attrs
     rows, arch = dims["h"] * dims["s"], problem.arch
     invariant = INVARIANT_KEYS if attrs["batch_invariant"] else 0
+    paged, rank = "page_table" in problem.dtypes, attrs["rank"]
+    if arch.startswith("sm_90") and dims["d"] - rank == MMA_M and rank % (2 * MMA_M) == 0:
+        return MlaConfig(MMA_M // MMA_ROWS, MMA_M, 8, MMA_M, LATENT_STAGES, paged, invariant, wgmma=True)
     configs = (
-        MlaConfig(tiles_m, keys, warps, min(keys, 32), stages, "page_table" in problem.dtypes, invariant)
+        MlaConfig(tiles_m, keys, warps, min(keys, 32), stages, paged, invariant)
         for least_rows, tiles_m, keys, warps in ((32, 4, 32, 8), (16, 2, 32, 4), (0, 1, 64, 4), (0, 1, 32, 2))
         for stages in range(MOST_STAGES, 2 * keys // 32 - 1, -1)
         if rows > least_rows

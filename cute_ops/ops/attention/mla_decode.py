@@ -92,7 +92,7 @@ mla_decode = Op(
     check=check,
     cases=CASES,
     reference=reference,
-    kernel="cute_ops.kernels.attention.mla_decode:MlaDecode",
+    kernel="cute_ops.kernels.attention.mla:mla_decode",
     tuning=Tuning(config.mla_decode, workspace=config.mla_workspace),
     arrange=fill_pages,
     inference_only="caches have no gradient: train with the framework's attention.",

@@ -1,0 +1,147 @@
+"""What the kernels of latent attention share: the work of CTAs, where latents lie, and the results of rows."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.attention.combine import Combine, Results
+from cute_ops.kernels.attention.config import MlaConfig
+from cute_ops.kernels.lib.activation import LOG2_E
+from cute_ops.kernels.lib.copy import fragment, store
+from cute_ops.kernels.lib.pdl import can_use_pdl
+
+
+class Tensors(NamedTuple):
+    """The op's arguments."""
+
+    q: Any
+    latent_cache: Any
+    lengths: Any
+    page_table: Any
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+
+
+class Work(NamedTuple):
+    """The work of a CTA: a block of a sequence's rows, and the blocks of its keys from ``begin`` to ``end``."""
+
+    batch: Any
+    block: Any
+    split: Any
+    splits: Any
+    keys: Any
+    begin: Any
+    end: Any
+
+
+class Latent:
+    """A kernel of latent attention. A CTA has ``config.rows`` rows, the queries of a sequence's heads, and blocks of
+    ``config.keys`` keys.
+    """
+
+    def __init__(self, variant):
+        self.variant, self.config = variant, MlaConfig.of(variant.config)
+        dims = variant.dims
+        self.d, self.heads, self.queries, self.e = dims["d"], dims["h"], dims["s"], variant.attrs["rank"]
+        self.rows, self.blocks = self.heads * self.queries, -(-self.heads * self.queries // self.config.rows)
+        self.log2_scale = variant.attrs["scale"] * LOG2_E
+        self.pdl = can_use_pdl(variant.arch)
+        self.combine = Combine(self.e, self.pdl)
+
+    @cute.jit
+    def combine_parts(self, tensors: cutlass.Constexpr, splits, stream):
+        """Combine the results of splits of keys."""
+        if splits > 1:
+            results = Results(tensors.partial, tensors.partial_lse, None, tensors.out, tensors.lse)
+            self.combine(results, splits, stream)
+
+    def work(self, tensors, splits):
+        """The CTA's part; blocks of rows that read the same keys run together."""
+        bidx = cute.arch.block_idx()[0]
+        index = bidx // self.blocks
+        batch, size = index // splits, Int32(tensors.latent_cache.shape[1])
+        if self.config.paged:
+            size = size * Int32(tensors.page_table.shape[1])
+        # In 64 bits, before it is cut: a length may be any number.
+        keys = Int32(cutlass.max(cutlass.min(Int64(tensors.lengths[batch]), Int64(size)), Int64(0)))
+        count, split = cute.ceil_div(keys, self.config.keys), index - batch * splits
+        if self.config.split_keys:
+            per_split = Int32(self.config.split_keys // self.config.keys)
+        else:
+            per_split = cute.ceil_div(count, splits)
+        begin = split * per_split
+        return Work(
+            batch, bidx - index * self.blocks, split, splits, keys, begin, cutlass.min(count, begin + per_split)
+        )
+
+    @cute.jit
+    def entry(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, key):
+        """The page of a key, or the sequence; -1 where there is none."""
+        entry = Int32(-1)
+        if key < work.keys:
+            if const_expr(self.config.paged):
+                page = Int64(tensors.page_table[work.batch, key // Int32(tensors.latent_cache.shape[1])])
+                if (page >= 0) & (page < tensors.latent_cache.shape[0]):
+                    entry = Int32(page)
+            else:
+                entry = work.batch
+        return entry
+
+    def latent(self, mX, entry, key):
+        """Byte address of a key's latent in this page."""
+        slot = key % Int32(mX.shape[1]) if self.config.paged else key
+        return mX.iterator.toint() + (Int64(entry) * mX.stride[0] + Int64(slot) * mX.stride[1]) * 2
+
+    def address(self, mX, work, row, column):
+        """Byte address of an element of q or out."""
+        token, head = row // self.heads, row % self.heads
+        at = Int64(work.batch) * mX.stride[0] + Int64(token) * mX.stride[1] + Int64(head) * mX.stride[2] + column
+        return mX.iterator.toint() + at * 2
+
+    @cute.jit
+    def leave_out(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, tidx):
+        """Say that a part has no key."""
+        if tidx < self.config.rows:
+            row = work.block * self.config.rows + tidx
+            if row < self.rows:
+                tensors.partial_lse[Int64(work.batch) * self.rows + row, work.split] = -Float32.inf
+
+    @cute.jit
+    def store(
+        self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, found: cutlass.Constexpr, of_row: cutlass.Constexpr
+    ):
+        """Divide a row's sums of values by its sum of weights, and store two columns at once.
+
+        Args:
+            found: the row's largest score, of base 2, and its sum of weights.
+            of_row: the thread's accumulators by row, which of its rows, and the row, the first column and whether this
+                thread stores the log-sum-exp. Columns are pairs, 8 apart.
+        """
+        (largest, total), (values, r, (row, column, one)) = found, of_row
+        pairs = cute.size(values, mode=[1]) // 2
+        if row < self.rows:
+            if work.splits == 1:
+                lse, factor = self.combine.finish(largest, total, None)
+                if one:
+                    tensors.lse[work.batch, row % self.heads, row // self.heads] = lse
+                address, rOut = self.address(tensors.out, work, row, column), fragment(tensors.out.element_type, 2)
+                for c in cutlass.range_constexpr(pairs):
+                    for j in cutlass.range_constexpr(2):
+                        rOut[j] = (values[r, 2 * c + j] * factor).to(tensors.out.element_type)
+                    store(rOut, address + 16 * c)
+            else:
+                lse, factor = self.combine.of_part(largest, total)
+                place = Int64(work.batch) * self.rows + row
+                if one:
+                    tensors.partial_lse[place, work.split] = lse
+                address = tensors.partial.iterator.toint()
+                address = address + ((place * work.splits + work.split) * self.e + column) * 4
+                rPart = fragment(Float32, 2)
+                for c in cutlass.range_constexpr(pairs):
+                    for j in cutlass.range_constexpr(2):
+                        rPart[j] = values[r, 2 * c + j] * factor
+                    store(rPart, address + 32 * c)

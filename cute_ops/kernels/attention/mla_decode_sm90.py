@@ -1,0 +1,373 @@
+"""Multi-head latent attention to a cache on Hopper: see :mod:`cute_ops.ops.attention.mla_decode`."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.attention.config import LATENT_PARTS, LATENT_STAGES
+from cute_ops.kernels.attention.latent import Latent, Tensors
+from cute_ops.kernels.attention.pages import copy_bytes
+from cute_ops.kernels.attention.products import mma_of_scores
+from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.tiles import slots, transposed
+from cute_ops.kernels.lib.arguments import named
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
+from cute_ops.kernels.tensor_core.wgmma import multiply, tiled_mma
+
+GROUPS = 2  # warpgroups that multiply
+REGISTERS = RegisterBudget(load=40, multiply=232)
+# Shared memory of 64 latents lies in tiles of 64 columns, rows of 128 bytes with 8 vectors each, swizzled.
+COLUMNS, ROW_BYTES = 64, 128
+TILE_BYTES = MMA_M * ROW_BYTES
+VECTORS = ROW_BYTES // VECTOR_BYTES
+ROWS_AT_ONCE = WARPGROUP // VECTORS  # that a warpgroup copies
+# Named barriers: weights are there, and have been read, of even and of odd blocks; a warpgroup's own; the end.
+READY, READ, OWN, END = 1, 3, 5, 7
+
+
+class Shared(NamedTuple):
+    """Shared memory: queries; two blocks of keys, (keys, d, stages); weights of one block; which keys are there, and
+    whether all of a warp's are; of each row the largest score so far, what earlier sums are to be multiplied by, and
+    the sums of both warpgroups; mbarriers of the queries, of parts of blocks that have come, of blocks that are read.
+    """
+
+    q: Any
+    k: Any
+    weights: Any
+    there: Any
+    whole: Any
+    largest: Any
+    factors: Any
+    sums: Any
+    queries: Any
+    full: Any
+    empty: Any
+
+
+class Multiplying(NamedTuple):
+    """What a warpgroup multiplies: the tiled MMAs of scores, the first of which overwrites, and of values; operands;
+    accumulators of scores and of its half of the columns; of a thread's two rows the largest score and the sum of
+    weights of its own blocks.
+    """
+
+    mma_first: Any
+    mma_scores: Any
+    mma_values: Any
+    q: Any
+    k: Any
+    weights: Any
+    values: Any
+    rS: Any
+    rO: Any
+    rMax: Any
+    rSum: Any
+
+
+class MlaDecodeSm90(Latent):
+    """``out = softmax(scale * q @ k.T) @ k[:, :rank]`` over the keys of each sequence, and the log-sum-exp of scores.
+
+    Tile: a CTA has 64 rows, the queries of a sequence's heads, and goes through a part of its keys in blocks of 64. A
+    warpgroup loads them by ``cp.async``, three parts of a block one after another. Two warpgroups take turns at blocks:
+    one computes the scores of a block, exponentiates them and lays the weights into shared memory. Both add weighted
+    values, each half of the columns, out of the block that the scores were computed of. If keys are split,
+    :class:`Combine` combines the results of CTAs in a fixed order.
+    Shared memory: ``64 x d`` queries, two blocks of ``64 x d`` keys, ``64 x 64`` weights.
+    Bytes moved per element: keys once, from memory for one block of rows, from L2 for the others.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.columns, self.tiles = self.e // GROUPS, self.d // COLUMNS
+        self.softmax = OnlineSoftmax(variant.attrs["scale"])
+        each = -(-self.tiles // LATENT_PARTS)
+        self.parts = [range(i * each, min((i + 1) * each, self.tiles)) for i in range(LATENT_PARTS)]
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
+        self.dtype = tensors.q.element_type
+        splits = Int32(tensors.partial_lse.shape[1])
+        self.kernel(tensors, splits).launch(
+            grid=[Int32(tensors.q.shape[0]) * splits * self.blocks, 1, 1], block=[WARPGROUP * (1 + GROUPS), 1, 1],
+            stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
+        )  # fmt: skip
+        self.combine_parts(tensors, splits, stream)
+
+    @cute.kernel
+    def kernel(self, tensors, splits: Int32):
+        tidx = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(tidx // WARP)
+        let_next_start(self.pdl)
+        shared = self._shared()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(shared.queries, WARPGROUP)
+                for stage in range(LATENT_STAGES):
+                    for part in range(LATENT_PARTS):
+                        # Which keys are there comes with the first part.
+                        arrivals = WARPGROUP * 2 if part == 0 else WARPGROUP
+                        cute.arch.mbarrier_init(shared.full + (stage * LATENT_PARTS + part), arrivals)
+                    cute.arch.mbarrier_init(shared.empty + stage, GROUPS * WARPGROUP // WARP)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        wait_for_previous(self.pdl)
+        work = self.work(tensors, splits)
+        if (work.begin < work.end) | (splits == 1):
+            if warp < WARPGROUP // WARP:
+                cute.arch.setmaxregister_decrease(REGISTERS.load)
+                self._load(tensors, work, shared, tidx)
+            else:
+                cute.arch.setmaxregister_increase(REGISTERS.multiply)
+                self._attend(tensors, work, shared)
+        else:
+            self.leave_out(tensors, work, tidx)
+
+    def _shared(self):
+        smem, dtype, row = cutlass.utils.SmemAllocator(), self.dtype, LayoutEnum.ROW_MAJOR
+        tile = MMA_M, MMA_M, self.d
+        q = slots(smem, dtype, hopper.make_smem_layout_a(row, tile, dtype, 1))
+        k = slots(smem, dtype, hopper.make_smem_layout_b(row, tile, dtype, LATENT_STAGES))
+        weights = slots(smem, dtype, hopper.make_smem_layout_a(row, (MMA_M, MMA_M, MMA_M), dtype, 1))
+        layouts = (
+            (Int32, cute.make_layout((MMA_M, LATENT_STAGES))),
+            (Int32, cute.make_layout((WARPGROUP // WARP, LATENT_STAGES))),
+            (Float32, cute.make_layout(MMA_M)),
+            (Float32, cute.make_layout(MMA_M)),
+            (Float32, cute.make_layout((MMA_M, GROUPS))),
+        )
+        others = [smem.allocate_tensor(kind, layout, 16) for kind, layout in layouts]
+        barriers = [smem.allocate_array(Int64, count) for count in (1, LATENT_STAGES * LATENT_PARTS, LATENT_STAGES)]
+        return Shared(q, k, weights, *others, *barriers)
+
+    # --- the warpgroup that loads
+
+    @cute.jit
+    def _load(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, tidx):
+        """Copy the queries, then block after block. Eight threads have 128 bytes of a row, and of four rows each."""
+        row, vector = tidx // VECTORS, tidx % VECTORS
+        within = row * ROW_BYTES + ((vector ^ (row % VECTORS)) * VECTOR_BYTES)
+        rows = [row + i * ROWS_AT_ONCE for i in range(MMA_M // ROWS_AT_ONCE)]
+        column = vector * (VECTOR_BYTES // 2)
+        queries = [work.block * MMA_M + each for each in rows]
+        sources = [
+            self._source(tensors.q, self.address(tensors.q, work, each, column), each < self.rows) for each in queries
+        ]
+        self._copy(shared.q.iterator.toint() + within, sources, range(self.tiles))
+        cute.arch.cp_async_mbarrier_arrive_noinc(shared.queries)
+        entries = cute.make_rmem_tensor(len(rows), Int32)
+        for i in cutlass.range_constexpr(len(rows)):
+            entries[i] = self.entry(tensors, work, work.begin * MMA_M + rows[i])
+        for block in cutlass.range(work.begin, work.end, unroll=1):
+            stage, turn = self._turn(block - work.begin)
+            found = [entries[i] for i in range(len(rows))]
+            first, mX = block * MMA_M, tensors.latent_cache
+            sources = [
+                self._source(mX, self.latent(mX, entry, first + each) + vector * VECTOR_BYTES, entry >= 0)
+                for entry, each in zip(found, rows)
+            ]
+            # What the table has for a block is looked up one block ahead.
+            for i in cutlass.range_constexpr(len(rows)):
+                entries[i] = self.entry(tensors, work, first + MMA_M + rows[i])
+            cute.arch.mbarrier_wait(shared.empty + stage, 1 - turn)
+            all_there = cutlass.Boolean(True)
+            for entry, each in zip(found, rows):
+                all_there = all_there & (entry >= 0)
+                if vector == 0:
+                    shared.there[each, stage] = Int32(entry >= 0)
+            all_there = cute.arch.vote_all_sync(all_there)
+            if tidx % WARP == 0:
+                shared.whole[tidx // WARP, stage] = Int32(all_there)
+            full = shared.full + stage * LATENT_PARTS
+            cute.arch.mbarrier_arrive(full)
+            target = shared.k.iterator.toint() + (within + stage * (self.tiles * TILE_BYTES))
+            for part in cutlass.range_constexpr(LATENT_PARTS):
+                self._copy(target, sources, self.parts[part])
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + part)
+
+    def _source(self, mX, address, there):
+        """An address to read, and how many bytes of it: none of what is not there, but of what can be read."""
+        size = cutlass.select_(there, Int32(VECTOR_BYTES), Int32(0))
+        return cutlass.select_(there, address, mX.iterator.toint()), size
+
+    def _copy(self, target, sources, tiles):
+        """Start to copy a vector of each row and tile of columns."""
+        for tile in tiles:
+            for i, (source, size) in enumerate(sources):
+                offset = tile * TILE_BYTES + i * ROWS_AT_ONCE * ROW_BYTES
+                copy_bytes((target, offset), source + tile * ROW_BYTES, size)
+
+    def _turn(self, index):
+        """The stage of a block, and how often it has been filled before, odd or even."""
+        return index % LATENT_STAGES, index // LATENT_STAGES % 2
+
+    # --- the warpgroups that multiply
+
+    @cute.jit
+    def _attend(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr):  # fmt: skip
+        tidx = cute.arch.thread_idx()[0] - WARPGROUP
+        group, thread = cute.arch.make_warp_uniform(tidx // WARPGROUP), tidx % WARPGROUP
+        mmas = mma_first, mma_scores, mma_values = self._mmas()
+        mma_first.set(warpgroup.Field.ACCUMULATE, False)
+        for mma in (mma_scores, mma_values):
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        scores, values = mma_scores.get_slice(0), mma_values.get_slice(0)
+        rS, rO = (
+            cute.make_rmem_tensor(mma.partition_shape_C((MMA_M, n)), Float32)
+            for mma, n in ((mma_scores, MMA_M), (mma_values, self.columns))
+        )
+        rMax, rSum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        rO.fill(0.0)
+        rMax.fill(-Float32.inf)
+        rSum.fill(0.0)
+        own = Multiplying(
+            *mmas, mma_scores.make_fragment_A(scores.partition_A(shared.q)),
+            mma_scores.make_fragment_B(scores.partition_B(shared.k)),
+            mma_values.make_fragment_A(values.partition_A(shared.weights)),
+            mma_values.make_fragment_B(values.partition_B(self._values(shared.k, group))), rS, rO, rMax, rSum,
+        )  # fmt: skip
+        count, at = work.end - work.begin, (group, thread)
+        cute.arch.mbarrier_wait(shared.queries, 0)
+        if (group == 0) & (count > 0):
+            self._score(own, shared, 0)
+            warpgroup.wait_group(0)
+            self._weigh(own, work, shared, (0, at))
+            self._add_own(own, shared, (0, count, at))
+        for index in cutlass.range(2 - group, count, GROUPS, unroll=1):
+            self._begin_other(own, shared, (index - 1, at))
+            self._score(own, shared, index)
+            warpgroup.wait_group(1)
+            self._release(shared, index - 1, thread)
+            warpgroup.wait_group(0)
+            self._weigh(own, work, shared, (index, at))
+            self._add_own(own, shared, (index, count, at))
+        if (count > 0) & (count % GROUPS == group):
+            self._begin_other(own, shared, (count - 1, at))
+            warpgroup.wait_group(0)
+        self._finish(own, tensors, work, shared, at)
+
+    def _mmas(self):
+        """Tiled MMAs of scores, of which the first one overwrites, and of a warpgroup's columns of values."""
+        scores = [mma_of_scores(self.dtype, MMA_M, 1) for _ in range(2)]
+        majors = OperandMajorMode.K, OperandMajorMode.MN
+        return *scores, tiled_mma((self.dtype, self.dtype), majors, self.columns)
+
+    def _values(self, sK, group):
+        """A warpgroup's columns of blocks, as the operand B of values: (columns, keys, stages)."""
+        layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (MMA_M, MMA_M, self.columns), self.dtype, 1)
+        outer = cute.select(layout.outer, mode=[0, 1])
+        layout = cute.make_layout((*outer.shape, LATENT_STAGES), stride=(*outer.stride, MMA_M * self.d))
+        return transposed(cute.make_tensor(sK.iterator + group * (self.columns * MMA_M), layout))
+
+    @cute.jit
+    def _score(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, index):
+        """Issue the scores of a block, part after part as they come."""
+        stage, turn = self._turn(index)
+        for part in cutlass.range_constexpr(LATENT_PARTS):
+            cute.arch.mbarrier_wait(shared.full + (stage * LATENT_PARTS + part), turn)
+            cute.arch.fence_view_async_shared()
+            if const_expr(part == 0):
+                warpgroup.fence()
+            for k in cutlass.range_constexpr(self.parts[part].start * 4, self.parts[part].stop * 4):
+                mma = own.mma_first if const_expr(k == 0) else own.mma_scores
+                cute.gemm(mma, own.rS, own.q[None, None, k, 0], own.k[None, None, k, stage], own.rS)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _weigh(
+        self, own: cutlass.Constexpr, work: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr
+    ):  # fmt: skip
+        """Exponentials of a block's scores to shared memory, and what sums so far are to be multiplied by."""
+        index, (group, thread) = place
+        stage, block = index % LATENT_STAGES, work.begin + index
+        whole = (block + 1) * MMA_M <= work.keys - (self.queries - 1)
+        for warp in cutlass.range_constexpr(WARPGROUP // WARP):
+            whole = whole & (shared.whole[warp, stage] != 0)
+        lane, row = thread % WARP, thread // WARP * 16 + thread % WARP // 4
+        if not whole:
+            self._hide(own.rS, work, shared.there, (block, stage, row, lane))
+        factors = self.softmax.add(own.rS, own.rMax, own.rSum)
+        rP = cute.make_rmem_tensor_like(own.rS, self.dtype)
+        store_packed(own.rS, rP)
+        if index > 0:
+            # The other warpgroup has read the weights before these.
+            cute.arch.barrier(barrier_id=READ + (index - 1) % 2, number_of_threads=GROUPS * WARPGROUP)
+        for r in cutlass.range_constexpr(2):
+            if lane % 4 == 0:
+                shared.largest[row + 8 * r] = own.rMax[r]
+                shared.factors[row + 8 * r] = factors[r]
+        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.dtype, Float32)
+        copy = cute.make_tiled_copy_C(atom, own.mma_scores).get_slice(thread)
+        cute.copy(copy, copy.retile(rP), copy.partition_D(shared.weights)[None, None, None, 0])
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
+        cute.arch.barrier_arrive(barrier_id=READY + index % 2, number_of_threads=GROUPS * WARPGROUP)
+        self.softmax.rescale(own.rO, factors)
+
+    @cute.jit
+    def _hide(self, rS, work: cutlass.Constexpr, there, place: cutlass.Constexpr):
+        """Hide scores of keys that are not there, or behind a query's own."""
+        (block, stage, row, lane), scores = place, by_row(rS)
+        last = [work.keys - self.queries + (work.block * MMA_M + row + 8 * r) // self.heads for r in range(2)]
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            column = lane % 4 * 2 + (8 * (c // 2) + c % 2)
+            known = there[column, stage] != 0
+            for r in cutlass.range_constexpr(2):
+                seen = known & (block * MMA_M + column <= last[r])
+                scores[r, c] = cutlass.select_(seen, scores[r, c], -Float32.inf)
+
+    @cute.jit
+    def _add_own(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
+        """Add the weighted values of a block of this warpgroup."""
+        index, count, (_, thread) = place
+        multiply(own.mma_values, (own.weights, own.values), own.rO, (0, index % LATENT_STAGES))
+        warpgroup.wait_group(0)
+        self._release(shared, index, thread)
+        if index + 1 < count:
+            cute.arch.barrier_arrive(barrier_id=READ + index % 2, number_of_threads=GROUPS * WARPGROUP)
+
+    @cute.jit
+    def _begin_other(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
+        """Issue the weighted values of a block of the other warpgroup, once it has the weights."""
+        index, (_, thread) = place
+        cute.arch.barrier(barrier_id=READY + index % 2, number_of_threads=GROUPS * WARPGROUP)
+        factors = cute.make_rmem_tensor(2, Float32)
+        row = thread // WARP * 16 + thread % WARP // 4
+        for r in cutlass.range_constexpr(2):
+            factors[r], own.rMax[r] = shared.factors[row + 8 * r], shared.largest[row + 8 * r]
+            own.rSum[r] = own.rSum[r] * factors[r]
+        self.softmax.rescale(own.rO, factors)
+        multiply(own.mma_values, (own.weights, own.values), own.rO, (0, index % LATENT_STAGES))
+
+    @cute.jit
+    def _release(self, shared: cutlass.Constexpr, index, thread):
+        """Let the stage of a block be filled again, once both warpgroups have."""
+        if thread % WARP == 0:
+            cute.arch.mbarrier_arrive(shared.empty + index % LATENT_STAGES)
+
+    @cute.jit
+    def _finish(
+        self, own: cutlass.Constexpr, tensors: cutlass.Constexpr, work: cutlass.Constexpr,
+        shared: cutlass.Constexpr, at: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Add the sums of both warpgroups up, and store the rows."""
+        (group, thread), values = at, by_row(own.rO)
+        lane, row = thread % WARP, thread // WARP * 16 + thread % WARP // 4
+        for r in cutlass.range_constexpr(2):
+            total = own.rSum[r]
+            for offset in (2, 1):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+            if lane % 4 == 0:
+                shared.sums[row + 8 * r, group] = total
+        cute.arch.barrier(barrier_id=END, number_of_threads=GROUPS * WARPGROUP)
+        for r in cutlass.range_constexpr(2):
+            inside = row + 8 * r
+            total = shared.sums[inside, 0] + shared.sums[inside, 1]
+            place = work.block * MMA_M + inside, group * self.columns + lane % 4 * 2, (group == 0) & (lane % 4 == 0)
+            self.store(tensors, work, (own.rMax[r] * Float32(self.log2_scale), total), (values, r, place))
