@@ -68,10 +68,10 @@ when_imported("torch.export.pt2_archive", "cute_ops_torch.composite.loaded")
 
 def __getattr__(name: str) -> Any:
     """Functions are made, and what few programs need is imported, when it is first used: that takes time."""
-    if name in ("inductor", "nn", "optim"):
+    if name in ("compat", "inductor", "nn", "optim"):
         return import_module(f"cute_ops_torch.{name}")
     if name not in __all__:
-        raise no_attribute(__name__, name, (*__all__, "inductor", "optim"))
+        raise no_attribute(__name__, name, (*__all__, "compat", "inductor", "optim"))
     module = import_module(f"cute_ops_torch.{_LAZY[name]}") if name in _LAZY else functions
     value = globals()[name] = getattr(module, name)
     return value

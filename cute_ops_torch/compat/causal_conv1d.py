@@ -1,0 +1,122 @@
+"""Functions of causal-conv1d 1.7, by :func:`cute_ops_torch.causal_conv1d`.
+
+Ours has channels last. An ``x`` in the memory of (batch, seqlen, channels), which theirs asks for beside states, too,
+is not copied; one whose positions are neighbours is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cute_ops_torch
+from cute_ops_torch.compat.refusal import missing, one_of, only
+
+Tensor = torch.Tensor
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+__getattr__ = missing(__name__, __all__, {})
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def causal_conv1d_fn(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, return_final_states: bool = False, final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:  # fmt: skip
+    """A causal convolution of ``x``, (batch, channels, seqlen), with ``weight``, (channels, width).
+
+    Args:
+        x, weight, bias, activation: as :func:`cute_ops_torch.causal_conv1d` has them, positions last.
+        seq_idx: refused.
+        initial_states: (batch, channels, width - 1): the inputs before x.
+        return_final_states: return the last inputs, too, (batch, channels, width - 1).
+        final_states_out: where to write them.
+
+    Returns:
+        (batch, channels, seqlen), or with the final states behind it.
+    """
+    only("causal_conv1d_fn", seq_idx=(seq_idx, None))
+    one_of("causal_conv1d_fn", "activation", activation, ACTIVATIONS)
+    if final_states_out is not None and not return_final_states:
+        raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only.")
+    out, final = _convolved(x, weight, bias, initial_states, activation)
+    if not return_final_states:
+        return out
+    return out, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    out, final = cute_ops_torch.causal_conv1d(
+        _channels_last(x), weight, bias, None if before is None else _channels_last(before),
+        "silu" if activation else "none",
+    )  # fmt: skip
+    return out.transpose(1, 2), final.transpose(1, 2)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """(batch, channels, seqlen) as (batch, seqlen, channels), whose channels are neighbours in memory."""
+    turned = x.transpose(1, 2)
+    return turned if turned.stride(-1) == 1 or turned.shape[-1] == 1 else turned.contiguous()
+
+
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The convolution of new inputs behind those of a state, which then holds the newest ones. No gradient.
+
+    Args:
+        x: (batch, channels) or (batch, channels, seqlen).
+        conv_state: (batch, channels, state length), of at least width - 1 inputs, the oldest first. It is written.
+        weight, bias, activation: as in :func:`causal_conv1d_fn`.
+        cache_seqlens: (batch,): how many inputs were before x. The state is a ring then, written from there on.
+        conv_state_indices: (batch,): which states of ``conv_state`` are those of x.
+    """
+    one_of("causal_conv1d_update", "activation", activation, ACTIVATIONS)
+    single = x.ndim == 2
+    if single:
+        x = x.unsqueeze(-1)
+    held, length, new, taps = conv_state, conv_state.shape[-1], x.shape[-1], weight.shape[-1] - 1
+    if length < taps:
+        raise ValueError(f"causal_conv1d_update: conv_state holds {length} inputs, fewer than width - 1 = {taps}.")
+    if cache_seqlens is not None and new > length:
+        raise ValueError(f"causal_conv1d_update: {new} new inputs do not fit into a ring of {length}.")
+    with torch.no_grad():
+        if conv_state_indices is not None:
+            held = conv_state.index_select(0, conv_state_indices)
+        if cache_seqlens is None:
+            before = held[..., length - taps :]
+            after = torch.cat((held, x.to(held.dtype)), -1)[..., new:]
+        else:
+            before = held.gather(-1, _places(cache_seqlens, -taps, 0, held))
+            after = held.scatter(-1, _places(cache_seqlens, 0, new, held), x.to(held.dtype))
+        out, _ = _convolved(x, weight, bias, before.to(x.dtype), activation)
+        if conv_state_indices is None:
+            conv_state.copy_(after)
+        else:
+            conv_state.index_copy_(0, conv_state_indices, after)
+    return out.squeeze(-1) if single else out
+
+
+def _places(seqlens: Tensor, start: int, stop: int, ring: Tensor) -> Tensor:
+    """(batch, channels, stop - start): where these inputs are in a ring, counted from the next one."""
+    places = (seqlens[:, None].long() + torch.arange(start, stop, device=ring.device)) % ring.shape[-1]
+    return places[:, None].expand(-1, ring.shape[1], -1)
+
+
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last inputs of packed sequences, (batch, channels, state length); zeros before a shorter one. No gradient.
+
+    Args:
+        x: (tokens, channels).
+        cu_seqlens: (batch + 1,): where each sequence begins, and the end.
+        state_len: how many inputs of each.
+    """
+    starts, ends = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
+    places = ends + torch.arange(-state_len, 0, device=x.device)
+    inside = (places >= starts)[..., None]
+    states = x.detach()[places.clamp(min=0)].where(inside, x.new_zeros(()))
+    return states.transpose(1, 2)

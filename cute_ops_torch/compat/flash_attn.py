@@ -1,0 +1,154 @@
+"""Functions of FlashAttention 2 (flash_attn 2.8), by :func:`cute_ops_torch.attention` and its ops for decoding.
+
+Shapes, positions of causal masks and windows, and rows without keys are theirs. Gradients are summed in a fixed order
+with ``deterministic``. Head dims that are no multiple of 16 are padded with zeros, which copies. Dropout is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import cute_ops_torch
+from cute_ops import mods
+from cute_ops_torch.compat.refusal import missing, only
+
+Tensor = torch.Tensor
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache"]
+__getattr__ = missing(__name__, __all__, {"flash_attn_varlen": "packed sequences (cu_seqlens) are not implemented"})
+MULTIPLE = 16  # of head dims that our kernels take
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """``softmax(q @ k.T) @ v`` of (batch, seqlen, heads, headdim), with grouped heads.
+
+    Returns:
+        ``out``; with ``return_attn_probs`` ``(out, lse, None)``: there are no probabilities without dropout, as there.
+    """
+    only("flash_attn_func", dropout_p=(dropout_p, 0.0))
+    out, lse = _attend(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """:func:`flash_attn_func` of (batch, seqlen, 2, heads, headdim), which is not copied."""
+    only("flash_attn_kvpacked_func", dropout_p=(dropout_p, 0.0))
+    k, v = kv.unbind(2)
+    out, lse = _attend(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """:func:`flash_attn_func` of (batch, seqlen, 3, heads, headdim), which is not copied."""
+    only("flash_attn_qkvpacked_func", dropout_p=(dropout_p, 0.0))
+    q, k, v = qkv.unbind(2)
+    out, lse = _attend(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: tuple[int, int], softcap: float,
+    slopes: Tensor | None, deterministic: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    size, values = q.shape[-1], v.shape[-1]
+    given: dict[str, Any] = {}
+    if slopes is not None:
+        given = {"score_mod": mods.alibi if slopes.ndim == 1 else _alibi_of_each_example, "captured": (slopes,)}
+    out, lse = cute_ops_torch.attention(
+        _padded(q),
+        _padded(k),
+        _padded(v),
+        scale=(size**-0.5 if size % MULTIPLE else 0.0) if scale is None else scale,
+        causal=causal,
+        left=window[0],
+        right=-1 if causal else window[1],
+        softcap=max(softcap, 0.0),
+        deterministic=deterministic,
+        **given,
+    )
+    return out[..., :values], lse
+
+
+def _alibi_of_each_example(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, slopes: Any) -> Any:
+    return score - slopes[batch, head] * xp.abs(q - k)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros behind each head, whose products are 0, up to a head dim that our kernels take."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % MULTIPLE)) if x.shape[-1] % MULTIPLE else x
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Attention of 1 to 16 new queries of each sequence to a cache, contiguous or in pages of any size.
+
+    With ``k`` and ``v`` the new keys and values are written into the cache behind ``cache_seqlens`` others first, in
+    place, keys rotated where ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), are given; so are queries.
+    Keys are split over the GPU by our own heuristic. No gradient.
+
+    Returns:
+        ``out``; with ``return_softmax_lse`` ``(out, lse)``.
+    """
+    name = "flash_attn_with_kvcache"
+    only(
+        name, cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None),
+        alibi_slopes=(alibi_slopes, None), num_splits=(num_splits, 0),
+    )  # fmt: skip
+    batch, queries = q.shape[:2]
+    left, right = window_size
+    if queries > 1 and not causal and right != 0:
+        raise NotImplementedError(f"{name}: causal=False with {queries} queries is not implemented, only causal=True.")
+    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError(f"{name}: k and v are given together, and so are rotary_cos and rotary_sin.")
+    if k is None and rotary_cos is not None:
+        raise ValueError(f"{name}: rotary_cos rotates new keys: it needs k and v.")
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens is None:
+        if k is not None:
+            raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
+        cache_seqlens = capacity
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    lengths = cache_seqlens
+    if k is not None and v is not None:
+        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)  # (batch, new)
+        cos = sin = None
+        if rotary_cos is not None and rotary_sin is not None:
+            if queries != k.shape[1]:
+                raise ValueError(f"{name}: rotary_cos rotates queries like keys; there are {queries} and {k.shape[1]}.")
+            cos, sin = rotary_cos[places], rotary_sin[places]
+            q = cute_ops_torch.rope(q, cos, sin, rotary_interleaved)
+        slots = _slots(places, k_cache.shape[1], block_table)
+        cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots, cos, sin, rotary_interleaved)
+        lengths = lengths + k.shape[1]
+    out, lse = cute_ops_torch.decode_attention(
+        q, k_cache, v_cache, lengths, block_table, scale=softmax_scale or 0.0, window=left + 1,
+        softcap=max(softcap, 0.0),
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+def _slots(places: Tensor, size: int, block_table: Tensor | None) -> Tensor:
+    """Where the tokens at these places of their sequences go: the number of a row of the cache."""
+    if block_table is None:
+        return torch.arange(places.shape[0], device=places.device)[:, None] * size + places
+    return block_table.gather(1, places // size).long() * size + places % size

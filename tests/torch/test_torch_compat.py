@@ -1,0 +1,143 @@
+"""Functions and modules with other libraries' names: which there are, their arguments, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops_torch.compat import causal_conv1d, flash_attn, liger, quack
+from tests.torch.compat_checks import drawn
+
+# What `liger_kernel` 0.8.5, `quack-kernels` 0.6.5, `flash-attn` 2.8.3 and `causal-conv1d` 1.7.0 publish.
+RECORDED = (Path(__file__).parent / "compat_signatures.txt").read_text(encoding="utf-8").splitlines()
+OURS = {"liger": liger, "quack": quack, "flash_attn": flash_attn, "causal_conv1d": causal_conv1d}
+THEIRS = {
+    "liger": ("liger_kernel.transformers", "liger_kernel.transformers.functional"),
+    "quack": ("quack", "quack.rmsnorm", "quack.linear", "quack.mlp", "quack.linear_cross_entropy", "quack.rotary"),
+    "flash_attn": ("flash_attn",),
+    "causal_conv1d": ("causal_conv1d", "causal_conv1d.causal_conv1d_varlen"),
+}
+Parameters = list[tuple[str, Any]]
+
+
+def parameters(function: Any) -> Parameters:
+    listed = inspect.signature(function).parameters.values()
+    return [(p.name, p.default) for p in listed if p.name != "self" and "VAR" not in p.kind.name]
+
+
+def recorded(line: str) -> tuple[str, str, Parameters]:
+    library, _, signature = line.partition(" ")
+    name, _, listed = signature.removesuffix(")").partition("(")
+    call = ast.parse(f"def f({listed}): pass").body[0]
+    assert isinstance(call, ast.FunctionDef)
+    names = [each.arg for each in call.args.args]
+    defaults = [ast.literal_eval(each) for each in call.args.defaults]
+    values = [*[inspect.Parameter.empty] * (len(names) - len(defaults)), *defaults]
+    return library, name, list(zip(names, values, strict=True))
+
+
+def found(modules: Any, name: str) -> Any:
+    name, _, method = name.partition(".")
+    value = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return getattr(value, method) if method else value
+
+
+@pytest.mark.parametrize("line", RECORDED, ids=lambda line: line.partition("(")[0])
+def test_signatures_are_the_recorded_ones(line: str) -> None:
+    library, name, wanted = recorded(line)
+    assert parameters(found([OURS[library]], name)) == wanted
+
+
+def test_every_name_is_recorded() -> None:
+    names = {tuple(recorded(line)[:2]) for line in RECORDED}
+    assert {(library, name) for library, module in OURS.items() for name in module.__all__} <= names
+
+
+@pytest.mark.parametrize("library", THEIRS)
+def test_the_record_is_what_is_installed(library: str) -> None:
+    modules = [pytest.importorskip(name, exc_type=ImportError) for name in THEIRS[library]]
+    for line in RECORDED:
+        of, name, wanted = recorded(line)
+        if of == library:
+            assert parameters(found(modules, name)) == wanted, line
+
+
+def test_modules_are_found_and_what_is_missing_is_named() -> None:
+    assert cute_ops_torch.compat.liger is liger and importlib.import_module("cute_ops_torch.compat.quack") is quack
+    cases: list[tuple[Any, str, str]] = [
+        (cute_ops_torch.compat, "flash_atn",
+         "module 'cute_ops_torch.compat' has no attribute 'flash_atn' (did you mean flash_attn?); there are "
+         "causal_conv1d, flash_attn, liger, quack"),
+        (causal_conv1d, "causal_conv1d_ref",
+         "module 'cute_ops_torch.compat.causal_conv1d' has no attribute 'causal_conv1d_ref' (did you mean "
+         "causal_conv1d_fn?); there are causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states"),
+    ]  # fmt: skip
+    for module, name, text in cases:
+        with pytest.raises(AttributeError) as caught:
+            getattr(module, name)
+        assert str(caught.value) == text
+    with pytest.raises(
+        AttributeError, match=r"cute_ops_torch\.patch\(model\) patches .*; there are CrossEntropyOutput,"
+    ):
+        liger.apply_liger_kernel_to_llama  # noqa: B018
+
+
+X, WEIGHT = drawn(2, 5, 32), drawn(32, seed=1)
+TARGET = torch.tensor([3, -100, 0, 15, 7, 7])
+LOGITS = drawn(6, 16) * 4
+Q = drawn(1, 2, 2, 16)
+ONE = torch.ones(16)
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: liger.liger_cross_entropy(LOGITS, TARGET, ONE), NotImplementedError,
+     "liger_cross_entropy: weight=float32[16] is not implemented, only weight=None."),
+    (lambda: liger.liger_cross_entropy(LOGITS, TARGET, reduce=False), NotImplementedError,
+     "liger_cross_entropy: reduce=False is not implemented, only reduce=None."),
+    (lambda: liger.liger_fused_linear_cross_entropy(X[0], X[1], TARGET, use_token_scaling=True), NotImplementedError,
+     "liger_fused_linear_cross_entropy: use_token_scaling=True is not implemented, only use_token_scaling=False."),
+    (lambda: liger.liger_rms_norm(X, WEIGHT, 1e-6, casting_mode="lama"), NotImplementedError,
+     "liger_rms_norm: casting_mode='lama' is not implemented, only 'llama', 'gemma', 'none', None."),
+    (lambda: liger.liger_rope(Q, Q, Q, Q, position_ids=TARGET), NotImplementedError,
+     "liger_rope: position_ids=int64[6] is not implemented, only position_ids=None."),
+    (lambda: liger.LigerSwiGLUMLP(SimpleNamespace(hidden_act="relu")), NotImplementedError,
+     "config: hidden_act='relu' is not implemented, only 'silu', 'swish'."),
+    (lambda: quack.rmsnorm(X, out_dtype=torch.float16), NotImplementedError,
+     "rmsnorm: out_dtype=torch.float16 is not implemented, only None, torch.float32."),
+    (lambda: quack.cross_entropy(LOGITS, TARGET, lse_partial=ONE), NotImplementedError,
+     "cross_entropy: lse_partial=float32[16] is not implemented, only lse_partial=None."),
+    (lambda: quack.mlp_func(X, WEIGHT, WEIGHT, "swiglu"), NotImplementedError,
+     "mlp_func: concat_layout=False is not implemented, only concat_layout=True."),
+    (lambda: quack.MLP(32, activation="reglu"), NotImplementedError,
+     "MLP: activation='reglu' is not implemented, only 'gelu_tanh_approx', 'relu', 'relu_sq', 'silu', 'swiglu', "
+     "'geglu'."),
+    (lambda: flash_attn.flash_attn_func(Q, Q, Q, 0.1), NotImplementedError,
+     "flash_attn_func: dropout_p=0.1 is not implemented, only dropout_p=0.0."),
+    (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, num_splits=4), NotImplementedError,
+     "flash_attn_with_kvcache: num_splits=4 is not implemented, only num_splits=0."),
+    (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q), NotImplementedError,
+     "flash_attn_with_kvcache: causal=False with 2 queries is not implemented, only causal=True."),
+    (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, Q, Q, causal=True), ValueError,
+     "flash_attn_with_kvcache: cache_seqlens says behind how many keys k and v are written, and is not given."),
+    (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, seq_idx=TARGET), NotImplementedError,
+     "causal_conv1d_fn: seq_idx=int64[6] is not implemented, only seq_idx=None."),
+    (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, activation="gelu"), NotImplementedError,
+     "causal_conv1d_fn: activation='gelu' is not implemented, only None, 'silu', 'swish'."),
+    (lambda: causal_conv1d.causal_conv1d_update(drawn(2, 8), drawn(2, 8, 2), drawn(8, 4)), ValueError,
+     "causal_conv1d_update: conv_state holds 2 inputs, fewer than width - 1 = 3."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_what_is_not_computed_is_refused_by_name(index: int) -> None:
+    call, kind, text = REFUSED[index]
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == text

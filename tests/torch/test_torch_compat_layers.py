@@ -1,0 +1,212 @@
+"""Liger's and quack's functions and modules on our ops: values and gradients beside what they are said to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cute_ops_torch.compat import liger, quack
+from tests.torch.compat_checks import alike, drawn
+
+Tensor = torch.Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+X, WEIGHT, BIAS = drawn(2, 5, 32), drawn(32, seed=1), drawn(32, seed=2)
+TARGET = torch.tensor([3, -100, 0, 15, 7, 7])
+LOGITS = drawn(6, 16) * 4
+
+
+@pytest.mark.parametrize(("ours", "theirs", "inputs"), [
+    (lambda x, w: liger.liger_rms_norm(x, w, 1e-5, 1.0, "gemma"), lambda x, w: rms(x, w + 1, 1e-5), (X, WEIGHT)),
+    (lambda x, r, w: liger.liger_fused_add_rms_norm(x, r, w, 1e-6), lambda x, r, w: (rms(x + r, w), x + r),
+     (X, drawn(2, 5, 32, seed=3), WEIGHT)),
+    (lambda x, w, b: liger.liger_layer_norm(x, w, b, 1e-6), lambda x, w, b: F.layer_norm(x, (32,), w, b, 1e-6),
+     (X, WEIGHT, BIAS)),
+    (liger.liger_swiglu, lambda a, b: F.silu(a) * b, (X, X.flip(0))),
+    (liger.liger_geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, (X, X.flip(0))),
+    (liger.liger_relu_squared, lambda x: F.relu(x) ** 2, (X,)),
+    (liger.liger_softmax, lambda x: x.softmax(-1), (X,)),
+    (quack.rmsnorm, rms, (X, WEIGHT)),
+    (lambda x, w, b, r: quack.rmsnorm(x, w, b, r, prenorm=True), lambda x, w, b, r: (rms(x + r, w) + b, x + r),
+     (X, WEIGHT, BIAS, X.flip(1))),
+    (lambda x, w, r: quack.rmsnorm(x, w, residual=r), lambda x, w, r: rms(x + r, w), (X, WEIGHT, X.flip(1))),
+    (lambda x, w: quack.rmsnorm(x, w, prenorm=True), lambda x, w: (rms(x, w), x), (X, WEIGHT)),
+    (quack.softmax, lambda x: x.softmax(-1), (X,)),
+    (quack.layernorm_fwd, lambda x, w, b: F.layer_norm(x, (32,), w, b, 1e-6), (X, WEIGHT, BIAS)),
+    (quack.linear_func, F.linear, (X, drawn(24, 32), drawn(24))),
+    (lambda x, a, b: quack.mlp_func(x, a, b, "relu_sq"), lambda x, a, b: F.relu(x @ a.T) ** 2 @ b.T,
+     (X, drawn(48, 32), drawn(32, 48))),
+    (lambda x, a, b, c, d: quack.mlp_func(x, a, b, "gelu_tanh_approx", c, d, recompute=True),
+     lambda x, a, b, c, d: F.linear(F.gelu(F.linear(x, a, c), approximate="tanh"), b, d),
+     (X, drawn(48, 32), drawn(32, 48), drawn(48), drawn(32))),
+    (lambda x, a, b: quack.mlp_func(x, a, b, "geglu", concat_layout=True),
+     lambda x, a, b: F.gelu(x @ a[:24].T, approximate="tanh") * (x @ a[24:].T) @ b.T,
+     (X, drawn(48, 32), drawn(32, 24))),
+])  # fmt: skip
+def test_functions_of_rows(ours: Callable[..., Any], theirs: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+    alike(ours, theirs, *inputs, atol=2e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses(reduction: str) -> None:
+    def theirs(x: Tensor, smooth: float = 0.0, z: float = 0.0, cap: float = 0.0) -> Tensor:
+        y = cap * torch.tanh(x / cap) if cap else x
+        rows = F.cross_entropy(y, TARGET, reduction="none", label_smoothing=smooth)
+        rows = rows + z * (y.logsumexp(-1) ** 2).where(TARGET >= 0, torch.zeros((), dtype=y.dtype))
+        return {"mean": rows.sum() / 5, "sum": rows.sum(), "none": rows}[reduction]
+
+    def capped(x: Tensor) -> Tensor:
+        return liger.liger_cross_entropy(
+            x, TARGET, reduction=reduction, label_smoothing=0.1, lse_square_scale=1e-2, softcap=5.0
+        )  # type: ignore[no-any-return]
+
+    alike(capped, lambda x: theirs(x, 0.1, 1e-2, 5.0), LOGITS)
+    alike(lambda x: quack.cross_entropy(x, TARGET, reduction=reduction), theirs, LOGITS)
+    alike(lambda x: liger.LigerCrossEntropyLoss(reduction=reduction)(x, TARGET), theirs, LOGITS)
+    hidden, weight, bias = drawn(6, 8), drawn(16, 8), drawn(16)
+    alike(
+        lambda h, w, b: liger.liger_fused_linear_cross_entropy(h, w, TARGET, b, reduction=reduction),
+        lambda h, w, b: theirs(F.linear(h, w, b)), hidden, weight, bias,
+    )  # fmt: skip
+    alike(
+        lambda h, w: liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, softcap=5.0)(w, h, TARGET),
+        lambda h, w: theirs(h @ w.T, cap=5.0), hidden, weight,
+    )  # fmt: skip
+    alike(
+        lambda h, w, b: quack.linear_cross_entropy_func(h, w, b, TARGET, reduction=reduction),
+        lambda h, w, b: theirs(F.linear(h, w, b)), hidden, weight, bias,
+    )  # fmt: skip
+    if reduction != "none":
+        alike(
+            lambda h, w: quack.chunked_linear_cross_entropy(h, w, TARGET, 8, reduction=reduction),
+            lambda h, w: theirs(h @ w.T), hidden, weight,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_what_comes_beside_ligers_loss(reduction: str) -> None:
+    x = LOGITS.clone().requires_grad_()
+    loss = liger.LigerCrossEntropyLoss(
+        reduction=reduction, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True,
+        return_predicted_tokens=True,
+    )  # fmt: skip
+    out = loss(x, TARGET)
+    plain = liger.liger_cross_entropy(x, TARGET, reduction=reduction, lse_square_scale=1e-2)
+    torch.testing.assert_close(out.loss, plain)
+    gradients = [torch.autograd.grad(each.sum(), x)[0] for each in (out.loss, plain)]
+    torch.testing.assert_close(*gradients)
+    valid = TARGET >= 0
+    z = (1e-2 * LOGITS.logsumexp(-1) ** 2).where(valid, torch.zeros(()))
+    right = (LOGITS.argmax(-1) == TARGET).float()
+    torch.testing.assert_close(out.z_loss, {"mean": z.sum() / 5, "sum": z.sum(), "none": z}[reduction])
+    torch.testing.assert_close(out.token_accuracy, right if reduction == "none" else right.sum() / 5)
+    assert out.predicted_tokens.tolist() == [i if ok else -1 for i, ok in zip(LOGITS.argmax(-1), valid, strict=True)]
+    assert not out.z_loss.requires_grad
+    only = liger.liger_cross_entropy(LOGITS, TARGET, return_token_accuracy=True)
+    assert (only.z_loss, only.predicted_tokens) == (None, None)
+
+
+def turned(x: Tensor) -> Tensor:
+    """``rotate_half`` of Hugging Face's models."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+@pytest.mark.parametrize("rotary", [32, 16])
+def test_ligers_rotation(rotary: int) -> None:
+    q, k = drawn(2, 4, 6, 32), drawn(2, 2, 6, 32)
+    half = drawn(1, 6, rotary // 2)
+    cos, sin = torch.cat((half, half), -1).cos(), torch.cat((half, half), -1).sin()
+
+    def theirs(*xs: Tensor) -> list[Tensor]:
+        c, s = cos[:, None].double(), sin[:, None].double()
+        return [torch.cat((x[..., :rotary] * c + turned(x[..., :rotary]) * s, x[..., rotary:]), -1) for x in xs]
+
+    alike(lambda q, k: liger.liger_rotary_pos_emb(q, k, cos, sin), theirs, q, k)
+    alike(lambda q, k: liger.liger_rope(q, k, half.cos(), half.sin(), rotary_dim=rotary), theirs, q, k)
+
+
+def test_rotations_of_pairs() -> None:
+    x = drawn(2, 6, 4, 32)
+    angles = drawn(9, 16)
+
+    def theirs(x: Tensor, places: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones((), dtype=torch.float64), angles.double())[places]
+        turn = turn[:, :, None] if places.ndim == 2 else turn[None, :, None]
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (16, 2))) * turn).flatten(-2)
+
+    start = torch.arange(6)
+    cis = torch.polar(torch.ones(6, 16), angles[:6])
+    alike(
+        lambda a, b: liger.liger_llama4_text_rotary_pos_emb(a, b, cis),
+        lambda a, b: (theirs(a, start), theirs(b, start)), x, x.flip(0),
+    )  # fmt: skip
+    cos, sin = angles.cos(), angles.sin()
+    alike(lambda x: quack.apply_rotary_emb(x, cos, sin, True), lambda x: theirs(x, start), x)
+    alike(lambda x: quack.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=2), lambda x: theirs(x, start + 2), x)
+    offsets = torch.tensor([1, 3])
+    alike(
+        lambda x: quack.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=offsets),
+        lambda x: theirs(x, offsets[:, None] + start), x,
+    )  # fmt: skip
+
+
+CONFIG = SimpleNamespace(hidden_size=32, intermediate_size=48, hidden_act="silu")
+MODULES: list[tuple[Callable[[], Any], Callable[..., Any]]] = [
+    (lambda: liger.LigerRMSNorm(32, 1e-5, 1.0, "gemma", "zeros"), lambda m, x: rms(x, m.weight + 1, 1e-5)),
+    (lambda: liger.LigerRMSNorm(32, offset=1.0, elementwise_affine=False), lambda m, x: rms(x, x.new_ones(32))),
+    (lambda: liger.LigerLayerNorm(32, bias=True), lambda m, x: F.layer_norm(x, (32,), m.weight, m.bias, 1e-6)),
+    (liger.LigerReLUSquared, lambda m, x: F.relu(x) ** 2),
+    (liger.LigerSoftmax, lambda m, x: x.softmax(-1)),
+    (lambda: liger.LigerGEGLUMLP(CONFIG),
+     lambda m, x: m.down_proj(F.gelu(m.gate_proj(x), approximate="tanh") * m.up_proj(x))),
+    (lambda: liger.LigerSwiGLUMLP(CONFIG, 24), lambda m, x: m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(x))),
+    (lambda: liger.LigerQwen3MoeSwiGLUMLP(CONFIG), lambda m, x: m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(x))),
+    (lambda: liger.LigerPhi3SwiGLUMLP(CONFIG),
+     lambda m, x: m.down_proj(F.silu(m.gate_up_proj(x).chunk(2, -1)[0]) * m.gate_up_proj(x).chunk(2, -1)[1])),
+    (lambda: liger.LigerBlockSparseTop2MLP(CONFIG), lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x))),
+    (lambda: quack.QuackRMSNorm(32, 1e-5), lambda m, x: rms(x, m.weight, 1e-5)),
+    (lambda: quack.Linear(32, 24, bias=True), lambda m, x: F.linear(x, m.weight, m.bias)),
+    (lambda: quack.MLP(32, bias1=True, bias2=True), lambda m, x: m.fc2(F.gelu(m.fc1(x), approximate="tanh"))),
+    (lambda: quack.MLP(32, 40, 16, activation="swiglu", multiple_of=16, concat_layout=True),
+     lambda m, x: m.fc2(F.silu(m.fc1(x)[..., :48]) * m.fc1(x)[..., 48:])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(MODULES)))
+def test_modules(index: int) -> None:
+    """Values, and gradients of the input and of every parameter."""
+    make, theirs = MODULES[index]
+    torch.manual_seed(index)
+    module = make()
+    twin = make().double()
+    twin.load_state_dict(module.state_dict())
+    x = X.clone().requires_grad_()
+    wide = X.double().requires_grad_()
+    out, wanted = module(x), theirs(twin, wide)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    dout = drawn(*out.shape)
+    out.backward(dout)
+    wanted.backward(dout.double())
+    for a, b in ((x, wide), *zip(module.parameters(), twin.parameters(), strict=True)):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_modules_of_two_inputs() -> None:
+    torch.manual_seed(0)
+    norm = liger.LigerFusedAddRMSNorm(32)
+    alike(norm, lambda x, r: (rms(x + r, torch.ones(32)), x + r), X, X.flip(1))
+    loss = quack.LinearCrossEntropy(8, 16, chunk_size=8)
+    alike(
+        lambda h: loss(h, TARGET), lambda h: F.cross_entropy(h @ loss.weight.detach().double().T, TARGET), drawn(6, 8)
+    )
