@@ -61,12 +61,13 @@ def linear_cross_entropy(
 
 def summed_over(
     count: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, *,
-    chunk_rows: int | None,
+    chunk_rows: int | None, softcap: float = 0.0, logit_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The sum of the losses, divided by an integer on their device."""
+    attrs = declared.of_loss(ignore_index, softcap=softcap, logit_scale=logit_scale)
     loss: Tensor = declared.loss(
-        _rows, _total, (hidden, weight, target, bias), declared.of_loss(ignore_index), reduction="sum",
-        chunk_rows=chunk_rows, accum_dtype="float32", count=count,
+        _rows, _total, (hidden, weight, target, bias), attrs, reduction="sum", chunk_rows=chunk_rows,
+        accum_dtype="float32", count=count,
     )  # fmt: skip
     return loss
 

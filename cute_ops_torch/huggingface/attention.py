@@ -53,7 +53,7 @@ def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
     known = hands_on(forward) and _projects_output(forward)
     if not (known and calls(attention, forward) and can_bypass_linear(x, attention.o_proj)):
         return None
-    return partial(forward, _Bypassed(attention, {_OUTPUT: lambda output: output}))
+    return partial(forward, Bypassed(attention, {_OUTPUT: lambda output: output}))
 
 
 def _make_forward(original: Any) -> Forward:
@@ -88,7 +88,7 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
             rest, (cos, sin) = skips_rotation, map(_half_table, tables)
             together = _keeps_projections(self, kwargs.get(cache), kwargs.get("attention_mask"))
             outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
-        projected = _Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
+        projected = Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
         return rest(projected, hidden_states, *args, **kwargs)
 
     return fused
@@ -109,10 +109,10 @@ def _returns(output: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda _: output
 
 
-class _Bypassed:
+class Bypassed:
     """Stands in for an attention: functions take the place of some of its layers."""
 
-    def __init__(self, module: nn.Module, layers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    def __init__(self, module: nn.Module, layers: Mapping[str, Callable[..., Any]]) -> None:
         self._module = module
         vars(self).update(layers)
 
@@ -122,7 +122,7 @@ class _Bypassed:
 
 def unwrapped(module: Any) -> Any:
     """The module that a ``forward`` runs for, where some of its layers are bypassed."""
-    while isinstance(module, _Bypassed):
+    while isinstance(module, Bypassed):
         module = module._module
     return module
 

@@ -109,7 +109,7 @@ def _why_loss(module: Any) -> str:
         return f"its head is a {type(head).__name__}, not a plain torch.nn.Linear"
     if function != "ForCausalLMLoss":
         return f"its loss is {function}, not that of the next token"
-    return "its forward does not pass hidden states through the head and the loss only, as Llama's does"
+    return "its forward does not pass what its own head gives to the loss, once"
 
 
 def _makes_mask(module: nn.Module) -> bool:

@@ -1,8 +1,14 @@
-"""Causal language models: the next-token loss straight from the hidden states, without their logits, or from these."""
+"""Causal language models: the next-token loss straight from the hidden states, without their logits, or from these.
+
+Models whose ``forward`` is Llama's run one of ours, which compilers follow. Others that pass the head's product to the
+loss run their own, with :class:`~cute_ops_torch.huggingface.lazy_logits.LazyLogits` in its place.
+"""
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +19,10 @@ from cute_ops.composite import chunks
 from cute_ops_torch import functions
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
+from cute_ops_torch.huggingface.attention import Bypassed
 from cute_ops_torch.huggingface.bypass import is_plain_linear, reads, takes
-from cute_ops_torch.huggingface.match import Forward, Replacement
+from cute_ops_torch.huggingface.lazy_logits import PLAIN, Caps, LazyLogits, realised
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
 
 Tensor = torch.Tensor
@@ -41,12 +49,12 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
         labels, keep = given.pop(labels_name), given.pop(keep_name)
         keeps_all = isinstance(keep, int) and keep == 0
         known = self.loss_function is ForCausalLMLoss and computes_the_same()
-        if labels is None or not (self.training and keeps_all and known and _has_plain_head(self)):
+        if labels is None or not (self.training and keeps_all and known and _has_plain_head(self, self.lm_head)):
             return NotImplemented
         outputs = self.model(**given)  # in which a hook may change the head
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
         others = {name: value for name, value in kwargs.items() if name not in parameters.names}
-        if not (_has_plain_head(self) and _multiplies(hidden, head)):
+        if not (_has_plain_head(self, head) and _multiplies(hidden, head)):
             logits = head(hidden)
             loss = self.loss_function(
                 logits=logits, **{labels_name: labels}, vocab_size=self.config.vocab_size, **others
@@ -55,15 +63,89 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
             logits = head(hidden)
             loss = _loss_of_logits(logits, labels, **others)
         else:
-            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **others)
+            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, head, hidden), **others)
         return output(loss=loss, logits=logits, **{name: getattr(outputs, name) for name in parameters.copied})
 
     return forward
 
 
-def _has_plain_head(model: Any) -> bool:
+def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
+    """``original`` on logits that only the loss computes; with ``keeps_logits`` on real ones."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    computes_the_same = reads(ForCausalLMLoss)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        known = self.training and self.loss_function is ForCausalLMLoss and computes_the_same()
+        name = _head_of(self)
+        if not (known and name) or torch.compiler.is_compiling() or not _has_plain_head(self, getattr(self, name)):
+            return NotImplemented
+        head, loss_function = getattr(self, name), self.loss_function
+
+        def product(hidden: Tensor) -> Any:
+            lazy = not keeps_logits and _has_plain_head(self, head) and _multiplies(hidden, head)
+            return LazyLogits(hidden, head, lambda: head(hidden)) if lazy else head(hidden)
+
+        def loss(logits: Any, labels: Tensor, *sizes: Any, **options: Any) -> Tensor:
+            caps = logits.caps if isinstance(logits, LazyLogits) else None
+            if caps is not None and logits.hidden.shape[:-1] == labels.shape:
+                rows = _chunk_rows(self, head, logits.hidden)
+                return _next_token_loss(head, logits.hidden, labels, rows, caps, **options)
+            if keeps_logits and takes(logits) and logits.shape[:-1] == labels.shape:
+                return _loss_of_logits(logits, labels, **options)
+            return loss_function(realised(logits), labels, *sizes, **options)  # type: ignore[no-any-return]
+
+        parts: dict[str, Any] = {name: _Head(head, product), "loss_function": loss}
+        out = original(Bypassed(self, parts), *args, **kwargs)
+        return _without_lazy(out)
+
+    return forward
+
+
+class _Head:
+    """Stands in for a head: what it is called with goes to ``product``."""
+
+    def __init__(self, head: nn.Linear, product: Callable[[Tensor], Any]) -> None:
+        self._head, self._product = head, product
+
+    def __call__(self, hidden: Tensor) -> Any:
+        return self._product(hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+
+def _without_lazy(out: Any) -> Any:
+    """A model's output: fields with logits that do not exist are None, those of a tuple are computed."""
+    from transformers.utils import ModelOutput
+
+    if not isinstance(out, ModelOutput) or not any(isinstance(each, LazyLogits) for each in out.values()):
+        return realised(out)
+    if out.get("loss") is None:
+        return type(out)(**{name: realised(each) for name, each in out.items()})
+    return type(out)(**{name: None if isinstance(each, LazyLogits) else each for name, each in out.items()})
+
+
+def _head_of(model: Any) -> str:
+    """The name of the linear layer that makes a model's logits, which is its own child; empty where it is not."""
+    head = model.get_output_embeddings()
+    return next((name for name, child in model.named_children() if child is head), "")
+
+
+def _passes_logits_on(model: Any) -> bool:
+    """Whether a model's ``forward`` calls its head and its loss once, and assigns to no attribute of the model."""
+    forward = innermost(type(model).forward)
+    tree, name = definition(forward) if forward else None, _head_of(model)
+    if tree is None or not name or forward.__code__.co_freevars:
+        return False
+    nodes = [*ast.walk(tree)]
+    called = [ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call)]
+    stored = [n for n in nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
+    return called.count(f"self.{name}") == called.count("self.loss_function") == 1 and not stored
+
+
+def _has_plain_head(model: Any, head: Any) -> bool:
     """Whether a model's logits are its hidden states times a matrix: no adapter, hook or other module sees them."""
-    head = model.lm_head
     return is_plain_linear(head) and head.weight.shape[0] == model.config.vocab_size
 
 
@@ -75,7 +157,7 @@ def _multiplies(hidden: Tensor, head: nn.Linear) -> bool:
 
 
 def _next_token_loss(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None, *,
+    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None, caps: Caps = PLAIN, *,
     num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
     shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
@@ -85,8 +167,13 @@ def _next_token_loss(
     if isinstance(count, int):
         count = hidden.new_full((), count, dtype=torch.int64)
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
-        return summed_over(count.to(hidden.device), *given, chunk_rows=chunk_rows)
-    loss = linear_cross_entropy(*given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows)
+        return summed_over(
+            count.to(hidden.device), *given, chunk_rows=chunk_rows, softcap=caps.softcap, logit_scale=caps.scale
+        )
+    loss = linear_cross_entropy(
+        *given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows, softcap=caps.softcap,
+        logit_scale=caps.scale,
+    )  # fmt: skip
     return _divided(loss, count)
 
 
@@ -114,7 +201,7 @@ def _divided(loss: Tensor, count: Tensor | int | float | None) -> Tensor:
     return loss if count is None else loss / count
 
 
-def _chunk_rows(model: Any, hidden: Tensor) -> int | None:
+def _chunk_rows(model: Any, head: nn.Linear, hidden: Tensor) -> int | None:
     """Rows whose logits fit half of the memory that the gated MLPs have saved; None where that is too little."""
     modules: list[Any] = list(model.modules())
     if torch.compiler.is_compiling() or any(getattr(m, "gradient_checkpointing", False) for m in modules):
@@ -123,19 +210,34 @@ def _chunk_rows(model: Any, hidden: Tensor) -> int | None:
     features = sum(
         m.down_proj.in_features for m in modules if mlp.drops_product(m, hidden) and m.down_proj.weight.requires_grad
     )
-    vocab, saved = model.lm_head.out_features, features * math.prod(hidden.shape[:-1])
+    vocab, saved = head.out_features, features * math.prod(hidden.shape[:-1])
     rows = min(saved // 2 // vocab, chunks.MAX_ROWS) // chunks.TILE * chunks.TILE
     return rows if rows * vocab > chunks.LOGITS_PER_HIDDEN * hidden.numel() else None
 
 
-def _has_next_token_loss(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a model's loss is Hugging Face's of the next token, through a plain linear head."""
+def _is_llama_s(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a model's loss is Hugging Face's of the next token, through a plain linear head, as Llama computes it."""
+    return source_digest(type(module).forward) in _CAUSAL_LM and _predicts_next(module)
+
+
+def _is_another_s(module: nn.Module, model: nn.Module) -> bool:
+    """The same of a model that is built in another way."""
+    return hasattr(module, "get_output_embeddings") and _predicts_next(module) and _passes_logits_on(module)
+
+
+def _predicts_next(module: Any) -> bool:
+    # `loss_function` is asked for last: it is a property that logs a warning in modules without a loss.
     return (
-        source_digest(type(module).forward) in _CAUSAL_LM
-        and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
-        and type(module.lm_head) is nn.Linear
+        type(module.get_output_embeddings()) is nn.Linear
+        and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     )
 
 
-REPLACEMENTS = (Replacement("linear_cross_entropy", _has_next_token_loss, _make_forward),)
-WITH_LOGITS = (Replacement("cross_entropy", _has_next_token_loss, partial(_make_forward, keeps_logits=True)),)
+REPLACEMENTS = (
+    Replacement("linear_cross_entropy", _is_llama_s, _make_forward),
+    Replacement("linear_cross_entropy", _is_another_s, _make_lazy),
+)
+WITH_LOGITS = (
+    Replacement("cross_entropy", _is_llama_s, partial(_make_forward, keeps_logits=True)),
+    Replacement("cross_entropy", _is_another_s, partial(_make_lazy, keeps_logits=True)),
+)

@@ -1,0 +1,131 @@
+"""Losses of causal models that are not built like Llama: scaled and capped logits, experts, other heads' names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cute_ops_torch
+from cute_ops_torch.huggingface.lazy_logits import PLAIN, LazyLogits
+from tests.torch.test_torch_patch_families import make
+
+# With what their logits meet: a cap, a factor, a divisor, an auxiliary loss, nothing, a head of another name.
+FAMILIES = ("gemma2", "cohere", "granite", "mixtral", "gpt2", "gpt_neox", "mamba")
+TOKENS = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(5))
+
+
+def trained(model: Any, **given: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], Any]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    out = model(input_ids=TOKENS, labels=TOKENS, **given)
+    loss = out[0]
+    loss.backward()
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return loss.detach(), grads, out
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+    for name, grad in want[1].items():
+        assert (got[1][name] is None) == (grad is None), name
+        if grad is not None:
+            scale = max(1.0, float(grad.abs().max()))
+            torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=2e-6 * scale, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_without_logits(family: str) -> None:
+    model = make(family).train()
+    if family == "cohere":
+        model.logit_scale = 0.7
+    if family == "gemma2":
+        model.config.final_logit_softcapping = 2.0  # which bends these models' logits, too
+    if family == "mixtral":
+        model.config.output_router_logits = True
+    want = trained(model)
+    found = cute_ops_torch.patch(model)
+    assert ("", "linear_cross_entropy") in found and not [each for each in found.left if each.kind == "loss"]
+    got = trained(model)
+    close(got, want)
+    assert got[2].logits is None and want[2].logits is not None
+    counted = trained(model, num_items_in_batch=torch.tensor(40))
+    cute_ops_torch.unpatch(model)
+    close(counted, trained(model, num_items_in_batch=torch.tensor(40)))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere"])
+def test_logits_are_kept_where_they_are_asked_for(family: str) -> None:
+    model = make(family).train()
+    want = trained(model)
+    assert ("", "cross_entropy") in cute_ops_torch.patch(model, logits=True)
+    got = trained(model)
+    close(got, want)
+    torch.testing.assert_close(got[2].logits, want[2].logits)
+
+
+def test_tuples_have_no_logits_in_training() -> None:
+    model = make("gemma2").train()
+    want = model(input_ids=TOKENS, labels=TOKENS, return_dict=False)
+    cute_ops_torch.patch(model)
+    got = model(input_ids=TOKENS, labels=TOKENS, return_dict=False)
+    torch.testing.assert_close(got[0], want[0])
+    assert len(got) == len(want) - 1  # as of every field that is None
+    model.eval()
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, make("gemma2").eval()(input_ids=TOKENS).logits)
+
+
+def test_a_head_that_is_watched_computes_its_logits() -> None:
+    model = make("cohere").train()
+    want = trained(model)
+    cute_ops_torch.patch(model)
+    seen: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out))
+    close(trained(model), want)
+    assert len(seen) == 1
+
+
+def test_another_loss_function_gets_real_logits() -> None:
+    model = make("granite").train()
+    cute_ops_torch.patch(model)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    out = model(input_ids=TOKENS, labels=TOKENS)
+    assert isinstance(out.logits, torch.Tensor)
+
+
+def test_lazy_logits_are_what_is_done_to_them() -> None:
+    """Drawn chains of scales, caps and other operations: caps that our loss takes, or the real logits."""
+    generator = torch.Generator().manual_seed(11)
+    head = nn.Linear(6, 9)
+    hidden = torch.randn(3, 6, generator=generator)
+    steps: list[Any] = [
+        lambda x: x * 0.5, lambda x: x / 3, lambda x: 2 * x, torch.tanh, lambda x: x.float(), lambda x: x.contiguous(),
+        lambda x: x + 1, lambda x: -x, lambda x: x[..., :5], lambda x: torch.softmax(x, -1), lambda x: x * -1.0,
+        lambda x: x * hidden[:, :1],
+    ]  # fmt: skip
+    lazy_ones = 0
+    for _ in range(200):
+        lazy, real = LazyLogits(hidden, head, lambda: head(hidden)), head(hidden)
+        for k in torch.randint(0, len(steps), (4,), generator=generator).tolist():
+            lazy, real = steps[k](lazy), steps[k](real)
+        if isinstance(lazy, LazyLogits):
+            caps, lazy_ones = lazy.caps, lazy_ones + 1
+            if caps is not None:
+                scaled = head(hidden) * caps.scale
+                made = caps.softcap * torch.tanh(scaled / caps.softcap) if caps.softcap else scaled
+                torch.testing.assert_close(made, real)
+            assert (lazy.shape, lazy.device, lazy.size(-1)) == (head(hidden).shape, real.device, 9)
+            lazy = lazy.real()
+        torch.testing.assert_close(lazy, real)
+    assert lazy_ones > 20
+    assert LazyLogits(hidden, head, lambda: head(hidden)).caps == PLAIN
+    assert (LazyLogits(hidden, head, lambda: head(hidden)) * -1).caps is None
+
+
+def test_a_copy_keeps_its_loss() -> None:
+    model = make("gemma2").train()
+    cute_ops_torch.patch(model)
+    assert copy.deepcopy(model)(input_ids=TOKENS, labels=TOKENS).logits is None
