@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import FLOATS
+from cute_ops.ops.gemm.fused import GROUPS
 
 # Ops whose tiles and outputs have one dtype; a residual has its own.
 BY_MEANING = (
@@ -71,7 +73,7 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
 def _is_epilogue(found: Found, product: int) -> bool:
     acc = found.leaves[product]
     whole = acc.node.shape[:-1] == found.rows and acc.labels[-1] == COLUMNS
-    return whole and all(leaf.node.dtype != "bool" for leaf in found.leaves)
+    return whole and {*sizes(found.expression)} <= {*GROUPS} and all(leaf.node.dtype != "bool" for leaf in found.leaves)
 
 
 def is_whole(leaf: Leaf) -> bool:

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from cute_ops.expressions.graph import Expression, Graph, copied
+from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.declare import declared, operand_dtypes, with_dtypes
 from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.fusion.graph import Node
 from cute_ops.ops import OPS
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
@@ -138,7 +141,16 @@ def _linear(found: Found, choice: Choice) -> Call:
         made = linear(rows, weight, *operands, epilogue=epilogue, transposed=transposed, packed=leaf.packed)
         return list(made) if isinstance(made, tuple) else [made]
 
+    if sizes(expression):  # not all that looks at groups of columns can be an epilogue: refused now, it stays as it is
+        nodes = [each.node.args if i == choice.product else each.node for i, each in enumerate(found.leaves)]
+        jax.eval_shape(
+            run, jax.tree.map(lambda node: jax.ShapeDtypeStruct(node.shape, node.dtype), nodes, is_leaf=_is_node)
+        )
     return run
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Node)
 
 
 def _acc_first(expression: Expression, product: int) -> Expression:

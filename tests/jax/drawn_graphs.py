@@ -381,5 +381,5 @@ if __name__ == "__main__":
             check(seed, "float32" if seed % 3 else "bfloat16", MODES[seed % 4])
         except Exception as error:
             wrong += 1
-            print(f"{type(error).__name__}: {str(error)[:1500]}", flush=True)
+            print(f"seed {seed}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
     print(f"{args.count} programs, {wrong} wrong")

@@ -120,7 +120,7 @@ def test_lazy_logits_are_what_is_done_to_them() -> None:
             assert (lazy.shape, lazy.device, lazy.size(-1)) == (head(hidden).shape, real.device, 9)
             lazy = lazy.real()
         torch.testing.assert_close(lazy, real)
-    assert lazy_ones > 20
+    assert lazy_ones > 10
     assert LazyLogits(hidden, head, lambda: head(hidden)).caps == PLAIN
     assert (LazyLogits(hidden, head, lambda: head(hidden)) * -1).caps is None
 
