@@ -315,7 +315,7 @@ def bench(
     table = Table("op", "rows", "sizes", "us", "spread", "GB/s", "of a copy", *["TFLOPS"] * counted)
     for row in found:
         table.add_row(
-            row.op, str(row.rows), row.sizes, f"{row.us:.1f}", f"{row.low:.1f} to {row.high:.1f}",
+            row.op, row.rows, row.sizes, f"{row.us:.1f}", f"{row.low:.1f} to {row.high:.1f}",
             f"{row.rate:.0f}", f"{row.rate / ceiling:.0%}", *[row.tflops] * counted,
         )  # fmt: skip
     console.print(table)
@@ -328,10 +328,10 @@ def bench(
 
 
 class Measured(NamedTuple):
-    """A line of bench's table; ``tflops`` is empty for an op that declares no ``flops``."""
+    """A line of bench's table; ``tflops`` is empty where an op declares no ``flops``, ``rows`` without leading dims."""
 
     op: str
-    rows: int
+    rows: str
     sizes: str
     us: float
     low: float
@@ -343,17 +343,32 @@ class Measured(NamedTuple):
 
 def _measured(measure: Any, op: Op, dtype: str, sizes: Mapping[str, int], ceiling: float) -> list[Measured]:
     """How long a call with these sizes takes; says so and returns nothing where it cannot be measured."""
-    text = " ".join(f"{name}={size}" for name, size in sizes.items())
     rows = calls.many_rows(calls.bound(op, calls.example(op, dtype, 1, sizes)))
     example = calls.example(op, dtype, rows, sizes)
+    binding = calls.bound(op, example)
+    # An op of whole matrices has no rows to add: its other sizes are those of a case, which are shown.
+    shown = sizes if binding.leading else {**sizes, **binding.dims}
+    text = " ".join(f"{name}={size}" for name, size in shown.items())
     try:
         found = measure.measure(op, example)
     except Exception as error:  # the other lengths are measured even if one has no kernel
         console.print(f"{op.name} {text}: {type(error).__name__}: {error}", style="red", markup=False)
         return []
-    work = flops(calls.bound(op, example))
+    work = flops(binding)
     tflops = "" if work is None else f"{work / found.us / 1e6:.4g}"
-    return [Measured(op.name, rows, text, found.us, found.low, found.high, found.rate, ceiling, tflops)]
+    return [
+        Measured(
+            op.name,
+            str(rows) if binding.leading else "",
+            text,
+            found.us,
+            found.low,
+            found.high,
+            found.rate,
+            ceiling,
+            tflops,
+        )
+    ]
 
 
 def _bench_contract(given: Contract, measure: Any) -> None:
