@@ -48,7 +48,8 @@ def branches(function: FUNCTIONS) -> int:
 
 @pytest.mark.slow
 def test_few_functions_take_more_than_6_positional_arguments() -> None:
-    many = [where for where, function in functions() if positional(function) > 6]
+    theirs = "cute_ops_torch/compat/"  # other libraries' signatures
+    many = [where for where, function in functions() if positional(function) > 6 and not where.startswith(theirs)]
     assert len(many) <= 30, many
 
 
