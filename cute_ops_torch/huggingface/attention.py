@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from cute_ops.composite.qkv_rope import SIZES
-from cute_ops_torch import functions
 from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
 from cute_ops_torch.huggingface.masks import band_of
 from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
+from cute_ops_torch.huggingface.rotations import HALVES, PAIRS, Rotation, rotate, rotation_of
 from cute_ops_torch.huggingface.source import Parameters, definition, find, source_digest, unify
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -39,10 +39,13 @@ return (out, weights)
 # `apply_rotary_pos_emb`: `x * cos + rotate_half(x) * sin` for q and k, where `rotate_half` swaps the halves of the last
 # dim and negates the second one.
 _APPLY = "65a3f73debb53d80"
-# A statement that gives a table equal halves.
-_EQUAL_HALVES = "table = torch.cat((angles, angles), dim=-1)"
-# The attribute of a table whose halves are equal: its version then.
-_MARK = "_cute_equal_halves"
+# Statements that give a table equal halves, or equal neighbours.
+_TABLES_MADE = {
+    HALVES: "table = torch.cat((angles, angles), dim=-1)",
+    PAIRS: "table = torch.repeat_interleave(angles, 2, dim=-1)",
+}
+# The attribute of a table that says which of the two it is, and its version then.
+_MARK = "_cute_equal"
 
 
 def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
@@ -58,10 +61,13 @@ def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
 
 def _make_forward(original: Any) -> Forward:
     plain = original.__globals__["apply_rotary_pos_emb"]
-    forward = rebind(original, apply_rotary_pos_emb=_rotate(plain))
+    rotation = rotation_of(plain, f"{HALVES} {PAIRS}")
+    assert rotation is not None  # it has been found
+    forward = rebind(original, apply_rotary_pos_emb=_rotate(plain, rotation))
     if not _projects_once(original):
         return forward
-    skips = rebind(original, apply_rotary_pos_emb=_keep) if _rotates_projections(original) else None
+    together = source_digest(plain) == _APPLY and _rotates_projections(original)
+    skips = rebind(original, apply_rotary_pos_emb=_keep) if together else None
     return _fuse_projections(forward, skips, _cache_argument(original))
 
 
@@ -177,6 +183,8 @@ def _packed(module: nn.Module) -> tuple[str, ...]:
 def _apart(module: Any) -> str:
     """Why queries and keys are rotated after their product."""
     forward = type(module).forward
+    if source_digest(innermost(forward).__globals__["apply_rotary_pos_emb"]) != _APPLY:
+        return "its rotation is not Llama's"
     if not (_projects_once(forward) and _rotates_projections(forward)):
         return "it does more between projecting queries and keys and rotating them"
     if any(getattr(getattr(module, name), "bias", None) is not None for name in _PROJECTIONS):
@@ -186,52 +194,60 @@ def _apart(module: Any) -> str:
     return ""
 
 
-def _rotate(plain: Forward) -> Forward:
+def _rotate(plain: Forward, rotation: Rotation) -> Forward:
     """``apply_rotary_pos_emb`` on our op, and ``plain`` where that does not take the heads or the tables."""
 
     def apply_rotary_pos_emb(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if unsqueeze_dim not in (1, 2) or not (_can_rotate(q, cos, sin) and _can_rotate(k, cos, sin)):
-            return plain(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
-        cos, sin = _half_table(cos), _half_table(sin)
-        if unsqueeze_dim == 2:  # (batch, seqlen, heads, headdim)
-            return functions.rope(q, cos, sin), functions.rope(k, cos, sin)
-        # (batch, heads, seqlen, headdim), as views of memory that has positions before heads
-        q, k = (functions.rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
-        return q, k
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, unsqueeze_dim: int = 1,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        known = not more and not options and unsqueeze_dim in rotation.dims
+        if not (known and all(_can_rotate(x, cos, sin, rotation) and rotation.fits(x, cos) for x in (q, k))):
+            options |= {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
+            return plain(q, k, cos, sin, *more, **options)  # type: ignore[no-any-return]
+        cos, sin = rotation.angles(cos), rotation.angles(sin)
+        return rotate(q, rotation, cos, sin, unsqueeze_dim), rotate(k, rotation, cos, sin, unsqueeze_dim)
 
     return apply_rotary_pos_emb
 
 
-def _can_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether our op rotates ``x``, or products of it, by tables of cosines and sines whose halves are equal.
+_OF_HALVES = Rotation("first", HALVES, False, False, False, (1,))
+
+
+def _can_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation = _OF_HALVES) -> bool:
+    """Whether our op rotates ``x``, or products of it, by tables of cosines and sines that are as the rotation needs.
 
     With tables of another dtype the original's product promotes; under autocast what follows converts it back.
     """
-    if not (takes(x, cos, sin) and _has_equal_halves(cos) and _has_equal_halves(sin)):
+    if not (takes(x, cos, sin) and all(_is(rotation.tables, table) for table in (cos, sin))):
         return False
-    return x.dtype == cos.dtype == sin.dtype or torch.is_autocast_enabled(x.device.type)
+    narrow = rotation.keeps_dtype and cos.dtype == sin.dtype == torch.float32
+    return x.dtype == cos.dtype == sin.dtype or narrow or torch.is_autocast_enabled(x.device.type)
 
 
 def _mark_tables(plain: Any) -> Forward:
-    """A ``forward`` of a rotary embedding that marks its tables: their halves are equal, which nobody sees in them."""
+    """A ``forward`` of a rotary embedding that marks its tables: their halves, or neighbours, are equal, which nobody
+    sees in them.
+    """
+    kind = _made(plain)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         tables = plain(self, *args, **kwargs)
         for table in tables:
-            setattr(table, _MARK, _version(table))
+            setattr(table, _MARK, (kind, _version(table)))
         return tables
 
     return forward
 
 
-def _has_equal_halves(table: torch.Tensor) -> bool:
+def _is(kind: str, table: torch.Tensor) -> bool:
     """Whether a table is as a known rotary embedding has made it. What a hook makes of it is another tensor, or has
     another version.
     """
-    version = getattr(table, _MARK, None)
-    return version is not None and version == _version(table)
+    if not kind:
+        return True
+    made, version = getattr(table, _MARK, ("", None))
+    return made == kind and version is not None and version == _version(table)
 
 
 def _version(table: torch.Tensor) -> int | None:
@@ -248,25 +264,27 @@ def _half_table(table: torch.Tensor) -> torch.Tensor:
 
 
 def _applies_rotary(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module's ``forward`` calls ``apply_rotary_pos_emb``, on tables whose halves are equal."""
+    """Whether a module's ``forward`` calls ``apply_rotary_pos_emb``, a rotation of ours by tables that the model makes."""
     forward = innermost(type(module).forward)
     if forward is None or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return False
-    tables = [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
-    return (
-        source_digest(forward.__globals__.get("apply_rotary_pos_emb")) == _APPLY
-        and bool(tables)
-        and all(_makes_equal_halves(m, model) for m in tables)
-    )
+    kinds = {_made(type(m).forward) for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")}
+    rotation = rotation_of(forward.__globals__.get("apply_rotary_pos_emb"), f"{HALVES} {PAIRS}")
+    return rotation is not None and (not rotation.tables or kinds == {rotation.tables})
 
 
-def _makes_equal_halves(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module makes tables of cosines and sines whose halves are equal."""
-    tree = definition(type(module).forward) if type(module).__name__.endswith("RotaryEmbedding") else None
-    return tree is not None and find(_EQUAL_HALVES, tree) is not None
+def _makes_tables(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a module makes tables of cosines and sines whose halves or neighbours are equal."""
+    return type(module).__name__.endswith("RotaryEmbedding") and bool(_made(type(module).forward))
+
+
+def _made(forward: Any) -> str:
+    """Which tables a ``forward`` makes."""
+    tree = definition(forward)
+    return next((kind for kind, statement in _TABLES_MADE.items() if tree and find(statement, tree)), "")
 
 
 REPLACEMENTS = (
     Replacement("rope", _applies_rotary, _make_forward, packed=_packed, apart=_apart),
-    Replacement("", _makes_equal_halves, _mark_tables),
+    Replacement("", _makes_tables, _mark_tables),
 )

@@ -154,7 +154,7 @@ def _rotation(module: nn.Module) -> str:
 
 
 def _why_rotation(module: nn.Module) -> str:
-    return f"`{_rotation(module)}`, or the tables that it gets, are not those of Llama"
+    return f"`{_rotation(module)}` is no rotation of ours, or its tables are not known to hold each angle twice"
 
 
 def _is_eager(module: Any) -> bool:

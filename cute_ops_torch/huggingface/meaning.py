@@ -91,7 +91,7 @@ def _shape(module: nn.Module) -> int | None:
         return None
     tensors = [*module.parameters(), *module.buffers()]
     if not tensors:
-        return 12
+        return next((value[0] for value in vars(module).values() if _is_shape(value) and len(value) == 1), 12)
     sizes = {tuple(tensor.shape) for tensor in tensors}
     return next(iter(sizes))[0] if len(sizes) == 1 and tensors[0].ndim == 1 else None
 
@@ -112,7 +112,15 @@ def _reads_more(module: nn.Module) -> bool:
     """Whether a ``forward`` reads an attribute that may change without a trace of it, such as a config."""
     code = getattr(innermost(type(module).forward), "__code__", None)
     named = set(code.co_names) if code else set()
-    return any(key in named and not isinstance(value, _PLAIN) for key, value in vars(module).items())
+    return any(key in named and not _is_plain(value) for key, value in vars(module).items())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or _is_shape(value)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(type(size) is int for size in value)
 
 
 def _state(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -120,7 +128,7 @@ def _state(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     return tuple(
         (f"{name}.{key}", value)
         for name, child in module.named_modules() for key, value in vars(child).items()
-        if isinstance(value, _PLAIN) and key not in ("training", "_is_hf_initialized")
+        if _is_plain(value) and key not in ("training", "_is_hf_initialized")
         and not key.startswith("_cute")
     )  # fmt: skip
 

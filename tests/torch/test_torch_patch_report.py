@@ -78,10 +78,8 @@ LEFT = {
     "Gemma2": {
         "decoder layer": "only Llama's RMS norm is fused with the add before it, and its norms are Gemma2RMSNorm",
     },
-    "Olmo2": {
-        "decoder layer": STREAM,
-        "rotary function": "`apply_rotary_pos_emb`, or the tables that it gets, are not those of Llama",
-    },
+    "Mixtral": {"MLP": THREE},
+    "Olmo2": {"decoder layer": STREAM},
 }  # fmt: skip
 
 
