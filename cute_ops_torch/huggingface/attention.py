@@ -264,7 +264,7 @@ def _half_table(table: torch.Tensor) -> torch.Tensor:
 
 
 def _applies_rotary(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module's ``forward`` calls ``apply_rotary_pos_emb``, a rotation of ours by tables that the model makes."""
+    """Whether a module's ``forward`` calls ``apply_rotary_pos_emb``, a rotation of ours by the model's tables."""
     forward = innermost(type(module).forward)
     if forward is None or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return False

@@ -51,7 +51,7 @@ class Rotation(NamedTuple):
     def fits(self, x: Tensor, table: Tensor) -> bool:
         """Whether tables have an angle for each pair of columns, or for those that are rotated alone."""
         rotated = table.shape[-1] * (2 if self.columns == ALL else 1)
-        return x.ndim == 4 and table.ndim == 3 and (rotated == x.shape[-1] or self.partial and rotated < x.shape[-1])
+        return x.ndim == 4 and table.ndim == 3 and (rotated == x.shape[-1] or (self.partial and rotated < x.shape[-1]))
 
 
 @cache
@@ -110,8 +110,8 @@ def _keeps_dtype(function: Any, rotation: Rotation) -> bool:
 
 
 def rotate(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
-    """Heads rotated by our op with :meth:`Rotation.angles`: (batch, seqlen, heads, headdim) if ``dim`` is 2; if it is 1, (batch, heads, seqlen,
-    headdim), as views of memory that has positions before heads.
+    """Heads rotated by our op, by tables of single angles: (batch, seqlen, heads, headdim) if ``dim`` is 2; if it is 1,
+    (batch, heads, seqlen, headdim), as views of memory that has positions before heads.
     """
     if dim == 2:
         return functions.rope(x, cos, sin, interleaved=rotation.interleaved)
