@@ -102,10 +102,10 @@ class Driver:
 
 
 def part(plan: Plan, kernel: str) -> Plan:
-    """A plan whose kernel is one of tensor_core_kernels.py; its own where there is no name."""
+    """A plan whose kernel is one of product_parts_kernels.py; its own where there is no name."""
     if not kernel:
         return plan
-    name = f"tensor_core_kernels:{kernel}"
+    name = f"product_parts_kernels:{kernel}"
     return plan._replace(variant=plan.variant._replace(kernel=name, sources=source_digest.key(name)))
 
 

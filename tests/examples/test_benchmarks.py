@@ -693,6 +693,17 @@ def test_products_with_epilogues(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert linear.difference(got, exact) == ""
 
 
+def test_kernels_of_tests_benchmarks_and_examples_have_names_of_their_own() -> None:
+    """A compiling process serves many tests, and finds a module by its name where another test has put its folder."""
+    paths = [
+        path
+        for folder in ("benchmarks", "examples", "tests/ops")
+        for path in (common.ROOT / folder).rglob("*kernel*.py")
+    ]
+    names = [path.name for path in paths]
+    assert len(names) >= 12 and sorted(names) == sorted({*names})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["cooperative-128x256-cluster2x1", "pingpong-128x128-cluster1x2"])
 def test_parts_of_products(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
