@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cute_ops.composite.qkv_rope import SIZES
-from cute_ops_torch.huggingface import autograd_nodes
+from cute_ops_torch.huggingface import autograd_nodes, products
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
 from cute_ops_torch.huggingface.masks import band_of
 from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
@@ -85,15 +85,23 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
     @wraps(forward)
     def fused(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = [getattr(self, name) for name in _PROJECTIONS]
-        if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers):
+        traced = torch.compiler.is_compiling()
+        if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers, traced=traced):
             return forward(self, hidden_states, *args, **kwargs)
         weights, tables = [layer.weight for layer in layers], kwargs.get(_TABLES)
         if skips_rotation is None or tables is None or not _can_rotate(hidden_states, *tables):
+            if traced:
+                return forward(self, hidden_states, *args, **kwargs)
             rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
         else:
             rest, (cos, sin) = skips_rotation, map(_half_table, tables)
-            together = _keeps_projections(self, kwargs.get(cache), kwargs.get("attention_mask"))
-            outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
+            if not traced:
+                together = _keeps_projections(self, kwargs.get(cache), kwargs.get("attention_mask"))
+                outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
+            elif self.head_dim in SIZES:
+                outputs = products.heads(hidden_states, weights, cos, sin, self.head_dim)
+            else:
+                return forward(self, hidden_states, *args, **kwargs)
         projected = Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
         return rest(projected, hidden_states, *args, **kwargs)
 

@@ -130,10 +130,13 @@ def calls(module: nn.Module, forward: Forward) -> bool:
     )
 
 
-def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
-    """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights."""
+def can_bypass_linear(x: torch.Tensor, *layers: nn.Module, traced: bool = False) -> bool:
+    """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights.
+
+    ``traced``: while torch.compile traces, and not in eager mode.
+    """
     return (
-        is_eager(x)
+        (is_traced(x) if traced else is_eager(x))
         and x.dtype in _DTYPES
         and not torch.is_autocast_enabled(x.device.type)
         and all(
@@ -165,6 +168,11 @@ def parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 def is_eager(x: torch.Tensor) -> bool:
     """Whether ``x`` is a plain tensor, and no compiler, mode or transform sees the calls made on it."""
     return not torch.compiler.is_compiling() and not transforms_active() and type(x) is torch.Tensor
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether torch.compile traces calls on ``x``, a plain tensor."""
+    return torch.compiler.is_compiling() and type(x) is torch.Tensor
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface import autograd_nodes
+from cute_ops_torch.huggingface import autograd_nodes, products
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, declined, runs, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, by_source
 from cute_ops_torch.huggingface.source import source_digest
@@ -36,6 +36,8 @@ def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
         return NotImplemented
     if torch.is_grad_enabled() and _is_bypassed(self, x):
         return autograd_nodes.silu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+    if torch.is_grad_enabled() and can_bypass_linear(x, self.gate_proj, self.up_proj, self.down_proj, traced=True):
+        return products.gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
     return _gated(self, x, "silu", functions.silu_mul)
 
 

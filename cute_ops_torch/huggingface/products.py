@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from cute_ops.composite import linear_add_rmsnorm, qkv_rope
-from cute_ops.composite.gated_mlp import mlp_ops
+from cute_ops.composite.gated_mlp import gated_mlp_apart, mlp_ops
 from cute_ops_torch import functions, registry
+from cute_ops_torch.composite import block
+from cute_ops_torch.composite.constant import traced
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.inplace import overwriting
 
@@ -17,6 +20,7 @@ Tensor = torch.Tensor
 _MLP = mlp_ops(transposed=False)
 _gated = registry.define(_MLP.gated_saving).overload
 _gated_dgrad = registry.define(_MLP.dgrad).overload
+_traced_mlp = traced(gated_mlp_apart)
 _gated_dgrad_again = registry.define(_MLP.dgrad_again)
 
 
@@ -43,6 +47,13 @@ def weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
 def swiglu(x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """``silu(x @ gate.T) * (x @ up.T)`` of packed weights, and both products side by side."""
     return _gated(x, gate_up, "silu")  # type: ignore[no-any-return]
+
+
+def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """``(silu(x @ gate.T) * (x @ up.T)) @ down.T`` in compiled graphs, whose products read both weights in place where
+    these are packed.
+    """
+    return _traced_mlp(False)(x, gate, up, down, "silu", "auto")  # type: ignore[no-any-return]
 
 
 def swiglu_input_gradient(dout: Tensor, down: Tensor, products: Tensor) -> Tensor:
@@ -84,6 +95,13 @@ def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, hea
     """``x @ weight.T`` as (..., heads, headdim), of which the first ``heads`` are rotated."""
     out: Tensor = _qkv_rope(headdim)(x, weight, cos, sin, heads)
     return out.view(*x.shape[:-1], -1, headdim)
+
+
+def heads(x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int) -> tuple[Tensor, ...]:
+    """Queries and keys, rotated, and values as (..., heads, headdim), in compiled graphs: of one product."""
+    sizes = [w.shape[0] for w in weights]
+    out = block.qkv_rope(x, torch.cat(list(weights)), cos, sin, sum(sizes[:-1]) // headdim)
+    return tuple(part.unflatten(-1, (-1, headdim)) for part in torch.split(out, sizes, -1))
 
 
 @cache

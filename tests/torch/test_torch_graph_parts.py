@@ -332,3 +332,44 @@ def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
             found = torch.compile(model, backend=through_autograd, fullgraph=True)(x, labels)
         assert dict(inductor.replaced) == {"cross_entropy": 1}
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_patched_model_keeps_its_products_under_compile() -> None:
+    """As in eager mode: one product of gate and up, one of queries, keys and values, rotated in its epilogue."""
+    import transformers
+    from torch._dynamo.backends.debugging import aot_eager
+
+    import cute_ops_torch
+
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, vocab_size=61, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, tokens = transformers.LlamaForCausalLM(config).train(), torch.arange(18).view(2, 9)
+    calls: list[str] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        calls.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return aot_eager(module, inputs)
+
+    def results(run: Any) -> list[Any]:
+        model.zero_grad()
+        loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    wanted = results(model)
+    cute_ops_torch.patch(model)
+    found = results(torch.compile(model, backend=backend, fullgraph=True))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    ours = {
+        name: sum(name in call for call in calls)
+        for name in ("gated_mlp_apart", "qkv_rope_64", "silu_mul", "cute.rope")
+    }
+    assert ours == {"gated_mlp_apart": 2, "qkv_rope_64": 2, "silu_mul": 0, "cute.rope": 0}
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    torch._dynamo.reset()
+    calls.clear()
+    results(torch.compile(model, backend=backend, fullgraph=True))
+    assert sum("gated_mlp_apart" in call for call in calls) == 1
