@@ -116,10 +116,17 @@ class LogSum:
         top = -Float32.inf
         for get in gets:
             top = cute.arch.fmax(top, get()[0].reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
-        state = (top, *self.start()[1:])
+        state = (self.number(top), *self.start()[1:])
         for get, inside in zip(gets, insides):
-            state = self._with(state, get()[0], inside)
+            state = self._with(state, self.vector(get()[0]), inside)
         return state
+
+    def number(self, x):
+        """What is summed of an element; it grows with the element."""
+        return x
+
+    def vector(self, x):
+        return x
 
     def _with(self, state, x, inside):
         """The state with a vector added, whose elements its maximum covers already."""

@@ -64,21 +64,10 @@ class ShapedLogSum(LogSum):
 
     def __init__(self, shape, plain):
         super().__init__(plain)
-        self.shape = shape
+        self.number, self.vector = shape.number, shape.vector
 
     def add(self, state, get, inside):
-        return super().add(state, lambda: (self.shape.vector(get()[0]),), inside)
-
-    def gather(self, gets, insides):
-        if self.shape.plain:
-            return super().gather(gets, insides)
-        top = -Float32.inf
-        for get in gets:
-            top = cute.arch.fmax(top, get()[0].reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
-        state = (self.shape.number(top), *self.start()[1:])
-        for get, inside in zip(gets, insides):
-            state = self._with(state, self.shape.vector(get()[0]), inside)
-        return state
+        return super().add(state, lambda: (self.vector(get()[0]),), inside)
 
 
 class Settings:
