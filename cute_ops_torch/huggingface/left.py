@@ -34,8 +34,15 @@ class _Role(NamedTuple):
     reason: Callable[[Any], str]
 
 
-def find_left(model: nn.Module, replaced: Mapping[str, Collection[str]]) -> list[Left]:
-    """The modules of a model that have a role but none of its ops; ``replaced`` has the ops that run, by module."""
+UNWANTED = "its ops are not among those that `patch` was asked for"
+
+
+def find_left(
+    model: nn.Module, replaced: Mapping[str, Collection[str]], unwanted: Collection[tuple[str, str]]
+) -> list[Left]:
+    """The modules of a model that have a role but none of its ops; ``replaced`` has the ops that run, by module, and
+    ``unwanted`` modules with the ops that they would run if they were asked for.
+    """
     found = []
     for name, module in model.named_modules():
         if hasattr(module, "_cute_original") and name not in replaced:
@@ -49,7 +56,11 @@ def find_left(model: nn.Module, replaced: Mapping[str, Collection[str]]) -> list
         ]
     causal = is_causal(model)
     return [
-        Left(name, _kind(role, module, causal), _hidden(module) or role.reason(module))
+        Left(
+            name,
+            _kind(role, module, causal),
+            UNWANTED if any((name, op) in unwanted for op in role.ops) else _hidden(module) or role.reason(module),
+        )
         for role, name, module in sorted(found, key=lambda each: _ROLES.index(each[0]))
     ]
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
 
-from cute_ops.errors import suggesting
+from cute_ops.errors import meant, suggesting
 from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm, plain_mlp, t5_mlp
 from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, register_attention
 from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
-from cute_ops_torch.huggingface.left import find_left, is_causal
+from cute_ops_torch.huggingface.left import UNWANTED, find_left, is_causal
 from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
 from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.packed_weights import pack
@@ -34,10 +34,17 @@ _REPLACEMENTS = (
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
 )  # fmt: skip
 _OF_FUNCTIONS = (ATTENTION, MASKS, EAGER_ATTENTION)
+# The ops that modules run.
+RUN = frozenset({
+    "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "geglu", "gelu", "gelu_mul",
+    "layernorm", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
+})  # fmt: skip
 
 
 @suggesting
-def patch(model: nn.Module, *, logits: bool = False) -> Patched:
+def patch(
+    model: nn.Module, *, logits: bool = False, only: Iterable[str] | None = None, without: Iterable[str] = ()
+) -> Patched:
     """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
     cute ops, in place.
 
@@ -54,6 +61,8 @@ def patch(model: nn.Module, *, logits: bool = False) -> Patched:
         logits: a causal language model returns its logits in training, too, for metrics or losses of one's own. Their
             loss is one pass over them (:func:`cute_ops_torch.cross_entropy`); they and their gradient take the memory
             that the loss from hidden states saves.
+        only: ops that modules may run, ``["rmsnorm", "rope"]``; all by default.
+        without: ops that none may run.
 
     Returns:
         What was replaced, in the model's order: a list of (module, op). Its attribute ``left`` has what was not, of
@@ -64,16 +73,22 @@ def patch(model: nn.Module, *, logits: bool = False) -> Patched:
 
     Raises:
         TypeError: not a module.
-        ValueError: nothing in the model is known, or all of it is patched already.
+        ValueError: nothing in the model is known, or all of it is patched already; an op in ``only`` or ``without``
+            is none that modules run.
     """
     _check_model("patch", model)
+    wanted = _wanted(only, without)
     if find_spec("transformers") is not None:
         register_attention()
-    found = [
+    every = [
         (name, module, each) for name, module in model.named_modules() for each in _matching(module, model, logits)
     ]
+    found = [each for each in every if _serves(each[2], wanted)]
+    unwanted = [Replaced(name, each.op) for name, _, each in every if each.op and each.op not in wanted]
     if not any(each.op for _, _, each in found):
         patched = any(hasattr(module, "_cute_original") for module in model.modules())
+        if len(wanted) < len(RUN) and not patched:
+            return _report(model, [], unwanted)
         raise ValueError(
             f"cute_ops_torch.patch: {type(model).__name__} is patched already"
             if patched
@@ -87,7 +102,22 @@ def patch(model: nn.Module, *, logits: bool = False) -> Patched:
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
         module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
-    return _report(model, [Replaced(name, each.op) for name, _, each in found if each.op])
+    return _report(model, [Replaced(name, each.op) for name, _, each in found if each.op], unwanted)
+
+
+def _wanted(only: Iterable[str] | None, without: Iterable[str]) -> frozenset[str]:
+    """The ops that modules may run."""
+    sets = {"only": only, "without": without}
+    for argument, ops in sets.items():
+        if isinstance(ops, str):
+            raise TypeError(f'cute_ops_torch.patch: argument `{argument}` is a str, expected names, ["{ops}"].')
+        for op in ops or ():
+            if op not in RUN:
+                raise ValueError(
+                    f"cute_ops_torch.patch: argument `{argument}` has {op!r}{meant(str(op), RUN)}; modules run "
+                    f"{', '.join(sorted(RUN))}."
+                )
+    return frozenset(RUN if only is None else only) - frozenset(without)
 
 
 @suggesting
@@ -106,13 +136,13 @@ def unpatch(model: nn.Module) -> None:
         module.__class__ = _unpatched(type(module))  # type: ignore[arg-type]
 
 
-def _report(model: nn.Module, replaced: list[Replaced]) -> Patched:
+def _report(model: nn.Module, replaced: list[Replaced], unwanted: list[Replaced]) -> Patched:
     """What was done to a model, and a warning if what matters most was not."""
     ops: dict[str, list[str]] = {}
     for name, op in replaced:
         ops.setdefault(name, []).append(op)
-    found = Patched(type(model).__name__, replaced, find_left(model, ops))
-    kept = [each for each in found.left if each.kind in ("loss", "norm")]
+    found = Patched(type(model).__name__, replaced, find_left(model, ops, unwanted))
+    kept = [each for each in found.left if each.kind in ("loss", "norm") and each.reason != UNWANTED]
     if kept and is_causal(model):
         text = (
             f"cute_ops_torch.patch: {found.model} keeps {describe(kept)}. print(patch(model)) shows all that is left."
@@ -144,6 +174,11 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
     first = next((each for each in known if each.matches(module, model)), None)
     first = first or plain_mlp.replacement_of(module) or replacement_of(module)
     return [*([first] if first else []), *(each for each in _OF_FUNCTIONS if each.matches(module, model))]
+
+
+def _serves(replacement: Replacement, wanted: frozenset[str]) -> bool:
+    """Whether a replacement runs an op that modules may run, or prepares what one needs."""
+    return replacement.op in wanted or (not replacement.op and (replacement is not MASKS or "attention" in wanted))
 
 
 def _pack(module: nn.Module, replacement: Replacement) -> None:

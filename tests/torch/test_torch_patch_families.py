@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import warnings
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import cute_ops_torch
+from cute_ops_torch.huggingface.left import UNWANTED
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,6 +104,58 @@ def test_what_is_found_in_decoders_built_like_a_llama(family: str) -> None:
     plain = {"mlp"} if family == "arcee" else set()  # which has no gate
     assert {each.op for each in found} == ops - others.keys() | {*others.values()} | plain
     assert found.left == []
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_only_some_ops(seed: int) -> None:
+    """Drawn sets of ops, as ``only`` or ``without``: they run, no others, and the model computes what it did."""
+    draw, tokens = random.Random(seed), torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(seed))
+    for family in ("llama", "cohere", "phi3"):
+        model = make(family)
+        expected, every = outcome(model, tokens), {each.op for each in quietly(model)}
+        cute_ops_torch.unpatch(model)
+        for _ in range(3):
+            some = frozenset(draw.sample(sorted(every), draw.randint(1, len(every) - 1)))
+            found = quietly(model, only=some) if draw.random() < 0.5 else quietly(model, without=every - some)
+            assert {each.op for each in found} <= some, (family, sorted(some), found)
+            assert not [each for each in found.left if each.reason == UNWANTED] or some != every
+            for name, got in outcome(model, tokens).items():
+                torch.testing.assert_close(
+                    got, expected[name], rtol=1e-4, atol=1e-5, msg=f"{family} {sorted(some)} {name}"
+                )
+            if found:
+                cute_ops_torch.unpatch(model)
+
+
+def test_what_is_left_out_is_said() -> None:
+    found = quietly(make("llama"), without=["rmsnorm", "add_rmsnorm"])
+    assert {(each.kind, each.reason) for each in found.left} == {("norm", UNWANTED), ("decoder layer", UNWANTED)}
+    model = make("llama")
+    assert quietly(model, only=["geglu"]) == []
+    assert not any(hasattr(module, "_cute_original") for module in model.modules())
+    assert {each.op for each in cute_ops_torch.patch(model)} >= {"rmsnorm", "rope"}
+    with pytest.raises(ValueError, match="LlamaForCausalLM is patched already"):
+        cute_ops_torch.patch(model, only=["rmsnorm"])
+
+
+def test_ops_that_are_none() -> None:
+    model = make("llama")
+    with pytest.raises(ValueError) as caught:
+        cute_ops_torch.patch(model, only=["rmsnrom"])
+    message = (
+        "cute_ops_torch.patch: argument `only` has 'rmsnrom' (did you mean rmsnorm?); modules run add_rmsnorm, att"
+    )
+    assert str(caught.value).startswith(message)
+    with pytest.raises(TypeError, match=re.escape('argument `without` is a str, expected names, ["rope"].')):
+        cute_ops_torch.patch(model, without="rope")
+    with pytest.raises(ValueError, match=r"argument `without` has 'norm'"):
+        cute_ops_torch.patch(model, without=["norm"])
+
+
+def quietly(model: nn.Module, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cute_ops_torch.patch(model, **options)
 
 
 def main() -> int:
