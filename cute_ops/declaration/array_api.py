@@ -62,6 +62,13 @@ def count_up_to(xp: Any, ordered: Any, values: Any) -> Any:
     return doubling(xp, count + 1, halve, (low, low + count))[0]
 
 
+def constant(xp: Any, x: Any) -> Any:
+    """``x`` without a gradient."""
+    if "torch" in xp.__name__:
+        return x.detach()
+    return sys.modules["jax"].lax.stop_gradient(x) if "jax" in xp.__name__ else x
+
+
 def divide(xp: Any, x: Any, by: Any) -> Any:
     """``x / by``, rounded once, for a number or an array that broadcasts. XLA multiplies by the reciprocal of such a
     divisor, which is one unit in the last place off in half of all cases; not by that of one that depends on ``x``.

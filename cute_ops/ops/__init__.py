@@ -25,7 +25,9 @@ from cute_ops.ops.quantize.quantize_fp8 import quantize_fp8
 from cute_ops.ops.quantize.rmsnorm_fp8 import rmsnorm_fp8
 from cute_ops.ops.quantize.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_step
+from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics, cross_entropy_of_slice
 from cute_ops.ops.reduction.scale import scale
+from cute_ops.ops.reduction.soft_cross_entropy import soft_cross_entropy
 from cute_ops.ops.reduction.softmax import log_softmax, softmax
 from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
 from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope
@@ -33,7 +35,8 @@ from cute_ops.ops.rotary.rope import rope, rope_bwd_joined
 
 OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
-    cross_entropy, softmax, log_softmax, row_sum, row_mean,
+    cross_entropy, cross_entropy_metrics, cross_entropy_of_slice, soft_cross_entropy,
+    softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8, adamw, causal_conv1d, append_kv,
 )  # fmt: skip
 PRODUCTS: tuple[Op, ...] = (linear_gelu, linear_silu, linear_add, gated_linear)

@@ -133,14 +133,17 @@ def shown(op: Op, raw: Any) -> tuple[Any, ...]:
 
 
 def differentiated(op: Op, inputs: Mapping[str, Any], raw: Any, attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The outputs of :func:`shown` that a backward op differentiates. A loss of a slice of the classes is relative to
-    the slice's maximum for targets in other slices; its backward op is that of the loss itself.
+    """The outputs of :func:`shown` that a backward op differentiates, and integers. A loss of a slice of the classes is
+    relative to the slice's maximum for targets in other slices, or lacks the other slices' shares; its backward op is
+    that of the loss itself.
     """
+    outputs = shown(op, raw)
     if not attrs.get("classes"):
-        return shown(op, raw)
+        return outputs
     n, smoothing = inputs["logits"].shape[-1], attrs["label_smoothing"]
-    share = (1 - smoothing) * (inputs["target"] < n) + smoothing * n / attrs["classes"]
-    return (raw[0] + (1 - share) * raw[1],)
+    here = namespace([raw[0]]).astype(inputs["target"] < n, raw[0].dtype)
+    share = (1 - smoothing) * here + smoothing * n / attrs["classes"]
+    return (raw[0] + (1 - share) * raw[1], *outputs[1:])
 
 
 def run_reference(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from cute_ops.declaration.attributes import defaults_of
 from cute_ops.declaration.case import Case
+from cute_ops.declaration.finish import Finish
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
@@ -20,7 +21,7 @@ from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.primitives import LIKE
 from cute_ops.expressions.stages import stages
-from cute_ops.ops.expression.formula import Attrs, ByAttrs, Formula, declare
+from cute_ops.ops.expression.formula import COLUMN, Attrs, ByAttrs, Formula, declare
 from cute_ops.ops.expression.traces import Traces
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
@@ -38,6 +39,8 @@ def fused(
     cases: tuple[Case, ...] = CASES,
     doc: str = "",
     grad_doc: str = "",
+    finish: Finish | None = None,
+    squeezed: bool = False,
 ) -> Op:
     """The op of a function, with its gradient. Its kernel computes the whole function in one pass.
 
@@ -62,6 +65,8 @@ def fused(
         cases: named problems.
         doc: the op's docstring, the function's by default.
         grad_doc: the gradient's docstring.
+        finish: what Python functions do after the op.
+        squeezed: whether outputs that follow from reductions alone have the shape ``*m``, without a last dim of 1.
 
     A gradient that is an output's cotangent itself, as that of ``residual`` above, is not written. A gradient that two
     operands share is written once. Where that reads fewer tiles, gradients read an output in place of the operands that
@@ -81,7 +86,9 @@ def fused(
         name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
         no_gradient=no_gradient,
     )  # fmt: skip
-    return found.op(function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc)
+    return found.op(
+        function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish
+    )
 
 
 def fused_traced(
@@ -146,6 +153,7 @@ class _Fused:
     Attributes:
         operands: their shapes; ``wanted``: of those that have a gradient.
         dtypes: those of operands, or their variables.
+        number: the shape of an output of one number per row.
         outputs: their shapes.
         tile: the first tile among the operands; ``deciding``: those on whose dtypes outputs' dtypes depend.
         forward: gives the formula of the op by its attributes, ``backward`` that of its gradient.
@@ -156,9 +164,11 @@ class _Fused:
     def __init__(
         self, name: str, expression: ByAttrs[Expression], operands: Mapping[str, str], *, outputs: Sequence[str] = (),
         attrs: Attrs | None = None, cases: tuple[Case, ...] = CASES, no_gradient: Sequence[str] = (),
+        squeezed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
         self.no_gradient = tuple(no_gradient)
+        self.number = COLUMN if squeezed else "*m 1"
         self.operands = {key: shape_of(operand) for key, operand in operands.items()}
         self.dtypes = {key: _dtype(key, operand) for key, operand in operands.items()}
         self.wanted = {key: shape for key, shape in self.operands.items() if key not in no_gradient}
@@ -192,7 +202,7 @@ class _Fused:
     @cached_property
     def results(self) -> dict[str, Tensor]:
         dtypes = zip(self.outputs.items(), self.output_dtypes, strict=True)
-        return {out: Tensor(shape, dtype) for (out, shape), dtype in dtypes}
+        return {out: Tensor(self.number if shape == "*m 1" else shape, dtype) for (out, shape), dtype in dtypes}
 
     @property
     def cotangents(self) -> dict[str, Tensor]:
@@ -215,7 +225,7 @@ class _Fused:
             "sharding": Sharding(parallel=() if whole else ("n",)),
         }  # fmt: skip
 
-    def op(self, module: str, doc: str, grad_doc: str = "") -> Op:
+    def op(self, module: str, doc: str, grad_doc: str = "", finish: Finish | None = None) -> Op:
         """The op, of a function of this module, with its gradient."""
         read = self.operands.keys() if self.attrs else {*self.backward(defaults_of(self.attrs)).reads}
         twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
@@ -229,7 +239,7 @@ class _Fused:
         )  # fmt: skip
         return declare(
             self.name, self.forward, self.inputs, self.results, module=module, grad=gradient, doc=doc,
-            handed_on=self.handed_on, no_gradient=self.no_gradient, **self.fields,
+            handed_on=self.handed_on, no_gradient=self.no_gradient, finish=finish, **self.fields,
         )  # fmt: skip
 
     def _refuse(self, why: str) -> NoReturn:

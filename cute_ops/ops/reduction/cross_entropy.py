@@ -38,13 +38,13 @@ def _valid(target: Any, n: int, classes: int) -> Any:
     return (target >= 0) & (target < n) | bool(classes)
 
 
-def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tuple[Any, Any, Any]:
+def terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tuple[Any, Any, Any]:
     """Whether a row counts, whether its target may be a class, and where that is."""
     known = _valid(target, x.shape[-1], classes)
     return target != ignore_index, known, columns(xp, x) == target[..., None]
 
 
-def _shaped(xp: Any, x: Any, softcap: float, logit_scale: float) -> tuple[Any, Any]:
+def shaped(xp: Any, x: Any, softcap: float, logit_scale: float) -> tuple[Any, Any]:
     """Scaled and capped logits, of which -inf stays -inf, and their derivative."""
     if not softcap:
         return x * logit_scale if logit_scale != 1 else x, logit_scale
@@ -53,7 +53,7 @@ def _shaped(xp: Any, x: Any, softcap: float, logit_scale: float) -> tuple[Any, A
     return xp.where(absent, x, softcap * part), xp.where(absent, xp.zeros_like(x), logit_scale * (1 - part * part))
 
 
-def _origin(xp: Any, m: Any) -> Any:
+def origin(xp: Any, m: Any) -> Any:
     """What exponents beside the maximum ``m`` are relative to."""
     return xp.where(m > -xp.inf, m, xp.zeros_like(m))
 
@@ -66,10 +66,10 @@ def reference(
     common to all logits, however large, leaves no trace.
     """
     (x,) = widen(xp, logits)
-    x, _ = _shaped(xp, x, softcap, logit_scale)
-    kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
+    x, _ = shaped(xp, x, softcap, logit_scale)
+    kept, known, at_target = terms(xp, x, target, ignore_index, classes)
     m = xp.max(x, axis=-1)
-    shifted = x - _origin(xp, m)[..., None]
+    shifted = x - origin(xp, m)[..., None]
     log_sum = xp.log(xp.sum(xp.exp(shifted), axis=-1))
     below = m[..., None] - x  # NaN in a row of nothing but -inf, as its loss is
     zero = xp.zeros_like(m)
@@ -88,8 +88,8 @@ def reference_bwd(
     *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int, softcap: float, logit_scale: float,
 ) -> Any:  # fmt: skip
     x, m, s, d = widen(xp, logits, row_max, log_sum, dloss)
-    x, derivative = _shaped(xp, x, softcap, logit_scale)
-    kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
+    x, derivative = shaped(xp, x, softcap, logit_scale)
+    kept, known, at_target = terms(xp, x, target, ignore_index, classes)
     slope = xp.exp((x - m[..., None]) - s[..., None]) * (1 + 2 * z_loss * (m + s))[..., None]
     slope = slope - xp.where(at_target, xp.ones_like(x), xp.zeros_like(x)) * (1 - label_smoothing)
     dx = (
@@ -162,8 +162,8 @@ def merge_slices(
     own, maxima, log_sums, target = stacked["loss"], stacked["row_max"], stacked["log_sum"], inputs["target"]
     smoothing, classes = attrs["label_smoothing"], attrs["classes"] or whole
     m = xp.max(maxima, axis=0)
-    origin = _origin(xp, m)
-    log_sum = xp.log(xp.sum(xp.exp((maxima - origin) + log_sums), axis=0))
+    base = origin(xp, m)
+    log_sum = xp.log(xp.sum(xp.exp((maxima - base) + log_sums), axis=0))
     loss, start = log_sum, 0
     for k, size in enumerate(sizes):
         here = (target >= start) & (target < start + size)
