@@ -8,7 +8,7 @@ from typing import Any
 
 from cute_ops import __version__ as __version__
 from cute_ops.errors import no_attribute
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.losses import (
     linear_cross_entropy,
@@ -18,7 +18,7 @@ from cute_ops_jax.composite.losses import (
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
-_DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION)}
+_DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.
 _LAZY = {
     "attention": "composite.attention", "dot_product_attention": "composite.dot_product_attention",

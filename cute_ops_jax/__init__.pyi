@@ -159,3 +159,37 @@ def mla_decode(
     batch_invariant: bool = False,
 ) -> tuple[Array, Array]: ...
 def merge_states(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Array, Array]: ...
+def cross_entropy_metrics(
+    logits: ArrayLike,
+    target: ArrayLike,
+    weight: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    token_scaling: bool = False,
+    inplace_backward: bool = False,
+) -> tuple[Array, Array, Array, Array]: ...
+def cross_entropy_of_slice(
+    logits: ArrayLike,
+    target: ArrayLike,
+    lse_partial: ArrayLike,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    classes: int = 0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    inplace_backward: bool = False,
+) -> tuple[Array, Array, Array, Array]: ...
+def soft_cross_entropy(
+    logits: ArrayLike,
+    target: ArrayLike,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+) -> Array: ...

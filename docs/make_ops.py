@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from cute_ops.declaration.op import Op
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
 BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
-PUBLIC = (*OPS, *PRODUCTS, *ATTENTION)
+PUBLIC = (*OPS, *PRODUCTS, *ATTENTION, *MODELS)
 # By room of the kernel.
 FAMILIES = {
     "norm": "norms", "rows": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",

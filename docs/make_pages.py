@@ -23,14 +23,14 @@ import cute_ops_torch
 from cute_ops import env
 from cute_ops.__main__ import app
 from cute_ops.hardware import ARCHES, GPUS
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
 from cute_ops_torch import inductor, nn
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 _MADE = "Made by `python docs/make_pages.py`."
-_OPS = {op.name for op in (*OPS, *PRODUCTS, *ATTENTION)}
+_OPS = {op.name for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS)}
 _WRITTEN = [
     "module",
     "RMSNorm",

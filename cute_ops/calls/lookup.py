@@ -34,7 +34,7 @@ def ours() -> dict[str, Op]:
     # Start-up time: a program with an op of its own may need none of ours.
     from cute_ops.composite import qkv_rope
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
-    from cute_ops.ops import ATTENTION, OPS, PARTS, PRODUCTS
+    from cute_ops.ops import ATTENTION, MODELS, OPS, PARTS, PRODUCTS
     from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
     from cute_ops.ops.gemm.linear import linear_acc
@@ -46,7 +46,7 @@ def ours() -> dict[str, Op]:
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
     inside += (*parts(False), *parts(True), column_sum(), row_copy())
-    every = (*OPS, *PRODUCTS, *ATTENTION, *PLAIN_PRODUCTS, *inside, *PARTS)
+    every = (*OPS, *PRODUCTS, *ATTENTION, *MODELS, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}
 
 
@@ -66,9 +66,9 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
-            from cute_ops.ops import ATTENTION, OPS, PRODUCTS  # as in ours()
+            from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS  # as in ours()
 
-            public = ", ".join(op.name for op in (*OPS, *PRODUCTS, *ATTENTION))
+            public = ", ".join(op.name for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS))
             known = f"there are {public}, their gradients (rmsnorm_bwd), and yours as module:name or file.py:name"
             raise ValueError(f"no op {name!r}{meant(name, ours())}; {known}")
         return ours()[name]

@@ -1,6 +1,6 @@
-"""The declarations. ``OPS``, ``PRODUCTS`` and ``ATTENTION`` have a public Python function and an entry in the
-documentation and in the stubs; the last two have tests of their own. ``PARTS`` are ops without a function, which our
-own functions call.
+"""The declarations. ``OPS``, ``PRODUCTS``, ``ATTENTION`` and ``MODELS`` have a public Python function and an entry in
+the documentation and in the stubs; the last three have tests of their own. ``PARTS`` are ops without a function, which
+our own functions call.
 """
 
 from cute_ops.declaration.op import Op
@@ -35,10 +35,10 @@ from cute_ops.ops.rotary.rope import rope, rope_bwd_joined
 
 OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
-    cross_entropy, cross_entropy_metrics, cross_entropy_of_slice, soft_cross_entropy,
-    softmax, log_softmax, row_sum, row_mean,
+    cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8, adamw, causal_conv1d, append_kv,
 )  # fmt: skip
 PRODUCTS: tuple[Op, ...] = (linear_gelu, linear_silu, linear_add, gated_linear)
 ATTENTION: tuple[Op, ...] = (attention, decode_attention, mla_decode, merge_states)
+MODELS: tuple[Op, ...] = (cross_entropy_metrics, cross_entropy_of_slice, soft_cross_entropy)
 PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined)

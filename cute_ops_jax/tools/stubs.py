@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cute_ops.declaration.headers import module_stub, stub
 from cute_ops.declaration.op import Op
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
 from cute_ops_jax.composite import attention, block, linear
 from cute_ops_jax.primitive.function import signature
 
@@ -47,7 +47,7 @@ from cute_ops_jax.primitive.function import register as register
 '''
 
 
-def text(ops: Iterable[Op] = (*OPS, *PRODUCTS, *ATTENTION)) -> str:
+def text(ops: Iterable[Op] = (*OPS, *PRODUCTS, *ATTENTION, *MODELS)) -> str:
     """The stub file of the package."""
     own = (op for op in ops if f" as {op.name}\n" not in _HEADER)
     return _HEADER + "\n" + "".join(stub(op.name, signature(op)) for op in own)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cute_ops.declaration.headers import header, module_stub, stub
 from cute_ops.declaration.op import Op
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
 from cute_ops_torch.composite import attention, block, linear
 from cute_ops_torch.library.schema import takes_out
 
@@ -33,7 +33,7 @@ __all__ = [
 '''
 
 
-def text(ops: Iterable[Op] = (*OPS, *PRODUCTS, *ATTENTION)) -> str:
+def text(ops: Iterable[Op] = (*OPS, *PRODUCTS, *ATTENTION, *MODELS)) -> str:
     """The stub file of the functions of ops."""
     ops = tuple(ops)
     names = "".join(f'    "{name}",\n' for name in sorted(op.name for op in ops))

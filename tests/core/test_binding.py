@@ -6,7 +6,7 @@ import pytest
 
 from cute_ops import FLOATS, Array, OneOf, Op, Tensor
 from cute_ops.declaration.binding import bind
-from cute_ops.ops import ATTENTION, OPS, PRODUCTS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
+from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 
 X = Array((3, 5, 64), "float32")
@@ -312,7 +312,7 @@ def test_declarations_are_checked() -> None:
         declare(grad=rmsnorm.grad)
 
 
-@pytest.mark.parametrize("op", [*OPS, *PRODUCTS, *ATTENTION], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [*OPS, *PRODUCTS, *ATTENTION, *MODELS], ids=lambda op: op.name)
 def test_public_ops_are_documented(op: Op) -> None:
     for section in ("Args:", "Returns:", "Raises:", "Source:"):
         assert section in op.doc

@@ -84,7 +84,7 @@ def fused(
     shapes = {key: shape_of(operand) for key, operand in operands.items()}
     found = _Fused(
         name, Traces(name, function, shapes, attrs), operands, outputs=outputs, attrs=attrs, cases=cases,
-        no_gradient=no_gradient,
+        no_gradient=no_gradient, squeezed=squeezed,
     )  # fmt: skip
     return found.op(
         function.__module__, doc or inspect.getdoc(function) or f"``{name}`` in one pass.", grad_doc, finish

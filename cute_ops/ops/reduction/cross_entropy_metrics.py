@@ -14,7 +14,6 @@ from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.finish import Finish
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
-from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.reduction import cross_entropy as plain
 from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, reduced
