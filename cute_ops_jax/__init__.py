@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any
 
 from cute_ops import __version__ as __version__
+from cute_ops.composite.models import MODELS
 from cute_ops.errors import no_attribute
-from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.losses import (
     linear_cross_entropy,

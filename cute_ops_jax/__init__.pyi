@@ -193,3 +193,19 @@ def soft_cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
 ) -> Array: ...
+def linear_cross_entropy_metrics(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    target: ArrayLike,
+    bias: ArrayLike | None = None,
+    class_weight: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    accum_dtype: str = "float32",
+    chunk_rows: int = 0,
+    reduction: str = "mean",
+    token_scaling: bool = False,
+) -> tuple[Array, Array, Array, Array]: ...

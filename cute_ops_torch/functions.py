@@ -5,8 +5,9 @@ Parts of other functions become ops only.
 
 from typing import Any
 
+from cute_ops.composite.models import MODELS
 from cute_ops.errors import no_attribute
-from cute_ops.ops import ATTENTION, MODELS, OPS, PARTS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PARTS, PRODUCTS
 from cute_ops_torch.registry import define
 
 _DEFINED = {op.name: define(op) for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS)}

@@ -21,6 +21,7 @@ __all__ = [
     "gelu_mul",
     "layernorm",
     "linear_add",
+    "linear_cross_entropy_metrics",
     "linear_gelu",
     "linear_silu",
     "log_softmax",
@@ -285,3 +286,19 @@ def soft_cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
 ) -> Tensor: ...
+def linear_cross_entropy_metrics(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    accum_dtype: str = "float32",
+    chunk_rows: int = 0,
+    reduction: str = "mean",
+    token_scaling: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...

@@ -7,11 +7,13 @@ import re
 import sys
 from pathlib import Path
 
+from cute_ops.composite.models import MODELS
 from cute_ops.declaration.op import Op
-from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+ROOMS = "cute_ops.ops.", "cute_ops.composite."
 BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
 PUBLIC = (*OPS, *PRODUCTS, *ATTENTION, *MODELS)
 # By room of the kernel.
@@ -19,6 +21,7 @@ FAMILIES = {
     "norm": "norms", "rows": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
     "gemm": "matrix products", "attention": "attention, caches of keys and values",
     "reduction": "losses, softmax, sums", "quantize": "float8 with scales, for inference", "optim": "optimizer",
+    "composite": "programs of training",
 }  # fmt: skip
 _INTRODUCTION = """# The ops
 
@@ -56,7 +59,7 @@ def families() -> str:
     """One line per family."""
     links: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for op in PUBLIC:
-        _, _, family, *_ = op.kernel.split(".")
+        _, _, family, *_ = op.kernel.split(".") if op.kernel else ("", "", "composite")
         links[family].append(f"[`{op.name}`](docs/ops.md#{op.name})")
     lines = [f"| {title} | {', '.join(links[family])} |" for family, title in FAMILIES.items()]
     return "\n".join(["| family | ops |", "|---|---|", *lines])
@@ -64,11 +67,13 @@ def families() -> str:
 
 def source(op: Op) -> str:
     """Links to the files of an op's declaration and of its kernel."""
-    modules = [m for name, m in sorted(sys.modules.items()) if name.startswith("cute_ops.ops.") and m.__file__]
+    modules = [m for name, m in sorted(sys.modules.items()) if name.startswith(ROOMS) and m.__file__]
     holders = [m for m in modules if any(value is op for value in vars(m).values())]
     texts = {path: path.read_text(encoding="utf-8") for path in (Path(str(m.__file__)) for m in holders)}
     names_it = re.compile(rf'(\bname=|\(\s*)"{op.name}"')
     (declared,) = (path for path, text in texts.items() if names_it.search(text))
+    if not op.kernel:
+        return f"[program](../{declared.relative_to(ROOT).as_posix()})"
     kernel = op.kernel.partition(":")[0].replace(".", "/") + ".py"
     return f"[declaration](../{declared.relative_to(ROOT).as_posix()}), [kernel](../{kernel})"
 

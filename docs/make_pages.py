@@ -22,8 +22,9 @@ import cute_ops_jax
 import cute_ops_torch
 from cute_ops import env
 from cute_ops.__main__ import app
+from cute_ops.composite.models import MODELS
 from cute_ops.hardware import ARCHES, GPUS
-from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_torch import inductor, nn
 
 ROOT = Path(__file__).parents[1]

@@ -34,7 +34,8 @@ def ours() -> dict[str, Op]:
     # Start-up time: a program with an op of its own may need none of ours.
     from cute_ops.composite import qkv_rope
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
-    from cute_ops.ops import ATTENTION, MODELS, OPS, PARTS, PRODUCTS
+    from cute_ops.composite.models import MODELS
+    from cute_ops.ops import ATTENTION, OPS, PARTS, PRODUCTS
     from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
     from cute_ops.ops.gemm.linear import linear_acc
@@ -66,7 +67,8 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
-            from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS  # as in ours()
+            from cute_ops.composite.models import MODELS  # as in ours()
+            from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 
             public = ", ".join(op.name for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS))
             known = f"there are {public}, their gradients (rmsnorm_bwd), and yours as module:name or file.py:name"

@@ -131,9 +131,9 @@ def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attr
     def body(sums: dict[str, Any], at: Any) -> dict[str, Any]:
         rows = {name: chunks.cut(name, at) for name in ("target", *_SAVED)}
         found = call(cross_entropy_bwd, {"logits": chunks.logits(at), **rows}, _of_loss(attrs), inplace=True)
-        return _add(chunks, sums, at, found["dlogits"])
+        return add_chunk(chunks, sums, at, found["dlogits"])
 
-    return _gradients(chunks, chunks.each(chunks.sums(), body), inputs)
+    return gradients(chunks, chunks.each(chunks.sums(), body), inputs)
 
 
 def _total(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -158,10 +158,10 @@ def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: A
             found = {**found, **gradient}
         else:
             found = call(cross_entropy_step, {**given, **cotangents}, _of_loss(attrs), inplace=True)
-        return chunks.put(losses, at, found["loss"]), _add(chunks, sums, at, found["dlogits"])
+        return chunks.put(losses, at, found["loss"]), add_chunk(chunks, sums, at, found["dlogits"])
 
     losses, sums = chunks.each((chunks.new_rows(), chunks.sums()), body)
-    found = _gradients(chunks, sums, inputs)
+    found = gradients(chunks, sums, inputs)
     return {"loss": _mean(losses.sum(), inputs["count"]), **{SCALED[name]: a for name, a in found.items()}}
 
 
@@ -179,7 +179,7 @@ def _mean(total: Any, count: Any) -> Any:
     return total if count is None else total / count
 
 
-def _add(chunks: Chunks, sums: dict[str, Any], at: Any, dlogits: Any) -> dict[str, Any]:
+def add_chunk(chunks: Chunks, sums: dict[str, Any], at: Any, dlogits: Any) -> dict[str, Any]:
     """The gradients with those of one more chunk added."""
     found = dict(sums)
     if "dhidden" in sums:
@@ -191,7 +191,7 @@ def _add(chunks: Chunks, sums: dict[str, Any], at: Any, dlogits: Any) -> dict[st
     return found
 
 
-def _gradients(chunks: Chunks, sums: dict[str, Any], inputs: Arrays) -> Arrays:
+def gradients(chunks: Chunks, sums: dict[str, Any], inputs: Arrays) -> Arrays:
     found = chunks.rounded(sums)
     return {name: a.reshape(inputs["hidden"].shape) if name == "dhidden" else a for name, a in found.items()}
 
@@ -203,7 +203,7 @@ LOSS_ATTRS = "ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scal
 _SAVED = ("row_max", "log_sum", "dloss")
 _HIDDEN, _WEIGHT, _BIAS = Tensor("*m h", "T"), Tensor("n h", "T"), Tensor("n", "T", optional=True)
 _LAYER = {"hidden": _HIDDEN, "weight": _WEIGHT, "target": Tensor("*m", "I", upper_bound="n")}
-_GRADIENTS = {
+GRADIENTS = {
     "dhidden": _HIDDEN,
     "dweight": _WEIGHT._replace(strided_like="weight"),
     "dbias": Tensor("n", "T", given="bias"),
@@ -212,11 +212,15 @@ _COUNT = {"count": Tensor("", "C", optional=True)}
 SCALED = {f"d{name}": f"{name}_gradient" for name in ("hidden", "weight", "bias")}
 
 
-def _check(binding: Binding) -> str | None:
+def check_accum(binding: Binding) -> str | None:
     accum, own = binding.attrs["accum_dtype"], binding.dtypes["T"]
     if accum not in ("float32", own):
         return f"option `accum_dtype` is {accum}, expected float32 or the dtype of `weight`, {own}."
-    return no_columns(binding, "weight") or check(binding)
+    return None
+
+
+def _check(binding: Binding) -> str | None:
+    return check_accum(binding) or no_columns(binding, "weight") or check(binding)
 
 
 def _declare(
@@ -233,15 +237,15 @@ def _declare(
     )  # fmt: skip
 
 
-def _wanted(names: Collection[str]) -> dict[str, Tensor]:
+def wanted_gradients(names: Collection[str]) -> dict[str, Tensor]:
     """The tensors of these gradients, skippable if they are all."""
-    return {n: _GRADIENTS[n]._replace(skippable=len(names) == len(_GRADIENTS)) for n in names}
+    return {n: GRADIENTS[n]._replace(skippable=len(names) == len(GRADIENTS)) for n in names}
 
 
 def _declare_rows_bwd(name: str, outputs: Collection[str]) -> Op:
     return _declare(
         name, partial(_rows_bwd, outputs), (cross_entropy_bwd,), dict.fromkeys(_SAVED, ROW),
-        _wanted(outputs), narrow=_declare_rows_bwd,
+        wanted_gradients(outputs), narrow=_declare_rows_bwd,
     )  # fmt: skip
 
 
@@ -249,7 +253,7 @@ def _declare_step(name: str, outputs: Collection[str]) -> Op:
     wanted = [n for n, gradient in SCALED.items() if gradient in outputs]
     return _declare(
         name, partial(_step, wanted), (cross_entropy, cross_entropy_bwd, cross_entropy_step), _COUNT,
-        {**_LOSS, **{SCALED[n]: t for n, t in _wanted(wanted).items()}}, narrow=_declare_step,
+        {**_LOSS, **{SCALED[n]: t for n, t in wanted_gradients(wanted).items()}}, narrow=_declare_step,
         scaled={n.removeprefix("d"): SCALED[n] for n in wanted},
         no_gradient=tuple(n.removeprefix("d") for n in SCALED if wanted and n not in wanted),
     )  # fmt: skip
@@ -258,7 +262,7 @@ def _declare_step(name: str, outputs: Collection[str]) -> Op:
 _LOSS = {"loss": Tensor("", "float32")}
 linear_cross_entropy_rows = _declare(
     "linear_cross_entropy_rows", _rows, (cross_entropy,), {}, cross_entropy.outputs, finish=FINISH,
-    grad=_declare_rows_bwd("linear_cross_entropy_rows_bwd", tuple(_GRADIENTS)),
+    grad=_declare_rows_bwd("linear_cross_entropy_rows_bwd", tuple(GRADIENTS)),
 )  # fmt: skip
 linear_cross_entropy_total = _declare(
     "linear_cross_entropy_total", _total, (cross_entropy,), _COUNT, _LOSS,

@@ -36,6 +36,9 @@ class Framework(Protocol):
     def sort(self, keys: Any, /) -> tuple[Any, Any]:
         """The sorted keys and their order; stable."""
 
+    def whole(self, x: Any, /) -> Any:
+        """Whole numbers as int32."""
+
     def ends(self, keys: Any, count: int, /) -> Any:
         """For each of ``range(count)`` how many of the sorted keys do not exceed it, in int32."""
 

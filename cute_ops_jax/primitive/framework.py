@@ -43,6 +43,10 @@ def sort(keys: Array) -> tuple[Array, Array]:
     return found, order
 
 
+def whole(x: Array) -> Array:
+    return x.astype(jnp.int32)
+
+
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
     if is_symbolic(keys.size):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from cute_ops.composite.models import MODELS
 from cute_ops.declaration.headers import module_stub, stub
 from cute_ops.declaration.op import Op
-from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_jax.composite import attention, block, linear
 from cute_ops_jax.primitive.function import signature
 

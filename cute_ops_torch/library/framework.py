@@ -45,6 +45,10 @@ def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
     return found, order
 
 
+def whole(x: Tensor) -> Tensor:
+    return x.to(torch.int32)
+
+
 def ends(keys: Tensor, count: int) -> Tensor:
     every = torch.arange(count, dtype=torch.int32, device=keys.device)
     return torch.searchsorted(keys, every, right=True, out_int32=True)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from inspect import Parameter, Signature
 from pathlib import Path
 
+from cute_ops.composite.models import MODELS
 from cute_ops.declaration.headers import header, module_stub, stub
 from cute_ops.declaration.op import Op
-from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS
 from cute_ops_torch.composite import attention, block, linear
 from cute_ops_torch.library.schema import takes_out
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.composite.models import MODELS
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
-from cute_ops.ops import MODELS
 from cute_ops.testing import EPS
 from cute_ops.tools import gradient
 from tests.contract.adapters import Adapter, as_tuple
 
-PAIRS = [(op, case) for op in MODELS for case in op.cases]
+PAIRS = [(op, case) for op in MODELS if not op.program for case in op.cases]
 SMALL = [(op, case) for op, case in PAIRS if testing.elements(case) <= 40_000]
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_the_reference(op: Op, case: Case) -> None:
     gradient.check(op, testing.small(case, op=op))
 
 
-@pytest.mark.parametrize("op", MODELS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in MODELS if not op.program], ids=lambda op: op.name)
 def test_programs_and_batches(adapter: Adapter, op: Op) -> None:
     """Compiled, abstract and under vmap, a call is what it is."""
     case = next(case for case in op.cases if testing.elements(case) <= 40_000)
@@ -207,6 +207,37 @@ def test_slices_of_the_classes_add_up(adapter: Adapter, seed: int) -> None:
         slopes.append(gradient_part)
     np.testing.assert_allclose(sum(losses), loss, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.concatenate(slopes, -1), slope, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("chunk_rows", [0, 5])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_of_a_head_with_metrics(adapter: Adapter, reduction: str, chunk_rows: int) -> None:
+    """Outputs and gradients are those of logits that are written out."""
+    rng = np.random.default_rng(5)
+    n, h = 67, 16
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in ((3, 4, h), (n, h), (n,))]
+    target = rng.integers(0, n, (3, 4)).astype(np.int32)
+    target.flat[1] = -100
+    classes, weights = adapter.array(target), adapter.array(rng.random(n).astype(np.float32))
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0, "token_scaling": True}
+
+    def ours(hidden: Any, weight: Any, bias: Any) -> Any:
+        more = {"chunk_rows": chunk_rows, **options}
+        return adapter.ours.linear_cross_entropy_metrics(hidden, weight, classes, bias, weights, **more)
+
+    def written_out(hidden: Any, weight: Any, bias: Any) -> Any:
+        return adapter.ours.cross_entropy_metrics(hidden @ weight.T + bias, classes, weights, **options)
+
+    given = adapter.arrays(arrays)
+    np.testing.assert_array_equal(adapter.numpy(ours(*given)[3]), adapter.numpy(written_out(*given)[3]))
+    results = []
+    for run in (ours, written_out):
+        of = adapter.usual(lambda *given, run=run: run(*given)[:3])
+        kinds = [adapter.numpy(a).shape for a in of(*given)]
+        results.append(adapter.value_and_gradients(of, given, [np.cos(np.ones(k, np.float32)) for k in kinds]))
+    for got, wanted in zip(*(values + slopes for values, slopes in results), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])

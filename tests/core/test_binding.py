@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cute_ops import FLOATS, Array, OneOf, Op, Tensor
+from cute_ops.composite.models import MODELS
 from cute_ops.declaration.binding import bind
-from cute_ops.ops import ATTENTION, MODELS, OPS, PRODUCTS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
+from cute_ops.ops import ATTENTION, OPS, PRODUCTS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 
 X = Array((3, 5, 64), "float32")

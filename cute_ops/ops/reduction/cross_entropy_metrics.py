@@ -5,6 +5,7 @@ maths, cases.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from cute_ops.declaration.array_api import constant, widen
@@ -126,10 +127,12 @@ def check(binding: Binding) -> str | None:
 
 
 def reduce_rows(
-    xp: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any], attrs: Mapping[str, Any], *, reduction: str,
-    token_scaling: bool,
+    weights: str, xp: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any], attrs: Mapping[str, Any], *,
+    reduction: str, token_scaling: bool,
 ) -> Mapping[str, Any]:  # fmt: skip
-    """The losses, scaled by the targets' probabilities if asked for, their sum, or their mean."""
+    """The losses, scaled by the targets' probabilities if asked for, their sum, or their mean; ``weights`` names the
+    classes' weights among the inputs.
+    """
     loss, target = outputs["loss"], inputs["target"]
     if token_scaling:
         loss = loss * constant(xp, xp.exp(outputs["log_prob"]))
@@ -137,7 +140,7 @@ def reduce_rows(
         return {**outputs, "loss": loss}
     total = xp.sum(loss)
     if reduction == "mean":
-        total = total / weight_of_rows(xp, target, inputs["weight"], attrs["ignore_index"], loss)
+        total = total / weight_of_rows(xp, target, inputs[weights], attrs["ignore_index"], loss)
     return {**outputs, "loss": total}
 
 
@@ -152,11 +155,12 @@ def weight_of_rows(xp: Any, target: Any, weight: Any, ignore_index: int, like: A
     return xp.sum(xp.where(inside, found, xp.zeros_like(found)))
 
 
-FINISH = Finish(
-    reduce_rows,
-    {"reduction": ("mean", "sum", "none"), "token_scaling": (False, True)},
-    {"reduction": "none", "token_scaling": False},
-)
+def finish(weights: str) -> Finish:
+    """The reduction of losses whose classes' weights are the input of this name."""
+    options = {"reduction": ("mean", "sum", "none"), "token_scaling": (False, True)}
+    return Finish(partial(reduce_rows, weights), options, {"reduction": "none", "token_scaling": False})
+
+
 ROW = plain.ROW
 HIDDEN, GIVEN = ROW._replace(hidden=True), ROW._replace(optional=True)
 SAVED = ("row_max", "log_sum", "target_weight", "slope")
@@ -203,7 +207,7 @@ cross_entropy_metrics = _declare(
     attrs={name: value for name, value in plain.ATTRS.items() if name != "classes"},
     references=(reference, reference_bwd),
     check=check,
-    finish=FINISH,
+    finish=finish("weight"),
     cases=CASES,
     doc="""Cross entropy with a weight per class, and what metrics of a training step need, in one read of the logits.
 
