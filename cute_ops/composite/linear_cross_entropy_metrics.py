@@ -15,9 +15,11 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.checks import no_columns
+from cute_ops.ops.reduction import cross_entropy as plain
 from cute_ops.ops.reduction import cross_entropy_metrics as rows
 
 Arrays: TypeAlias = Mapping[str, Any]
@@ -75,8 +77,8 @@ def _check(binding: Binding) -> str | None:
 _LAYER = {"hidden": Tensor("*m h", "T"), "weight": Tensor("n h", "T"), "target": Tensor("*m", "I", upper_bound="n")}
 _MORE = {"bias": Tensor("n", "T", optional=True), "class_weight": Tensor("n", "W", optional=True)}
 _COMMON: dict[str, Any] = {
-    "dtypes": {**rows.plain.DTYPES, "W": rows.FLOATS},
-    "attrs": {**_of_loss(rows.plain.ATTRS), "accum_dtype": "float32", "chunk_rows": 0}, "static": (),
+    "dtypes": {**plain.DTYPES, "W": FLOATS},
+    "attrs": {**_of_loss(plain.ATTRS), "accum_dtype": "float32", "chunk_rows": 0}, "static": (),
     "check": _check, "called": NAME, "cases": CASES,
 }  # fmt: skip
 
@@ -114,7 +116,8 @@ linear_cross_entropy_metrics = Op(
         ignore_index: rows with this target have loss 0, gradient 0 and prediction -1.
         label_smoothing: fraction of the target that is spread evenly over all classes.
         z_loss: weight of ``lse^2``.
-        softcap, logit_scale: bound and factor of the logits.
+        softcap: bound of the logits; 0 is none.
+        logit_scale: factor of the logits, before the cap; positive.
         accum_dtype: dtype in which the weight's gradient is summed over chunks, ``"float32"`` or that of the weight.
         chunk_rows: rows whose logits are held at a time; 0 chooses.
         reduction: ``"mean"``, with class weights the weighted mean, ``"sum"`` or ``"none"``: of the loss alone.

@@ -115,8 +115,9 @@ def reference_of_slice(xp: Any, logits: Any, target: Any, lse_partial: Any, **at
 
 
 def reference_of_slice_bwd(xp: Any, *arrays: Any, **attrs: Any) -> Any:
-    *arrays, dlse, dlog_prob = arrays
-    return reference_bwd(xp, *arrays, None, dlse, dlog_prob, **attrs)
+    *saved, dlse, dlog_prob = arrays
+    of_whole: Any = reference_bwd
+    return of_whole(xp, *saved, None, dlse, dlog_prob, **attrs)
 
 
 def check(binding: Binding) -> str | None:
