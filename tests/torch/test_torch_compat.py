@@ -141,3 +141,26 @@ def test_what_is_not_computed_is_refused_by_name(index: int) -> None:
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value) == text
+
+
+CALLS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "liger": (liger.LigerRMSNorm(32), (X,)),
+    "losses": (
+        lambda x: liger.liger_cross_entropy(x, TARGET, return_z_loss=True, return_token_accuracy=True).loss, (LOGITS,)
+    ),
+    "quack": (lambda x, r: quack.rmsnorm(x, WEIGHT, residual=r, prenorm=True)[0], (X, X.flip(0))),
+    "flash_attn": (lambda q: flash_attn.flash_attn_func(q, q, q, alibi_slopes=ONE[:4]), (drawn(1, 5, 4, 24),)),
+    "causal_conv1d": (lambda x, w: causal_conv1d.causal_conv1d_fn(x, w, activation="silu"), (X, drawn(5, 4))),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_compiled_without_a_break(name: str) -> None:
+    function, given = CALLS[name]
+    inputs = [x.clone().requires_grad_() for x in given]
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
+    wanted = function(*inputs)
+    torch.testing.assert_close(out, wanted)
+    gradients = [torch.autograd.grad(each.sum(), inputs) for each in (out, wanted)]
+    torch.testing.assert_close(*gradients)
