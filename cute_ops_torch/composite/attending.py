@@ -31,9 +31,10 @@ class TorchAttention(Attention[Tensor]):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, scale: float = 0.0, causal: bool = False,
         left: int = -1, right: int = -1, softcap: float = 0.0, deterministic: bool = False, *,
         fused: str = "auto", score_mod: Function | None = None, mask_mod: Function | None = None,
-        captured: Given = (), out: Sequence[Tensor | None] | None = None,
+        captured: Given = (), cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+        out: Sequence[Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        run, arrays = self.call(q, score_mod, mask_mod, captured)
+        run, arrays = self.call(q, score_mod, mask_mod, captured, (cu_seqlens_q, cu_seqlens_k))
         options = {} if out is None else {"out": out}
         attrs = scale, causal, left, right, softcap, deterministic, fused
         return run(q, k, v, *arrays, sinks, *attrs, **options)  # type: ignore[no-any-return]
@@ -41,19 +42,21 @@ class TorchAttention(Attention[Tensor]):
     attention.__doc__ = Attention.attention.__doc__
 
     def chosen(
-        self, score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...], lead: int
-    ) -> Function:
+        self, score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...], lead: int,
+        packed: bool,
+    ) -> Function:  # fmt: skip
         if not torch.compiler.is_dynamo_compiling():
-            return super().chosen(score_mod, mask_mod, captured, lead)
+            return super().chosen(score_mod, mask_mod, captured, lead, packed)
         functions = [None if function is None else guard(function) for function in (score_mod, mask_mod)]
-        return _traced(*functions, tuple([tuple(each) for each in captured]), lead)
+        return _traced(*functions, tuple([tuple(each) for each in captured]), lead, packed)
 
 
 def _op(
-    score_mod: tuple[str, ...] | None, mask_mod: tuple[str, ...] | None, captured: tuple[Any, ...], lead: int
-) -> Op:
+    score_mod: tuple[str, ...] | None, mask_mod: tuple[str, ...] | None, captured: tuple[Any, ...], lead: int,
+    packed: bool,
+) -> Op:  # fmt: skip
     score, mask = (None if function is None else whole(function) for function in (score_mod, mask_mod))
-    return op_of_call(score, mask, tuple(Captured(*each) for each in captured), lead)
+    return op_of_call(score, mask, tuple(Captured(*each) for each in captured), lead, packed)
 
 
 _traced: Callable[..., Function] = traced(_op)

@@ -25,6 +25,7 @@ from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Bounded, Call, Functions, arrays, expected
 
 DESCRIPTOR = bytes(128)
+Offsets = Sequence[np.ndarray]  # where packed sequences begin, of queries and of keys
 OTHERS = 2  # blocks of memory before those of what functions read
 CALLS = (
     Call(1, 150, 130, 2, 1, 64, 64, "bfloat16", {"causal": True, "left": 100}, False, False),
@@ -58,33 +59,39 @@ def modded(number: int) -> tuple[Call, Functions]:
 class Run:
     """One call of an op whose kernels are compiled for Hopper and emulated."""
 
-    def __init__(self, op: Op, call: Call, folder: Path, functions: Functions = NO_FUNCTIONS) -> None:
+    def __init__(
+        self, op: Op, call: Call, folder: Path, functions: Functions = NO_FUNCTIONS, offsets: Offsets = ()
+    ) -> None:
         b, s, t, h, g, d, e = call[:7]
-        shapes = (s, h, d), (t, g, d), (t, g, e), (s, h, e)
-        q, k, v, out = (Array((b, *shape), call.dtype) for shape in shapes)
-        lse, captured = Array((b, h, s), "float32"), functions.captured
+        shapes, lead = ((s, h, d), (t, g, d), (t, g, e), (s, h, e)), () if offsets else (b,)
+        q, k, v, out = (Array((*lead, *shape), call.dtype) for shape in shapes)
+        lse, captured = Array((*lead, h, s), "float32"), functions.captured
         given = [Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in captured.items()]
         if functions.options:
-            made = op_of_call(functions.score, functions.mask, tuple(given))
-            op = made.steps[0] if op is attention_bwd else made
+            made = op_of_call(functions.score, functions.mask, tuple(given), packed=bool(offsets))
+            op = made.steps[0] if "dout" in op.inputs else made
         more = {"out": out, "lse": lse, "dout": out, "dlse": lse} if "dout" in op.inputs else {}
         arrays = {name: Array(a.shape, str(a.dtype)) for name, a in captured.items()}
+        more |= {f"cu_seqlens_{x}": Array(o.shape, "int32") for x, o in zip("qk", offsets)}
         binding = bind(op, {"q": q, "k": k, "v": v, **more, **arrays}, call.attrs)
-        self.call, found = call, plan(binding, {}, parse("sm_90a"))
+        self.call, self.is_packed, found = call, bool(offsets), plan(binding, {}, parse("sm_90a"))
         self.variant, scratch = found.variant, found.workspaces
         worker.compile(self.variant, folder / "kernel.cubin", folder)
         (ptx,) = folder.glob("*.ptx")
         self.head, *self.entries = re.split(r"(?=\.visible \.entry)", ptx.read_text())
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
-        self.memory = [*captured.values(), *tables.values()]
+        self.memory = [*captured.values(), *tables.values(), *offsets]
         packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + OTHERS)]
         self.read = packed[: len(captured)]
-        self.tables = dict(zip(tables, packed[len(captured) :], strict=True))
-        self.sizes = [struct.pack("<i", x) for x in (s, t, h, h // g, b)]
+        self.tables = dict(zip(tables, packed[len(captured) :], strict=False))
+        self.offsets = packed[len(captured) + len(tables) :]
+        self.sizes = [struct.pack("<i", x) for x in (s, t, h, h // g, len(offsets[0]) - 1 if offsets else b)]
 
     def rows(self, block: int) -> bytes:
         """A parameter for numbers of rows, (batch, heads, seqlen), in this block of memory."""
         b, s, _, h = self.call[:4]
+        if self.is_packed:
+            return struct.pack("<Qq3i4xq", block << 32, 1, h, s, h * s, s)
         return struct.pack("<Q3q2q", block << 32, b, h, s, h * s, s)
 
     def __call__(
@@ -117,14 +124,15 @@ class Run:
                 batch, length, heads, width = array.shape
                 width = (columns or {}).get(i, min(width, 64))
                 maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), height, width, set())
-            arguments += [DESCRIPTOR, struct.pack("<3i", length, heads, batch)]
+            whole = not self.is_packed or 4 <= i < 4 + len(of_rows)
+            arguments += [DESCRIPTOR, struct.pack("<3i", length, heads, batch) if whole else struct.pack("<i", heads)]
         if sums is not None:
             batch, heads, length, width = sums.shape
             maps[len(arguments)] = ptx_sm90.Map(sums, of_rows[0][1], width, set())
             arguments += [DESCRIPTOR, struct.pack("<4i", length, width, heads, batch)]
         second = name in ("KeysBackward", "OnePass")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
-        arguments += [*rows, *self.sizes, *self.read, *ranges]
+        arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
         empty = [np.zeros(8, np.uint8)] * (OTHERS - len(memory))
         blocks = [a.reshape(-1).view(np.uint8) for a in (*memory, *empty, *self.memory)]
         self._fill(ranges, blocks, second)
@@ -135,7 +143,7 @@ class Run:
         """Run the kernels that bound what a mask reads over tiles."""
         kernels = [entry for entry in self.entries if "Ranges" in entry.partition("(")[0]]
         for entry in kernels[-2:] if second else kernels[:2]:
-            ptx_cta.Kernel(self.head + entry).run(8, [*self.sizes, *self.read, *ranges], blocks)
+            ptx_cta.Kernel(self.head + entry).run(8, [*self.sizes, *self.read, *ranges, *self.offsets], blocks)
 
 
 def _packed(block: int, a: np.ndarray) -> bytes:

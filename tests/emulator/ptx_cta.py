@@ -313,8 +313,16 @@ class Cta:
         return found.view(np.uint32).astype(np.int64)
 
     def compute(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
-        """A move that takes a register apart or puts one together."""
+        """A move that takes a register apart or puts one together, and the upper half of a product."""
         results, *given = operands
+        if op[:2] == ("mul", "hi"):
+            width = int(op[-1][1:])
+            a, b = (number(self.read(name), op[-1]).astype(object) for (name,) in given)
+            if op[-1] == "u64":
+                a, b = a % (1 << 64), b % (1 << 64)
+            high = np.array([int(x) % (1 << 64) for x in a * b >> width], np.uint64)
+            self.write(results[0], number(high.astype(np.int64), op[-1]), now)
+            return
         if len(results) > 1:
             width = int(op[-1][1:]) // len(results)
             for i, name in enumerate(results):

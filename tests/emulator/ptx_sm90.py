@@ -240,13 +240,6 @@ class Warp(ptx_cta.Cta):
             self.together(op, operands)
         elif op[0] == "cvta":
             self.write(operands[0][0], self.read(operands[1][0]), now)
-        elif op[:2] == ("mul", "hi"):
-            width = int(op[-1][1:])
-            a, b = (number(self.read(name), op[-1]).astype(object) for (name,) in operands[1:])
-            if op[-1] == "u64":
-                a, b = a % (1 << 64), b % (1 << 64)
-            high = np.array([int(x) % (1 << 64) for x in a * b >> width], np.uint64)
-            self.write(operands[0][0], number(high.astype(np.int64), op[-1]), now)
         else:
             self.compute(op, operands, now)
 
@@ -282,7 +275,12 @@ class Warp(ptx_cta.Cta):
         shared, (name, *at) = operands[:2] if taking else operands[1::-1]
         which = self.cta.cluster.maps[self.one([name], now)]
         first, top, *batch = (self.one([coordinate], now) for coordinate in at)
-        matrix = which.tensor[tuple(reversed(batch))]
+        if len(batch) == 3:  # of a packed sequence: see tiles.by_sequence
+            batch, (end, far) = [batch[0], 0], batch[1:]
+            top, end = top + end - far, end
+            matrix = which.tensor[0, batch[0]][:end]
+        else:
+            matrix = which.tensor[tuple(reversed(batch))]
         part = matrix[top : top + which.rows, first : first + which.columns]
         rows, columns = part.shape
         places = which.places(self.one(shared, now))

@@ -24,6 +24,7 @@ from cute_ops.kernels.attention.tiles import (
     Sizes,
     Tile,
     Tiles,
+    by_sequence,
     partition,
     place_of,
     ring,
@@ -80,10 +81,10 @@ class KeysBackward:
             (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
             (MMA_M, self.d), (MMA_M, self.dv),
         )  # fmt: skip
+        inputs, gradients = self._as_moved(inputs, gradients, sizes)
         moved = tma_copies((*inputs, *gradients), layouts, shapes, stored=2)
-        blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         self.kernel((mma_s, mma_s, mma_dk, mma_dv), (moved, layouts), rows, tuple(sizes)).launch(
-            grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[self._ctas(sizes), 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -101,7 +102,7 @@ class KeysBackward:
         rings = [ring(smem, dtype, layout, count) for layout, count in zip(layouts, stages)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
-        keys = self._tile(sizes)
+        keys, sizes = self._tile(sizes)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
@@ -113,14 +114,26 @@ class KeysBackward:
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             self._multiply(rings, (mma_first, mma_s, mma_dk, mma_dv), moved, rows, keys, sizes)
 
+    def _as_moved(self, inputs, gradients, sizes):
+        """Tensors as TMA takes them."""
+        if sizes.offsets is None:
+            return inputs, gradients
+        return tuple(tuple([by_sequence(m) for m in each]) for each in (inputs, gradients))
+
+    def _ctas(self, sizes):
+        blocks, batches = self.tiles.blocks(sizes, 1)
+        return blocks * (sizes.heads // sizes.heads_per_kv) * batches
+
     def _tile(self, sizes):
-        """A block of keys of a head of k: under a causal mask the first ones have most queries."""
+        """A block of keys of a head of k, and the sizes of its sequence: under a causal mask the first ones have most
+        queries.
+        """
         of_head = Int64(sizes.seqlen_q) * sizes.heads_per_kv * ((self.d + self.dv) * self.dtype.width // 8)
         together = Int32(cutlass.max(Int64(CACHED_BYTES) // of_head, 1))
-        blocks, kv_heads = cute.ceil_div(sizes.seqlen_k, self.tile_k), sizes.heads // sizes.heads_per_kv
-        block, head = self.tiles.walk(cute.arch.block_idx()[0], blocks, kv_heads * sizes.batches, together)
+        (blocks, batches), kv_heads = self.tiles.blocks(sizes, 1), sizes.heads // sizes.heads_per_kv
+        block, head = self.tiles.walk(cute.arch.block_idx()[0], blocks, kv_heads * batches, together)
         batch = head // kv_heads
-        return Tile(blocks - 1 - block, head - batch * kv_heads, batch)
+        return self.tiles.placed(blocks - 1 - block, head - batch * kv_heads, batch, sizes, 1)
 
     @cute.jit
     def _load(
@@ -131,29 +144,29 @@ class KeysBackward:
         _, k, v, *_ = moved
         one = make_pipeline_state(PipelineUserType.Producer, 1)
         for whole, x, width in ((ring_k, k, self.d), (ring_v, v, self.dv)):
-            sX, gX = partition(x, (self.tile_k, width), (keys.block, 0, keys.head, keys.batch))
+            sX, gX = partition(x, (self.tile_k, width), (keys.block, 0, keys.head, keys.batch), sizes.rows[1])
             whole.producer_acquire(one)
             cute.copy(x.tma, gX, sX[None, 0], tma_bar_ptr=whole.producer_get_barrier(one))
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
         for i in cutlass.range(sizes.heads_per_kv, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
             first, last = self.tiles.queries_of(tile, sizes)
-            copies = self._queries(moved, tile)
+            copies = self._queries(moved, tile, sizes)
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     for each, together in zip((ring_q, ring_o), copies):
                         each.producer_acquire(slot)
                         full = each.producer_get_barrier(slot)
-                        for tma, tXsX, tXgX in together:
-                            cute.copy(tma, tXgX[None, queries], tXsX[None, slot.index], tma_bar_ptr=full)
+                        for tma, first_tile, tXsX, tXgX in together:
+                            cute.copy(tma, tXgX[None, first_tile + queries], tXsX[None, slot.index], tma_bar_ptr=full)
                     slot.advance()
         ring_q.producer_tail(slot)
 
-    def _queries(self, moved, tile):
+    def _queries(self, moved, tile, sizes):
         """TMA's views of the queries of a head, and of the cotangents: for each slot the copies that fill it."""
         q, _, _, dout, *_ = moved
         views = (
-            (x.tma, *partition(x, (self.tile_q, width), (None, 0, tile.head, tile.batch)))
+            (x.tma, 0, *partition(x, (self.tile_q, width), (None, 0, tile.head, tile.batch), sizes.rows[0]))
             for x, width in ((q, self.d), (dout, self.dv))
         )
         return [[view] for view in views]
@@ -220,9 +233,9 @@ class KeysBackward:
             running = Boolean(False)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         if const_expr(self.of_k):
-            store_rows(mma_dk, rDk, moved[4], (tidx, keys, self.scale, self.d))
+            store_rows(mma_dk, rDk, moved[4], (tidx, keys, self.scale, self.d), sizes.rows[1])
         if const_expr(self.of_v):
-            store_rows(mma_dv, rDv, moved[5], (tidx, keys, 1.0, self.dv))
+            store_rows(mma_dv, rDv, moved[5], (tidx, keys, 1.0, self.dv), sizes.rows[1])
 
     def _operands(self, mmas, moved, group):
         """A warpgroup's operands in shared memory: both of the scores and ``v @ dout.T``, the second of dk and dv."""
@@ -258,6 +271,6 @@ class KeysBackward:
         found = []
         for column in place.columns:
             query = place.start + column
-            at = place.tile.batch, place.tile.head, cutlass.min(query, sizes.seqlen_q - 1)
+            at = sizes.of_query(place.tile, cutlass.min(query, sizes.seqlen_q - 1))
             found.append((mRows[at], query < sizes.seqlen_q))
         return found

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -84,6 +84,7 @@ class OnePassBackward(KeysBackward):
             (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
             (self.tile_q, 1), (self.tile_q, 1), (MMA_M, self.d), (MMA_M, self.dv),
         )  # fmt: skip
+        inputs, gradients = self._as_moved(inputs, gradients, sizes)
         moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
         of_sums = cute.make_layout((self.tile_q, self.d), stride=(self.d, 1))
         added = cpasync.make_tiled_tma_atom(
@@ -91,10 +92,9 @@ class OnePassBackward(KeysBackward):
         )
         # The product that gives dq reads ds with queries in columns.
         of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, 1)
-        blocks = cute.ceil_div(sizes.seqlen_k, self.tile_k) * (sizes.heads // sizes.heads_per_kv) * sizes.batches
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
         self.kernel(mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
-            grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[self._ctas(sizes), 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     def _layout_of_keys(self):
@@ -123,7 +123,7 @@ class OnePassBackward(KeysBackward):
         rings = [ring(smem, dtype, layout, count, more=bytes) for layout, count, bytes in zip(layouts, stages, more)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
-        keys = self._tile(sizes)
+        keys, sizes = self._tile(sizes)
         if warp < WARPGROUP // WARP:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
@@ -138,10 +138,15 @@ class OnePassBackward(KeysBackward):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             self._multiply(rings, mmas, moved, (sDs, sums.s), keys, sizes)
 
-    def _queries(self, moved, tile):
+    def _queries(self, moved, tile, sizes):
         """TMA's views of the queries and the cotangents of a head, and of the numbers of their rows."""
-        views = [(x.tma, *partition(x, (self.tile_q, 1), (None, 0, tile.head, tile.batch))) for x in moved[4:6]]
-        return [[*own, view] for own, view in zip(super()._queries(moved, tile), views)]
+        at, first = (None, 0, tile.head, self._batch(tile, sizes)), sizes.first_slots[0]
+        views = [(x.tma, first, *partition(x, (self.tile_q, 1), at)) for x in moved[4:6]]
+        return [[*own, view] for own, view in zip(super()._queries(moved, tile, sizes), views)]
+
+    def _batch(self, tile, sizes):
+        """The batch in workspaces, which have the tiles of packed sequences one after another."""
+        return tile.batch if sizes.offsets is None else 0
 
     @cute.jit
     def _add(self, sums: cutlass.Constexpr, keys: cutlass.Constexpr, sizes: cutlass.Constexpr):
@@ -149,14 +154,14 @@ class OnePassBackward(KeysBackward):
         threads = self.consumers * WARPGROUP + WARP
         for i in cutlass.range(sizes.heads_per_kv, unroll=1):
             tile = Tile(keys.block, keys.head * sizes.heads_per_kv + i, keys.batch)
-            tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, tile.batch))
+            tDsD, tDgD = partition(sums, (self.tile_q, self.d), (None, 0, tile.head, self._batch(tile, sizes)))
             first, last = self.tiles.queries_of(tile, sizes)
             for queries in cutlass.range(first, last + 1, unroll=1):
                 if self.tiles.some(tile, sizes, queries, tile.block):
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     cute.arch.barrier_arrive(barrier_id=EMPTY, number_of_threads=threads)
                     cute.arch.barrier(barrier_id=FULL, number_of_threads=threads)
-                    cute.copy(sums.tma, tDsD, tDgD[None, queries])
+                    cute.copy(sums.tma, tDsD, tDgD[None, sizes.first_slots[0] + queries])
                     cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -229,8 +234,8 @@ class OnePassBackward(KeysBackward):
                 before.advance()
             running = Boolean(False)
         cute.arch.barrier(barrier_id=READ, number_of_threads=both)
-        store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d))
-        store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv))
+        store_rows(mma_dk, rDk, dk, (tidx, keys, self.scale, self.d), sizes.rows[1])
+        store_rows(mma_dv, rDv, dv, (tidx, keys, 1.0, self.dv), sizes.rows[1])
 
     def _of_queries(self, x, slot, tidx):
         """Pairs of neighbouring numbers in shared memory: those of a thread's columns, which are queries."""
@@ -263,25 +268,34 @@ class OnePassBackward(KeysBackward):
         return put_ds, put_sums
 
     @cute.jit
-    def finish(self, mSums, mDq, stream):
-        """Launch the kernel that rounds dq."""
-        vectors = Int64(cute.size(mDq)) // CHUNK
-        self.round(mSums, mDq).launch(
+    def finish(self, mSums, mDq, packed: cutlass.Constexpr, stream):
+        """Launch the kernel that rounds dq. ``packed``: sizes, where sums are those of packed sequences' tiles."""
+        vectors = Int64(cute.size(mDq if packed is None else mSums)) // CHUNK
+        self.round(mSums, mDq, packed).launch(
             grid=[Int32((vectors + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def round(self, mSums, mDq):
+    def round(self, mSums, mDq, packed):
         """Write a chunk of dq with each thread."""
         index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
-        seqlen, heads = Int32(mDq.shape[0]), Int32(mDq.shape[2])
+        rows = mDq if const_expr(packed is None) else mSums
+        seqlen, heads = Int32(rows.shape[0]), Int32(rows.shape[2])
         row_index, chunk = index // (self.d // CHUNK), Int32(index % (self.d // CHUNK))
-        if index < Int64(cute.size(mDq)) // CHUNK:
+        if index < Int64(cute.size(rows)) // CHUNK:
             row, head, batch = row_at(row_index, seqlen, heads)
-            rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
-            load(rX, address_of(mSums, (row, (chunk ^ (row % CHUNKS)) * CHUNK, head, batch)))
-            rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
-            store(rOut, address_of(mDq, (row, chunk * CHUNK, head, batch)))
+            token, given = row, Boolean(True)
+            if const_expr(packed is not None):
+                token, given = self.tiles.token_of(row, Sizes(*packed))
+            if given:
+                self._round_chunk(mSums, mDq, (row, token, head, batch), chunk)
+
+    def _round_chunk(self, mSums, mDq, at, chunk):
+        row, token, head, batch = at
+        rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
+        load(rX, address_of(mSums, (row, (chunk ^ (row % CHUNKS)) * CHUNK, head, batch)))
+        rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
+        store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))
 
 
 def chunks_of(d):

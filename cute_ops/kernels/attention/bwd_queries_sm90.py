@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -21,6 +21,7 @@ from cute_ops.kernels.attention.tiles import (
     Moved,
     Sizes,
     Tiles,
+    by_sequence,
     partition,
     place_of,
     ring,
@@ -68,10 +69,12 @@ class QueriesBackward:
             (self.tile_q, self.d), (self.tile_k, self.d), (self.tile_k, self.dv), (self.tile_q, self.dv),
             (MMA_M, self.d),
         )  # fmt: skip
+        if const_expr(sizes.offsets is not None):
+            inputs, mDq = [by_sequence(m) for m in inputs], by_sequence(mDq)
         moved = tma_copies((*inputs, mDq), layouts, shapes, stored=1)
-        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q) * sizes.heads * sizes.batches
+        blocks, batches = self.tiles.blocks(sizes, 0)
         self.kernel((mma_s, mma_s, mma_dq), (moved, layouts), rows, tuple(sizes)).launch(
-            grid=[blocks, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[blocks * sizes.heads * batches, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
@@ -88,7 +91,7 @@ class QueriesBackward:
         rings = [ring(smem, dtype, layout, count) for layout, count in zip(layouts, stages)]
         pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
         pipeline_init_wait(cute.make_layout((1, 1, 1)))
-        tile = self._tile(sizes)
+        tile, sizes = self._tile(sizes)
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(REGISTERS[self.consumers].load)
             if warp == 0:
@@ -110,14 +113,14 @@ class QueriesBackward:
         """Load queries and cotangents, then the keys and the values of each tile."""
         ring_q, ring_k, ring_v, ring_o = rings
         q, k, v, dout, _ = moved
-        kv_head = tile.head // sizes.heads_per_kv
+        (of_q, of_k), kv_head = sizes.rows, tile.head // sizes.heads_per_kv
         one = make_pipeline_state(PipelineUserType.Producer, 1)
         for whole, x, width in ((ring_q, q, self.d), (ring_o, dout, self.dv)):
-            sX, gX = partition(x, (self.tile_q, width), (tile.block, 0, tile.head, tile.batch))
+            sX, gX = partition(x, (self.tile_q, width), (tile.block, 0, tile.head, tile.batch), of_q)
             whole.producer_acquire(one)
             cute.copy(x.tma, gX, sX[None, 0], tma_bar_ptr=whole.producer_get_barrier(one))
-        tKsK, tKgK = partition(k, (self.tile_k, self.d), (None, 0, kv_head, tile.batch))
-        tVsV, tVgV = partition(v, (self.tile_k, self.dv), (None, 0, kv_head, tile.batch))
+        tKsK, tKgK = partition(k, (self.tile_k, self.d), (None, 0, kv_head, tile.batch), of_k)
+        tVsV, tVgV = partition(v, (self.tile_k, self.dv), (None, 0, kv_head, tile.batch), of_k)
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
         first, last = self.tiles.keys_of(tile, sizes)
         for i in cutlass.range(last - first + 1, unroll=1):
@@ -184,21 +187,23 @@ class QueriesBackward:
         if running:
             ring_k.consumer_release(before)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
-        store_rows(mma_dq, rDq, moved[4], (tidx, tile, self.scale, self.d))
+        store_rows(mma_dq, rDq, moved[4], (tidx, tile, self.scale, self.d), sizes.rows[0])
 
     def _of_rows(self, mLse, mDelta, tile, tidx, sizes):
         """The log-sum-exp, of base 2, and the delta of a thread's rows, as functions of row and column."""
         first = tile.block * self.tile_q + tidx // 32 * 16 + tidx % 32 // 4
         lse, delta = [], []
         for row in (first, first + 8):
-            at = tile.batch, tile.head, cutlass.min(row, sizes.seqlen_q - 1)
+            at = sizes.of_query(tile, cutlass.min(row, sizes.seqlen_q - 1))
             lse.append(self.weights.of_lse(mLse[at], row < sizes.seqlen_q))
             delta.append(mDelta[at])
         return (lambda r, c: lse[r]), (lambda r, c: delta[r])
 
 
-def store_rows(mma, rX, out, at):
-    """Store a warpgroup's 64 rows, scaled. Both have read what the result takes the place of."""
+def store_rows(mma, rX, out, at, rows=None):
+    """Store a warpgroup's 64 rows, scaled. Both have read what the result takes the place of. ``rows``: of a packed
+    sequence.
+    """
     tidx, tile, scale, width = at
     group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
     for i in range(cute.size(rX)):
@@ -210,7 +215,7 @@ def store_rows(mma, rX, out, at):
     cute.copy(copy, copy.retile(rOut), copy.partition_D(out.s)[None, None, None, group])
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
-    tOsO, tOgO = partition(out, (MMA_M, width), (None, 0, tile.head, tile.batch))
+    tOsO, tOgO = partition(out, (MMA_M, width), (None, 0, tile.head, tile.batch), rows)
     store_if_first(out, tOsO[None, group], tOgO[None, tile.block * 2 + group], tidx)
 
 

@@ -17,7 +17,7 @@ from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
 from cute_ops.kernels.attention.softmax import exp2
-from cute_ops.kernels.attention.tiles import address_of, row_at, sizes_of, view
+from cute_ops.kernels.attention.tiles import Sizes, address_of, offsets_of, row_at, sizes_of, view
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded
@@ -34,7 +34,7 @@ class AttentionBackward:
 
     def __init__(self, variant):
         config, dims = AttentionBackwardConfig.of(variant.config), variant.dims
-        self.dv = dims["e"]
+        self.dv, self.packed = dims["e"], "cu_seqlens_q" in variant.names
         self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()  # that have a row's delta
         self.mods = mods = Mods(config.score, config.mask, config.bounds, config.dscore)
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
@@ -45,7 +45,8 @@ class AttentionBackward:
         self.of_keys = [] if config.one_pass else [KeysBackward(*own, part) for part in parts]
 
     @cute.jit
-    def __call__(self, mQ, mK, mV, mOut, mLse, mDout, *others):
+    def __call__(self, mQ, mK, mV, *others):
+        offsets, (mOut, mLse, mDout, *others) = offsets_of(others, self.packed)
         *captured, mDlse, mSinks, mDq, mDk, mDv, mDsinks, mDelta, mLogs, mSums = others[:-5]
         *tables, stream = others[-5:]
         mQ, mK, mV, mOut, mDout, mDq, mDk, mDv = (view(m) for m in (mQ, mK, mV, mOut, mDout, mDq, mDk, mDv))
@@ -53,8 +54,11 @@ class AttentionBackward:
         mDlse = None if const_expr(mDlse is None) else folded(mDlse, own=2)
         if const_expr(self.one_pass is not None):
             mLogs, mSums = folded(mLogs, own=2), view(mSums, (2, 3, 1, 0))
+        captured = by_index(captured, self.mods)
+        first, second = (sizes_of(mQ, mK, captured, tuple(each), offsets) for each in (tables[:2], tables[2:]))
+        packed = tuple(second) if const_expr(self.packed and self.one_pass is not None) else None
         rows = Int64(cute.size(mDelta))
-        self.delta((mOut, mDout), (mLse, mDlse), mDelta, mLogs, mSums).launch(
+        self.delta((mOut, mDout), (mLse, mDlse), mDelta, mLogs, mSums, packed).launch(
             grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
             block=[WARP * WARPS, 1, 1],
             stream=stream,
@@ -64,12 +68,11 @@ class AttentionBackward:
             self.sinks(mSinks, mLse, mDelta, mDsinks).launch(
                 grid=[Int32(cute.size(mSinks)), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
             )
-        inputs, captured = (mQ, mK, mV, mDout), by_index(captured, self.mods)
-        first, second = (sizes_of(mQ, mK, captured, tuple(each)) for each in (tables[:2], tables[2:]))
+        inputs = mQ, mK, mV, mDout
         if const_expr(self.one_pass is not None):
             Ranges(self.one_pass.tiles).launch(second, stream)
             self.one_pass.launch(inputs, (by_query(mLogs), by_query(mDelta)), (mDk, mDv), mSums, second, stream)
-            self.one_pass.finish(mSums, mDq, stream)
+            self.one_pass.finish(mSums, mDq, packed, stream)
         else:
             Ranges(self.of_queries.tiles).launch(first, stream)
             self.of_queries.launch(inputs, (mLse, mDelta), mDq, first, stream)
@@ -78,9 +81,10 @@ class AttentionBackward:
                 each.launch(inputs, (mLse, mDelta), (mDk, mDv), second, stream)
 
     @cute.kernel
-    def delta(self, mOuts, of_rows, mDelta, mLogs, mSums):
+    def delta(self, mOuts, of_rows, mDelta, mLogs, mSums, packed):
         """Neighbouring lanes of a warp have a row of a head. In one pass there are rows without a query, whose weights
-        are 0; the row's log-sum-exp of base 2 is kept, and sums of dq begin with 0.
+        are 0; the row's log-sum-exp of base 2 is kept, and sums of dq begin with 0. ``packed``: sizes, where rows are
+        those of the tiles of packed sequences.
         """
         mLse, mDlse = of_rows
         seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
@@ -90,18 +94,21 @@ class AttentionBackward:
         wait_for_previous(True)
         inside = index < cute.size(mDelta)
         row, head, batch = row_at(index, seqlen, heads)
-        given = inside & (row < seqlen_q)
+        token, given = row, inside & (row < seqlen_q)
+        if const_expr(packed is not None):
+            token, given = self.one_pass.tiles.token_of(row, Sizes(*packed))
+            given = inside & given
         rows = []
         for m in mOuts:
             rX = fragment(m.element_type, VECTOR, 0)
-            load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (row, 0, head, batch), lane * VECTOR))
+            load_if(given & (lane * VECTOR < self.dv), rX, address_of(m, (token, 0, head, batch), lane * VECTOR))
             rows.append(rX.load().to(Float32))
         total = (rows[0] * rows[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         for offset in (16, 8, 4, 2, 1):
             if const_expr(offset < self.lanes):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
         if inside & (lane == 0):
-            at = batch, head, cutlass.min(row, seqlen_q - 1)
+            at = batch, head, cutlass.min(token, seqlen_q - 1)
             if const_expr(mDlse is not None):
                 total = total - mDlse[at]
             mDelta[batch, head, row] = cutlass.select_(given, total, Float32(0.0))
@@ -111,7 +118,8 @@ class AttentionBackward:
             for start in cutlass.range_constexpr(0, self.one_pass.d, self.lanes * 4):
                 first = start + lane * 4
                 zeros = address_of(mSums, (row, 0, head, batch), first)
-                store_if(given & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
+                there = given if const_expr(packed is None) else inside
+                store_if(there & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
 
     @cute.kernel
     def sinks(self, mSinks, mLse, mDelta, mDsinks):

@@ -26,6 +26,8 @@ from cute_ops.kernels.attention.tiles import (
     Moved,
     Sizes,
     Tiles,
+    by_sequence,
+    offsets_of,
     partition,
     place_of,
     ring,
@@ -67,15 +69,20 @@ class AttentionFwd:
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
         self.scale = attrs["scale"] or self.d**-0.5
         self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
+        self.packed = "cu_seqlens_q" in variant.names
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
 
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):
         *captured, mSinks, mOut, mLse, mQRanges, mKRanges, stream = others
+        offsets, captured = offsets_of(captured, self.packed)
         self.dtype = dtype = mQ.element_type
         mQ, mK, mOut = (view(m) for m in (mQ, mK, mOut))  # (seqlen, d, heads, batch)
         mV, mLse = view(mV, (3, 1, 2, 0)), folded(mLse, own=2)  # (dv, seqlen, heads, batch), (batch, heads, seqlen)
+        sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges), offsets)
+        if const_expr(self.packed):
+            mQ, mK, mV, mOut = (by_sequence(m, mode) for m, mode in ((mQ, 0), (mK, 0), (mV, 1), (mOut, 0)))
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
         mma_qk = mma_of_scores(dtype, self.tile_n, self.consumers)
         mma_pv = mma_of_weights(dtype, self.dv, self.consumers)
@@ -87,7 +94,6 @@ class AttentionFwd:
         )
         tiles = (self.tile_m, self.d), (self.tile_n, self.d), (self.dv, self.tile_n), (MMA_M, self.dv)
         moved = tma_copies((mQ, mK, mV, mOut), layouts, tiles, stored=1)
-        sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges))
         Ranges(self.tiles).launch(sizes, stream)
         ctas = cutlass.min(self._count(sizes), Int32(self.sms))
         self.kernel((mma_qk, mma_qk, mma_pv), (moved, layouts), mSinks, mLse, tuple(sizes)).launch(
@@ -131,7 +137,8 @@ class AttentionFwd:
 
     def _count(self, sizes):
         """Blocks of queries of all heads."""
-        return cute.ceil_div(sizes.seqlen_q, self.tile_m) * sizes.heads * sizes.batches
+        blocks, batches = self.tiles.blocks(sizes, 0)
+        return blocks * sizes.heads * batches
 
     def _tile(self, index, sizes):
         return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
@@ -146,18 +153,18 @@ class AttentionFwd:
         q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
         slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
-            tile = self._tile(index, sizes)
-            kv_head = tile.head // sizes.heads_per_kv
-            tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch))
-            tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch))
-            tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch))
-            first, last = self.tiles.keys_of(tile, sizes)
+            tile, own = self._tile(index, sizes)
+            (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
+            tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), of_q)
+            tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch), of_k)
+            tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch), of_k, 1)
+            first, last = self.tiles.keys_of(tile, own)
             ring_q.producer_acquire(q_slot)
             cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
             q_slot.advance()
             for i in cutlass.range(last - first + 1, unroll=1):
                 keys = last - i
-                if self.tiles.some(tile, sizes, tile.block, keys):
+                if self.tiles.some(tile, own, tile.block, keys):
                     for tma, each, tXsX, tXgX in ((k.tma, ring_k, tKsK, tKgK), (v.tma, ring_v, tVsV, tVgV)):
                         each.producer_acquire(slot)
                         full = each.producer_get_barrier(slot)
@@ -194,8 +201,8 @@ class AttentionFwd:
         if group == self.consumers - 1:
             self._end_turn(group)
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
-            tile = self._tile(index, sizes)
-            first, last = self.tiles.keys_of(tile, sizes)
+            tile, own = self._tile(index, sizes)
+            first, last = self.tiles.keys_of(tile, own)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
             rO.fill(0.0)
@@ -208,12 +215,12 @@ class AttentionFwd:
                 warpgroup.wait_group(0)
                 ring_k.consumer_release(slot)
                 slot.advance()
-                self._change(rS, (tile, sizes, tidx), last)
+                self._change(rS, (tile, own, tidx), last)
                 self.softmax.add(rS, rMax, rSum)
                 store_packed(rS, rP)
                 for i in cutlass.range(1, last - first + 1, unroll=1):
                     keys = last - i
-                    if self.tiles.some(tile, sizes, tile.block, keys):
+                    if self.tiles.some(tile, own, tile.block, keys):
                         self._begin_turn(group)
                         ring_k.consumer_wait(slot)
                         multiply(*score, (0, slot.index))
@@ -223,7 +230,7 @@ class AttentionFwd:
                         warpgroup.wait_group(1)
                         ring_k.consumer_release(slot)
                         slot.advance()
-                        self._change(rS, (tile, sizes, tidx), keys)
+                        self._change(rS, (tile, own, tidx), keys)
                         factors = self.softmax.add(rS, rMax, rSum)
                         # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                         if rSum[0] + rSum[1] < 0.0:
@@ -242,7 +249,7 @@ class AttentionFwd:
                 cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
             else:
                 ring_q.consumer_release(q_slot)
-            self._finish(mma_pv, rO, (rMax, rSum), moved[3], (mSinks, mLse), (tile, sizes, tidx))
+            self._finish(mma_pv, rO, (rMax, rSum), moved[3], (mSinks, mLse), (tile, own, tidx))
             if const_expr(self.shares_memory):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 ring_q.consumer_release(q_slot)
@@ -275,15 +282,15 @@ class AttentionFwd:
         at: cutlass.Constexpr,
     ):  # fmt: skip
         """Divide by the sums of a block, and store it."""
-        (block, head, batch), sizes, tidx = at
+        tile, sizes, tidx = at
         (rMax, rSum), (mSinks, mLse), lane = rows, sums, tidx % 32
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        sink = None if const_expr(mSinks is None) else Float32(mSinks[head])
+        sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
         lse, factors = self.softmax.finish(rMax, rSum, sink)
         for r in cutlass.range_constexpr(2):
-            row = block * self.tile_m + tidx // 32 * 16 + lane // 4 + 8 * r
+            row = tile.block * self.tile_m + tidx // 32 * 16 + lane // 4 + 8 * r
             if (lane % 4 == 0) & (row < sizes.seqlen_q):
-                mLse[batch, head, row] = lse[r]
+                mLse[sizes.of_query(tile, row)] = lse[r]
         self.softmax.rescale(rO, factors)
         rOut = cute.make_rmem_tensor_like(rO, self.dtype)
         rOut.store(rO.load().to(self.dtype))
@@ -296,6 +303,6 @@ class AttentionFwd:
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
         if cute.arch.make_warp_uniform(tidx // 32) % 4 == 0:
-            tOsO, tOgO = partition(out, (MMA_M, self.dv), (None, 0, head, batch))
-            cute.copy(out.tma, tOsO[None, group], tOgO[None, block * self.consumers + group])
+            tOsO, tOgO = partition(out, (MMA_M, self.dv), (None, 0, tile.head, tile.batch), sizes.rows[0])
+            cute.copy(out.tma, tOsO[None, group], tOgO[None, tile.block * self.consumers + group])
             cute.arch.cp_async_bulk_commit_group()

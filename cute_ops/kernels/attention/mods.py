@@ -125,7 +125,8 @@ class Mods:
         axis = 0 if i in self.by_query else 1
         table, number = sizes.ranges[axis], (self.by_query, self.by_key)[axis].index(i)
         batch, head = (min_size(x, table.shape[mode]) for mode, x in ((1, tile.batch), (2, tile.head)))
-        return [table[2 * number + which, batch, head, tiles[axis]] for which in (0, 1)]
+        place = sizes.first_slots[axis] + tiles[axis]
+        return [table[2 * number + which, batch, head, place] for which in (0, 1)]
 
     def change(self, scores, place, scale):
         """Replace scores, which are scaled first."""

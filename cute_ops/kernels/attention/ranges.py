@@ -20,7 +20,7 @@ class Ranges:
     """
 
     def __init__(self, tiles):
-        self.mods, self.sizes = tiles.mods, (tiles.tile_q, tiles.tile_k)
+        self.tiles, self.mods, self.sizes = tiles, tiles.mods, (tiles.tile_q, tiles.tile_k)
 
     def launch(self, sizes, stream):
         for axis, reads in enumerate((self.mods.by_query, self.mods.by_key)):
@@ -40,20 +40,21 @@ class Ranges:
         # The last CTA may have more warps than there are tiles left: these compute the last tile again.
         index = cutlass.min(cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx(), count - 1)
         which = index // tiles
-        tile, batch = index - which * tiles, which // heads
+        slot, batch = index - which * tiles, which // heads
         head = which - batch * heads
-        for i, (low, high) in enumerate(self.of_tile(tile, (batch, head), lane, sizes, axis)):
+        tile, own = self.tiles.placed(slot, head, batch, sizes, axis)
+        for i, (low, high) in enumerate(self.of_tile(tile.block, (tile.batch, head), lane, own, axis)):
             for offset in (16, 8, 4, 2, 1):
                 low = cute.arch.fmin(low, cute.arch.shuffle_sync_bfly(low, offset=offset))
                 high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=offset))
             if lane == 0:
-                mTable[2 * i, batch, head, tile] = low
-                mTable[2 * i + 1, batch, head, tile] = high
+                mTable[2 * i, batch, head, slot] = low
+                mTable[2 * i + 1, batch, head, slot] = high
 
     def of_tile(self, tile, at, lane, sizes, axis):
         """The least and the largest number of a thread's places in a tile, for each read."""
         size, mask = self.sizes[axis], self.mods.mask
-        last = cutlass.min((tile + 1) * size, (sizes.seqlen_q, sizes.seqlen_k)[axis]) - 1
+        last = cutlass.min((tile + 1) * size, sizes.lengths[axis]) - 1
         shift, found = (sizes.shift, Int32(0))[axis], []
         for step in range(0, size, WARP):
             place = Float32(cutlass.min(tile * size + lane + step, last) + shift)

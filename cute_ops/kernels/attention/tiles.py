@@ -15,14 +15,20 @@ REGISTERS = {2: RegisterBudget(load=24, multiply=240), 3: RegisterBudget(load=32
 SHARED_BYTES, BARRIER_BYTES = 227 << 10, 1 << 10
 # Of what is read again and again, what L2 holds beside what passes through.
 CACHED_BYTES = 32 << 20
+# Of packed sequences: rows of a tensor for TMA, a power of two, and the most elements of a dim.
+FAR, MOST = 1 << 30, (1 << 31) - 1
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call, known at run time, and arrays that its functions read.
+    """Sizes of a call, known at run time, and arrays that its functions read. Where sequences are packed, those of the
+    call until :meth:`Tiles.placed` gives those of a tile's sequence.
 
     Attributes:
         captured: by number.
         ranges: tables of :mod:`ranges`, of queries and of keys; None where nothing is bounded so.
+        offsets: the first token of each packed sequence and the end of the last one, of queries and of keys; or None.
+        starts: the first token of a tile's sequence, of queries and of keys; None where they are not packed.
+        slots: the number of its first tile among all sequences'.
     """
 
     seqlen_q: Any
@@ -32,6 +38,31 @@ class Sizes(NamedTuple):
     batches: Any
     captured: Any = ()
     ranges: Any = (None, None)
+    offsets: Any = None
+    starts: Any = None
+    slots: Any = None
+
+    @property
+    def lengths(self):
+        """Of queries and of keys."""
+        return self.seqlen_q, self.seqlen_k
+
+    @property
+    def rows(self):
+        """The first token of a tile's sequence and its tokens, of queries and of keys; None where these have a batch's
+        number instead.
+        """
+        return (None, None) if self.starts is None else tuple(zip(self.starts, self.lengths))
+
+    @property
+    def first_slots(self):
+        return self.slots or (0, 0)
+
+    def of_query(self, tile, query):
+        """Where numbers of rows, (batch, heads, seqlen), have that of a query."""
+        if self.starts is None:
+            return tile.batch, tile.head, query
+        return 0, tile.head, self.starts[0] + query
 
     @property
     def counts(self):
@@ -102,12 +133,19 @@ def place_of(tidx, tile, first, sizes, keys_down=False):
     return Place(tile, (row, row + 8), column + lane % 4 * 2, offsets, keys_down, sizes)
 
 
-def sizes_of(mQ, mK, captured=(), ranges=(None, None)):
+def sizes_of(mQ, mK, captured=(), ranges=(None, None), offsets=None):
     """The sizes of a call, of tensors (seqlen, d, heads, batch), and arrays that its functions read."""
     seqlen_q, seqlen_k, heads, kv_heads, batches = (
         Int32(cute.size(m, mode=[mode])) for m, mode in ((mQ, 0), (mK, 0), (mQ, 2), (mK, 2), (mQ, 3))
     )
-    return Sizes(seqlen_q, seqlen_k, heads, heads // kv_heads, batches, captured, ranges)
+    if offsets is not None:
+        batches = Int32(cute.size(offsets[0])) - 1
+    return Sizes(seqlen_q, seqlen_k, heads, heads // kv_heads, batches, captured, ranges, offsets)
+
+
+def offsets_of(given, packed):
+    """Where sequences are packed, the first two arrays, which say where they begin; else None; and the others."""
+    return (tuple(given[:2]), given[2:]) if packed else (None, given)
 
 
 def view(m, order=(1, 3, 2, 0)):
@@ -118,6 +156,25 @@ def view(m, order=(1, 3, 2, 0)):
     strides = [s if isinstance(s, int) else cute.assume(Int64(s), divby=step) for s in m.stride]
     shape, stride = (tuple([each[i] for i in order]) for each in (sizes, strides))
     return cute.make_tensor(m.iterator, cute.make_layout(shape, stride=stride))
+
+
+def by_sequence(m, mode=0):
+    """A tensor (seqlen, d, heads, batch) of packed sequences, with rows in this mode, as TMA takes one of them: a copy
+    ends with the sequence, of which it reads zeros and writes nothing beyond.
+
+    TMA knows one bound for all sequences. So row ``i`` of ``length`` has the number ``FAR - length + i``, and two more
+    dims move it back to its place: one steps over rows, from the end of the sequence, one by so many bytes that FAR
+    steps of both are 2^64, which addresses leave out.
+    """
+    step = 128 // m.element_type.width
+    shape, stride = list(m.shape[:3]), list(m.stride[:3])
+    row = stride[mode] if isinstance(stride[mode], int) else Int64(stride[mode])
+    shape[mode] = FAR
+    back = (1 << 64) // FAR - row
+    back = back if isinstance(back, int) else cute.assume(back, divby=step)
+    return cute.make_tensor(
+        m.iterator, cute.make_layout((*shape, MOST, MOST), stride=(*stride, stride[mode], back))
+    )
 
 
 def row_at(index, seqlen, heads):
@@ -151,9 +208,22 @@ def ring(smem, dtype, layout, stages, consumers=2, more=0):
     )  # fmt: skip
 
 
-def partition(moved, tile, at):
-    """TMA's view of shared memory, (tma, stages), and of a tensor, (tma, rest)."""
-    s, g = cute.group_modes(moved.s, 0, 2), cute.group_modes(cute.local_tile(moved.m, tile, at), 0, 2)
+def partition(moved, tile, at, rows=None, mode=0):
+    """TMA's view of shared memory, (tma, stages), and of a tensor, (tma, rest).
+
+    Args:
+        moved: the tensor (seqlen, d, heads, batch).
+        tile: rows and columns of a part.
+        at: which parts.
+        rows: of a packed sequence, whose number ``at`` does not need: its first token and how many it has.
+        mode: that of the rows.
+    """
+    m = moved.m
+    if rows is not None:
+        start, length = rows
+        m = cute.domain_offset(tuple([FAR - length if i == mode else 0 for i in range(5)]), m)
+        at = *at[:3], start + length, FAR
+    s, g = cute.group_modes(moved.s, 0, 2), cute.group_modes(cute.local_tile(m, tile, at), 0, 2)
     return cpasync.tma_partition(moved.tma, 0, cute.make_layout(1), s, g)
 
 
@@ -174,14 +244,65 @@ class Tiles:
         row = within // members
         return blocks - 1 - row, section * together + within - row * members
 
+    def blocks(self, sizes, axis):
+        """How many blocks a head has of queries, 0, or of keys, 1, and how many batches.
+
+        The blocks of all packed sequences are in one row, of which some are empty: sequence ``i`` begins with number
+        ``start // tile + i``. What follows the last sequence is one more, which attends to nothing.
+        """
+        tile, length = (self.tile_q, self.tile_k)[axis], sizes.lengths[axis]
+        if sizes.offsets is not None:
+            return length // tile + sizes.batches + 1, Int32(1)
+        return cute.ceil_div(length, tile), sizes.batches
+
     def queries_at(self, index, sizes, bytes_of_key):
-        """The block of queries with an index; ``bytes_of_key``: of a key and its value."""
+        """The block of queries with an index, and the sizes of its sequence; ``bytes_of_key``: of a key and its
+        value.
+        """
         of_head = Int64(sizes.seqlen_k) * bytes_of_key
         together = Int32(cutlass.max(Int64(CACHED_BYTES) // cutlass.max(of_head, 1), 1)) * sizes.heads_per_kv
-        blocks = cute.ceil_div(sizes.seqlen_q, self.tile_q)
-        block, head = self.walk(index, blocks, sizes.heads * sizes.batches, together)
+        blocks, batches = self.blocks(sizes, 0)
+        block, head = self.walk(index, blocks, sizes.heads * batches, together)
         batch = head // sizes.heads
-        return Tile(block, head - batch * sizes.heads, batch)
+        return self.placed(block, head - batch * sizes.heads, batch, sizes, 0)
+
+    def placed(self, block, head, batch, sizes, axis):
+        """The tile of a block of queries, 0, or of keys, 1, and the sizes of its sequence. An empty block has nothing
+        to attend to.
+        """
+        if sizes.offsets is None:
+            return Tile(block, head, batch), sizes
+        tile = (self.tile_q, self.tile_k)[axis]
+        number, first = self.sequence_of(block, sizes, axis)
+        own, other = (extent(sizes.offsets[i], number, sizes.lengths[i]) for i in (axis, 1 - axis))
+        block = block - cutlass.min(first, block)
+        rest = number == sizes.batches
+        length = Int32(cutlass.select_(rest, sizes.lengths[axis] - own[0], own[1]))
+        nothing = rest | (block * tile >= length)
+        others = Int32(cutlass.select_(nothing, Int32(0), other[1]))
+        starts, lengths = (own[0], other[0]), (length, others)
+        slots = first, other[0] // (self.tile_k, self.tile_q)[axis] + number
+        if axis == 1:
+            starts, lengths, slots = (each[::-1] for each in (starts, lengths, slots))
+        own_sizes = sizes._replace(seqlen_q=lengths[0], seqlen_k=lengths[1], starts=starts, slots=slots)
+        return Tile(block, head, number), own_sizes
+
+    @cute.jit
+    def sequence_of(self, block, sizes: cutlass.Constexpr, axis: cutlass.Constexpr):
+        """The packed sequence that a block is of, and the number of its first block."""
+        tile, low, count = (self.tile_q, self.tile_k)[axis], Int32(0), sizes.batches
+        while count > 0:  # the sequence is one of low ... low + count
+            middle = low + (count + 1) // 2
+            begins = extent(sizes.offsets[axis], middle, sizes.lengths[axis])[0] // tile + middle <= block
+            count = Int32(cutlass.select_(begins, low + count - middle, middle - 1 - low))
+            low = Int32(cutlass.select_(begins, middle, low))
+        return low, extent(sizes.offsets[axis], low, sizes.lengths[axis])[0] // tile + low
+
+    def token_of(self, row, sizes):
+        """The token that a row stands for where sequences have whole tiles, and whether there is one."""
+        tile, own = self.placed(row // self.tile_q, Int32(0), Int32(0), sizes, 0)
+        query = tile.block * self.tile_q + row % self.tile_q
+        return own.starts[0] + query, query < own.seqlen_q
 
     def bounds(self, tile, sizes, queries, keys):
         """Whether the mask is true of all scores of a tile, and whether it may be true of one."""
@@ -222,6 +343,15 @@ class Tiles:
                         first, last = cutlass.min(first, index), cutlass.max(last, index)
             first, last = _over_warp(first, last)
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+
+
+def extent(mOffsets, number, tokens):
+    """The first token of a packed sequence and how many it has: none behind the last one, whatever offsets say."""
+    last = Int32(cute.size(mOffsets)) - 1
+    start, end = (
+        cutlass.max(cutlass.min(mOffsets[cutlass.min(i, last)], tokens), Int32(0)) for i in (number, number + 1)
+    )
+    return start, cutlass.max(end - start, Int32(0))
 
 
 def _over_warp(first, last):

@@ -22,12 +22,20 @@ from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.captured import captured_bwd
+from cute_ops.ops.attention.sequences import Sequences, fill_offsets
 from cute_ops.ops.attention.softmax import softmax
 
 HALVES = ("bfloat16", "float16")
 WIDE = {"T": ("float32",)}  # which the framework computes
 LONGEST = 1 << 24  # whole numbers up to this one are float32
 CAUSAL: dict[str, Any] = {"absent": ("sinks",), "attrs": {"causal": True}}
+PACKED_CASES = (
+    Case("llama3-8b", {"s": 300, "t": 300, "b": 5, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),
+    Case("gpt-oss-20b", {"s": 277, "t": 400, "b": 3, "g": 1, "r": 8, "d": 64, "e": 64},
+         attrs={"causal": True, "left": 127}),
+    Case("vit-h", {"s": 257, "t": 190, "b": 9, "g": 2, "r": 1, "d": 80, "e": 80}, absent=("sinks",)),
+    Case("no-sequence", {"s": 20, "t": 30, "b": 0, "g": 1, "r": 1, "d": 64, "e": 64}, **CAUSAL),
+)  # fmt: skip
 CASES = (
     Case("llama3-8b", {"m": (2,), "s": 129, "t": 129, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),
     Case("llama3-8b-continued", {"m": (1,), "s": 5, "t": 300, "g": 2, "r": 4, "d": 128, "e": 128}, **CAUSAL),
@@ -43,29 +51,43 @@ CASES = (
 
 
 def reference(
-    xp: Any, q: Any, k: Any, v: Any, *more: Any, own: mods.Own = mods.NONE, **attrs: Any
+    xp: Any, q: Any, k: Any, v: Any, *more: Any, own: mods.Own = mods.NONE, packed: bool = False, **attrs: Any
 ) -> tuple[Any, Any]:  # fmt: skip
-    """``more`` are the captured arrays, and sinks or None."""
+    """``more`` are offsets where sequences are packed, the captured arrays, and sinks or None."""
+    sequences, more = _sequences(xp, (q, k), more, packed)
     count = len(own.captured)
     captured, sinks = more[:count], more[count] if len(more) > count else None
     if 0 in (q.shape[-2], q.shape[-3]):
         lse = xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=xp.float32, **beside(xp, q))
         return xp.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, **beside(xp, q)), lse
-    weights, lse, _ = _weights(xp, (q, k, sinks), attrs, own, captured)
+    unknown = None if sequences is None else (sequences.unknown((q,), (k,)), sequences.unknown((), (v,)))
+    q, k, v = (x if sequences is None else _finite(xp, x) for x in (q, k, v))
+    weights, lse, _ = _weights(xp, (q, k, sinks), attrs, own, captured, sequences)
     out = _ungrouped(xp, weights @ _grouped(xp, *widen(xp, v)), q)
-    return xp.astype(out, q.dtype), xp.reshape(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]))
+    lse = xp.reshape(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]))
+    if sequences is not None and unknown is not None:
+        of_scores, of_values = (each[sequences.q.number] for each in unknown)
+        out, lse = out + (of_scores + of_values)[:, None, None], lse + of_scores
+    return xp.astype(out, q.dtype), lse
 
 
 def reference_bwd(
-    xp: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *more: Any, own: mods.Own = mods.NONE, **attrs: Any
+    xp: Any, q: Any, k: Any, v: Any, *more: Any, own: mods.Own = mods.NONE, packed: bool = False, **attrs: Any
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``more`` are the captured arrays, the cotangent of ``lse``, and sinks; the last two may be None."""
+    """``more`` are offsets where sequences are packed, the results and the cotangent of ``out``, the captured arrays,
+    the cotangent of ``lse``, and sinks; the last two may be None.
+    """
+    sequences, more = _sequences(xp, (q, k), more, packed)
+    (out, _, dout), more = more[:3], more[3:]
     count = len(own.captured)
     captured, (dlse, sinks) = more[:count], (*more[count:], None, None)[:2]
     if 0 in q.shape:
         return tuple(None if x is None else xp.zeros_like(x) for x in (q, k, v, sinks))
     g, scale = k.shape[-2], attrs["scale"] or q.shape[-1] ** -0.5
-    weights, row_lse, operands = _weights(xp, (q, k, sinks), attrs, own, captured)
+    unknown = None if sequences is None else sequences.unknown((q, out, dout), (k, v))
+    if sequences is not None:
+        q, k, v, out, dout = (_finite(xp, x) for x in (q, k, v, out, dout))
+    weights, row_lse, operands = _weights(xp, (q, k, sinks), attrs, own, captured, sequences)
     wide_q, wide_o, wide_do = (_grouped(xp, x, g) for x in widen(xp, q, out, dout))
     wide_k, wide_v = (_grouped(xp, x) for x in widen(xp, k, v))
     delta = xp.sum(wide_o * wide_do, axis=-1)
@@ -85,12 +107,31 @@ def reference_bwd(
         share = xp.exp(xp.reshape(*widen(xp, sinks), (1, g, -1, 1)) - row_lse[..., 0])
         share = xp.where(row_lse[..., 0] > -math.inf, share, xp.zeros_like(share))
         dsinks = xp.astype(xp.reshape(-xp.sum(share * delta, axis=(0, 3)), sinks.shape), sinks.dtype)
+    if sequences is not None and unknown is not None:
+        dq = dq + unknown[sequences.q.number][:, None, None]
+        dk, dv = (x + unknown[sequences.k.number][:, None, None] for x in (dk, dv))
+        dsinks = None if dsinks is None else dsinks + xp.astype(xp.sum(unknown), dsinks.dtype)
     return xp.astype(dq, q.dtype), xp.astype(dk, k.dtype), xp.astype(dv, v.dtype), dsinks
 
 
+def _sequences(
+    xp: Any, given: tuple[Any, Any], more: tuple[Any, ...], packed: bool
+) -> tuple[Sequences | None, tuple[Any, ...]]:
+    """The sequences of a call, if they are packed, and what comes behind their offsets."""
+    if not packed:
+        return None, more
+    q, k = given
+    return Sequences(xp, more[:2], (q.shape[-3], k.shape[-3])), more[2:]
+
+
+def _finite(xp: Any, x: Any) -> Any:
+    return xp.where(xp.isfinite(x), x, xp.zeros_like(x))
+
+
 def _weights(
-    xp: Any, given: tuple[Any, Any, Any], attrs: Mapping[str, Any], own: mods.Own, captured: Sequence[Any]
-) -> tuple[Any, Any, list[Any]]:
+    xp: Any, given: tuple[Any, Any, Any], attrs: Mapping[str, Any], own: mods.Own, captured: Sequence[Any],
+    sequences: Sequences | None,
+) -> tuple[Any, Any, list[Any]]:  # fmt: skip
     """The weights (batch, kv heads, heads of one, s, t), the log-sum-exp of each row, and the operands of a change of
     scores.
     """
@@ -100,6 +141,8 @@ def _weights(
     scores = _grouped(xp, wide_q, g) @ xp.matrix_transpose(_grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
     arrays = _by_batch(xp, own, captured, scores.shape[0])
     at, operands = coordinates(xp, scores, t), [scores]
+    if sequences is not None:
+        at = sequences.coordinates(at[mods.HEAD], at[len(mods.COORDINATES) + mods.HEAD])
     if (change := mods.score_of(attrs["softcap"], own.score)) is not None:
         operands = operands_on(change, xp, [scores, *at], arrays)
         (changed,) = evaluate(change.expression, xp, operands)
@@ -107,6 +150,8 @@ def _weights(
     if (mask := mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)) is not None:
         (seen,) = evaluate(mask.expression, xp, operands_on(mask, xp, at, arrays))
         scores = xp.where(seen, scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
+    if sequences is not None:
+        scores = xp.where(sequences.seen(), scores, xp.asarray(-math.inf, dtype=scores.dtype, **beside(xp, q)))
     weights, lse = softmax(xp, scores, None if sink is None else xp.reshape(sink, (1, g, h // g, 1, 1)))
     return weights, lse, operands
 
@@ -172,6 +217,7 @@ Q, K, V = _heads("*m s g*r d"), _heads("*m t g d"), _heads("*m t g e")
 OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32", merged=True)
 SINKS = Tensor("g*r", "S", optional=True)
 DTYPES = {FLOAT: FLOATS, INT: ("int32", "int64"), BOOL: ("bool",)}  # of captured arrays, by kind
+OFFSETS = {"cu_seqlens_q": Tensor("b+1", "int32", upper_bound="s"), "cu_seqlens_k": Tensor("b+1", "int32", upper_bound="t")}
 BACKWARD_DOC = """Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
@@ -211,6 +257,22 @@ DOC = """Attention of queries to keys and values, with grouped heads.
     """
 
 
+_ROWS = "Args:\n        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim)"
+PACKED_DOC = (
+    DOC.replace("Attention of queries to keys and values, with grouped heads.",
+                "Attention within sequences that are packed one after another, with grouped heads.", 1)
+    .replace("(batch, seqlen_q, heads, headdim)", "(tokens, heads, headdim)")
+    .replace("(batch, seqlen_k, kv heads, headdim)", "(tokens, kv heads, headdim)")
+    .replace("*m ", "")
+    .replace("``i + t - s``: the last query beside the last key.",
+             "``i + keys - queries`` of its own sequence: the last query beside the last key.")
+    .replace("        sinks:", """        cu_seqlens_q: int32 ``[b+1]``: where sequences of queries begin, and where the last one ends; ascending from 0.
+            A sequence may be empty. They are read on the device.
+        cu_seqlens_k: int32 ``[b+1]``: the same of keys. Queries behind the last sequence attend to nothing.
+        sinks:""", 1)
+)  # fmt: skip
+
+
 def _by_framework(
     reference: Callable[..., tuple[Any, ...]], names: Sequence[str], outputs: Sequence[str]
 ) -> Fallback:  # fmt: skip
@@ -231,8 +293,10 @@ def _by_framework(
 
 
 @cache
-def declare(name: str, own: mods.Own = mods.NONE) -> Op:
-    """Attention with a call's own functions; the same op every time."""
+def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
+    """Attention with a call's own functions, of a batch or of packed sequences; the same op every time."""
+    q, k, v, out, lse = (_declared(tensor, packed) for tensor in (Q, K, V, OUT, LSE))
+    offsets = OFFSETS if packed else {}
     functions = [Mod.parse(text) for text in (own.score, own.mask) if text]
     captured = {name: Tensor(shape, f"C_{name}", merged=shape.startswith("*m")) for name, _, shape in own.captured}
     of_head = mods.depends_on_head(functions, [shape for _, _, shape in own.captured])
@@ -251,31 +315,32 @@ def declare(name: str, own: mods.Own = mods.NONE) -> Op:
         "static": ("d", "e"),
         "sharding": Sharding(parallel=() if of_head else ("g",)),
         "check": check,
-        "cases": () if functions else CASES,
-        **({"called": "attention"} if functions else {}),
+        "cases": () if functions else PACKED_CASES if packed else CASES,
+        **({"called": "attention"} if functions or packed else {}),
+        **({"arrange": fill_offsets} if packed else {}),
     }
     wide = {**common["dtypes"], "T": (*HALVES, *WIDE["T"])}
-    read = {"q": Q, "k": K, "v": V, "out": _heads(OUT.shape), "lse": LSE, "dout": _heads(OUT.shape), **captured,
-            "dlse": LSE._replace(optional=True)}  # fmt: skip
-    backward = partial(reference_bwd, own=own) if functions else reference_bwd
-    forward = partial(reference, own=own) if functions else reference
-    given, read_and_sinks = {"q": Q, "k": K, "v": V, **captured, "sinks": SINKS}, {**read, "sinks": SINKS}
+    cotangent = _declared(_heads(OUT.shape), packed)
+    read = {"q": q, "k": k, "v": v, **offsets, "out": cotangent, "lse": lse, "dout": cotangent, **captured,
+            "dlse": lse._replace(optional=True)}  # fmt: skip
+    how = {"own": own, "packed": packed} if functions or packed else {}
+    forward, backward = partial(reference, **how), partial(reference_bwd, **how)
+    given, read_and_sinks = {"q": q, "k": k, "v": v, **offsets, **captured, "sinks": SINKS}, {**read, "sinks": SINKS}
     bwd = Op(
         f"{name}_bwd",
         inputs=read_and_sinks,
-        outputs={"dq": Tensor(Q.shape, "T", merged=True), "dk": Tensor(K.shape, "T", merged=True),
-                 "dv": Tensor(V.shape, "T", merged=True), "dsinks": Tensor("g*r", "S", given="sinks")},
+        outputs={"dq": _output(q), "dk": _output(k), "dv": _output(v), "dsinks": Tensor("g*r", "S", given="sinks")},
         **common,
         reference=backward,
         fallback=_by_framework(backward, [*read_and_sinks], ("dq", "dk", "dv", "dsinks")),
         kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
         tuning=Tuning(partial(config.attention_bwd, own), workspace=partial(config.workspace_bwd, own)),
-        doc=BACKWARD_DOC,
+        doc=BACKWARD_DOC.replace("attention`", "attention_packed`") if packed else BACKWARD_DOC,
     )  # fmt: skip
     return Op(
         name,
         inputs=given,
-        outputs={"out": OUT, "lse": LSE},
+        outputs={"out": out, "lse": lse},
         **common,
         reference=forward,
         fallback=_by_framework(forward, [*given], ("out", "lse")),
@@ -283,9 +348,20 @@ def declare(name: str, own: mods.Own = mods.NONE) -> Op:
         tuning=Tuning(partial(config.attention, own), workspace=partial(config.workspace, own)),
         grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, {**common, "dtypes": wide})) if wanted else bwd,
         no_gradient=tuple(name for name, kind, _ in own.captured if kind == FLOAT and name not in wanted),
-        doc=DOC,
+        doc=PACKED_DOC if packed else DOC,
     )  # fmt: skip
+
+
+def _declared(tensor: Tensor, packed: bool) -> Tensor:
+    """A tensor of a batch, or without one where sequences are packed."""
+    return tensor._replace(shape=tensor.shape.removeprefix("*m "), merged=False) if packed else tensor
+
+
+def _output(tensor: Tensor) -> Tensor:
+    return Tensor(tensor.shape, "T", merged=tensor.merged)
 
 
 attention = declare("attention")
 attention_bwd = attention.steps[0]
+attention_packed = declare("attention_packed", packed=True)
+attention_packed_bwd = attention_packed.steps[0]

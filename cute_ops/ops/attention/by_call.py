@@ -69,14 +69,16 @@ def op_of(
 
 
 def op_of_call(
-    score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...] = (), lead: int = 1
-) -> Op:
+    score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...] = (), lead: int = 1,
+    packed: bool = False,
+) -> Op:  # fmt: skip
     """The op of a call.
 
     Args:
         score_mod, mask_mod: its functions; None where it has none.
         captured: its captured arrays.
         lead: how many leading dims its queries have.
+        packed: whether it is of packed sequences, which are its batch.
 
     Raises:
         TypeError: a function takes other arguments than these; an array is captured that none reads.
@@ -92,18 +94,24 @@ def op_of_call(
     names = _names(captured, given, arrays)
     shapes = mods.declared([*made.values()], names, lambda problem: _refuse(ValueError, problem))
     for array, name, shape in zip(captured, names, shapes, strict=True):
-        _check_dims(array, name, shape, lead)
+        _check_dims(array, name, shape, 1 if packed else lead)
     score, mask = (made[option].text if option in made else "" for option in OPTIONS)
     own = mods.Own(
         score,
         mask,
-        tuple((name, array.kind, " ".join(shape)) for name, array, shape in zip(names, captured, shapes, strict=True)),
+        tuple((name, array.kind, " ".join(_of_sequences(shape) if packed else shape)) for name, array, shape in zip(names, captured, shapes, strict=True)),
     )
     if mask_mod is not None and (unbounded := mods.bounds_of(made["mask_mod"])[1]):
         _log.info("attention: tiles of the mask %s are not skipped where they depend on %s, which has no bounds",
                   _name(mask_mod), ", ".join(unbounded))  # fmt: skip
     ending = digest(own.score, own.mask, *map(str, own.captured))
-    return declare("_".join(["attention", *(readable(_name(function)) for function in given.values()), ending]), own)
+    first = "attention_packed" if packed else "attention"
+    return declare("_".join([first, *(readable(_name(f)) for f in given.values()), ending]), own, packed)
+
+
+def _of_sequences(shape: list[str]) -> list[str]:
+    """The dims of an array whose batch are sequences."""
+    return ["b" if word == "*m" else word for word in shape]
 
 
 def _check_dims(array: Captured, name: str, shape: list[str], lead: int) -> None:

@@ -20,6 +20,7 @@ from cute_ops.expressions.captured import operands_on, places_of
 from cute_ops.expressions.reads import Read
 from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import mods
+from cute_ops.ops.attention.sequences import Sequences
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 
 SCORES = 1 << 24  # that exist at a time
@@ -69,6 +70,8 @@ class _Chunks:
             np.reshape(x, (self.batch, *x.shape[len(self.lead) :])) if shape.split()[:1] == ["*m"] else x
             for x, (_, _, shape) in zip(self.given, self.own.captured, strict=True)
         ]  # fmt: skip
+        offsets = [inputs[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if name in inputs]
+        self.sequences = Sequences(np, (offsets[0], offsets[1]), (s, t)) if offsets else None
         self.rows = max(1, min(s, SCORES // max(t, 1)))
         self.blocks = -(-s // self.rows) if t else 0
         self.count = self.batch * h * self.blocks
@@ -100,14 +103,20 @@ class _Chunks:
         numbers = [np.astype(np.asarray(x, **place), dtype) for x in (batch, head)]
         queries = np.reshape(np.astype(rows, dtype), (-1, 1)) + (sizes[3] - sizes[2])
         at = [*numbers, queries, np.astype(np.arange(t, **place), dtype), *sizes]
+        own = None if self.sequences is None else self.sequences.of_rows(rows)
+        if own is not None:
+            at = own.coordinates(at[mods.HEAD], at[len(mods.COORDINATES) + mods.HEAD])
         operands = operands_on(self.change, np, [raw, *at], self.arrays)
         (scores,) = evaluate(self.change.expression, np, operands)
         seen = np.reshape((rows >= first) & (lse > -math.inf), (-1, 1))
         if self.mask is not None:
             seen = seen & evaluate(self.mask.expression, np, operands_on(self.mask, np, at, self.arrays))[0]
+        if own is not None:
+            seen = seen & own.seen()
         finite = np.where(lse > -math.inf, lse, np.zeros_like(lse))
         weights = np.where(seen, np.exp(scores - finite[:, None]), np.zeros_like(raw))
         dscores = weights * (self._product(self.dout[batch, rows, head], self.v[batch, :, kv]) - delta[:, None])
+        dscores = np.where(seen, dscores, np.zeros_like(dscores))  # 0 times NaN of another sequence
         found = dict(totals)
         for i, read in enumerate(self.change.reads, self.change.given):
             if read.array in found and read.kind == "f":
@@ -135,7 +144,7 @@ class _Chunks:
         kinds = [read.place.kinds[i] for i in read.place.outputs]
         if not any(kind.columns for kind in kinds):
             terms = np.sum(terms, axis=1, keepdims=True)
-        if not any(kind.rows for kind in kinds):
+        if not any(kind.rows for kind in kinds) and self.sequences is None:
             terms = np.sum(terms, axis=0, keepdims=True)
         places = places_of(np, total, evaluate(read.place, np, operands))
         # First dims by batch and head are one number for these rows.

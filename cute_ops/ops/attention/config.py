@@ -83,14 +83,18 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     kernel.
     """
     dims, chosen = problem.dims, AttentionBackwardConfig.of(config)
-    rows = problem.m, dims["g"] * dims["r"]
-    length = -(-dims["s"] // TILE_Q) * TILE_Q if chosen.one_pass else dims["s"]
+    rows, length = (problem.m, dims["g"] * dims["r"]), dims["s"]
+    of_sums = length
+    if chosen.one_pass:
+        tile = chosen.tile_q if _is_packed(problem) else TILE_Q
+        length = _blocks(problem, "s", tile) * tile
+        of_sums = length if _is_packed(problem) else of_sums
     of_rows = Array((*rows, length), "float32")
     first = _tables(own, problem, {"queries": TILE_Q, "keys": chosen.tile_k})
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": TILE_Q})
     return {
         "delta": of_rows, "logs": of_rows if chosen.one_pass else None,
-        "sums": Array((*rows, dims["s"], dims["d"]), "float32") if chosen.one_pass else None,
+        "sums": Array((*rows, of_sums, dims["d"]), "float32") if chosen.one_pass else None,
         **(dict.fromkeys(first) if chosen.one_pass else first),
         **{f"{name}_2": table for name, table in second.items()},
     }  # fmt: skip
@@ -103,9 +107,19 @@ def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[s
     heads = dims["g"] * dims["r"] if mask and mods.reads_by_head(mask) else 1
     found: dict[str, Array | None] = {}
     for (name, tile), length, reads in zip(tiles.items(), "st", ranged(mask) if mask else ([], []), strict=True):
-        shape = 2 * len(reads), problem.m, heads, -(-dims[length] // tile)
+        shape = 2 * len(reads), problem.m, heads, _blocks(problem, length, tile)
         found[f"ranges_of_{name}"] = Array(shape, "float32") if reads else None
     return found
+
+
+def _is_packed(problem: Problem) -> bool:
+    return "cu_seqlens_q" in problem.dtypes
+
+
+def _blocks(problem: Problem, length: str, tile: int) -> int:
+    """Blocks of a head; those of packed sequences are in one row: see :meth:`Tiles.blocks` of the kernels."""
+    size = problem.dims[length]
+    return int(size // tile + problem.dims["b"] + 1 if _is_packed(problem) else -(-size // tile))
 
 
 def merge_states(_: Problem) -> MergeConfig:

@@ -1,0 +1,168 @@
+"""Attention's kernels on packed sequences, in the emulator of PTX.
+
+Tokens behind the last sequence, and those of one sequence between the others, are NaN: nothing of them spreads.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops import mods
+from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
+from cute_ops.ops.attention.attention import attention_packed, attention_packed_bwd
+from tests.core.test_attention_kernels import Run, halves
+from tests.emulator import products, ptx_cta
+from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
+
+# Lengths of queries and of keys; behind them a few tokens of no sequence.
+LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)])
+REST = 3
+CALLS = (
+    Call(1, 0, 0, 2, 1, 64, 64, "bfloat16", {"causal": True, "left": 60}, False, True),
+    Call(1, 0, 0, 2, 2, 128, 128, "bfloat16", {"softcap": 5.0}, False, True),
+)
+UNKNOWN = 0  # the sequence of NaN
+
+
+class Case:
+    """A call, its arrays, and what is right of each sequence."""
+
+    def __init__(self, number: int, functions: Functions = NO_FUNCTIONS) -> None:
+        self.lengths, self.functions = LENGTHS[number], functions
+        self.offsets = [np.cumsum([0, *each], dtype=np.int32) for each in zip(*self.lengths, strict=True)]
+        s, t = (int(each[-1]) + REST for each in self.offsets)
+        self.call = CALLS[number]._replace(s=s, t=t)
+        rng, (self.q, self.k, self.v) = np.random.default_rng(number), halves(*arrays(self.call, number))
+        (self.dout,) = halves(rng.standard_normal((*self.q.shape[:-1], self.call.e)))
+        self.dlse = rng.standard_normal((1, self.call.h, s)).astype(np.float32)
+        for array, offsets in zip((self.q, self.k, self.v, self.dout), (0, 1, 1, 0), strict=True):
+            array[:, self.offsets[offsets][-1] :] = np.nan
+            array[:, self.part(UNKNOWN)[offsets]] = np.nan
+
+    def part(self, i: int) -> list[slice]:
+        """The queries and the keys of a sequence."""
+        return [slice(int(each[i]), int(each[i + 1])) for each in self.offsets]
+
+    def right(self, i: int) -> dict[str, np.ndarray]:
+        q, k = self.part(i)
+        given = [x[:, part].astype(np.float64) for x, part in ((self.q, q), (self.k, k), (self.v, k), (self.dout, q))]
+        call = self.call._replace(s=q.stop - q.start, t=k.stop - k.start)
+        captured = {name: x[i : i + 1] for name, x in self.functions.captured.items()}
+        own = self.functions._replace(captured=captured)
+        return expected(call, [*given[:3], None], (given[3], self.dlse[:, :, q]), own)
+
+    def results(self) -> tuple[np.ndarray, np.ndarray]:
+        """Results, as the gradient reads them."""
+        out, lse = np.full_like(self.dout, np.nan), np.full(self.dlse.shape, np.nan, np.float32)
+        for i, _ in enumerate(self.lengths):
+            right, (q, _) = self.right(i), self.part(i)
+            out[:, q], lse[:, :, q] = right["out"].value.astype(out.dtype), right["lse"].value
+        lse[:, :, self.offsets[0][-1] :] = -np.inf
+        return out, lse
+
+    def check(self, found: dict[str, np.ndarray]) -> None:
+        for i, lengths in enumerate(self.lengths):
+            if i == UNKNOWN:
+                continue
+            right, (q, k) = self.right(i), self.part(i)
+            for name, array in found.items():
+                part = array[:, :, q] if name == "lse" else array[:, k if name in ("dk", "dv") else q]
+                right[name].assert_holds(part.astype(np.float64), f"{name} of a sequence of {lengths}")
+        for name, array in found.items():
+            side = int(name in ("dk", "dv"))
+            rest = (array.swapaxes(1, 2) if name == "lse" else array)[:, self.offsets[side][-1] :]
+            assert (rest == (-np.inf if name == "lse" else 0)).all(), f"{name} behind the last sequence"
+
+
+def document(xp, batch, head, q, k, document):
+    return xp.logical_and(k <= q, mods.documents(xp, batch, head, q, k, document))
+
+
+def with_documents(number: int) -> Case:
+    longest = max(max(pair) for pair in LENGTHS[number])
+    places = np.random.default_rng(0).random((len(LENGTHS[number]), longest)) < 0.03
+    return Case(number, Functions(mask=document, captured={"document": np.cumsum(places, axis=1).astype(np.int32)}))
+
+
+CASES = {"window": lambda: Case(0), "softcap": lambda: Case(1), "documents": lambda: with_documents(0)}
+
+
+@products.emulated
+@pytest.mark.parametrize("which", ["window", *(pytest.param(x, marks=pytest.mark.slow) for x in CASES if x != "window")])
+def test_results(which: str, tmp_path: Path) -> None:
+    case = CASES[which]()
+    run = Run(attention_packed, case.call, tmp_path, case.functions, case.offsets)
+    out, lse = np.full_like(case.dout, np.nan), np.full(case.dlse.shape, np.nan, np.float32)
+    config = AttentionConfig.of(run.variant.config)
+    moved = [(case.q, 64 * config.consumers), (case.k, config.tile_n), (case.v, config.tile_n), (out, 64)]
+    run("AttentionFwd", 3, moved, [run.rows(1)], [lse], 2)
+    case.check({"out": out, "lse": lse})
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("which", CASES)
+def test_gradients(which: str, tmp_path: Path) -> None:
+    case = CASES[which]()
+    call = case.call._replace(attrs={**case.call.attrs, "deterministic": True})
+    run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
+    out, lse = case.results()
+    delta = np.einsum("bshe,bshe->bhs", *(x.astype(np.float64) for x in (out, case.dout))) - case.dlse
+    rest = int(case.offsets[0][-1])
+    delta[:, :, rest:] = np.nan
+    memory = [lse, delta.astype(np.float32)]
+    rows = [run.rows(1), struct.pack("<Q3q2q", 2 << 32, 1, call.h, call.s, call.h * call.s, call.s)]
+    config, n = dict(run.variant.settings), len(case.lengths)
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (case.q, case.k, case.v))
+    moved = [(case.q, 128), (case.k, config["tile_k"]), (case.v, config["tile_k"]), (case.dout, 128), (dq, 64)]
+    run("QueriesBackward", 3, moved, rows, memory, (call.s // 128 + n + 1) * call.h)
+    moved = [(case.q, config["tile_q"]), (case.k, 128), (case.v, 128), (case.dout, config["tile_q"]), (dk, 64), (dv, 64)]
+    run("KeysBackward", 4, moved, rows, memory, (call.t // 128 + n + 1) * call.g)
+    case.check({"dq": dq, "dk": dk, "dv": dv})
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("which", CASES)
+def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
+    case = CASES[which]()
+    call, (out, lse) = case.call, case.results()
+    run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
+    tile, n = AttentionBackwardConfig.of(run.variant.config).tile_q, len(case.lengths)
+    length = (call.s // tile + n + 1) * tile
+    logs, delta = (np.full((1, call.h, length), np.nan, np.float32) for _ in range(2))
+    sums = np.full((1, call.h, length, call.d), np.nan, np.float32)
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (case.q, case.k, case.v))
+
+    def around(name: str, memory: list[np.ndarray], arguments: list[bytes], threads: int) -> None:
+        """Run a kernel of rows."""
+        (text,) = (e for e in run.entries if f"_{name}_cute" in e.partition("(")[0])
+        last = struct.pack("<Qq", len(memory) + 1 << 32, n + 1), struct.pack("<Qq", len(memory) + 2 << 32, n + 1)
+        blocks = [x.reshape(-1).view(np.uint8) for x in (*memory, *case.offsets)]
+        reads = [struct.pack("<Q2q1q", 99 << 32, *x.shape, x.shape[1]) for x in case.functions.captured.values()]
+        tables = [table for key, table in run.tables.items() if key.endswith("_2")]
+        kernel = ptx_cta.Kernel(run.head + text)
+        kernel.run(-(-threads // kernel.threads), [*arguments, *run.sizes, *reads, *tables, *last], blocks)
+
+    def heads(block: int, x: np.ndarray) -> bytes:
+        _, s, h, d = x.shape
+        return struct.pack("<Q3i4x2q", block << 32, s, h, 1, h * d, s * h * d)
+
+    def of_tiles(block: int) -> bytes:
+        return struct.pack("<Q3q2q", block << 32, 1, call.h, length, call.h * length, length)
+
+    of_sums = struct.pack("<Q4i3q", 6 << 32, length, call.d, call.h, 1, call.d, length * call.d, call.h * length * call.d)
+    arguments = [heads(1, out), heads(2, case.dout), run.rows(3), run.rows(7), of_tiles(4), of_tiles(5), of_sums]
+    memory = [out, case.dout, lse, delta, logs, sums, case.dlse]
+    around("delta", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
+    moved = [(case.q, tile), (case.k, 128), (case.v, 128), (case.dout, tile), (dk, 64), (dv, 64)]
+    of_rows = [(logs, tile), (delta, tile)]
+    run("OnePass", 6, moved, [], [], (call.t // 128 + n + 1) * call.g, of_rows, sums, {1: call.d // 2})
+    of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
+    around("round", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
+    case.check({"dq": dq, "dk": dk, "dv": dv})
+
