@@ -135,6 +135,21 @@ def linear_gelu(
 ) -> Array: ...
 def linear_silu(x: ArrayLike, weight: ArrayLike, bias: ArrayLike, fused: str = "auto") -> Array: ...
 def linear_add(x: ArrayLike, weight: ArrayLike, residual: ArrayLike, fused: str = "auto") -> Array: ...
+def attention_packed(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    sinks: ArrayLike | None = None,
+    scale: float = 0.0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    fused: str = "auto",
+) -> tuple[Array, Array]: ...
 def decode_attention(
     q: ArrayLike,
     k_cache: ArrayLike,

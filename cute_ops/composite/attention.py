@@ -83,8 +83,8 @@ class Attention(ABC, Generic[Array]):
         self, queries: Any, score_mod: Function | None, mask_mod: Function | None, captured: Given,
         offsets: tuple[Array | None, Array | None],
     ) -> tuple[Function, Sequence[Array]]:  # fmt: skip
-        """The function of a call's op, and what it reads besides queries, keys and values: where packed sequences begin,
-        and the arrays that it captures.
+        """The function of a call's op, and what it reads besides queries, keys and values: where packed sequences
+        begin, and the arrays that it captures.
         """
         given, packed = self._offsets(queries, *offsets), offsets[0] is not None
         if score_mod is None and mask_mod is None:
@@ -103,7 +103,6 @@ class Attention(ABC, Generic[Array]):
             return ()
         if queries.ndim != 3:
             shape = tuple(queries.shape)
-            raise ValueError(
-                f"cute.attention: with `cu_seqlens_q`, argument `q` must be (tokens, heads, headdim), has shape {shape}."
-            )
+            what = f"with `cu_seqlens_q`, argument `q` must be (tokens, heads, headdim), has shape {shape}"
+            raise ValueError(f"cute.attention: {what}.")
         return of_q, of_q if of_k is None else of_k

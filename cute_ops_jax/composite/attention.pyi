@@ -20,6 +20,8 @@ def attention(
     score_mod: Function | None = None,
     mask_mod: Function | None = None,
     captured: Given = (),
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of queries to keys and values, with grouped heads.
 
@@ -47,6 +49,10 @@ def attention(
         captured: arrays that these functions read by index, such as ``slopes[head]`` or ``document[batch, q]``: as a
             tuple both get all of them, as a dict each function gets those that its parameters name. Floats that a
             score is computed from have a gradient; whole numbers reach up to 2^24.
+        cu_seqlens_q: of sequences that are packed one after another, ``q`` (tokens, heads, headdim): int32 ``[b+1]``,
+            where each begins and the last one ends. Then places, ``batch`` and masks are those within a sequence:
+            :func:`attention_packed`.
+        cu_seqlens_k: the same of keys; None is that of the queries.
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;

@@ -72,7 +72,7 @@ class Run:
             op = made.steps[0] if "dout" in op.inputs else made
         more = {"out": out, "lse": lse, "dout": out, "dlse": lse} if "dout" in op.inputs else {}
         arrays = {name: Array(a.shape, str(a.dtype)) for name, a in captured.items()}
-        more |= {f"cu_seqlens_{x}": Array(o.shape, "int32") for x, o in zip("qk", offsets)}
+        more |= {f"cu_seqlens_{x}": Array(o.shape, "int32") for x, o in zip("qk", offsets, strict=False)}
         binding = bind(op, {"q": q, "k": k, "v": v, **more, **arrays}, call.attrs)
         self.call, self.is_packed, found = call, bool(offsets), plan(binding, {}, parse("sm_90a"))
         self.variant, scratch = found.variant, found.workspaces

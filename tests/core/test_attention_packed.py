@@ -92,7 +92,9 @@ CASES = {"window": lambda: Case(0), "softcap": lambda: Case(1), "documents": lam
 
 
 @products.emulated
-@pytest.mark.parametrize("which", ["window", *(pytest.param(x, marks=pytest.mark.slow) for x in CASES if x != "window")])
+@pytest.mark.parametrize(
+    "which", ["window", *(pytest.param(x, marks=pytest.mark.slow) for x in CASES if x != "window")]
+)
 def test_results(which: str, tmp_path: Path) -> None:
     case = CASES[which]()
     run = Run(attention_packed, case.call, tmp_path, case.functions, case.offsets)
@@ -120,7 +122,14 @@ def test_gradients(which: str, tmp_path: Path) -> None:
     dq, dk, dv = (np.full_like(x, np.nan) for x in (case.q, case.k, case.v))
     moved = [(case.q, 128), (case.k, config["tile_k"]), (case.v, config["tile_k"]), (case.dout, 128), (dq, 64)]
     run("QueriesBackward", 3, moved, rows, memory, (call.s // 128 + n + 1) * call.h)
-    moved = [(case.q, config["tile_q"]), (case.k, 128), (case.v, 128), (case.dout, config["tile_q"]), (dk, 64), (dv, 64)]
+    moved = [
+        (case.q, config["tile_q"]),
+        (case.k, 128),
+        (case.v, 128),
+        (case.dout, config["tile_q"]),
+        (dk, 64),
+        (dv, 64),
+    ]
     run("KeysBackward", 4, moved, rows, memory, (call.t // 128 + n + 1) * call.g)
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
@@ -155,7 +164,9 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     def of_tiles(block: int) -> bytes:
         return struct.pack("<Q3q2q", block << 32, 1, call.h, length, call.h * length, length)
 
-    of_sums = struct.pack("<Q4i3q", 6 << 32, length, call.d, call.h, 1, call.d, length * call.d, call.h * length * call.d)
+    of_sums = struct.pack(
+        "<Q4i3q", 6 << 32, length, call.d, call.h, 1, call.d, length * call.d, call.h * length * call.d
+    )
     arguments = [heads(1, out), heads(2, case.dout), run.rows(3), run.rows(7), of_tiles(4), of_tiles(5), of_sums]
     memory = [out, case.dout, lse, delta, logs, sums, case.dlse]
     around("delta", memory, arguments, call.h * length * 2 ** (call.e // 8 - 1).bit_length())
@@ -165,4 +176,3 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
     around("round", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
     case.check({"dq": dq, "dk": dk, "dv": dv})
-

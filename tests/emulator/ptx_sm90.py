@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.emulator import ptx_cta
-from tests.emulator.ptx_cta import HALVES, LANES, floats, number
+from tests.emulator.ptx_cta import HALVES, LANES, floats
 
 # Inline assembly as single statements.
 WAIT = re.compile(

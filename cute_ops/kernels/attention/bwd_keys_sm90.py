@@ -84,7 +84,10 @@ class KeysBackward:
         inputs, gradients = self._as_moved(inputs, gradients, sizes)
         moved = tma_copies((*inputs, *gradients), layouts, shapes, stored=2)
         self.kernel((mma_s, mma_s, mma_dk, mma_dv), (moved, layouts), rows, tuple(sizes)).launch(
-            grid=[self._ctas(sizes), 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[self._ctas(sizes), 1, 1],
+            block=[WARPGROUP * (1 + self.consumers), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel

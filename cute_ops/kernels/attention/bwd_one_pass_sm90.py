@@ -94,7 +94,10 @@ class OnePassBackward(KeysBackward):
         of_ds = hopper.make_smem_layout_a(row, (self.tile_k, 0, self.tile_q), dtype, 1)
         mmas = mma_s, mma_s, mma_dk, mma_dv, mma_dq, mma_dq
         self.kernel(mmas, (moved, layouts), ([*added], of_ds, of_sums), tuple(sizes)).launch(
-            grid=[self._ctas(sizes), 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[self._ctas(sizes), 1, 1],
+            block=[WARPGROUP * (1 + self.consumers), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     def _layout_of_keys(self):

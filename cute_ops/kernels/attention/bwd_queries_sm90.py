@@ -74,7 +74,10 @@ class QueriesBackward:
         moved = tma_copies((*inputs, mDq), layouts, shapes, stored=1)
         blocks, batches = self.tiles.blocks(sizes, 0)
         self.kernel((mma_s, mma_s, mma_dq), (moved, layouts), rows, tuple(sizes)).launch(
-            grid=[blocks * sizes.heads * batches, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[blocks * sizes.heads * batches, 1, 1],
+            block=[WARPGROUP * (1 + self.consumers), 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel

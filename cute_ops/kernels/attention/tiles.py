@@ -172,9 +172,7 @@ def by_sequence(m, mode=0):
     shape[mode] = FAR
     back = (1 << 64) // FAR - row
     back = back if isinstance(back, int) else cute.assume(back, divby=step)
-    return cute.make_tensor(
-        m.iterator, cute.make_layout((*shape, MOST, MOST), stride=(*stride, stride[mode], back))
-    )
+    return cute.make_tensor(m.iterator, cute.make_layout((*shape, MOST, MOST), stride=(*stride, stride[mode], back)))
 
 
 def row_at(index, seqlen, heads):

@@ -217,7 +217,10 @@ Q, K, V = _heads("*m s g*r d"), _heads("*m t g d"), _heads("*m t g e")
 OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32", merged=True)
 SINKS = Tensor("g*r", "S", optional=True)
 DTYPES = {FLOAT: FLOATS, INT: ("int32", "int64"), BOOL: ("bool",)}  # of captured arrays, by kind
-OFFSETS = {"cu_seqlens_q": Tensor("b+1", "int32", upper_bound="s"), "cu_seqlens_k": Tensor("b+1", "int32", upper_bound="t")}
+OFFSETS = {
+    "cu_seqlens_q": Tensor("b+1", "int32", upper_bound="s"),
+    "cu_seqlens_k": Tensor("b+1", "int32", upper_bound="t"),
+}
 BACKWARD_DOC = """Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
@@ -257,15 +260,14 @@ DOC = """Attention of queries to keys and values, with grouped heads.
     """
 
 
-_ROWS = "Args:\n        q: ``T[*m s g*r d]``: (batch, seqlen_q, heads, headdim)"
 PACKED_DOC = (
     DOC.replace("Attention of queries to keys and values, with grouped heads.",
                 "Attention within sequences that are packed one after another, with grouped heads.", 1)
     .replace("(batch, seqlen_q, heads, headdim)", "(tokens, heads, headdim)")
     .replace("(batch, seqlen_k, kv heads, headdim)", "(tokens, kv heads, headdim)")
     .replace("*m ", "")
-    .replace("``i + t - s``: the last query beside the last key.",
-             "``i + keys - queries`` of its own sequence: the last query beside the last key.")
+    .replace("Query i stands beside key ``i + t - s``: the last query beside the last key.",
+             "Within a sequence of\n    ``a`` queries and ``b`` keys, query i stands beside key ``i + b - a``.")
     .replace("        sinks:", """        cu_seqlens_q: int32 ``[b+1]``: where sequences of queries begin, and where the last one ends; ascending from 0.
             A sequence may be empty. They are read on the device.
         cu_seqlens_k: int32 ``[b+1]``: the same of keys. Queries behind the last sequence attend to nothing.
@@ -323,7 +325,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
     cotangent = _declared(_heads(OUT.shape), packed)
     read = {"q": q, "k": k, "v": v, **offsets, "out": cotangent, "lse": lse, "dout": cotangent, **captured,
             "dlse": lse._replace(optional=True)}  # fmt: skip
-    how = {"own": own, "packed": packed} if functions or packed else {}
+    how: dict[str, Any] = {"own": own, "packed": packed} if functions or packed else {}
     forward, backward = partial(reference, **how), partial(reference_bwd, **how)
     given, read_and_sinks = {"q": q, "k": k, "v": v, **offsets, **captured, "sinks": SINKS}, {**read, "sinks": SINKS}
     bwd = Op(

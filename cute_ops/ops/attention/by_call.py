@@ -99,7 +99,10 @@ def op_of_call(
     own = mods.Own(
         score,
         mask,
-        tuple((name, array.kind, " ".join(_of_sequences(shape) if packed else shape)) for name, array, shape in zip(names, captured, shapes, strict=True)),
+        tuple(
+            (name, array.kind, " ".join(_of_sequences(shape) if packed else shape))
+            for name, array, shape in zip(names, captured, shapes, strict=True)
+        ),
     )
     if mask_mod is not None and (unbounded := mods.bounds_of(made["mask_mod"])[1]):
         _log.info("attention: tiles of the mask %s are not skipped where they depend on %s, which has no bounds",
