@@ -217,7 +217,7 @@ Q, K, V = _heads("*m s g*r d"), _heads("*m t g d"), _heads("*m t g e")
 OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32", merged=True)
 SINKS = Tensor("g*r", "S", optional=True)
 DTYPES = {FLOAT: FLOATS, INT: ("int32", "int64"), BOOL: ("bool",)}  # of captured arrays, by kind
-OFFSETS = {
+OFFSETS = {f"cu_seqlens_{x}": Tensor("b+1", "int32", upper_bound=size) for x, size in (("q", "s"), ("k", "t"))}
     "cu_seqlens_q": Tensor("b+1", "int32", upper_bound="s"),
     "cu_seqlens_k": Tensor("b+1", "int32", upper_bound="t"),
 }
