@@ -218,9 +218,6 @@ OUT, LSE = Tensor("*m s g*r e", "T", merged=True), Tensor("*m g*r s", "float32",
 SINKS = Tensor("g*r", "S", optional=True)
 DTYPES = {FLOAT: FLOATS, INT: ("int32", "int64"), BOOL: ("bool",)}  # of captured arrays, by kind
 OFFSETS = {f"cu_seqlens_{x}": Tensor("b+1", "int32", upper_bound=size) for x, size in (("q", "s"), ("k", "t"))}
-    "cu_seqlens_q": Tensor("b+1", "int32", upper_bound="s"),
-    "cu_seqlens_k": Tensor("b+1", "int32", upper_bound="t"),
-}
 BACKWARD_DOC = """Gradients of :func:`attention`, which computes the scores again.
 
     ``ds = p * (dout @ v.T - sum(dout * out) + dlse)``, ``dq = scale * ds @ k``, ``dk = scale * ds.T @ q``, ``dv = p.T
