@@ -257,6 +257,9 @@ DOC = """Attention of queries to keys and values, with grouped heads.
     """
 
 
+_OFFSETS_DOC = """        cu_seqlens_q: int32 ``[b+1]``: where sequences of queries begin, and where the last one ends.
+            They ascend from 0, and are read on the device. A sequence may be empty.
+        cu_seqlens_k: int32 ``[b+1]``: the same of keys. Queries behind the last sequence attend to nothing."""
 PACKED_DOC = (
     DOC.replace("Attention of queries to keys and values, with grouped heads.",
                 "Attention within sequences that are packed one after another, with grouped heads.", 1)
@@ -265,10 +268,7 @@ PACKED_DOC = (
     .replace("*m ", "")
     .replace("Query i stands beside key ``i + t - s``: the last query beside the last key.",
              "Within a sequence of\n    ``a`` queries and ``b`` keys, query i stands beside key ``i + b - a``.")
-    .replace("        sinks:", """        cu_seqlens_q: int32 ``[b+1]``: where sequences of queries begin, and where the last one ends; ascending from 0.
-            A sequence may be empty. They are read on the device.
-        cu_seqlens_k: int32 ``[b+1]``: the same of keys. Queries behind the last sequence attend to nothing.
-        sinks:""", 1)
+    .replace("        sinks:", f"{_OFFSETS_DOC}\n        sinks:", 1)
 )  # fmt: skip
 
 
