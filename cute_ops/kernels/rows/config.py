@@ -17,12 +17,14 @@ class Texts(NamedTuple):
         reads: the tensors that are its operands, separated by blanks.
         writes: the tensors, or halves, that its outputs are stored in: ``dx[:n] dx[n:] dbias``.
         kinds: their kinds, a letter each as in the expression's text: ``ttr``.
+        shared: of these tensors, those of which the rows of an example share one row: ``gain dgain``.
     """
 
     expression: str
     reads: str
     writes: str
     kinds: str
+    shared: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class FusedConfig(KernelConfig):
     reads: str
     writes: str
     kinds: str
+    shared: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,4 @@ class FusedRowConfig(RowConfig):
     reads: str
     writes: str
     kinds: str
+    shared: str = ""

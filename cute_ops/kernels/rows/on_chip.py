@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL
 from cute_ops.kernels.lib.column_params import column_elements, column_vectors
 from cute_ops.kernels.lib.column_reduce import TileColumnSum
@@ -131,9 +133,12 @@ class RowsInRegisters(HeldRows):
         if not whole or any(piece.count > 1 for _, piece in self.outputs["t"]):
             return vectors
         wider = Vectors(shown, whole, self.n, self.config.align_vectors)
-        if wider.vec == vectors.vec:
+        apart = {piece for _, piece in self.tiles if piece.count > 1}
+        # A pair of vectors of a wider dtype would be more than two accesses.
+        wide = any(wider.vec * ITEMSIZE[self.keys[piece].dtype] > VECTOR_BYTES for piece in apart)
+        if wider.vec == vectors.vec or wide:
             return vectors
-        self.apart = {piece for _, piece in self.tiles if piece.count > 1}
+        self.apart = apart
         return wider
 
     @cute.jit
@@ -201,7 +206,7 @@ class RowsInRegisters(HeldRows):
         past = bytes_past(base + Int64(coord.first[0]) * itemsize, gRow.element_type, vec)
         end, bound, tail = cutlass.select_(coord.valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
         if piece.index + 1 == piece.count:  # behind it lies no other half
-            flat = self.variant.tensors[piece.name].layout == "flat"
+            flat = self.variant.tensors[piece.name].layout == "flat" and not piece.shared
             tail = coord.row + 1 >= coord.count if flat else Boolean(True)
             bound = cutlass.select_(tail, Int32(self.n - vec + 1), bound)
         pairs = [fragment(gRow.element_type, 2 * vec, 0) for _ in coord.first]
@@ -277,10 +282,15 @@ class RowsInRing(HeldRows):
         tidx, groups = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
         t, count = tidx % self.tile.threads_per_row, self.shape(tensors)[0]
         local = tidx // self.tile.threads_per_row
-        tiles = (count + (self.tile.rows - 1)) // self.tile.rows
-        steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
-        start, stride = Int64(group) * self.tile.rows + local, Int64(groups) * self.tile.rows
-        row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
+        if const_expr(self.sums_of_examples):
+            walk = self.walk_of_example(tensors, group, groups, self.tile.rows)
+            steps, start, stride = walk.steps, walk.start + local, Int64(walk.stride)
+            row_of = lambda step: walk.row(start, step, count)  # noqa: E731
+        else:
+            tiles = (count + (self.tile.rows - 1)) // self.tile.rows
+            steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
+            start, stride = Int64(group) * self.tile.rows + local, Int64(groups) * self.tile.rows
+            row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
         coord = self.access.coord(start, count, t, rank)
         first = coord.first
         for stage in cutlass.range_constexpr(self.config.stages - 1):
@@ -311,7 +321,8 @@ class RowsInRing(HeldRows):
             mPartials = tensors[self.partials_of(piece)]
             address = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + piece.index * self.n) * 4
             self._store_columns(address, rSums, base, group, rank, first)
-        self._store_scalars(tensors, sums[len(self.outputs["r"]) :], start, (t == 0) & (rank == 0))
+        slot = Int64(group) * self.tile.rows + local
+        self._store_scalars(tensors, sums[len(self.outputs["r"]) :], slot, (t == 0) & (rank == 0))
 
     def _numbers(self, tensors, row, count):
         """The operands that have one number for a row."""

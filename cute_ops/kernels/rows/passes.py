@@ -52,7 +52,10 @@ class RowsInPasses(RowPieces):
             shared = self.exchanges[0].allocate(smem)
         count, long_n = self.shape(tensors)
         n = Int32(long_n)
-        steps = Int32((count - group + (groups - 1)) // Int64(groups))
+        steps, start, stride = Int32((count - group + (groups - 1)) // Int64(groups)), Int64(group), Int64(groups)
+        if const_expr(self.sums_of_examples):
+            steps, start, stride, _ = self.walk_of_example(tensors, group, groups, 1)
+            stride = Int64(stride)
         wait_for_previous(self.pdl)
         if const_expr(len(self.sums) == 0):
             let_next_start(self.pdl)
@@ -61,7 +64,7 @@ class RowsInPasses(RowPieces):
             [fragment(Float32, 1, 0.0) for _ in self.outputs["s"]],
         )
         for step in cutlass.range(steps, unroll=1):
-            walk = RowPass(self, tensors, Int64(group) + Int64(step) * Int64(groups), n, long_n, count)
+            walk = RowPass(self, tensors, start + Int64(step) * stride, n, long_n, count)
             values = self._reduced(walk, step, shared, scalars)
             self._outputs(walk, values, sums, Int32(group), tidx)
         self._end(tensors, sums, Int32(group), tidx, n)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL, device_for
@@ -42,21 +42,27 @@ class RowPieces:
         self.variant, self.n = variant, variant.dims["n"]
         self.emit = RowEmitter(config.expression, device_for(variant, config.writes), self._narrow(config))
         operands, nodes = self.emit.expression.operands, self.emit.expression.nodes
-        names, read = config.reads.split(), []
+        names, read, shared = config.reads.split(), [], {*config.shared.split()}
         for i in self.emit.read:
             node = nodes[i]
             operand = operands[node.operand]
-            piece = Piece(names[node.operand], int(node.half == "[n:]"), 1 + operand.packed, *operand.kind[:2])
-            read.append((i, piece))
+            name, half = names[node.operand], int(node.half == "[n:]")
+            read.append((i, Piece(name, half, 1 + operand.packed, *operand.kind[:2], name in shared)))
         self.tiles = [(i, piece) for i, piece in read if piece.tile]
         self.vectors = [(i, piece) for i, piece in read if piece.columns and not piece.rows]
         self.numbers = [(i, piece) for i, piece in read if not piece.columns]
         self.outputs = outputs_of(config)
+        # What says how many examples there are, whose rows share a row of some tensors, and whether these have sums.
+        self.shared = config.shared.split()
+        self.sums_of_examples = not {*self.shared}.isdisjoint(word.partition("[")[0] for word in config.writes.split())
         self.awaited = self.emit.awaited(config.kinds)
         rows = [piece for _, piece in (*self.tiles, *self.outputs["t"])]
-        if not rows:  # outputs without columns, computed from row vectors: a tile gives the number of rows
-            tile = next(i for i, operand in enumerate(operands) if all(operand.kind[:2]))
-            rows = [Piece(names[tile], 0, 1 + operands[tile].packed)]
+        rows = sorted(rows, key=lambda piece: piece.shared)
+        if (
+            not rows or rows[0].shared
+        ):  # outputs without columns, computed from row vectors: a tile gives the number of rows
+            tile = next(i for i, o in enumerate(operands) if all(o.kind[:2]) and names[i] not in shared)
+            rows = [Piece(names[tile], 0, 1 + operands[tile].packed), *rows]
         self.tile_piece = rows[0]
         self.keys = {piece: self._key(piece) for piece in (*rows, *(piece for _, piece in self.vectors))}
         # What rows are laid out by, as Vectors takes it.
@@ -73,6 +79,9 @@ class RowPieces:
     def _key(self, piece):
         """The description of a piece: halves of packed rows have other starts, and a stride between rows."""
         key = self.variant.tensors[piece.name]
+        if piece.shared or self.sums_of_examples:
+            # No row of it follows on the one before; or rows of an example start at other places of a vector.
+            key = key._replace(layout="strided")
         if piece.count == 1:
             return key
         step = ITEMSIZE[key.dtype] * (1 if self.n is None else self.n)
@@ -96,12 +105,37 @@ class RowPieces:
         n = mX.shape[-1]
         return row_count(mX), self.n if self.n is not None else n // piece.count
 
+    def examples(self, tensors):
+        """(examples, rows of each, in 32 bits): one that has all rows where nothing is shared by examples."""
+        rows = self.shape(tensors)[0]
+        if not self.shared:
+            return Int32(1), Int32(rows)
+        mX = tensors[self.shared[0]]
+        count = Int32(row_count(mX))
+        return count, Int32(rows // Int64(count))
+
+    def walk_of_example(self, tensors, group, groups, rows):
+        """The rows that a group takes, ``rows`` at a time: groups share out those of each example evenly. Neighbouring
+        groups take neighbouring examples, so that a workspace has all examples' sums of a part side by side.
+        """
+        examples, each = self.examples(tensors)
+        parts, part = Int32(groups) // examples, Int32(group) // examples
+        example, begin, stride = Int32(group) - part * examples, part * rows, parts * rows
+        first = Int64(example) * Int64(each)
+        steps = (each - begin + (stride - 1)) // stride
+        return ExampleWalk(steps, first + begin, stride, first + each)
+
+    def row_of(self, tensors, piece, row):
+        """A row's own row of a piece."""
+        return Int64(Int32(row) // self.examples(tensors)[1]) if piece.shared else row
+
     def rows(self, tensors, pieces, row, n):
         """A row's pieces."""
         found = []
         for _, piece in pieces:
             mX = tensors[piece.name]
-            gRow = Row.of(mX, self.variant.tensors[piece.name], row, mX.shape[-1])
+            own = self.row_of(tensors, piece, row)
+            gRow = Row.of(mX, self.variant.tensors[piece.name], own, mX.shape[-1])
             step = Int64(n) * (piece.index * (mX.element_type.width // 8))
             found.append(gRow._replace(address=gRow.address + step))
         return found
@@ -120,7 +154,9 @@ class RowPieces:
 
     def number_address(self, tensors, piece, row):
         mX = tensors[piece.name]
-        return number_address(mX, self.variant.tensors[piece.name], row) if piece.rows else mX.iterator.toint()
+        if not piece.rows:
+            return mX.iterator.toint()
+        return number_address(mX, self.variant.tensors[piece.name], self.row_of(tensors, piece, row))
 
     @cute.jit
     def store_numbers(self, tensors: cutlass.Constexpr, values: cutlass.Constexpr, row: Int64, alone: Boolean):
@@ -170,6 +206,20 @@ class RowPieces:
         """Store vectors of the tiles, of which some elements may lie outside the row."""
         for rOut, gOut in zip(vectors, targets):
             VectorAccess(v).write(gOut, rOut.load(), first, n)
+
+
+class ExampleWalk(NamedTuple):
+    """The rows of one example that a group of threads takes: from ``start`` on, every ``stride``-th, before ``end``."""
+
+    steps: object
+    start: object
+    stride: object
+    end: object
+
+    def row(self, start, step, count):
+        """The row of a step that begins at ``start``; ``count``, the number of all rows, where there is none."""
+        row = start + Int64(step) * Int64(self.stride)
+        return cutlass.select_((step < self.steps) & (row < self.end), row, count)
 
 
 class Shown:

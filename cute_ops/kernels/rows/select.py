@@ -1,7 +1,7 @@
 """Which kernel computes an expression."""
 
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.rows.on_chip import RowsInRegisters, RowsInRing
@@ -30,19 +30,47 @@ class FusedRows:
     def __init__(self, variant, rows):
         self.variant, self.rows = variant, rows
         whole = [piece for _, piece in self.rows.outputs["r"] if piece.index + 1 == piece.count]
-        self.sums = [[piece for piece in whole if piece.count == count] for count in sorted({p.count for p in whole})]
+        shared = [piece.name in self.rows.shared for piece in whole]
+        kinds = sorted({(p.count, here) for p, here in zip(whole, shared)})
+        # Sums in one launch, and whether they are those of examples.
+        self.sums = [
+            ([p for p, here in zip(whole, shared) if (p.count, here) == kind], kind[1]) for kind in kinds
+        ]  # fmt: skip
 
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
         self.rows(arguments[:-1], stream)
         tensors = self.rows.named(arguments[:-1])
-        for alike in self.sums:
+        for alike, shared in self.sums:
             partials = tuple([tensors[self.rows.partials_of(piece)] for piece in alike])
             outputs = tuple([tensors[piece.name] for piece in alike])
-            ColumnSum(self.rows.n, self.variant.arch)(partials, outputs, stream)
+            if const_expr(shared):
+                examples = self.rows.examples(tensors)[0]
+                partials = tuple([_of_examples(mPartials, examples) for mPartials in partials])
+                outputs = tuple([cute.make_tensor(mX.iterator, cute.make_layout(cute.size(mX))) for mX in outputs])
+            ColumnSum(None if shared else self.rows.n, self.variant.arch)(partials, outputs, stream)
         for _, piece in self.rows.outputs["s"]:
-            name = self.rows.partials_of(piece)
+            name, count = self.rows.partials_of(piece), Int64(1)
             terms, mPartials = Terms(self.variant, (Piece(name, rows=False),), lambda x: (x,)), tensors[name]
-            n = Int64(mPartials.shape[0])
-            RowSums(self.variant.arch, terms)((mPartials,), tensors[piece.name], Int64(1), n, stream)
+            if const_expr(piece.name in self.rows.shared):
+                count = Int64(self.rows.examples(tensors)[0])
+                terms = self._term_of_example
+            n = Int64(mPartials.shape[0]) // count
+            RowSums(self.variant.arch, terms)((mPartials,), tensors[piece.name], count, n, stream)
+
+    def _term_of_example(self, inputs, example, i, n):
+        """The i-th of an example's n partial sums: one for each part, and row that a group has at a time."""
+        each = self.rows.tile.rows
+        (mPartials,) = inputs
+        part = i // each
+        examples = Int32(mPartials.shape[0] // n)
+        return mPartials[(part * examples + Int32(example)) * each + i - part * each]
+
+
+def _of_examples(mPartials, examples):
+    """A workspace with a row for each part of each example as one with a row for each part."""
+    groups, n = Int32(mPartials.shape[0]), Int32(mPartials.shape[1])
+    return cute.make_tensor(
+        mPartials.iterator, cute.make_layout((groups // examples, examples * n), stride=(examples * n, 1))
+    )

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """A tensor, or a half of a packed one: the ``index``-th of ``count`` equal pieces of its rows, ``n`` elements each.
 
     Inputs may be smaller: without ``rows`` it is a vector that all rows share, without ``columns`` each row has one
-    element, without both it is a scalar.
+    element, without both it is a scalar. A ``shared`` one has a row for each example, which all rows of that share.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     count: int = 1
     rows: bool = True
     columns: bool = True
+    shared: bool = False
 
     @property
     def tile(self):

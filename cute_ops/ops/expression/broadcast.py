@@ -9,6 +9,7 @@ from cute_ops.declaration.shapes import FLOATS
 
 NUMBER = "number"  # the shape of a Python number
 TILES = ("*m n", "*m 2n")
+SHARED = ("*b n", "*b 2n", "*b 1")  # of what all rows of an example share
 # An argument's shape, :data:`NUMBER`, or None if it is left out.
 Sizes = Sequence[Any] | str | None
 Refuse = Callable[[str], NoReturn]
@@ -113,6 +114,21 @@ def _result(operands: Mapping[str, Sizes], halves: str, refuse: Refuse) -> list[
                 refuse(f"argument `{name}` has shape {[*shape]}, which does not broadcast with those before it.")
         result = result[: max(len(result) - len(sizes), 0)] + sizes
     return result
+
+
+def of_examples(fits: Sequence[Fit | None]) -> tuple[Fit | None, ...]:
+    """Operands ``[batch 1 n]`` and ``[batch 1 1]`` beside tiles ``[batch m n]`` as what an example's rows share."""
+    return tuple(how and (_of_example(how) or how) for how in fits)
+
+
+def _of_example(how: Fit) -> Fit | None:
+    if not how.expanded or len(how.own) != len(how.sizes) or len(how.own) < 3 or how.shape.partition(" ")[0] == "*b":
+        return None
+    *lead, own, last = how.own
+    if own != 1 or lead != [*how.sizes[:-2]]:
+        return None
+    shape = "*b 1" if how.shape.endswith("*m 1") else how.shape.removeprefix("any ").replace("*m", "*b")
+    return Fit(shape, (*lead, last), (*lead, last)) if shape in SHARED else None
 
 
 def with_dtypes(fits: Sequence[Fit | None], dtypes: Sequence[str]) -> tuple[Fit | None, ...]:

@@ -6,6 +6,8 @@ Each operand has a kind, by how NumPy broadcasts it:
   ``tH`` and ``tB`` tiles of float32, float16 and bfloat16 in a call whose tiles have several dtypes
 - ``e`` a tile that was expanded, since it lacks some of the leading dims; ``2e`` two side by side
 - ``r`` a row vector, which all rows share; ``2r`` two side by side
+- ``b`` a row vector of each example, ``[batch 1 n]`` beside rows ``[batch m n]``; ``2b`` two side by side; ``d`` a
+  number of each example
 - ``c`` a column vector, one number per row
 - ``s`` a scalar
 - ``n`` a Python number: a scalar without a gradient
@@ -31,7 +33,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.errors import header_of, meant, unknown_argument
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression import many
-from cute_ops.ops.expression.broadcast import NUMBER, Fit, Sizes, fits, with_dtypes
+from cute_ops.ops.expression.broadcast import NUMBER, Fit, Sizes, fits, of_examples, with_dtypes
 from cute_ops.ops.expression.call import (
     KINDS,
     SHAPES,
@@ -46,7 +48,7 @@ from cute_ops.ops.expression.call import (
 )
 from cute_ops.ops.expression.fused import fused, shape_of
 
-_KIND = re.compile(r"2?t[FHB]?|2?[er]|[csn_]")
+_KIND = re.compile(r"2?t[FHB]?|2?[erb]|[cdsn_]")
 _CALL = re.compile(rf"((?:{_KIND.pattern})+)(?:\((.+)\))?")
 _VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
 
@@ -216,7 +218,7 @@ class ByCall:
         def refuse(problem: str) -> NoReturn:
             self._refuse(ValueError, problem, shapes)
 
-        return with_dtypes(fits(dict(zip(self.operands, shapes, strict=True)), halves, refuse), dtypes)
+        return of_examples(with_dtypes(fits(dict(zip(self.operands, shapes, strict=True)), halves, refuse), dtypes))
 
     def op(self, kinds: str, attrs: Attrs = ()) -> Op:
         """The op of calls with operands of these kinds, and with these attributes.

@@ -34,7 +34,7 @@ DTYPES = {"F": "float32", "H": "float16", "B": "bfloat16"}
 # The declared shape of an operand of each kind.
 SHAPES: dict[str, str | None] = {
     "t": "*m n", "2t": "*m 2n", "e": "any *m n", "2e": "any *m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "",
-    "n": NUMBER, "_": None,
+    "n": NUMBER, "_": None, "b": "*b n", "2b": "*b 2n", "d": "*b 1",
     **{f"t{letter}": f"{dtype} *m n" for letter, dtype in DTYPES.items()},
     **{f"2t{letter}": f"{dtype} *m 2n" for letter, dtype in DTYPES.items()},
 }  # fmt: skip

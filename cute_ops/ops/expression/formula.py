@@ -46,6 +46,7 @@ class Formula(NamedTuple):
         writes: the names of the tensors that its outputs are, ``dx[:n]`` for a half of one.
         kinds: the kinds of the outputs, one letter each, as in the expression's text.
         tile: the name of a tile among the inputs.
+        shared: the names of tensors of which the rows of an example, ``*b m n``, share one row.
     """
 
     expression: Expression
@@ -54,6 +55,7 @@ class Formula(NamedTuple):
     writes: tuple[str, ...]
     kinds: str
     tile: str
+    shared: tuple[str, ...] = ()
 
     def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
         """The heuristic: that of rows, or one vector per thread. Vectors of 4-byte elements have half as many, so a CTA
@@ -98,7 +100,9 @@ class Formula(NamedTuple):
 
     @property
     def _texts(self) -> Texts:
-        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds)
+        written = {name.partition("[")[0] for name in self.writes}
+        shared = " ".join(name for name in self.shared if name in {*self.reads, *written})
+        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds, shared)
 
 
 def declare(
@@ -130,9 +134,9 @@ def declare(
     def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
         given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
         tile = given[found.tile]
-        whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[inputs[found.tile].shape].packed))
+        whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[shape_of(inputs[found.tile].shape)].packed))
         read = [
-            given[key][..., None] if inputs[key].shape == COLUMN
+            given[key][..., None, :] if key in found.shared else given[key][..., None] if inputs[key].shape == COLUMN
             else repeated(xp, given[key], whole[-1]) if period(inputs[key].shape) else given[key]
             for key in found.reads
         ]  # fmt: skip
@@ -140,16 +144,20 @@ def declare(
         computed = evaluate(found.expression, xp, read) if read else [xp.zeros_like(tile[..., :1])] * len(found.writes)
         values, made = dict(zip(found.writes, computed, strict=True)), {}
         for key, tensor in outputs.items():
+            shape, here = shape_of(tensor.shape), key in found.shared
             sums = [
-                summed(xp, values[f"{key}{half}"], whole, shape_of(tensor.shape), found.by_rows)
-                for half in SHAPES[shape_of(tensor.shape)].halves
+                summed(xp, values[f"{key}{half}"], whole, shape, found.by_rows, here) for half in SHAPES[shape].halves
             ]
             out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-            out = out[..., 0] if tensor.shape == COLUMN else out
+            out = out[..., None] if here and shape == "" else out
+            out = out[..., 0] if tensor.shape in (COLUMN, "*b m") else out
             like = dtypes.get(tensor.dtype)
             made[key] = cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype)
         same = {key for key, t in outputs.items() if t.same_as and made[t.same_as].dtype == made[key].dtype}
         return tuple(None if key in same else out for key, out in made.items())
+
+    def of_config(problem: Problem) -> FusedConfig | FusedRowConfig:
+        return config(of_call(problem), whole_batch(problem))
 
     def of_call(problem: Problem) -> Formula:
         found = formula(problem.attrs)
@@ -170,7 +178,7 @@ def declare(
     return Op(
         name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs,
         dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
-        tuning=Tuning(lambda problem: config(of_call(problem), problem), space_of(of_call), workspace),
+        tuning=Tuning(of_config, space_of(of_call), workspace),
         **{**usual, **more},
     )  # fmt: skip
 
@@ -225,7 +233,11 @@ def sum_workspaces(
         fold = vec // math.gcd(problem.n, vec)
         vectors = max(vectors // fold, 1) * fold
     if formula.by_rows:
-        vectors, scalars = formula.rows.partials(problem, FusedRowConfig.of(config))
+        vectors, scalars = formula.rows.partials(whole_batch(problem), FusedRowConfig.of(config))
+        if formula.shared and vectors:  # the rows of an example share their own sums
+            examples = max(problem.size("b"), 1)
+            each = max(vectors // examples, 1)
+            vectors, scalars = each * examples, scalars // vectors * each * examples
     for name, shape in outputs.items():
         if SHAPES[shape].kind.rows:
             continue
@@ -236,11 +248,21 @@ def sum_workspaces(
     return made
 
 
-def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:
+def whole_batch(problem: Problem) -> Problem:
+    """The problem with the rows of all examples as its rows."""
+    return problem._replace(m=problem.size("b") * problem.size("m")) if "b" in problem.dims else problem
+
+
+def summed(
+    xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool, of_example: bool = False
+) -> Any:  # fmt: skip
     """The sum of a gradient's terms, broadcast to ``whole``, over the dims that its operand, of this shape, lacks. With
-    ``by_rows`` the terms of an operand without columns are sums over the columns already.
+    ``by_rows`` the terms of an operand without columns are sums over the columns already. ``of_example``: over the last
+    of the leading dims, not all of them.
     """
     kind, lead = SHAPES[shape].kind, tuple(range(len(whole) - 1))
+    if of_example:
+        lead = lead[-1:]
     if kind.columns or not by_rows:
         terms = xp.broadcast_to(terms, whole)
     else:
@@ -251,8 +273,9 @@ def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: boo
 
 
 def shape_of(shape: str) -> str:
-    """A tensor's shape as expressions know it."""
-    return "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape
+    """A tensor's shape as expressions know it; of an example's own vector or number that of what all rows share."""
+    shape = shape.replace("*b m", "*m").replace("*b ", "")
+    return "" if shape == "1" else "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape
 
 
 def period(shape: str) -> int:

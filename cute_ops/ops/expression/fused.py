@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -114,6 +115,17 @@ def fused_again(
 
 
 ANY = "any"
+# Shapes of what all rows of an example share, with the shapes that the expression sees.
+SHARED = {"*b n": f"{ANY} *m n", "*b 2n": f"{ANY} *m 2n", "*b 1": "*m 1"}
+EXAMPLES = (Case("odd", {"b": (3,), "m": 5, "n": 999}), Case("aligned", {"b": (4,), "m": 16, "n": 4096}))
+
+
+def _check_rows(binding: Any) -> str | None:
+    """What is wrong with the rows of all examples, which kernels count in 32 bits."""
+    rows = math.prod(binding.dims["b"]) * binding.dims["m"]
+    if isinstance(rows, int) and rows >= 2**31:
+        return f"the examples have {rows} rows together, expected fewer than 2^31."
+    return None
 
 
 def _is_tile(shape: str) -> bool:
@@ -127,8 +139,8 @@ def shape_of(operand: str) -> str:
 
 def _declared(operand: str) -> tuple[str, str]:
     """The dtype that stands before a shape, a name or :data:`ANY`, else empty; and the shape."""
-    first, _, shape = operand.partition(" ")
-    return (first, shape) if first in (*FLOATS, ANY) else ("", operand)
+    first, _, shape = SHARED.get(operand, operand).partition(" ")
+    return (first, shape) if first in (*FLOATS, ANY) else ("", SHARED.get(operand, operand))
 
 
 def _dtype(name: str, operand: str) -> str:
@@ -167,6 +179,9 @@ class _Fused:
         squeezed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
+        self.shared = {key: operand for key, operand in operands.items() if operand in SHARED}
+        if self.shared:
+            self.cases = EXAMPLES
         self.no_gradient = tuple(no_gradient)
         self.number = COLUMN if squeezed else "*m 1"
         self.operands = {key: shape_of(operand) for key, operand in operands.items()}
@@ -193,16 +208,21 @@ class _Fused:
             self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         if not any(map(_is_tile, self.operands.values())):
             self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
-        return [key for key, shape in self.operands.items() if _is_tile(shape)]
+        return [key for key, shape in self.operands.items() if _is_tile(shape) and key not in self.shared]
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        return {key: Tensor(shape, self.dtypes[key]) for key, shape in self.operands.items()}
+        return {key: Tensor(self._shape(key, shape), self.dtypes[key]) for key, shape in self.operands.items()}
+
+    def _shape(self, key: str, shape: str) -> str:
+        """The declared shape of an operand or output, which the expression sees as ``shape``."""
+        return self.shared.get(key, shape.replace("*m", "*b m") if self.shared else shape)
 
     @cached_property
     def results(self) -> dict[str, Tensor]:
-        dtypes = zip(self.outputs.items(), self.output_dtypes, strict=True)
-        return {out: Tensor(self.number if shape == "*m 1" else shape, dtype) for (out, shape), dtype in dtypes}
+        shapes = {out: self.number if shape == "*m 1" else shape for out, shape in self.outputs.items()}
+        dtypes = zip(shapes.items(), self.output_dtypes, strict=True)
+        return {out: Tensor(self._shape(out, shape), dtype) for (out, shape), dtype in dtypes}
 
     @property
     def cotangents(self) -> dict[str, Tensor]:
@@ -221,6 +241,7 @@ class _Fused:
         whole = forward.by_rows or any("2n" in shape for shape in self.operands.values())
         return {
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
+            "check": _check_rows if self.shared else None,
             "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
             "sharding": Sharding(parallel=() if whole else ("n",)),
         }  # fmt: skip
@@ -251,7 +272,7 @@ class _Fused:
         """
         told = {*FLOATS, *(t.dtype for t in self.results.values())}
         told |= {tensor.dtype for key, tensor in self.inputs.items() if key in needed}
-        tiles = {key: t.dtype for key, t in self.inputs.items() if _is_tile(t.shape) and key not in needed}
+        tiles = {key: self.inputs[key].dtype for key in self._tiles() if key not in needed}
         idle = {key for key, dtype in tiles.items() if dtype in told or key not in self.wanted}
         idle = idle if "*m n" in self.outputs.values() else set()
         kept = {k: t._replace(unread=k not in needed) for k, t in self.inputs.items() if k not in idle}
@@ -263,7 +284,7 @@ class _Fused:
         """
         names, outputs = [*self.operands], [*self.outputs]
         found = differentiate(expression, [i for i, key in enumerate(names) if key in self.wanted])
-        nodes, whole = found.expression.nodes, {key for key, shape in self.operands.items() if shape == "*m n"}
+        nodes, whole = found.expression.nodes, {key for key in self._tiles() if self.operands[key] == "*m n"}
         cotangents: dict[str, str] = {}
         twins: dict[str, str] = {}
         firsts: dict[int, str] = {}
@@ -300,7 +321,10 @@ class _Fused:
             self._refuse(f"its outputs are {', '.join(dtypes)} with {dict(attrs)}, else {usual}")
         by_rows = bool(stages(expression)) or "*m 1" in self.outputs.values()
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
-        return Formula(expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile)
+        by_rows |= bool(self.shared)
+        return Formula(
+            expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile, tuple(self.shared)
+        )  # fmt: skip
 
     def _output_dtype(self, expression: Expression, place: int) -> str:
         """The dtype of an output, or its variable: what the function says; of a number per row float32; else that of
@@ -328,11 +352,17 @@ class _Fused:
         names = {"operand": tensors, "output": outputs, "cotangent": [f"d{out}" for out in outputs]}
         reads = tuple(names[source.role][source.position] for source in found.sources)
         writes = tuple(f"d{tensors[addend.operand]}{addend.half}" for addend in found.addends)
-        kinds = "".join(str(SHAPES[self.operands[tensors[addend.operand]]].kind) for addend in found.addends)
+        kinds = "".join(self._kind(tensors[addend.operand]) for addend in found.addends)
         if recompute:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         tile = next((f"d{out}" for out, shape in self.outputs.items() if shape == "*m n"), self.tile)
-        return Formula(found.expression, by_rows, reads, writes, kinds, tile)
+        shared = (*self.shared, *(f"d{key}" for key in self.shared))
+        return Formula(found.expression, by_rows, reads, writes, kinds, tile, shared)
+
+    def _kind(self, key: str) -> str:
+        """The kind of an operand's gradient: what rows share has a sum over them."""
+        kind = SHAPES[self.operands[key]].kind
+        return str(kind._replace(rows=False) if key in self.shared else kind)
 
     def _computed(self, recompute: bool = False) -> list[int]:
         """The operands, by index, whose gradient the backward op computes; with ``recompute`` all that have one."""
@@ -341,4 +371,5 @@ class _Fused:
 
     def _backward_by_rows(self, forward: Formula) -> bool:
         """Whether a kernel of rows computes the gradient: for sums over rows it reads each tile only once."""
-        return forward.by_rows or not all(map(_is_tile, self.wanted.values()))
+        shared = self.shared.keys() & self.wanted.keys()
+        return forward.by_rows or bool(shared) or not all(map(_is_tile, self.wanted.values()))
