@@ -31,7 +31,10 @@ _COUNTS = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "sliding_window",
 )  # fmt: skip
-_NUMBERS = ("rms_norm_eps", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping")
+_NUMBERS = (
+    "rms_norm_eps", "partial_rotary_factor", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "logit_scale", "logits_scaling",
+)  # fmt: skip
 _TEXTS = ("model_type", "dtype", "torch_dtype", "hidden_act", "hidden_activation")
 
 
@@ -90,7 +93,7 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
             yield from _attention(config, dtype, train)
     if train and "vocab_size" in config:
         yield _embedding(config["vocab_size"], hidden, dtype)
-        yield from _losses(config["vocab_size"], dtype)
+        yield from _losses(config, dtype)
 
 
 def _norms(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
@@ -261,13 +264,15 @@ def _embedding(vocab: int, hidden: int, dtype: str) -> Call:
     return Call("sorted_embedding_bwd", inputs)
 
 
-def _losses(vocab: int, dtype: str) -> Iterator[Call]:
+def _losses(config: Mapping[str, Any], dtype: str) -> Iterator[Call]:
     """Losses of a chunk of logits: with their gradient in training, alone in evaluation."""
+    vocab, scale = config["vocab_size"], config.get("logit_scale") or 1 / (config.get("logits_scaling") or 1)
+    attrs = {"softcap": float(config.get("final_logit_softcapping") or 0), "logit_scale": float(scale)}
     logits, target = Array((ROWS, vocab), dtype), Array((ROWS,), "int64")
     weight = {"dloss": Memory((0,))}  # one number, expanded to all rows
     step = {"logits": logits, "target": target, "dloss": Array((ROWS,), "float32")}
-    yield Call("cross_entropy_step", step, memory=weight)
-    yield Call("cross_entropy", {"logits": logits, "target": target})
+    yield Call("cross_entropy_step", step, weight, attrs)
+    yield Call("cross_entropy", {"logits": logits, "target": target}, attrs=attrs)
     # Gradients as one row of any length, scaled by the loss's cotangent.
     yield Call("scale", {"x": Array((1, ROWS), dtype), "factor": Array((1,), "float32")})
 

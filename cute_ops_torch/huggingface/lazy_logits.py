@@ -35,12 +35,12 @@ class LazyLogits:
         hidden: its input.
         head: a plain linear layer.
         compute: gives the real logits.
-        scale: what the product is multiplied by so far, before a tanh.
+        scale: what the product is multiplied by and divided by so far, before a tanh; ``x / 49 * 49`` is x.
         outer: what the tanh is multiplied by; None before there is one.
     """
 
     def __init__(
-        self, hidden: Tensor, head: nn.Linear, compute: Callable[[], Tensor], scale: Any = 1.0,
+        self, hidden: Tensor, head: nn.Linear, compute: Callable[[], Tensor], scale: tuple[Any, Any] = (1.0, 1.0),
         outer: Any = None,
     ) -> None:  # fmt: skip
         self.hidden, self.head, self._compute, self._scale, self._outer = hidden, head, compute, scale, outer
@@ -49,9 +49,10 @@ class LazyLogits:
     @property
     def caps(self) -> Caps | None:
         """What the loss is to do with the product; None where our loss does not."""
+        factor, divisor = self._scale
         if self._outer is None:
-            return Caps(self._scale) if self._scale > 0 else None
-        logit_scale = self._scale * self._outer
+            return Caps(factor / divisor) if factor / divisor > 0 else None
+        logit_scale = factor * self._outer / divisor
         return Caps(logit_scale, self._outer) if logit_scale > 0 and self._outer > 0 else None
 
     def real(self) -> Tensor:
@@ -88,21 +89,21 @@ class LazyLogits:
         return self._after(lambda real: real.tanh(), self._scale, 1.0)
 
     def __mul__(self, factor: Any) -> Any:
-        return self._times(factor, lambda real: real * factor, lambda scale: scale * factor)
+        return self._times(factor, factor, 1.0, lambda real: real * factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Any:
-        return self._times(divisor, lambda real: real / divisor, lambda scale: scale / divisor)
+        return self._times(divisor, 1.0, divisor, lambda real: real / divisor)
 
-    def _times(self, number: Any, apply: Callable[[Tensor], Tensor], scaled: Callable[[Any], Any]) -> Any:
+    def _times(self, number: Any, factor: Any, divisor: Any, apply: Callable[[Tensor], Tensor]) -> Any:
         if not isinstance(number, (int, float)) or isinstance(number, bool) or number == 0:
             return apply(self.real())
         if self._outer is None:
-            return self._after(apply, scaled(self._scale), None)
-        return self._after(apply, self._scale, scaled(self._outer))
+            return self._after(apply, (self._scale[0] * factor, self._scale[1] * divisor), None)
+        return self._after(apply, self._scale, self._outer * factor / divisor)
 
-    def _after(self, apply: Callable[[Tensor], Tensor], scale: Any, outer: Any) -> LazyLogits:
+    def _after(self, apply: Callable[[Tensor], Tensor], scale: tuple[Any, Any], outer: Any) -> LazyLogits:
         return LazyLogits(self.hidden, self.head, lambda: apply(self.real()), scale, outer)
 
     @classmethod

@@ -7,11 +7,12 @@ columns of the tables. A rotation is linear in the heads, so that two that agree
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from cute_ops.ops.rotary.rope import reference
 from cute_ops_torch import functions
 
 Tensor = torch.Tensor
@@ -88,11 +89,19 @@ def _agrees(function: Any, rotation: Rotation, dim: int, rotated: int) -> bool:
         return False
     if not isinstance(found, tuple) or len(found) != 2:
         return False
-    wanted = [rotate(x, rotation, rotation.angles(cos), rotation.angles(sin), dim) for x in heads]
+    wanted = [_rotated(x, rotation, rotation.angles(cos), rotation.angles(sin), dim) for x in heads]
     return all(
         isinstance(a, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b, atol=1e-5)
         for a, b in zip(found, wanted, strict=True)
     )
+
+
+def _rotated(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor, dim: int) -> Tensor:
+    from array_api_compat import torch as xp  # lazily: few programs need it
+
+    x = x if dim == 2 else x.transpose(1, 2)
+    out: Tensor = reference(xp, x, cos, sin, interleaved=rotation.interleaved)
+    return out if dim == 2 else out.transpose(1, 2)
 
 
 def _table(tables: str, width: int, draw: torch.Generator) -> Tensor:
@@ -113,6 +122,5 @@ def rotate(x: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor, dim: int) ->
     """Heads rotated by our op, by tables of single angles: (batch, seqlen, heads, headdim) if ``dim`` is 2; if it is 1,
     (batch, heads, seqlen, headdim), as views of memory that has positions before heads.
     """
-    if dim == 2:
-        return functions.rope(x, cos, sin, interleaved=rotation.interleaved)
-    return functions.rope(x.transpose(1, 2), cos, sin, interleaved=rotation.interleaved).transpose(1, 2)
+    rope = partial(functions.rope, interleaved=True) if rotation.interleaved else functions.rope
+    return rope(x, cos, sin) if dim == 2 else rope(x.transpose(1, 2), cos, sin).transpose(1, 2)
