@@ -1,7 +1,7 @@
 """Functions of FlashAttention 2 (flash_attn 2.8), by :func:`cute_ops_torch.attention` and its ops for decoding.
 
-Shapes, positions of causal masks and windows, and rows without keys are theirs. Gradients are summed in a fixed order
-with ``deterministic``. Head dims that are no multiple of 16 are padded with zeros, which copies. Dropout is refused.
+Shapes, positions of causal masks and windows, and rows without keys are theirs; the lse of such a row is -inf, theirs
+inf. Gradients are summed in a fixed order with ``deterministic``. Head dims that are no multiple of 16 are padded with zeros, which copies. Dropout is refused.
 """
 
 from __future__ import annotations

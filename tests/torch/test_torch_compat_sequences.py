@@ -60,6 +60,14 @@ def test_flash_attention(size: int, given: dict[str, Any], wanted: dict[str, Any
     torch.testing.assert_close(lse.double(), log_sums, rtol=1e-4, atol=1e-4)
 
 
+def test_queries_without_keys_are_zero() -> None:
+    """The last query is beside the last key, so the first two of five have none of three."""
+    q, k = drawn(1, 5, 2, 16), drawn(1, 3, 2, 16)
+    out = flash_attn.flash_attn_func(q, k, k, causal=True)
+    assert not out[:, :2].any() and out[:, 2:].all()
+    torch.testing.assert_close(out.double(), attended(q.double(), k.double(), k.double(), right=0)[0])
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_flash_attention_with_a_cache(queries: int, paged: bool) -> None:
