@@ -1,7 +1,8 @@
 """Functions of FlashAttention 2 (flash_attn 2.8), by :func:`cute_ops_torch.attention` and its ops for decoding.
 
 Shapes, positions of causal masks and windows, and rows without keys are theirs; the lse of such a row is -inf, theirs
-inf. Gradients are summed in a fixed order with ``deterministic``. Head dims that are no multiple of 16 are padded with zeros, which copies. Dropout is refused.
+inf. Gradients are summed in a fixed order with ``deterministic``. Head dims that are no multiple of 16 are padded with
+zeros, which copies. Dropout is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ from cute_ops import mods
 from cute_ops_torch.compat.refusal import missing, only
 
 Tensor = torch.Tensor
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_with_kvcache"]
-__getattr__ = missing(__name__, __all__, {"flash_attn_varlen": "packed sequences (cu_seqlens) are not implemented"})
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+__getattr__ = missing(__name__, __all__, {})
 MULTIPLE = 16  # of head dims that our kernels take
 
 
@@ -31,7 +40,10 @@ def flash_attn_func(
         ``out``; with ``return_attn_probs`` ``(out, lse, None)``: there are no probabilities without dropout, as there.
     """
     only("flash_attn_func", dropout_p=(dropout_p, 0.0))
-    out, lse = _attend(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    out, lse = _attend(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -43,7 +55,10 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` of (batch, seqlen, 2, heads, headdim), which is not copied."""
     only("flash_attn_kvpacked_func", dropout_p=(dropout_p, 0.0))
     k, v = kv.unbind(2)
-    out, lse = _attend(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    out, lse = _attend(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -55,28 +70,91 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of (batch, seqlen, 3, heads, headdim), which is not copied."""
     only("flash_attn_qkvpacked_func", dropout_p=(dropout_p, 0.0))
     q, k, v = qkv.unbind(2)
-    out, lse = _attend(q, k, v, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    out, lse = _attend(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """:func:`flash_attn_func` of sequences one after another, (tokens, heads, headdim).
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,): where each sequence begins and the last one ends.
+        max_seqlen_q, max_seqlen_k: not needed, since a grid here does not depend on them: any value gives the same.
+        block_table: refused; :func:`flash_attn_with_kvcache` takes pages.
+
+    Returns:
+        ``out``; with ``return_attn_probs`` ``(out, lse, None)``, lse (heads, tokens).
+    """
+    only("flash_attn_varlen_func", dropout_p=(dropout_p, 0.0), block_table=(block_table, None))
+    offsets = cu_seqlens_q, cu_seqlens_k
+    out, lse = _attend(
+        q, k, v, offsets, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """:func:`flash_attn_varlen_func` of (tokens, 2, heads, headdim), which is not copied."""
+    only("flash_attn_varlen_kvpacked_func", dropout_p=(dropout_p, 0.0))
+    (k, v), offsets = kv.unbind(1), (cu_seqlens_q, cu_seqlens_k)
+    out, lse = _attend(
+        q, k, v, offsets, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """:func:`flash_attn_varlen_func` of (tokens, 3, heads, headdim), which is not copied."""
+    only("flash_attn_varlen_qkvpacked_func", dropout_p=(dropout_p, 0.0))
+    (q, k, v), offsets = qkv.unbind(1), (cu_seqlens, cu_seqlens)
+    out, lse = _attend(
+        q, k, v, offsets, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
+    )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: tuple[int, int], softcap: float,
-    slopes: Tensor | None, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor | None, Tensor | None] = (None, None), *,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     size, values = q.shape[-1], v.shape[-1]
     given: dict[str, Any] = {}
-    if slopes is not None:
-        given = {"score_mod": mods.alibi if slopes.ndim == 1 else _alibi_of_each_example, "captured": (slopes,)}
+    if alibi_slopes is not None:
+        mod = mods.alibi if alibi_slopes.ndim == 1 else _alibi_of_each_example
+        given = {"score_mod": mod, "captured": (alibi_slopes,)}
     out, lse = cute_ops_torch.attention(
         _padded(q),
         _padded(k),
         _padded(v),
-        scale=(size**-0.5 if size % MULTIPLE else 0.0) if scale is None else scale,
+        scale=(size**-0.5 if size % MULTIPLE else 0.0) if softmax_scale is None else softmax_scale,
         causal=causal,
-        left=window[0],
-        right=-1 if causal else window[1],
+        left=window_size[0],
+        right=-1 if causal else window_size[1],
         softcap=max(softcap, 0.0),
         deterministic=deterministic,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_k=offsets[1],
         **given,
     )
     return out[..., :values], lse

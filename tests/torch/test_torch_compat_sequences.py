@@ -60,6 +60,43 @@ def test_flash_attention(size: int, given: dict[str, Any], wanted: dict[str, Any
     torch.testing.assert_close(lse.double(), log_sums, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("given", "wanted"), [
+    ({}, {}),
+    ({"causal": True, "window_size": (2, 0), "softcap": 3.0}, {"left": 2, "right": 0, "cap": 3.0}),
+    ({"alibi_slopes": drawn(2, 4).abs(), "causal": True}, {"slopes": drawn(2, 4).abs(), "right": 0}),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [16, 24])
+def test_flash_attention_of_packed_sequences(size: int, given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """As if each sequence were attended to alone."""
+    q, k, v = drawn(7, 4, size), drawn(9, 2, size), drawn(9, 2, size, seed=9)
+    of_q, of_k = torch.tensor([0, 2, 7], dtype=torch.int32), torch.tensor([0, 3, 9], dtype=torch.int32)
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        outs, sums = [], []
+        for i in range(2):
+            rows = (x[None, of[i] : of[i + 1]] for x, of in ((q, of_q), (k, of_k), (v, of_k)))
+            own = wanted | ({"slopes": wanted["slopes"][i]} if "slopes" in wanted else {})
+            out, lse = attended(*rows, **own)
+            outs.append(out[0])
+            sums.append(lse[0])
+        return torch.cat(outs), torch.cat(sums, -1)
+
+    near = {"rtol": 1e-3, "atol": 1e-4}
+    alike(
+        lambda *x: flash_attn.flash_attn_varlen_func(*x, of_q, of_k, 5, 6, return_attn_probs=True, **given)[:2],
+        alone, q, k, v, **near,
+    )  # fmt: skip
+    alike(
+        lambda q, kv: flash_attn.flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, 5, 6, **given),
+        lambda q, kv: alone(q, *kv.unbind(1))[0], q, torch.stack((k, v), 1), **near,
+    )  # fmt: skip
+    of_k = of_q  # which `alone` reads, too
+    alike(
+        lambda x: flash_attn.flash_attn_varlen_qkvpacked_func(x, of_q, 5, **given),
+        lambda x: alone(*x.unbind(1))[0], drawn(7, 3, 4, size), **near,
+    )  # fmt: skip
+
+
 def test_queries_without_keys_are_zero() -> None:
     """The last query is beside the last key, so the first two of five have none of three."""
     q, k = drawn(1, 5, 2, 16), drawn(1, 3, 2, 16)
