@@ -84,13 +84,23 @@ def environment(wheel: Path, kernels: Path, tmp_path_factory: pytest.TempPathFac
         for found in needed(wheel, extras):
             for entry in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
                 if not (site / entry).exists():
-                    (site / entry).symlink_to(Path(str(found.locate_file(entry))).resolve())
+                    link(site / entry, Path(str(found.locate_file(entry))).resolve())
         named = f"cute-ops[{','.join(extras)}] @ {wheel.as_uri()}"
         pip = ["-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-compile"]
         run(sys.executable, folder, *pip, "--no-index", named, str(kernels))
         return folder / "bin/python"
 
     return make
+
+
+def link(path: Path, package: Path) -> None:
+    """Link a package, and its bytecode where that lies apart: compiling torch anew takes five seconds."""
+    path.symlink_to(package)
+    if sys.pycache_prefix and package.is_dir():
+        bytecode, own = (Path(sys.pycache_prefix, *each.parts[1:]) for each in (package, path))
+        bytecode.mkdir(parents=True, exist_ok=True)
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.symlink_to(bytecode)
 
 
 def needed(wheel: Path, extras: tuple[str, ...]) -> Iterator[metadata.Distribution]:
