@@ -1,5 +1,5 @@
-"""Parts of a layer that several expressions and products make up: gated MLPs, projections to rotated heads, and the
-last product of a block with the norm after it.
+"""Parts of a layer that several expressions and products make up: MLPs with and without a gate, projections to rotated
+heads, and the last product of a block with the norm after it.
 
 One op computes such a part, with one gradient: products of one input become one, activations and rotations move into
 epilogues, and what the gradient can compute again is not kept.
@@ -8,15 +8,21 @@ epilogues, and what the gradient can compute again is not kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from math import isclose
 from typing import Any, NamedTuple
 
+from cute_ops.expressions.tracing import trace
 from cute_ops.fusion.analyse import Analysis, Found, is_linear
+from cute_ops.fusion.canonical import canonical, with_holes
 from cute_ops.fusion.graph import Graph, Node, Shape
 from cute_ops.fusion.match import Meaning
 from cute_ops.fusion.named import Named
 from cute_ops.fusion.region import live_nodes
+from cute_ops.ops.activation.maths import activated
+from cute_ops.ops.gemm.mlp_products import ACTIVATIONS
 
-NAMES = ("gated_mlp", "qkv_rope", "linear_add_rmsnorm")
+NAMES = ("gated_mlp", "mlp", "qkv_rope", "linear_add_rmsnorm")
 # What multiplies an activation by something, of two tiles or of both halves of one.
 _GATED = ("silu_mul", "gelu_mul", "swiglu", "geglu")
 
@@ -53,12 +59,19 @@ class Composite(NamedTuple):
         return self.roots[0].shape[-1]
 
 
+def cuts(parts: list[Composite], analysis: Analysis) -> set[Node]:
+    """The results of parts that expressions compute on the way to something else: they are to begin after those."""
+    own = {found for part in parts for found in part.found}
+    results = {root for part in parts for root in part.roots}
+    return {node for found in analysis.found if found not in own for node in found.region.nodes} & results
+
+
 def composites(graph: Graph, analysis: Analysis) -> list[Composite]:
     """The parts of layers in a graph; no two of them have a node in common."""
     parts = _Parts(graph, analysis)
     found: list[Composite] = []
     taken: set[Node] = set()
-    for each in (*parts.gated_mlps(), *parts.rotated_heads(), *parts.adding_norms()):
+    for each in (*parts.gated_mlps(), *parts.plain_mlps(), *parts.rotated_heads(), *parts.adding_norms()):
         if taken.isdisjoint(each.nodes):
             found.append(each)
             taken.update(each.nodes)
@@ -101,6 +114,43 @@ class _Parts:
             operands = {"x": x, **dict(zip(names, weights, strict=True)), "w_down": w_down}
             attrs = {"activation": _activation(meaning), "transposed": first.attr[1] == (0,)}
             yield Composite("gated_mlp", operands, attrs, (down,), (*halves, *inside, down), (gated,))
+
+    def plain_mlps(self) -> Iterator[Composite]:
+        """Products of what an activation of one product of x is, with and without biases."""
+        for down in self.products:
+            hidden, w_down = down.args
+            active = self.of_root.get(hidden)
+            known = None if active is None or len(active.roots) > 1 else _activation_of(active)
+            if active is None or known is None:
+                continue
+            given = dict(zip(known[1], (leaf.node for leaf in active.leaves), strict=True))
+            up, inside = given["acc"], set(active.region.nodes)
+            alone = is_linear(up) and self._is_read_only_by(up, inside) and self._is_read_only_by(hidden, {down})
+            if not (alone and up.attr[1] == down.attr[1] and _one_dtype(up, hidden, down)):
+                continue
+            operands = {"x": up.args[0], "w_up": up.args[1], "w_down": w_down}
+            operands |= {"b_up": given["bias"]} if "bias" in given else {}
+            attrs = {"activation": known[0], "transposed": up.attr[1] == (0,)}
+            nodes: tuple[Node, ...] = (up, *inside, down)
+            root = down
+            if (after := self._with_bias(down)) is not None:
+                root, operands["b_down"] = after
+            yield Composite("mlp", operands, attrs, (root,), (*nodes, root), self._within((*nodes, root)))
+
+    def _with_bias(self, product: Node) -> tuple[Node, Node] | None:
+        """The sum of a product and a bias, and the bias, where nothing else reads the product."""
+        readers = {user for user in product.users if user in self.live}
+        total = next(iter(readers)) if len(readers) == 1 and product not in self.outputs else product
+        if (total.op, total.attr, total.shape, total.dtype) != ("primitive", "add", product.shape, product.dtype):
+            return None
+        bias = total.args[0] if total.args[1] is product else total.args[1]
+        return (total, bias) if bias.shape == product.shape[-1:] else None
+
+    def _within(self, nodes: tuple[Node, ...]) -> tuple[Found, ...]:
+        """The expressions of these nodes and of no others."""
+        inside = set(nodes)
+        found = dict.fromkeys(each for node in nodes if (each := self.of_root.get(node)) is not None)
+        return tuple(each for each in found if inside.issuperset(each.region.nodes))
 
     # Projections to heads
 
@@ -220,6 +270,31 @@ class _Heads(NamedTuple):
     table: Shape
     turned: bool
     nodes: tuple[Node, ...]
+
+
+def _activation_of(found: Found) -> tuple[str, tuple[str, ...]] | None:
+    """The activation that an expression is of a product, with a bias or without, and what its operands are."""
+    text, numbers = with_holes(found.expression)
+    name, operands, own = _activations().get(text, ("", (), ()))
+    close = all(isclose(a, b, rel_tol=2**-20) for a, b in zip(own, numbers, strict=True)) if name else False
+    return (name, operands) if close else None
+
+
+@cache
+def _activations() -> Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]]]:
+    """Activations by their text with holes, with what their operands are and the numbers in the holes."""
+    found = {}
+    for name in ACTIVATIONS.values:
+        for operands in ({"acc": "*m n"}, {"acc": "*m n", "bias": "n"}):
+            made = canonical(trace(partial(_activated, name), operands))
+            text, numbers = with_holes(made.expression)
+            names = list(operands)
+            found[text] = name, tuple(names[i] for i in made.operands), numbers
+    return found
+
+
+def _activated(activation: str, xp: Any, acc: Any, bias: Any = None) -> Any:
+    return activated(xp, acc if bias is None else acc + bias, activation)
 
 
 def _activation(meaning: Meaning) -> str:

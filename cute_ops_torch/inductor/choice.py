@@ -15,6 +15,7 @@ import torch
 
 from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart, mlp_ops
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm, linear_add_rstd
+from cute_ops.composite.mlp import mlp
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
 from cute_ops.expressions.primitives import PRIMITIVES
@@ -26,6 +27,7 @@ from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.express import Leaf
 from cute_ops.jit import target
 from cute_ops.jit.plan import signature
+from cute_ops.ops.gemm import mlp_products
 from cute_ops_torch.inductor.emit import Call, Refused
 from cute_ops_torch.inductor.fusion_choice import asked_for
 from cute_ops_torch.inductor.fx import hint
@@ -99,6 +101,9 @@ class Chooser:
         if name == "linear_add_rmsnorm":
             across = call.op is linear_add_rmsnorm(True)
             return _gain(linear_add_rstd(across), [given[key] for key in ("x", "weight", "residual")], call.attrs)
+        if name == "mlp":
+            shaped = [given[key] for key in ("x", "w_up", "b_up") if given[key] is not None]
+            return _gain(mlp_products.up(call.op is mlp("pre", True), len(shaped) == 3, False), shaped, call.attrs)
         transposed = call.op in (gated_mlp_apart(True), gated_mlp("pre", True))
         halves = [t for key, t in given.items() if key in ("w_gate", "w_up", "w_gate_up")]
         weight = torch.cat(halves, 1 if transposed else 0)

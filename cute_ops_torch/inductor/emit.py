@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.declaration.op import Op
 from cute_ops.expressions.graph import Expression, copied
@@ -98,7 +99,7 @@ class Emitter:
         """
         with self._refusing():
             makers = {
-                "gated_mlp": self._gated_mlp, "qkv_rope": self._qkv_rope,
+                "gated_mlp": self._gated_mlp, "mlp": self._mlp, "qkv_rope": self._qkv_rope,
                 "linear_add_rmsnorm": self._linear_add_rmsnorm,
             }  # fmt: skip
             given = {name: self.array(value) for name, value in found.operands.items()}
@@ -186,6 +187,10 @@ class Emitter:
         packed, transposed = "w_gate_up" in given, found.attrs["transposed"]
         op = gated_mlp("pre", transposed) if packed else gated_mlp_apart(transposed)
         return Call(op, tuple(given[name] for name in op.inputs), (found.attrs["activation"], "auto"), (0,))
+
+    def _mlp(self, found: Composite, given: dict[str, Node]) -> Call:
+        op = mlp("pre", found.attrs["transposed"])
+        return Call(op, tuple(given.get(name) for name in op.inputs), (found.attrs["activation"], "auto"), (0,))
 
     def _qkv_rope(self, found: Composite, given: dict[str, Node]) -> Call:
         attrs, size = found.attrs, found.attrs["size"]

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice
-from cute_ops.fusion.composite import Composite, composites
+from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node as Value
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example, storage_of, sweep
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
@@ -73,14 +73,14 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     """
     try:
         front = DynamoFront(module, exact)
-        analysis, chosen = _chosen(front, choosing, exact)
+        analysis, parts_of_layers, chosen = _chosen(front, choosing, exact)
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = _Rewriting(module, front, choosing), []
     covered: set[Found] = set()
     inside: set[Value] = set()
-    for composite in () if exact else composites(front.graph, analysis):
-        part = work.part(composite, choosing.choose_composite(composite, front.device_of(composite.roots[0])))
+    for composite, choice in parts_of_layers:
+        part = work.part(composite, choice)
         parts.append(part)
         if part.choice.kind:
             covered.update(composite.found)
@@ -94,18 +94,28 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     return Rewritten(parts, analysis, front)
 
 
-def _chosen(front: DynamoFront, choosing: Choosing, exact: bool) -> tuple[Analysis, list[tuple[Found, Choice]]]:
-    """What is found in a graph, and what each expression becomes."""
+class _Chosen(NamedTuple):
+    """What is found in a graph, and what each part of a layer and each expression becomes."""
+
+    analysis: Analysis
+    parts: list[tuple[Composite, Choice]]
+    expressions: list[tuple[Found, Choice]]
+
+
+def _chosen(front: DynamoFront, choosing: Choosing, exact: bool) -> _Chosen:
     whole: set[Value] = set()
     while True:
         analysis = analyse(front.graph, exact=exact, whole=whole)
+        parts = [] if exact else composites(front.graph, analysis)
+        kept = [(part, choosing.choose_composite(part, front.device_of(part.roots[0]))) for part in parts]
         chosen = [
             (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
             for found in analysis.found
         ]
-        apart = {node for found, choice in chosen if not choice.kind for node in _splitting(found)} - whole
-        if not apart:
-            return analysis, chosen
+        apart = {node for found, choice in chosen if not choice.kind for node in _splitting(found)}
+        apart |= cuts([part for part, choice in kept if choice.kind], analysis)
+        if apart <= whole:
+            return _Chosen(analysis, kept, chosen)
         whole |= apart
 
 

@@ -127,10 +127,52 @@ def _without_parts(function: Callable[..., Any], given: list[Tensor]) -> dict[st
     """What is replaced in a function, which has no part of a layer."""
     torch.compile(function, backend=only_the_pass)(*given)
     found = dict(inductor.replaced)
-    assert not {"gated_mlp", "qkv_rope", "linear_add_rmsnorm"} & set(found)
+    assert not {"gated_mlp", "mlp", "qkv_rope", "linear_add_rmsnorm"} & set(found)
     torch._dynamo.reset()
     inductor.replaced.clear()
     return found
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "written": lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x**3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("biases", ["both", "none", "first", "with a residual"])
+@pytest.mark.parametrize("activation", PLAIN)
+def test_mlps_without_a_gate(activation: str, biases: str) -> None:
+    act = PLAIN[activation]
+
+    def mlp(x: Tensor, up: Tensor, b_up: Tensor, down: Tensor, b_down: Tensor) -> Tensor:
+        h = act(F.linear(x, up, None if biases == "none" else b_up))
+        out = F.linear(h, down, b_down if biases in ("both", "with a residual") else None)
+        return x + out if biases == "with a residual" else out
+
+    given = made(B, S, K, seed=0), made(40, K, seed=1), made(40, seed=2), made(K, 40, seed=3), made(K, seed=4)
+    for unused in {"none": (2, 4), "first": (4,)}.get(biases, ()):
+        given[unused].requires_grad_(False)
+    compare(mlp, *given, found={"mlp": 1})
+
+
+def test_mlps_without_a_gate_that_stay_in_parts() -> None:
+    given = [made(B, S, K, seed=0), made(40, K, seed=1), made(40, seed=2), made(K, 40, seed=3)]
+
+    def reads_product(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+        pre = F.linear(x, up, bias)
+        return F.linear(F.gelu(pre), down), pre
+
+    def drops(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up, bias)).cumsum(1), down)
+
+    def other_activation(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up, bias)).sin(), down)
+
+    for function in (reads_product, drops, other_activation):
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        compare(function, *given, found=_without_parts(function, given))
 
 
 def rotate_half(x: Tensor) -> Tensor:

@@ -378,7 +378,7 @@ FAMILIES: dict[str, dict[str, int]] = {
     # Its norms after attention and MLP, the residual adds and the norms of the sums are one expression each.
     "Gemma3": {"rmsnorm": 2, "fused": 3, "gated_mlp": 1, "cross_entropy": 1, "attention_mask": 1},
     # A layer norm reads products, whose biases it adds, too.
-    "Bert": {"fused": 4, "linear": 1, "cross_entropy": 1},
+    "Bert": {"fused": 4, "mlp": 1, "cross_entropy": 1},
 }  # fmt: skip
 
 
