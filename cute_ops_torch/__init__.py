@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cute_ops_torch import nn
     from cute_ops_torch.composite.attention import attention as attention
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
+    from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
     from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "embedding",
+    "flex_attention",
     "fused",
     "gated_mlp",
     "linear",
@@ -52,7 +54,7 @@ __all__ = [
 
 # Where functions are that no op of torch's needs, and that take time to import.
 _LAZY = {
-    "attention": "composite.attention",
+    "attention": "composite.attention", "flex_attention": "composite.flex_attention",
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",

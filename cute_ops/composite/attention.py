@@ -37,7 +37,7 @@ class Attention(ABC, Generic[Array]):
     """The attention of a framework."""
 
     def __init__(self) -> None:
-        self._plain, self._packed = self.function(plain), self.function(attention_packed)
+        self.plain, self._packed = self.function(plain), self.function(attention_packed)
         self._known: dict[Hashable, Function] = {}
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Attention(ABC, Generic[Array]):
         if score_mod is None and mask_mod is None:
             if captured:
                 raise TypeError("cute.attention: `captured` was given, but no score_mod or mask_mod that reads it.")
-            return (self._packed if packed else self._plain), given
+            return (self._packed if packed else self.plain), given
         names = [*captured] if isinstance(captured, Mapping) else [""] * len(captured)
         arrays = [self.array(a) for a in (captured.values() if isinstance(captured, Mapping) else captured)]
         read = [Captured(name, kind_of(dtype_of(a)), a.ndim) for name, a in zip(names, arrays, strict=True)]

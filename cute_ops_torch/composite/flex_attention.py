@@ -1,0 +1,193 @@
+"""Attention with the arguments of ``torch.nn.attention.flex_attention.flex_attention``."""
+
+from __future__ import annotations
+
+import builtins
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_ops.constants import make_room
+from cute_ops.ops.attention.by_call import Captured, kind_of
+from cute_ops_torch.composite.attending import attend
+from cute_ops_torch.composite.scalar_function import ScalarFunction
+from cute_ops_torch.library.tensors import checked
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+_LIBRARIES = ("torch", "math", "operator")  # whose modules do not change
+_NUMBERS = (bool, int, float, str, type(None), torch.dtype)
+
+
+class _Call(NamedTuple):
+    """What the calls with some functions run.
+
+    Attributes:
+        run: the function of an op.
+        places: of the tensors that it captures, among those that the functions refer to.
+    """
+
+    run: Function
+    places: tuple[int, ...]
+
+
+_known: dict[Hashable, _Call] = {}
+_whole_masks: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.disable(reason="its functions are traced when it is called; compile what is around it")  # type: ignore[untyped-decorator]
+@checked
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Function | None = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """``torch.nn.attention.flex_attention.flex_attention`` by :func:`attention`.
+
+    Functions are written for torch, and traced when they are first called: there is nothing to compile. Tensors that
+    they read may be others in the next call, of other sizes, too. Of a block mask its ``mask_mod`` counts, whose bounds
+    over a tile say which tiles are skipped.
+
+    Args:
+        query: ``[B, heads, L, E]``.
+        key: ``[B, kv heads, S, E]``, of one batch for all, too.
+        value: ``[B, kv heads, S, Ev]``.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, torch's functions of scalars; tensors that it refers to are
+            read by one index for each dim.
+        block_mask: a ``BlockMask`` that ``create_block_mask`` has made of a ``mask_mod(b, h, q_idx, kv_idx)``.
+        scale: of scores; None is ``1 / sqrt(E)``.
+        enable_gqa: ``heads / kv heads`` neighbouring heads of ``query`` share one of ``key`` and ``value``.
+        return_lse: whether to return the log-sum-exp of scores, ``[B, heads, L]``, too.
+
+    Returns:
+        ``[B, heads, L, Ev]``, a view of memory that has positions before heads; with ``return_lse`` a tuple of that and
+        the log-sum-exp.
+
+    Raises:
+        TraceError: a function does what cannot be traced; the message says what.
+        ValueError: shapes do not fit each other, or those of the block mask.
+        NotImplementedError: a block mask without a ``mask_mod`` leaves out blocks.
+    """
+    if not query.ndim == key.ndim == value.ndim == 4:
+        ranks = ", ".join(str(x.ndim) for x in (query, key, value))
+        raise ValueError(f"cute.flex_attention: query, key and value have 4 dims, got {ranks}.")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        what = f"{query.shape[1]} heads of query and {key.shape[1]} of key need enable_gqa=True"
+        raise ValueError(f"cute.flex_attention: {what}.")
+    mask_mod = None if block_mask is None else _mask_of(block_mask, query.shape[-2], key.shape[-2])
+    call, tensors = _call(score_mod, mask_mod)
+    batch = query.shape[0]
+    q, k, v = ((x if x.shape[0] == batch else x.expand(batch, -1, -1, -1)).transpose(1, 2) for x in (query, key, value))
+    captured = [x if x.ndim else x.reshape(1) for x in (tensors[i] for i in call.places)]
+    out, lse = call.run(q, k, v, *captured, None, scale or 0.0)
+    return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def _mask_of(block_mask: Any, queries: int, keys: int) -> Function | None:
+    """The function of a block mask; None where it leaves out nothing."""
+    from torch.nn.attention.flex_attention import noop_mask
+
+    lengths = tuple(block_mask.seq_lengths)
+    if lengths != (queries, keys):
+        what = f"the block mask is of {lengths[0]} queries and {lengths[1]} keys, not of {queries} and {keys}"
+        raise ValueError(f"cute.flex_attention: {what}.")
+    if block_mask.mask_mod is not noop_mask:
+        return block_mask.mask_mod  # type: ignore[no-any-return]
+    if block_mask not in _whole_masks:
+        full = block_mask.full_kv_num_blocks
+        count = block_mask.kv_num_blocks + (0 if full is None else full)
+        _whole_masks[block_mask] = bool((count == -(-keys // block_mask.BLOCK_SIZE[1])).all())
+    if not _whole_masks[block_mask]:
+        what = "a block mask that leaves out blocks without a mask_mod is not implemented"
+        raise NotImplementedError(f"cute.flex_attention: {what}: give create_block_mask a mask_mod.")
+    return None
+
+
+def _call(score_mod: Function | None, mask_mod: Function | None) -> tuple[_Call, list[Tensor]]:
+    """What a call runs, and the tensors that its functions refer to. Where these may change unseen it is traced anew."""
+    referred: list[Tensor] = []
+    key: Hashable = (_state(score_mod, referred, []), _state(mask_mod, referred, []))
+    known = None if None in key else _known.get(key)  # type: ignore[operator]
+    if known is not None:
+        return known, referred
+    made = {
+        name: ScalarFunction(function, name, scores)
+        for name, function, scores in (("score_mod", score_mod, 1), ("mask_mod", mask_mod, 0)) if function is not None
+    }  # fmt: skip
+    every: list[Tensor] = []
+    for each in made.values():
+        every += [x for x in each.tensors if not any(x is other for other in every)]
+    functions = {name: _placed(name, each, every) for name, each in made.items()}
+    captured = tuple(Captured("", kind_of(str(x.dtype).partition(".")[2]), max(x.ndim, 1)) for x in every)
+    run = attend.plain if not functions else attend.chosen(
+        functions.get("score_mod"), functions.get("mask_mod"), captured, 1, False
+    )  # fmt: skip
+    places = [next((i for i, x in enumerate(referred) if x is own), -1) for own in every]
+    if None in key or -1 in places:  # type: ignore[operator]
+        return _Call(run, tuple(range(len(every)))), every
+    make_room(_known)
+    _known[key] = _Call(run, tuple(places))
+    return _known[key], referred
+
+
+def _placed(name: str, function: ScalarFunction, every: list[Tensor]) -> Function:
+    """A function as :func:`attention` takes it: there the last query stands beside the last key."""
+    own = function.of(every)
+    if name == "score_mod":
+
+        def score_mod(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, *captured: Any) -> Any:
+            return own(xp, score, batch, head, q - k.size + q.size, k, *captured)
+
+        placed: Function = score_mod
+    else:
+
+        def mask_mod(xp: Any, batch: Any, head: Any, q: Any, k: Any, *captured: Any) -> Any:
+            return own(xp, batch, head, q - k.size + q.size, k, *captured)
+
+        placed = mask_mod
+    placed.__name__ = placed.__qualname__ = function.__name__
+    return placed
+
+
+def _state(x: Any, tensors: list[Tensor], within: list[Any]) -> Hashable:
+    """A key of a function with what it refers to, of tensors of their dtype and rank, which it adds to a list; None where
+    something may change unseen.
+    """
+    if isinstance(x, _NUMBERS):
+        return type(x), x
+    if isinstance(x, Tensor):
+        if not any(x is other for other in tensors):
+            tensors.append(x)
+        return next(i for i, other in enumerate(tensors) if other is x), x.dtype, x.ndim
+    if isinstance(x, ModuleType):
+        return (x.__name__,) if x.__name__.partition(".")[0] in _LIBRARIES else None
+    if isinstance(x, BuiltinFunctionType | type):
+        return x, x.__module__
+    if isinstance(x, list | tuple):
+        found = [_state(each, tensors, within) for each in x]
+        return None if None in found else (type(x), *found)
+    if not isinstance(x, FunctionType) or x.__module__.partition(".")[0] == "torch":
+        return x if isinstance(x, FunctionType) else None
+    if x in within:
+        return x.__code__
+    refers = [x.__defaults__ or (), [*(x.__kwdefaults__ or {}).values()], *_globals(x)]
+    try:
+        refers += [cell.cell_contents for cell in x.__closure__ or ()]
+    except ValueError:  # a cell is empty
+        return None
+    found = [_state(each, tensors, [*within, x]) for each in refers]
+    return None if None in found else (x.__code__, *found)
+
+
+def _globals(function: FunctionType) -> Iterator[Any]:
+    """What a function, and those that it makes, name of its module."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield function.__globals__[name]
+            elif hasattr(builtins, name):
+                yield getattr(builtins, name)
