@@ -54,8 +54,8 @@ def flex_attention(
         query: ``[B, heads, L, E]``.
         key: ``[B, kv heads, S, E]``, of one batch for all, too.
         value: ``[B, kv heads, S, Ev]``.
-        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, torch's functions of scalars; tensors that it refers to are
-            read by one index for each dim.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, torch's functions of scalars; tensors that it refers to
+            are read by one index for each dim.
         block_mask: a ``BlockMask`` that ``create_block_mask`` has made of a ``mask_mod(b, h, q_idx, kv_idx)``.
         scale: of scores; None is ``1 / sqrt(E)``.
         enable_gqa: ``heads / kv heads`` neighbouring heads of ``query`` share one of ``key`` and ``value``.
@@ -106,7 +106,7 @@ def _mask_of(block_mask: Any, queries: int, keys: int) -> Function | None:
 
 
 def _call(score_mod: Function | None, mask_mod: Function | None) -> tuple[_Call, list[Tensor]]:
-    """What a call runs, and the tensors that its functions refer to. Where these may change unseen it is traced anew."""
+    """What a call runs, and the tensors that its functions refer to. Where these may change unseen it is traced."""
     referred: list[Tensor] = []
     key: Hashable = (_state(score_mod, referred, []), _state(mask_mod, referred, []))
     known = None if None in key else _known.get(key)  # type: ignore[operator]
@@ -152,8 +152,8 @@ def _placed(name: str, function: ScalarFunction, every: list[Tensor]) -> Functio
 
 
 def _state(x: Any, tensors: list[Tensor], within: list[Any]) -> Hashable:
-    """A key of a function with what it refers to, of tensors of their dtype and rank, which it adds to a list; None where
-    something may change unseen.
+    """A key of a function with what it refers to; None where something may change unseen. Of tensors, which it adds to
+    a list, dtype and rank count.
     """
     if isinstance(x, _NUMBERS):
         return type(x), x

@@ -1,4 +1,4 @@
-"""Functions that torch calls with one element at a time, ``score_mod`` and ``mask_mod``, as functions in array-API style.
+"""Functions of scalars for torch, ``score_mod`` and ``mask_mod`` of its attention, as functions in array-API style.
 
 Such a function is traced to a graph of ATen operators on scalars, of which each is an operator or a function of ``xp``.
 Tensors that it reads by index become captured arrays.
@@ -105,7 +105,8 @@ class ScalarFunction:
                     self._refuse(f"{what} ({node.target})", str(error).rpartition("\n  ")[2])
 
     def _computed(self, xp: Any, node: Node, values: Mapping[Node, Any]) -> Any:
-        args, options = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        filled: Any = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, options = filled
         name = str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
         if name == "index":
             array, places = args
@@ -196,22 +197,18 @@ def _differ(xp: Any, x: Any, y: Any) -> Any:
     return xp.logical_and(xp.logical_or(x, y), xp.logical_not(xp.logical_and(x, y)))
 
 
-def _either(of_bools: str) -> Callable[..., Any]:
-    """A bitwise operator, of bools."""
-    return lambda xp, *args: getattr(xp, of_bools)(*args)
-
-
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": _scaled(1), "sub": _scaled(-1), "rsub": lambda xp, x, y, alpha=1: _scaled(-1)(xp, y, x, alpha),
     "mul": _of(operator.mul), "div": _divided, "floor_divide": _floor_divided, "remainder": _remainder,
     "neg": _of(operator.neg), "abs": _of(abs), "pow": _of(operator.pow), "square": lambda xp, x: x * x,
     **{name: _named(name) for name in (
-        "exp", "exp2", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "floor", "round", "erf", "sign",
-        "relu", "silu", "reciprocal", "minimum", "maximum", "where", "logical_and", "logical_or", "logical_not",
+        "exp", "exp2", "log", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "floor", "round", "erf",
+        "sign", "relu", "silu", "reciprocal", "minimum", "maximum", "where", "logical_and", "logical_or", "logical_not",
     )},
     "softplus": _named("softplus"),
-    "bitwise_and": _either("logical_and"), "bitwise_or": _either("logical_or"), "bitwise_not": _either("logical_not"),
-    "bitwise_xor": _differ, "logical_xor": _differ, "ne": _differ, "eq": lambda xp, x, y: xp.logical_not(_differ(xp, x, y)),
+    "bitwise_and": _named("logical_and"), "bitwise_or": _named("logical_or"), "bitwise_not": _named("logical_not"),
+    "bitwise_xor": _differ, "logical_xor": _differ, "ne": _differ,
+    "eq": lambda xp, x, y: xp.logical_not(_differ(xp, x, y)),
     "lt": _of(operator.lt), "le": _of(operator.le),
     "gt": _of(operator.gt), "ge": _of(operator.ge),
     "clamp": lambda xp, x, min=None, max=None: xp.clip(x, min, max),

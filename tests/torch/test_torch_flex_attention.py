@@ -71,8 +71,8 @@ def logical(b, h, q, k):
     return (
         torch.logical_and(causal(b, h, q, k), torch.logical_not(k == 3))
         | torch.logical_xor(q < 2, k < 2)
-        | ((q > 9) == (k > 9)) & ((q == 7) == False)
-    )  # noqa: E712
+        | ((q > 9) == (k > 9)) & torch.eq(q == 7, False)
+    )
 
 
 def given(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
@@ -199,8 +199,8 @@ def test_what_does_not_fit_is_said() -> None:
         cute_ops_torch.flex_attention(q, k, v)
     with pytest.raises(ValueError, match="have 4 dims, got 3, 4, 4"):
         cute_ops_torch.flex_attention(q[0], k, v)
+    mask = create_block_mask(causal, B, H, S, S, device="cpu")
     with pytest.raises(ValueError, match="the block mask is of 20 queries and 20 keys, not of 20 and 33"):
-        mask = create_block_mask(causal, B, H, S, S, device="cpu")
         cute_ops_torch.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
 
