@@ -73,32 +73,51 @@ def liger_cross_entropy(
         ``reduction`` gives, without a gradient of its own; how many of the tokens that count were predicted, of
         ``"none"`` each token; and the predicted classes, -1 where the target is ignored.
     """
-    only("liger_cross_entropy", weight=(weight, None), size_average=(size_average, None), reduce=(reduce, None))
+    only("liger_cross_entropy", size_average=(size_average, None), reduce=(reduce, None))
     one_of("liger_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
-    options = ignore_index, label_smoothing, lse_square_scale, 0, softcap or 0.0
-    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
-        return cute_ops_torch.cross_entropy(input, target, *options, reduction=reduction)
-    losses, row_max, log_sum = torch.ops.cute.cross_entropy(input, target, *options)
+    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    if weight is None and not any(asked):
+        return cute_ops_torch.cross_entropy(
+            input, target, ignore_index, label_smoothing, lse_square_scale, softcap=softcap or 0.0, reduction=reduction
+        )
+    found = cute_ops_torch.cross_entropy_metrics(
+        input, target, weight, ignore_index, label_smoothing, lse_square_scale if weight is None else 0.0,
+        softcap=softcap or 0.0, reduction=reduction,
+    )  # fmt: skip
+    z = lse_square_scale, weight is not None
+    return _completed(found, target, z, asked, ignore_index=ignore_index, reduction=reduction)
+
+
+def _completed(
+    found: tuple[Tensor, ...], target: Tensor, z: tuple[float, bool], asked: tuple[bool, bool, bool], *,
+    ignore_index: int, reduction: str, scaled: bool = False,
+) -> Any:  # fmt: skip
+    """What is asked for beside the loss.
+
+    Args:
+        found: loss, lse, log probability and prediction, as :func:`cute_ops_torch.cross_entropy_metrics` returns them.
+        target: the classes.
+        z: the z-loss's weight, and whether the loss is yet without it: Liger's is not multiplied by class weights.
+        asked: for the z-loss, the accuracy, the predictions.
+        ignore_index, reduction: of the loss.
+        scaled: by the probability of each target.
+    """
+    loss, lse, log_prob, predicted = found
     counts = target != ignore_index
-    count = counts.sum() if reduction == "mean" else None
-    found = CrossEntropyOutput(_reduced(losses, reduction, count))
-    if return_z_loss:
-        z = lse_square_scale * (row_max + log_sum).detach().square()
-        found.z_loss = _reduced(z.where(counts, torch.zeros_like(z)), reduction, count)
-    if return_token_accuracy or return_predicted_tokens:
-        predicted = input.detach().argmax(-1).where(counts, torch.full_like(target, -1, dtype=torch.int64))
-        if return_token_accuracy:
-            right = ((predicted == target) & counts).float()
-            found.token_accuracy = right if reduction == "none" else right.sum() / counts.sum()
-        if return_predicted_tokens:
-            found.predicted_tokens = predicted
-    return found
-
-
-def _reduced(rows: Tensor, reduction: str, count: Tensor | None) -> Tensor:
-    if reduction == "none":
-        return rows
-    return rows.sum() if count is None else rows.sum() / count
+    squares = z[0] * lse.square() * (log_prob.detach().exp() if scaled else 1.0)
+    rows = squares.where(counts, torch.zeros_like(squares))
+    z_loss = rows if reduction == "none" else rows.sum() / (counts.sum() if reduction == "mean" else 1)
+    if z[1]:
+        loss = loss + z_loss
+    if not any(asked):
+        return loss
+    right = ((predicted == target) & counts).float()
+    return CrossEntropyOutput(
+        loss,
+        z_loss.detach() if asked[0] else None,
+        (right if reduction == "none" else right.sum() / counts.sum()) if asked[1] else None,
+        predicted.long() if asked[2] else None,
+    )
 
 
 def liger_fused_linear_cross_entropy(
@@ -107,20 +126,31 @@ def liger_fused_linear_cross_entropy(
     softcap: float | None = None, return_z_loss: bool = False, accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """The loss of ``input @ weight.T + bias``, by :func:`cute_ops_torch.linear_cross_entropy`.
 
     ``accum_dtype`` None sums the weight's gradient in float32, where Liger sums in the weight's dtype.
+
+    Returns:
+        The loss, or a :class:`CrossEntropyOutput` where more is asked for, as :func:`liger_cross_entropy`.
     """
-    only(
-        "liger_fused_linear_cross_entropy", ce_weight=(ce_weight, None), return_z_loss=(return_z_loss, False),
-        use_token_scaling=(use_token_scaling, False), return_token_accuracy=(return_token_accuracy, False),
-        return_predicted_tokens=(return_predicted_tokens, False), chunk_mem_const=(chunk_mem_const, 1),
+    name = "liger_fused_linear_cross_entropy"
+    only(name, chunk_mem_const=(chunk_mem_const, 1))
+    one_of(name, "reduction", reduction, ("mean", "sum", "none"))
+    asked = return_z_loss, return_token_accuracy, return_predicted_tokens
+    if ce_weight is None and not use_token_scaling and not any(asked):
+        return cute_ops_torch.linear_cross_entropy(
+            input, weight, target, bias, ignore_index, label_smoothing, lse_square_scale, reduction,
+            accum_dtype=accum_dtype, softcap=softcap or 0.0,
+        )  # fmt: skip
+    found = cute_ops_torch.linear_cross_entropy_metrics(
+        input, weight, target, bias, ce_weight, ignore_index, label_smoothing,
+        lse_square_scale if ce_weight is None else 0.0, softcap=softcap or 0.0,
+        accum_dtype=str(accum_dtype or torch.float32).removeprefix("torch."), reduction=reduction,
+        token_scaling=use_token_scaling,
     )  # fmt: skip
-    return cute_ops_torch.linear_cross_entropy(
-        input, weight, target, bias, ignore_index, label_smoothing, lse_square_scale, reduction,
-        accum_dtype=accum_dtype, softcap=softcap or 0.0,
-    )  # fmt: skip
+    z = lse_square_scale, ce_weight is not None
+    return _completed(found, target, z, asked, ignore_index=ignore_index, reduction=reduction, scaled=use_token_scaling)
 
 
 def liger_rms_norm(
@@ -273,15 +303,15 @@ class LigerCrossEntropyLoss(nn.Module):
         return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        only("LigerCrossEntropyLoss", weight=(weight, None))
         one_of("LigerCrossEntropyLoss", "reduction", reduction, ("mean", "sum", "none"))
+        self.weight = weight
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
         self.reduction, self.softcap, self.return_z_loss = reduction, softcap, return_z_loss
         self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Any:
         return liger_cross_entropy(
-            _input, target, ignore_index=self.ignore_index, reduction=self.reduction,
+            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
             label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale, softcap=self.softcap,
             return_z_loss=self.return_z_loss, return_token_accuracy=self.return_token_accuracy,
             return_predicted_tokens=self.return_predicted_tokens,
@@ -298,20 +328,19 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        only(
-            "LigerFusedLinearCrossEntropyLoss", ce_weight=(ce_weight, None), return_z_loss=(return_z_loss, False),
-            use_token_scaling=(use_token_scaling, False), return_token_accuracy=(return_token_accuracy, False),
-            return_predicted_tokens=(return_predicted_tokens, False),
-        )  # fmt: skip
         one_of("LigerFusedLinearCrossEntropyLoss", "reduction", reduction, ("mean", "sum", "none"))
         self.ignore_index, self.lse_square_scale, self.label_smoothing = ignore_index, lse_square_scale, label_smoothing
-        self.reduction, self.softcap, self.accum_dtype = reduction, softcap, accum_dtype
+        self.ce_weight, self.reduction, self.softcap, self.accum_dtype = ce_weight, reduction, softcap, accum_dtype
+        self.use_token_scaling, self.return_z_loss = use_token_scaling, return_z_loss
+        self.return_token_accuracy, self.return_predicted_tokens = return_token_accuracy, return_predicted_tokens
 
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Any:
         return liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, ignore_index=self.ignore_index, lse_square_scale=self.lse_square_scale,
+            _input, lin_weight, target, bias, self.ce_weight, ignore_index=self.ignore_index,
+            lse_square_scale=self.lse_square_scale,
             label_smoothing=self.label_smoothing, reduction=self.reduction, softcap=self.softcap,
-            accum_dtype=self.accum_dtype,
+            accum_dtype=self.accum_dtype, use_token_scaling=self.use_token_scaling, return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy, return_predicted_tokens=self.return_predicted_tokens,
         )  # fmt: skip
 
 

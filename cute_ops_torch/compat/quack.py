@@ -87,8 +87,12 @@ def cross_entropy(
     x: Tensor, target: Tensor, lse_partial: Tensor | None = None, weight: Tensor | None = None,
     ignore_index: int = -100, reduction: str = "mean", inplace_backward: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The loss of logits, (rows, classes), by :func:`cute_ops_torch.cross_entropy`."""
-    only("cross_entropy", lse_partial=(lse_partial, None), weight=(weight, None))
+    """The loss of logits, (rows, classes), by :func:`cute_ops_torch.cross_entropy`, with a weight per class or none."""
+    only("cross_entropy", lse_partial=(lse_partial, None))
+    if weight is not None:
+        return cute_ops_torch.cross_entropy_metrics(
+            x, target, weight, ignore_index, reduction=reduction, inplace_backward=inplace_backward
+        )[0]
     return cute_ops_torch.cross_entropy(x, target, ignore_index, reduction=reduction, inplace_backward=inplace_backward)
 
 

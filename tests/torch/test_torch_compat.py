@@ -97,12 +97,10 @@ LOGITS = drawn(6, 16) * 4
 Q = drawn(1, 2, 2, 16)
 ONE = torch.ones(16)
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: liger.liger_cross_entropy(LOGITS, TARGET, ONE), NotImplementedError,
-     "liger_cross_entropy: weight=float32[16] is not implemented, only weight=None."),
     (lambda: liger.liger_cross_entropy(LOGITS, TARGET, reduce=False), NotImplementedError,
      "liger_cross_entropy: reduce=False is not implemented, only reduce=None."),
-    (lambda: liger.liger_fused_linear_cross_entropy(X[0], X[1], TARGET, use_token_scaling=True), NotImplementedError,
-     "liger_fused_linear_cross_entropy: use_token_scaling=True is not implemented, only use_token_scaling=False."),
+    (lambda: liger.liger_fused_linear_cross_entropy(X[0], X[1], TARGET, chunk_mem_const=2), NotImplementedError,
+     "liger_fused_linear_cross_entropy: chunk_mem_const=2 is not implemented, only chunk_mem_const=1."),
     (lambda: liger.liger_rms_norm(X, WEIGHT, 1e-6, casting_mode="lama"), NotImplementedError,
      "liger_rms_norm: casting_mode='lama' is not implemented, only 'llama', 'gemma', 'none', None."),
     (lambda: liger.liger_rope(Q, Q, Q, Q, position_ids=TARGET), NotImplementedError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,27 +93,74 @@ def test_losses(reduction: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_what_comes_beside_ligers_loss(reduction: str) -> None:
-    x = LOGITS.clone().requires_grad_()
-    loss = liger.LigerCrossEntropyLoss(
-        reduction=reduction, lse_square_scale=1e-2, return_z_loss=True, return_token_accuracy=True,
-        return_predicted_tokens=True,
-    )  # fmt: skip
-    out = loss(x, TARGET)
-    plain = liger.liger_cross_entropy(x, TARGET, reduction=reduction, lse_square_scale=1e-2)
-    torch.testing.assert_close(out.loss, plain)
-    gradients = [torch.autograd.grad(each.sum(), x)[0] for each in (out.loss, plain)]
-    torch.testing.assert_close(*gradients)
+def written_out(
+    x: Tensor, weight: Tensor | None, reduction: str, scaled: bool
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Liger's loss, z-loss, accuracy and predictions, with label smoothing of 0.1, z-loss of 0.01, soft cap of 5.
+
+    Class weights multiply the loss, and not the z-loss, which is the mean over all rows that count.
+    """
+    y = 5 * torch.tanh(x / 5)
     valid = TARGET >= 0
-    z = (1e-2 * LOGITS.logsumexp(-1) ** 2).where(valid, torch.zeros(()))
-    right = (LOGITS.argmax(-1) == TARGET).float()
-    torch.testing.assert_close(out.z_loss, {"mean": z.sum() / 5, "sum": z.sum(), "none": z}[reduction])
-    torch.testing.assert_close(out.token_accuracy, right if reduction == "none" else right.sum() / 5)
-    assert out.predicted_tokens.tolist() == [i if ok else -1 for i, ok in zip(LOGITS.argmax(-1), valid, strict=True)]
+    by_class = None if weight is None else weight.double()
+    rows = F.cross_entropy(y, TARGET, by_class, reduction="none", label_smoothing=0.1)
+    z = (1e-2 * y.logsumexp(-1) ** 2).where(valid, torch.zeros((), dtype=y.dtype))
+    if scaled:
+        factor = y.detach().softmax(-1)[torch.arange(6), TARGET.clamp(min=0)]
+        rows, z = rows * factor, z * factor
+    total = 5 if by_class is None else by_class[TARGET[valid]].sum()
+    ways = {"mean": (rows.sum() / total, z.sum() / 5), "sum": (rows.sum(), z.sum()), "none": (rows, z)}
+    predicted = y.argmax(-1).where(valid, torch.full((), -1))
+    right = (predicted == TARGET).float() * valid
+    accuracy = right if reduction == "none" else right.sum() / 5
+    loss, z = ways[reduction]
+    return loss + z, z.detach(), accuracy, predicted.tolist()
+
+
+CLASSES = drawn(16).abs() + 0.1
+
+
+@pytest.mark.parametrize("weight", [None, CLASSES], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_what_comes_beside_ligers_loss(reduction: str, weight: Tensor | None) -> None:
+    options: dict[str, Any] = {"reduction": reduction, "lse_square_scale": 1e-2, "label_smoothing": 0.1, "softcap": 5.0}
+    everything = dict.fromkeys(("return_z_loss", "return_token_accuracy", "return_predicted_tokens"), True)
+    hidden, head, bias = drawn(6, 8), drawn(16, 8), drawn(16)
+
+    def loss(x: Tensor, **more: Any) -> Any:
+        return liger.LigerCrossEntropyLoss(weight, **options, **more)(x, TARGET)
+
+    def of_head(h: Tensor, w: Tensor, b: Tensor, **more: Any) -> Any:
+        return liger.LigerFusedLinearCrossEntropyLoss(weight, **options, **more)(w, h, TARGET, b)
+
+    for scaled in (False, True):
+        more = {"use_token_scaling": True} if scaled else {}
+        alike(
+            partial(of_head, **more),
+            lambda h, w, b, s=scaled: written_out(F.linear(h, w, b), weight, reduction, s)[0], hidden, head, bias,
+        )  # fmt: skip
+        out = of_head(hidden, head, bias, **more, **everything)
+        compare(out, written_out(F.linear(hidden, head, bias).double(), weight, reduction, scaled))
+    alike(loss, lambda x: written_out(x, weight, reduction, False)[0], LOGITS)
+    x = LOGITS.clone().requires_grad_()
+    out = loss(x, **everything)
+    compare(out, written_out(LOGITS.double(), weight, reduction, False))
     assert not out.z_loss.requires_grad
-    only = liger.liger_cross_entropy(LOGITS, TARGET, return_token_accuracy=True)
+    gradients = [torch.autograd.grad(each.sum(), x)[0] for each in (out.loss, loss(x))]
+    torch.testing.assert_close(*gradients)
+    only = loss(LOGITS, return_token_accuracy=True)
     assert (only.z_loss, only.predicted_tokens) == (None, None)
+    alike(
+        lambda x: quack.cross_entropy(x, TARGET, weight=CLASSES, reduction=reduction),
+        lambda x: F.cross_entropy(x, TARGET, CLASSES.double(), reduction=reduction), LOGITS,
+    )  # fmt: skip
+
+
+def compare(out: Any, wanted: tuple[Any, ...]) -> None:
+    for a, b in zip((out.loss, out.z_loss, out.token_accuracy), wanted, strict=False):
+        torch.testing.assert_close(a.detach().double(), b.double(), rtol=1e-4, atol=1e-5)
+    assert out.predicted_tokens.tolist() == wanted[3]
+    assert out.predicted_tokens.dtype == torch.int64
 
 
 def turned(x: Tensor) -> Tensor:
