@@ -69,6 +69,10 @@ EVEN_SPAN, UNEVEN_SPAN = 512, 1024
 REGISTER_SM_THREADS, REGISTER_SM_THREADS_WIDE = 1536, 1024
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
+# Longer rows whose weight and bias take more than 16 bytes beside a vector: a cluster reads these once, not from L2 for
+# each row. Vectors of a thread, by these bytes, and threads, by whether rows are aligned, that registers have room for.
+WIDE_VECTORS: Ladder[int] = ((2 * VECTOR_BYTES, 5), (math.inf, 3))
+WIDE_THREADS = {True: 704, False: 512}
 # Threads of an SM that persistent CTAs of a forward take, and bytes that a CTA needs beside its rows, for sums.
 FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
@@ -80,6 +84,10 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
     if problem.n is None:
         return NormConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
+    if _column_bytes(problem, row) > VECTOR_BYTES and row.vectors > 2 * PERSISTENT_VECTORS:
+        found = _persistent_wide(problem, row)
+        if found:
+            return found
     if centred and row.vectors > CENTRED_SMEM_VECTORS and row.aligned:
         # Threads exchange sums twice per row, for the mean and for the variance. Shared memory has room for other rows
         # that load meanwhile.
@@ -188,6 +196,24 @@ def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int
     )  # fmt: skip
 
 
+def _persistent_wide(problem: Problem, row: RowProblem) -> NormConfig | None:
+    """The longest rows with wide weights, which stay in registers from row to row; None where these have no room."""
+    per_thread, most = step(WIDE_VECTORS, _column_bytes(problem, row)), WIDE_THREADS[row.aligned]
+    cluster = cluster_for(row.vectors + 1, per_thread * most, row.max_cluster)
+    span = -(-(row.vectors + 1) // cluster)
+    threads = threads_for(span, per_thread, most)
+    slot = threads * per_thread * row.vector_elements * bytes_of(problem, ("x", "residual"))
+    stages = min(3, (row.ring_bytes - FORWARD_RESERVED) // slot)
+    if span > per_thread * threads or stages < 2:
+        return None
+    # Rows begin on vectors, not on lines: they then start at few places, whose rows follow each other.
+    period = WIDEST_VECTOR // math.gcd(row.n, WIDEST_VECTOR)
+    return NormConfig(
+        "persistent", threads, threads, cluster, stages=stages, clusters=resident_clusters(problem, cluster),
+        sort_period=0 if row.aligned else period,
+    )  # fmt: skip
+
+
 def _column_bytes(problem: Problem, row: RowProblem) -> int:
     """Bytes of weight and bias that belong to one vector of a row."""
     return bytes_of(problem, COLUMNS) * row.vector_elements
@@ -204,8 +230,9 @@ FEW_RESERVED, OVERLAPPED_RESERVED, PERSISTENT_RESERVED = 48 * 1024, 8 * 1024, 20
 # twice, which was faster up to OVERLAPPED_BYTES of rows.
 OVERLAPPED_ROWS, OVERLAPPED_DEPTH, OVERLAPPED_BYTES = 64, 8, 5 << 20
 # Unaligned rows are read from the start of a cache line if they have at most so many vectors, or if there are at least
-# so many of them.
-LINES_UP_TO, LINES_FROM_ROWS = 2048, 1024
+# so many of them; of fewer longer ones, from the start of a sector, of SECTOR_VECTORS, if there are SECTORS_FROM_ROWS.
+LINES_UP_TO, LINES_FROM_ROWS = 2048, 4096
+SECTOR_VECTORS, SECTORS_FROM_ROWS = 2, 1024
 # Vectors of a CTA where a row takes more than four CTAs: with gradients of weight and bias; else by whether rows are
 # aligned.
 SPAN_OF_TWO_SUMS, SPAN = 1600, {True: 1024, False: 2048}
@@ -283,8 +310,9 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
 
 def _alignment(problem: Problem, row: RowProblem) -> int:
     """Vectors that the start of an unaligned row is rounded down to: a line's, of long rows only if rows are many."""
-    lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
-    return row.align_vectors if lines else 1
+    if row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS:
+        return row.align_vectors
+    return min(row.align_vectors, SECTOR_VECTORS) if problem.m >= SECTORS_FROM_ROWS else 1
 
 
 def _column_sums(problem: Problem) -> int:

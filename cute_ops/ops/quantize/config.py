@@ -94,17 +94,24 @@ def config(problem: Problem) -> QuantizeConfig:
         share = threads_for(problem.n, 4) if shortest else threads_for(row.vectors, 1)
         return QuantizeConfig("one_pass", 256, share, unroll=4 if row.aligned else 1)
     held = HELD_BESIDE_WEIGHT if row.weight and not row.pair else HELD
-    if row.vectors > held // row.elements and not (row.aligned and row.pair):
+    # Two inputs are widened and combined once in registers, and each time that they are read in shared memory.
+    pair = row.pair and (row.aligned or "up" in problem.dtypes)
+    if row.vectors > held // row.elements and not (pair and row.vectors <= _most_in_registers(problem, row)):
         found = _in_smem(problem, row)
         if found:
             return found
     return _in_registers(problem, row)
 
 
+def _most_in_registers(problem: Problem, row: _Quantized) -> int:
+    return ARCHES[problem.arch].cluster * (HELD // row.elements)
+
+
 def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
     cluster = cluster_for(row.vectors, HELD // row.elements, ARCHES[problem.arch].cluster)
-    if cluster > 1:  # CTAs of half the size, as long as four of them hold the row
-        cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, 4))
+    if cluster > 1:  # CTAs of half the size: of aligned rows as long as four of them hold the row
+        most = 4 if row.aligned else ARCHES[problem.arch].cluster
+        cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, most))
     span = -(-row.vectors // cluster)
     if span > HELD // row.elements:
         return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
