@@ -45,7 +45,7 @@ class ColumnPass:
         fold: rows that are taken as one, a divisor of the workspaces' rows.
     """
 
-    def __init__(self, variant, inputs, tiles, sums, compute, vec, fold=1):
+    def __init__(self, variant, inputs, tiles, sums, compute, vec, *, fold=1):
         self.inputs, self.tiles, self.sums, self.compute, self.vec = inputs, tiles, sums, compute, vec
         self.keys, self.n, self.fold = variant.tensors, variant.dims["n"], fold
         vectors = WARP if self.n is None else -(-self.n * fold // vec)
@@ -105,17 +105,14 @@ class ColumnPass:
             # The rows that are left are the beginning of one more.
             room = cutlass.min(Int32(count - rows * self.fold) * Int32(n) - first, self.vec)
             if (room > 0) & ((rows - top) % step == 0):
-                self._add_left(inputs, tiles, place, rows, room, shared, rSums)
+                self._add_left((inputs, shared, tiles, rSums), place, rows, room)
         for mPartials, piece, rSum in zip(partials, self.sums, rSums):
             self._add_up(mPartials, piece, rSum, sSum, strip * (self.width * self.vec), n)
 
     @cute.jit
-    def _add_left(
-        self, inputs, tiles, place: cutlass.Constexpr, row: Int64, room: Int32, shared: cutlass.Constexpr,
-        rSums: cutlass.Constexpr,
-    ):  # fmt: skip
+    def _add_left(self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, row: Int64, room: Int32):
         """Compute a vector of which the first ``room`` elements are inside the tensors."""
-        vectors = []
+        (inputs, shared, tiles, rSums), vectors = tensors, []
         for mX, piece, rShared in zip(inputs, self.inputs, shared):
             if const_expr(piece.tile):
                 rX = fragment(mX.element_type, self.vec, 0)

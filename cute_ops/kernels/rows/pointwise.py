@@ -64,7 +64,7 @@ class FusedPointwise:
             self.together = bool(tiles) and 2 * vec >= widest
             outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
             own = tiles if self.together else []
-            self.column_pass = ColumnPass(variant, self.inputs, own, pieces, self._only(outputs), vec, fold)
+            self.column_pass = ColumnPass(variant, self.inputs, own, pieces, self._only(outputs), vec, fold=fold)
 
     def _fold(self, written, vec):
         """How many rows, one after another in every tile, are whole vectors; 1 if rows do not follow on each other."""
