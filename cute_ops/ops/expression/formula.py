@@ -136,8 +136,7 @@ def declare(
         tile = given[found.tile]
         whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[shape_of(inputs[found.tile].shape)].packed))
         read = [
-            given[key][..., None, :] if key in found.shared else given[key][..., None] if inputs[key].shape == COLUMN
-            else repeated(xp, given[key], whole[-1]) if period(inputs[key].shape) else given[key]
+            given[key][..., None, :] if key in found.shared else _of_rows(xp, given[key], inputs[key].shape, whole[-1])
             for key in found.reads
         ]  # fmt: skip
         # Without operands all values are 0.
@@ -282,6 +281,11 @@ def period(shape: str) -> int:
     """Columns after which an operand of this shape repeats itself; 0 for other shapes."""
     lead, _, columns = shape.rpartition(" ")
     return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
+
+
+def _of_rows(xp: Any, array: Any, shape: str, n: int) -> Any:
+    """An operand as the expression reads it: with columns, as many as there are if it repeats itself."""
+    return array[..., None] if shape == COLUMN else repeated(xp, array, n) if period(shape) else array
 
 
 def repeated(xp: Any, array: Any, n: int) -> Any:
