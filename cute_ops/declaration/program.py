@@ -39,6 +39,9 @@ class Framework(Protocol):
     def whole(self, x: Any, /) -> Any:
         """Whole numbers as int32."""
 
+    def scattered(self, values: Any, index: Any, like: Any, /) -> Any:
+        """Zeros of the shape of ``like`` with the values at these places of the last dim, which differ."""
+
     def ends(self, keys: Any, count: int, /) -> Any:
         """For each of ``range(count)`` how many of the sorted keys do not exceed it, in int32."""
 

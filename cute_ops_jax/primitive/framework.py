@@ -47,6 +47,10 @@ def whole(x: Array) -> Array:
     return x.astype(jnp.int32)
 
 
+def scattered(values: Array, index: Array, like: Array) -> Array:
+    return jnp.put_along_axis(jnp.zeros_like(like), index, values, axis=-1, inplace=False)
+
+
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
     if is_symbolic(keys.size):

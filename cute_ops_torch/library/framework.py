@@ -49,6 +49,10 @@ def whole(x: Tensor) -> Tensor:
     return x.to(torch.int32)
 
 
+def scattered(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like, memory_format=torch.contiguous_format).scatter_(-1, index.long(), values)
+
+
 def ends(keys: Tensor, count: int) -> Tensor:
     every = torch.arange(count, dtype=torch.int32, device=keys.device)
     return torch.searchsorted(keys, every, right=True, out_int32=True)

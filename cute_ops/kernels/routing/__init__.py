@@ -1,0 +1,1 @@
+"""Kernels of :mod:`cute_ops.ops.routing`."""

@@ -1,0 +1,1 @@
+"""Ops of mixtures of experts: the largest numbers of rows, tokens by expert."""
