@@ -29,12 +29,14 @@ __all__ = [
     "mean",
     "merge_states",
     "mla_decode",
+    "permute_tokens",
     "qk_norm_rope",
     "quantize_fp8",
     "relu2",
     "rmsnorm",
     "rmsnorm_fp8",
     "rope",
+    "route",
     "silu",
     "silu_mul",
     "silu_mul_fp8",
@@ -42,6 +44,8 @@ __all__ = [
     "softmax",
     "sum",
     "swiglu",
+    "topk",
+    "unpermute_tokens",
 ]
 
 def rmsnorm(
@@ -304,6 +308,10 @@ def soft_cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
 ) -> Tensor: ...
+def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
+def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
+def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...
+def unpermute_tokens(y: Tensor, place: Tensor, weights: Tensor | None = None) -> Tensor: ...
 def linear_cross_entropy_metrics(
     hidden: Tensor,
     weight: Tensor,

@@ -21,7 +21,7 @@ FAMILIES = {
     "norm": "norms", "rows": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
     "gemm": "matrix products", "attention": "attention, caches of keys and values",
     "reduction": "losses, softmax, sums", "quantize": "float8 with scales, for inference", "optim": "optimizer",
-    "composite": "programs of training",
+    "routing": "routing to experts", "composite": "programs of training",
 }  # fmt: skip
 _INTRODUCTION = """# The ops
 
@@ -59,7 +59,7 @@ def families() -> str:
     """One line per family."""
     links: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for op in PUBLIC:
-        _, _, family, *_ = op.kernel.split(".") if op.kernel else ("", "", "composite")
+        family = op.kernel.split(".")[2] if op.kernel else source(op).split("/")[3 if "/ops/" in source(op) else 2]
         links[family].append(f"[`{op.name}`](docs/ops.md#{op.name})")
     lines = [f"| {title} | {', '.join(links[family])} |" for family, title in FAMILIES.items()]
     return "\n".join(["| family | ops |", "|---|---|", *lines])

@@ -42,11 +42,12 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.mlp_products import parts
     from cute_ops.ops.gemm.row_copy import row_copy
     from cute_ops.ops.gemm.sums import column_sum
+    from cute_ops.ops.routing.topk import topk_step
 
     by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
-    inside += (*parts(False), *parts(True), column_sum(), row_copy())
+    inside += (*parts(False), *parts(True), column_sum(), row_copy(), topk_step)
     every = (*OPS, *PRODUCTS, *ATTENTION, *MODELS, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}
 

@@ -42,6 +42,12 @@ class Framework(Protocol):
     def scattered(self, values: Any, index: Any, like: Any, /) -> Any:
         """Zeros of the shape of ``like`` with the values at these places of the last dim, which differ."""
 
+    def picked(self, x: Any, index: Any, /) -> Any:
+        """The elements of the last dim at these places."""
+
+    def cast(self, x: Any, like: Any, /) -> Any:
+        """``x`` in the dtype of ``like``."""
+
     def ends(self, keys: Any, count: int, /) -> Any:
         """For each of ``range(count)`` how many of the sorted keys do not exceed it, in int32."""
 

@@ -32,7 +32,9 @@ from cute_ops.ops.reduction.softmax import log_softmax, softmax
 from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
 from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope
 from cute_ops.ops.rotary.rope import rope, rope_bwd_joined
-from cute_ops.ops.routing.topk import topk, topk_step
+from cute_ops.ops.routing.permute import permute_tokens, unpermute_tokens
+from cute_ops.ops.routing.route import route
+from cute_ops.ops.routing.topk import topk
 
 OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
@@ -41,5 +43,13 @@ OPS: tuple[Op, ...] = (
 )  # fmt: skip
 PRODUCTS: tuple[Op, ...] = (linear_gelu, linear_silu, linear_add, gated_linear)
 ATTENTION: tuple[Op, ...] = (attention, attention_packed, decode_attention, mla_decode, merge_states)
-MODELS: tuple[Op, ...] = (cross_entropy_metrics, cross_entropy_of_slice, soft_cross_entropy, topk)
-PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined, topk_step)
+MODELS: tuple[Op, ...] = (
+    cross_entropy_metrics,
+    cross_entropy_of_slice,
+    soft_cross_entropy,
+    topk,
+    route,
+    permute_tokens,
+    unpermute_tokens,
+)
+PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined)

@@ -51,6 +51,14 @@ def scattered(values: Array, index: Array, like: Array) -> Array:
     return jnp.put_along_axis(jnp.zeros_like(like), index, values, axis=-1, inplace=False)
 
 
+def picked(x: Array, index: Array) -> Array:
+    return jnp.take_along_axis(x, index, axis=-1)
+
+
+def cast(x: Array, like: Array) -> Array:
+    return x.astype(like.dtype)
+
+
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
     if is_symbolic(keys.size):

@@ -53,6 +53,14 @@ def scattered(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like, memory_format=torch.contiguous_format).scatter_(-1, index.long(), values)
 
 
+def picked(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(-1, index.long())
+
+
+def cast(x: Tensor, like: Tensor) -> Tensor:
+    return x.to(like.dtype)
+
+
 def ends(keys: Tensor, count: int) -> Tensor:
     every = torch.arange(count, dtype=torch.int32, device=keys.device)
     return torch.searchsorted(keys, every, right=True, out_int32=True)

@@ -93,14 +93,14 @@ class BestLogSum(ShapedLogSum):
     def add(self, state, get, inside):
         *pair, raw, column = state
         logits = get()[0]
-        x = self.shape.vector(logits)
+        x = self.vector(logits)
         here = logits.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         largest = cute.arch.fmax(raw, here)
         rX = fragment(Float32, inside.vec)
         rX.store(logits)
         first = first_at(rX, largest, inside.first, here == largest)
         column = cute.arch.fmin(where_at(raw, largest, column), first)
-        top = largest if self.shape.plain else cute.arch.fmax(pair[0], self.shape.number(here))
+        top = cute.arch.fmax(pair[0], self.number(here))
         return (*self._with(moved(pair, top), x, inside), largest, column)
 
     def gather(self, gets, insides):

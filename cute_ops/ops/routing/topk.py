@@ -25,7 +25,8 @@ CASES = (
     Case("two-passes", {"m": (3,), "n": 5000}, attrs={"k": 50}),
     Case("sampling", {"m": (2,), "n": 128256}, attrs={"k": 128}),
 )
-STEPS = tuple(case._replace(absent=("index",)) for case in CASES[:5]) + (
+STEPS = (
+    *(case._replace(absent=("index",)) for case in CASES[:5]),
     Case("segments", {"m": (5,), "n": 2050}, attrs={"k": 4}),
 )
 

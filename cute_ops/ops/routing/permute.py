@@ -1,0 +1,142 @@
+"""Tokens in the order of their experts, and back: programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
+
+Arrays = Mapping[str, Any]
+Call = Callable[..., Any]
+CASES = (
+    Case("odd-small", {"r": 15, "n": 7, "k": 3}, attrs={"experts": 5}),
+    Case("mixtral-8x7b", {"r": 67, "n": 64, "k": 2}, attrs={"experts": 8}),
+)
+
+
+def _permute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, index = inputs["x"], inputs["index"]
+    keys, order = xp.sort(xp.classes_of(index.reshape(-1), attrs["experts"]))
+    order = xp.whole(order)
+    out = xp.rows_of(x, order // index.shape[-1])
+    place = xp.whole(xp.sort(order)[1]).reshape(index.shape)
+    return {"out": out, "place": place, "ends": xp.ends(keys, attrs["experts"])}
+
+
+def _permute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    return {"dx": _summed(xp, inputs["dout"], inputs["place"], None)}
+
+
+def _summed(xp: Any, y: Any, place: Any, weights: Any) -> Any:
+    """The sums of each token's rows, in float32, rounded once."""
+    rows = xp.rows_of(y, place)
+    if weights is not None:
+        wide = xp.ones((), y)
+        rows = xp.cast(rows, wide) * xp.cast(weights, wide)[..., None]
+    return xp.sums(rows, (-2,), y)
+
+
+def _unpermute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    return {"out": _summed(xp, inputs["y"], inputs["place"], inputs["weights"])}
+
+
+def _unpermute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    y, place, weights, dout = (inputs[name] for name in ("y", "place", "weights", "dout"))
+    wide = xp.ones((), y)
+    order = xp.whole(xp.sort(place.reshape(-1))[1])
+    dy = xp.rows_of(dout, order // place.shape[-1])
+    if weights is None:
+        return {"dy": dy, "dweights": None}
+    by_row = xp.rows_of(weights.reshape(-1, 1), order)
+    products = xp.cast(xp.rows_of(y, place), wide) * xp.cast(dout, wide)[..., None, :]
+    return {"dy": xp.cast(xp.cast(dy, wide) * xp.cast(by_row, wide), y), "dweights": xp.sums(products, (-1,), weights)}
+
+
+TOKENS, INDEX = Tensor("r n", "T"), Tensor("r k", "I")
+SORTED, PLACE = Tensor("t n", "T"), Tensor("r k", "int32", upper_bound="t")
+WEIGHTS = Tensor("r k", "W", optional=True)
+_T: dict[str, Any] = {"t": lambda dims, attrs: dims["r"] * dims["k"]}
+_SORTING: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "I": ("int64", "int32")}, "attrs": {"experts": 1}, "static": (), "cases": CASES,
+}  # fmt: skip
+_SUMMING: dict[str, Any] = {"dtypes": {"T": FLOATS, "W": FLOATS}, "static": ()}
+
+permute_tokens_bwd = Op(
+    "permute_tokens_bwd",
+    inputs={"x": TOKENS._replace(unread=True), "place": PLACE, "dout": SORTED},
+    outputs={"dx": TOKENS},
+    kernel=Program(_permute_bwd),
+    doc="""Gradient of :func:`permute_tokens`: the sums of each token's rows.""",
+    **{**_SORTING, "dtypes": {"T": FLOATS}},
+)
+
+permute_tokens = Op(
+    "permute_tokens",
+    inputs={"x": TOKENS, "index": INDEX},
+    outputs={"out": SORTED, "place": Tensor("r k", "int32"), "ends": Tensor("e", "int32")},
+    derived={**_T, "e": lambda dims, attrs: attrs["experts"]},
+    kernel=Program(_permute),
+    grad=permute_tokens_bwd,
+    doc="""Tokens in the order of their experts, as grouped products want them.
+
+    ``out[place[i, j]] = x[i]`` for the j-th expert of token i; rows of expert e end before row ``ends[e]``
+
+    Args:
+        x: ``T[r n]``: tokens; float32, float16 or bfloat16.
+        index: ``I[r k]``, int64 or int32: the experts of each token, as :func:`route` chooses them.
+        experts: their number.
+
+    Returns:
+        ``(out, place, ends)``: ``T[r*k n]``, int32 ``[r k]`` and int32 ``[experts]``. Rows of one expert are in the
+        order of their tokens.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit.
+
+    Source: Gale et al., MegaBlocks, 2022.
+    """,
+    **_SORTING,
+)
+
+unpermute_tokens_bwd = Op(
+    "unpermute_tokens_bwd",
+    inputs={"y": SORTED, "place": PLACE, "dout": TOKENS, "weights": WEIGHTS},
+    outputs={"dy": SORTED, "dweights": WEIGHTS._replace(optional=False, given="weights")},
+    kernel=Program(_unpermute_bwd),
+    doc="""Gradients of :func:`unpermute_tokens`: each token's cotangent times its weights, and their dot products.""",
+    **_SUMMING,
+)
+
+unpermute_tokens = Op(
+    "unpermute_tokens",
+    inputs={"y": SORTED, "place": PLACE, "weights": WEIGHTS},
+    outputs={"out": TOKENS},
+    kernel=Program(_unpermute),
+    grad=unpermute_tokens_bwd,
+    cases=(Case("odd-small", {"r": 15, "n": 7, "k": 3, "t": 45}),),
+    doc="""Sums of the rows that a token's experts made, each times its weight.
+
+    ``out[i] = sum_j weights[i, j] * y[place[i, j]]``
+
+    Args:
+        y: ``T[t n]``: rows in the order of experts; float32, float16 or bfloat16.
+        place: int32 ``[r k]``, as :func:`permute_tokens` gives it.
+        weights: ``W[r k]``, a float dtype of its own; ones where None.
+
+    Returns:
+        ``T[r n]``. Sums in float32, rounded once; rows and weights have gradients.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit.
+
+    Source: Gale et al., MegaBlocks, 2022.
+    """,
+    **_SUMMING,
+)

@@ -1,0 +1,126 @@
+"""Routing of tokens to experts: the weights of the chosen experts, and the load-balancing loss: programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cute_ops.declaration.binding import Binding
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
+from cute_ops.kernels.routing.config import SEGMENT
+from cute_ops.ops import docs
+from cute_ops.ops.reduction.softmax import softmax
+from cute_ops.ops.routing import topk as largest
+
+Arrays = Mapping[str, Any]
+Call = Callable[..., Any]
+CASES = (
+    Case("odd-small", {"m": (3, 5), "n": 7}, attrs={"k": 3}),
+    Case("mixtral-8x7b", {"m": (67,), "n": 8}, attrs={"k": 2}),
+    Case("qwen3-moe", {"m": (33,), "n": 128}, attrs={"k": 8}),
+    Case("olmoe", {"m": (17,), "n": 64}, attrs={"k": 8, "normalize": False}),
+)
+
+
+def _probabilities(xp: Any, call: Call, logits: Any) -> Any:
+    return call(softmax, {"x": xp.cast(logits, xp.ones((), logits))}, {})["out"]
+
+
+def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    logits = inputs["logits"]
+    found = call(largest.topk_step, {"x": logits, "index": None}, {"k": attrs["k"]})
+    probabilities = _probabilities(xp, call, logits)
+    if attrs["normalize"]:
+        weights = call(softmax, {"x": found["values"]}, {})["out"]
+    else:
+        weights = xp.cast(xp.picked(probabilities, found["found"]), logits)
+    mean, load = _mean_and_load(xp, probabilities, found["found"])
+    return {"weights": weights, "index": found["found"], "balance": (mean * load).sum() * logits.shape[-1]}
+
+
+def _mean_and_load(xp: Any, probabilities: Any, index: Any) -> tuple[Any, Any]:
+    """The mean probability of each expert, and how often a token chooses it."""
+    n = probabilities.shape[-1]
+    rows = probabilities.reshape(-1, n)
+    count = max(rows.shape[0], 1)
+    ones = xp.broadcast_to(xp.ones((), rows), (rows.shape[0], index.shape[-1]))
+    chosen = xp.scattered(ones, index.reshape(-1, index.shape[-1]), rows)
+    return xp.sums(rows, (-2,), rows) / count, xp.sums(chosen, (-2,), rows) / count
+
+
+def _run_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    logits, index, dweights, dbalance = (inputs[name] for name in ("logits", "index", "dweights", "dbalance"))
+    probabilities = _probabilities(xp, call, logits)
+    w, d = (None if a is None else xp.cast(a, probabilities) for a in (inputs["weights"], dweights))
+    slope, direct = None, None
+    if d is not None and attrs["normalize"]:
+        direct = xp.scattered(w * (d - (w * d).sum(-1)[..., None]), index, probabilities)
+    elif d is not None:
+        slope = xp.scattered(d, index, probabilities)
+    if dbalance is not None:
+        count = max(probabilities.reshape(-1, logits.shape[-1]).shape[0], 1)
+        _, load = _mean_and_load(xp, probabilities, index)
+        of_mean = xp.broadcast_to(dbalance * load * (logits.shape[-1] / count), logits.shape)
+        slope = of_mean if slope is None else slope + of_mean
+    total = probabilities * 0 if direct is None else direct
+    if slope is not None:
+        total = total + probabilities * (slope - (probabilities * slope).sum(-1)[..., None])
+    return {"dlogits": xp.cast(total, logits)}
+
+
+def _check(binding: Binding) -> str | None:
+    n = binding.dims["n"]
+    if isinstance(n, int) and n > SEGMENT:
+        return f"argument `logits` has n={n}, expected at most {SEGMENT} experts."
+    return largest.check(binding)
+
+
+LOGITS, OF_CHOSEN, INDEX = Tensor("*m n", "T"), Tensor("*m t", "T"), Tensor("*m t", "int32", upper_bound="n")
+_COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS}, "attrs": {"k": 1, "normalize": True}, "static": ("n",), "cases": CASES,
+}  # fmt: skip
+
+route_bwd = Op(
+    "route_bwd",
+    inputs={"logits": LOGITS, "weights": OF_CHOSEN, "index": INDEX,
+            "dweights": OF_CHOSEN._replace(optional=True), "dbalance": Tensor("", "float32", optional=True)},
+    outputs={"dlogits": LOGITS},
+    kernel=Program(_run_bwd, (softmax,)),
+    doc="""Gradient of :func:`route`: of the weights, and of the balance by the mean probabilities.""",
+    **_COMMON,
+)  # fmt: skip
+
+route = Op(
+    "route",
+    inputs={"logits": LOGITS},
+    outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
+    derived={"t": lambda dims, attrs: attrs["k"]},
+    kernel=Program(_run, (largest.topk_step, softmax)),
+    check=_check,
+    grad=route_bwd,
+    doc=f"""The k experts of each token, their weights, and the load-balancing loss.
+
+    ``p = softmax(logits)``; ``index`` the k largest; ``weights = p[index]``, divided by their sum where ``normalize``;
+    ``balance = n * sum(mean(p) * load)``, with ``load`` the mean number of times that a token chooses each expert
+
+    Args:
+        logits: {docs.ROWS}; n experts, at most {SEGMENT}.
+        k: experts of a token, at most {largest.MOST} and n; a compile-time constant.
+        normalize: whether the weights of a token add up to one, as in Mixtral and Qwen3; not in OLMoE.
+
+    Returns:
+        ``(weights, index, balance)``: ``T[*m k]``, the largest first, int32 ``[*m k]`` and a float32 scalar. Weights
+        and balance have gradients. Softmaxes are in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: an attribute out of its range, too many experts, a last dim that is not contiguous.
+
+    Source: Fedus et al., Switch Transformers, 2022; the loss as in Hugging Face's Mixtral.
+    """,
+    **_COMMON,
+)
