@@ -73,9 +73,12 @@ def meaning_of(module: nn.Module, n: int) -> Meaning | None:
     no op of ours.
     """
     modes = {child: child.training for child in module.modules()}
+    logged = logging.getLogger("torch._subclasses.fake_tensor")  # says what a forward refuses, which is no error here
+    before, logged.disabled = logged.disabled, True
     try:
         found = {_traced_meaning(module.train(mode), n, dtype) for dtype, mode in _TRACES}
     finally:
+        logged.disabled = before
         for child, mode in modes.items():
             child.training = mode
     return found.pop() if len(found) == 1 else None

@@ -572,6 +572,7 @@ def check(plain: nn.Module, patched: nn.Module, differentiable: bool, case: str,
     exact = results(wide or copy.deepcopy(plain).double(), differentiable) if eps > 1e-6 else expected
     sizes = {name: max(float(x.abs().max()), 1e-2) for name, x in exact.items() if x is not None}
     lost = max(float((expected[name] - exact[name]).abs().max()) / size for name, size in sizes.items())
+    moved: dict[str, Any] = {}
     for name, e in expected.items():
         assert (e is None) == (got[name] is None), f"{case}: {name}"
         if e is None:
@@ -580,7 +581,24 @@ def check(plain: nn.Module, patched: nn.Module, differentiable: bool, case: str,
         error = float((got[name] - exact[name]).abs().max()) / sizes[name]
         # Twice what rounding takes from the model without patch; else 1e-4 in float32, for sums in another order.
         allowed = 2 * lost + 4 * eps if exact is not expected else 1024 * eps
+        if error > allowed:  # as ill-conditioned as a change of the weights' last bit shows
+            moved = moved or results_of_moved(plain, differentiable)
+            allowed = max(allowed, float((moved[name] - e).abs().max()) / sizes[name])
         assert error <= allowed, f"{case}: {name} is off by {error:.3g} of its size, {allowed:.3g} allowed"
+
+
+def results_of_moved(model: nn.Module, differentiable: bool) -> dict[str, Any]:
+    """The results of a model whose float32 weights are off by a unit in the last place, by turns up and down."""
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            if p.dtype == torch.float32:
+                p.data.mul_(1 + (-1) ** i * 2**-23)
+    found = results(model, differentiable)
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.data.copy_(old)
+    return found
 
 
 def mark(name: str, change: Callable[[nn.Module, Kind], Any]) -> dict[str, str]:
