@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from cute_ops.declaration.config import KernelConfig
 
+# Rows that do not start on half a vector are moved into place if they have so many vectors.
+LEAST_VECTORS = 8
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig(KernelConfig):

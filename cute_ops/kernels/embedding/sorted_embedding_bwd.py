@@ -7,11 +7,22 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.kernels.embedding.config import EmbeddingConfig
+from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.kernels.embedding.config import LEAST_VECTORS, EmbeddingConfig
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.column_reduce import fold
-from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
+from cute_ops.kernels.lib.copy import (
+    fragment,
+    load_elements,
+    load_if,
+    narrow,
+    store_elements,
+    store_if,
+    store_masked,
+    widen,
+)
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
 from cute_ops.kernels.lib.row_layout import extent, row_address
 
 # Percent of an SM's L1 that is shared memory: enough for all CTAs that fit the SM.
@@ -51,7 +62,7 @@ class Tokens(NamedTuple):
     count: Any
 
 
-class EmbeddingBackward:
+class EmbeddingRows:
     """``dweight[c] = sum of dout[order[j]] for j from ends[c - 1] to ends[c]``: each row is written once.
 
     Two launches. The first adds up, in fp32, each chunk of ``chunk`` sorted tokens that are all of one class; of other
@@ -65,15 +76,21 @@ class EmbeddingBackward:
     Bytes moved per element: dout and dweight once; of chunks of one class 4 bytes more for every ``chunk`` rows, twice.
     """
 
+    before = 0  # elements of the row before that a row's first vector may have
+
     def __init__(self, variant):
         self.variant, self.keys, self.n = variant, variant.tensors, variant.dims["n"]
         config = EmbeddingConfig.of(variant.config)
         self.lanes, self.classes, self.chunk = config.threads_per_group, config.classes, config.chunk
         self.threads, self.resident = config.threads, config.resident
         self.groups = self.threads // self.lanes
-        rows = [self.keys["dout"], self.keys["dweight"]]
-        self.vec = min(min(key.align, key.row_align) // ITEMSIZE[key.dtype] for key in rows)
+        self.vec = self._vec()
         self.pdl = can_use_pdl(variant.arch)
+
+    def _vec(self):
+        """Elements of a vector that all rows start on."""
+        rows = [self.keys["dout"], self.keys["dweight"]]
+        return min(min(key.align, key.row_align) // ITEMSIZE[key.dtype] for key in rows)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -99,7 +116,7 @@ class EmbeddingBackward:
     def _segments(self, mDweight):
         """CTAs that share a row."""
         span = self.lanes * self.vec
-        return (self._columns(mDweight) + (span - 1)) // span
+        return (self._columns(mDweight) + (span - 1 + self.before)) // span
 
     def _columns(self, mDweight):
         return Int32(extent(mDweight, 1)) if self.n is None else self.n
@@ -111,7 +128,9 @@ class EmbeddingBackward:
         block = bidx // segments
         column = ((bidx - block * segments) * self.lanes + tidx % self.lanes) * self.vec
         group = tidx // self.lanes
-        return Coordinate(block, group, column, (group < self.groups) & (column < self._columns(mDweight)))
+        return Coordinate(
+            block, group, column, (group < self.groups) & (column < self._columns(mDweight) + self.before)
+        )
 
     def _allocate(self):
         smem = cutlass.utils.SmemAllocator()
@@ -133,9 +152,10 @@ class EmbeddingBackward:
         if first + self.chunk <= Int32(extent(mClasses, 0)):
             if mClasses[first] == mClasses[first + self.chunk - 1]:
                 rSum = fragment(Float32, self.vec, 0.0)
-                self._add_tokens(mOrder, mDout, coord, rSum, Tokens(first, Int32(self.chunk), Int32(0), self.chunk))
+                c, tokens = mClasses[first], Tokens(first, Int32(self.chunk), Int32(0), self.chunk)
+                self._add_tokens(mOrder, mDout, coord, rSum, c, tokens)
                 self._combine(rSum, sSum, group)
-                store_if(inside & (group == 0), rSum, self._address(mPartials, "partials", chunk, column))
+                self._store_partial(inside & (group == 0), mPartials, rSum, chunk, c, column)
 
     @cute.kernel
     def write_rows(self, tensors):
@@ -155,8 +175,7 @@ class EmbeddingBackward:
         rZero = fragment(mDweight.element_type, self.vec, 0)
         for i in cutlass.range_constexpr(self.classes):
             empty = ends[i] == (begin if const_expr(i == 0) else ends[i - 1])
-            address = self._address(mDweight, "dweight", first + i, column)
-            store_if(inside & (first + i < count) & empty, rZero, address)
+            self._store_vector(inside & (first + i < count) & empty, mDweight, rZero, first + i, column)
         end = ends[self.classes - 1]
         self._walk(tensors, coord, sLong, begin, end)
         cute.arch.barrier()
@@ -181,8 +200,8 @@ class EmbeddingBackward:
         itemsize = mX.element_type.width // 8
         return row_address(mX, self.keys[name], Int64(row), self._columns(mX)) + Int64(column) * itemsize
 
-    def _token(self, mDout, row, column, predicate):
-        """A token's vector, zeros if the predicate is false."""
+    def _token(self, mDout, row, c, column, predicate):
+        """A token's vector for a class's row, zeros if the predicate is false."""
         rX = fragment(mDout.element_type, self.vec, 0)
         load_if(predicate, rX, self._address(mDout, "dout", row, column))
         return rX
@@ -202,7 +221,8 @@ class EmbeddingBackward:
                 places = [cutlass.min(j + u, end - 1) for u in range(UNROLL)]
                 classes = [mClasses[p] for p in places]
                 rows = [mOrder[p] for p in places]
-                held = [self._token(mDout, row, column, j + u < end) for u, row in enumerate(rows)]
+                each = enumerate(zip(rows, classes))
+                held = [self._token(mDout, row, c, column, j + u < end) for u, (row, c) in each]
                 for u in cutlass.range_constexpr(UNROLL):
                     self._next_class(mDweight, rSum, rClass, classes[u], column)
                     rSum.store(rSum.load() + widen(held[u]))
@@ -216,8 +236,16 @@ class EmbeddingBackward:
             rClass[0] = c
 
     def _store(self, mDweight, rSum, c, column, predicate):
-        rOut = narrow(rSum.load(), mDweight.element_type, self.vec)
+        self._store_vector(predicate, mDweight, narrow(rSum.load(), mDweight.element_type, self.vec), c, column)
+
+    def _store_vector(self, predicate, mDweight, rOut, c, column):
         store_if(predicate, rOut, self._address(mDweight, "dweight", c, column))
+
+    def _store_partial(self, predicate, mPartials, rSum, chunk, c, column):
+        store_if(predicate, rSum, self._address(mPartials, "partials", chunk, column))
+
+    def _load_partial(self, predicate, mPartials, rPartial, chunk, c, column):
+        load_if(predicate, rPartial, self._address(mPartials, "partials", chunk, column))
 
     @cute.jit
     def _together(self, tensors, coord: cutlass.Constexpr, sSum: cute.Tensor):
@@ -232,19 +260,19 @@ class EmbeddingBackward:
                     begin, end = self._begin(mEnds, c, count), mEnds[c]
                     if end > begin:
                         rSum = fragment(Float32, self.vec, 0.0)
-                        self._add_class(tensors, coord, rSum, begin, end)
+                        self._add_class(tensors, coord, rSum, c, begin, end)
                         self._combine(rSum, sSum, group)
                         self._store(tensors.dweight, rSum, c, column, inside & (group == 0))
 
     @cute.jit
-    def _add_class(self, tensors, coord: cutlass.Constexpr, rSum: cute.Tensor, begin: Int32, end: Int32):
+    def _add_class(self, tensors, coord: cutlass.Constexpr, rSum: cute.Tensor, c: Int32, begin: Int32, end: Int32):
         """Add this group's share of a class: of the tokens before and after the whole chunks, and of these chunks."""
         mPartials, (_, group, column, inside) = tensors.partials, coord
         low = (begin + (self.chunk - 1)) // self.chunk
         whole = cutlass.max(end // self.chunk - low, 0)
         head = cutlass.min(low * self.chunk, end) - begin
         tokens = Tokens(begin, head, whole * self.chunk, end - begin - whole * self.chunk)
-        self._add_tokens(tensors.order, tensors.dout, coord, rSum, tokens)
+        self._add_tokens(tensors.order, tensors.dout, coord, rSum, c, tokens)
         # Of a class as common as padding there may be a hundred thousand chunks.
         rTotal = fragment(Float32, self.vec, 0.0)
         for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
@@ -252,7 +280,7 @@ class EmbeddingBackward:
             for u in cutlass.range_constexpr(UNROLL):
                 rPartial = fragment(Float32, self.vec, 0.0)
                 chunk = k + u * self.groups
-                load_if(inside & (chunk < whole), rPartial, self._address(mPartials, "partials", low + chunk, column))
+                self._load_partial(inside & (chunk < whole), mPartials, rPartial, low + chunk, c, column)
                 held.append(rPartial)
             for u in cutlass.range_constexpr(UNROLL):
                 rSum.store(rSum.load() + held[u].load())
@@ -261,7 +289,7 @@ class EmbeddingBackward:
 
     @cute.jit
     def _add_tokens(
-        self, mOrder, mDout, coord: cutlass.Constexpr, rSum: cute.Tensor, tokens: cutlass.Constexpr
+        self, mOrder, mDout, coord: cutlass.Constexpr, rSum: cute.Tensor, c: Int32, tokens: cutlass.Constexpr
     ):  # fmt: skip
         """Add this group's share of some tokens."""
         (_, group, column, inside), (begin, head, gap, count) = coord, tokens
@@ -269,7 +297,7 @@ class EmbeddingBackward:
             places = [cutlass.min(k + u * self.groups, count - 1) for u in range(UNROLL)]
             rows = [mOrder[begin + p + cutlass.select_(p >= head, gap, Int32(0))] for p in places]
             predicate = [inside & (k + u * self.groups < count) for u in range(UNROLL)]
-            held = [self._token(mDout, row, column, want) for row, want in zip(rows, predicate)]
+            held = [self._token(mDout, row, c, column, want) for row, want in zip(rows, predicate)]
             for u in cutlass.range_constexpr(UNROLL):
                 rSum.store(rSum.load() + widen(held[u]))
 
@@ -286,3 +314,62 @@ class EmbeddingBackward:
             for g in cutlass.range(1, self.groups, unroll=1):
                 for j in cutlass.range_constexpr(self.vec):
                     rSum[j] = rSum[j] + sSum[g, j, lane]
+
+
+class EmbeddingRowsAnywhere(EmbeddingRows):
+    """:class:`EmbeddingRows` for rows that start anywhere: vectors are those of dweight's memory, 16 bytes wide.
+
+    All stores but those at a row's ends are whole. A token's elements for a vector begin anywhere in its row: they are
+    loaded as two aligned vectors and moved into place, see :mod:`cute_ops.kernels.lib.realign`.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.before = self.vec - 1
+
+    def _vec(self):
+        return VECTOR_BYTES // ITEMSIZE[self.keys["dweight"].dtype]
+
+    def _start(self, c, column):
+        """The first column of a thread's vector in a class's row; below 0 where it begins in the row before."""
+        return column - Int32((Int64(c) * self.n) % self.vec)
+
+    def _token(self, mDout, row, c, column, predicate):
+        dtype, first, n = mDout.element_type, self._start(c, column), Int32(self.n)
+        address = self._address(mDout, "dout", row, first)
+        past = bytes_past(address, dtype, self.vec)
+        flat = self.keys["dout"].layout == "flat"
+        tail = Int64(row) + 1 >= extent(mDout, 0) if flat else Boolean(True)
+        rPair, begin = fragment(dtype, 2 * self.vec, 0), first - past // (dtype.width // 8)
+        end = cutlass.select_(predicate, n, Int32(-2 * self.vec))
+        fetch(rPair, address - past, begin, end, cutlass.select_(tail, n - self.vec + 1, n), tail)
+        return settle(rPair, past)
+
+    @cute.jit
+    def _store_vector(self, predicate: Boolean, mDweight, rOut: cute.Tensor, c: Int32, column: Int32):
+        first = self._start(c, column)
+        if predicate & (first + self.vec > 0) & (first < self.n):
+            store_masked(rOut, self._address(mDweight, "dweight", c, first), first, Int32(self.n))
+
+    @cute.jit
+    def _store_partial(self, predicate: Boolean, mPartials, rSum: cute.Tensor, chunk: Int32, c: Int32, column: Int32):
+        first = self._start(c, column)
+        if predicate:
+            store_elements(rSum, self._address(mPartials, "partials", chunk, first), first, Int32(self.n))
+
+    @cute.jit
+    def _load_partial(
+        self, predicate: Boolean, mPartials, rPartial: cute.Tensor, chunk: Int32, c: Int32, column: Int32
+    ):  # fmt: skip
+        first = self._start(c, column)
+        if predicate:
+            load_elements(rPartial, self._address(mPartials, "partials", chunk, first), first, Int32(self.n))
+
+
+def EmbeddingBackward(variant):
+    """The kernel: of rows that start on vectors or half of one, or anywhere."""
+    n, key = variant.dims["n"], variant.tensors["dweight"]
+    wide = VECTOR_BYTES // ITEMSIZE[key.dtype]
+    narrow_rows = min(min(k.align, k.row_align) for k in (key, variant.tensors["dout"])) * 2 < VECTOR_BYTES
+    whole = key.layout == "flat" and key.align >= VECTOR_BYTES and n is not None and n >= LEAST_VECTORS * wide
+    return (EmbeddingRowsAnywhere if narrow_rows and whole else EmbeddingRows)(variant)

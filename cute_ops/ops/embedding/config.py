@@ -5,7 +5,7 @@ from __future__ import annotations
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.embedding.config import EmbeddingConfig
+from cute_ops.kernels.embedding.config import LEAST_VECTORS, EmbeddingConfig
 
 # Threads of a CTA, and the most that share a row.
 THREADS, ROW_THREADS = 256, 64
@@ -17,19 +17,22 @@ def embedding_bwd(problem: Problem) -> EmbeddingConfig:
     """Up to 64 threads share a row or a segment of it. Such a group takes several classes where classes are no fewer
     than tokens and make at least four CTAs per SM.
     """
-    share, segments = ROW_THREADS, 1
+    share, segments, anywhere = ROW_THREADS, 1, False
     if problem.n is not None:
         rows = ("dout", "dweight")
         vec = min(min(problem.aligns[name], VECTOR_BYTES) // ITEMSIZE[problem.dtypes[name]] for name in rows)
-        vectors = max(-(-problem.n // vec), 1)
+        wide = VECTOR_BYTES // ITEMSIZE[problem.dtypes["dweight"]]
+        anywhere = 2 * vec < wide and problem.n >= LEAST_VECTORS * wide
+        vec = wide if anywhere else vec
+        vectors = max(-(-problem.n // vec), 1) + (anywhere and problem.n % vec > 1)
         segments = -(-vectors // ROW_THREADS)
         share = -(-vectors // segments)
     tokens, classes = problem.dims["t"], problem.dims["c"]
     ctas = classes * segments // (THREADS // share * CLASSES)
     many = tokens <= classes and ctas >= 4 * problem.sm_count
     # Without this bound the compiler spills registers to fit one more CTA on an SM. Groups that share warps with other
-    # groups take more registers.
-    resident = 4 if share % WARP and WARP % share else 5
+    # groups take more registers, and pairs of vectors, of rows that start anywhere, take most.
+    resident = 3 if anywhere else 4 if share % WARP and WARP % share else 5
     return EmbeddingConfig(THREADS, share, CLASSES if many else 1, CHUNK, resident)
 
 
