@@ -28,6 +28,7 @@ __all__ = [
     "mlp_func",
     "rmsnorm",
     "softmax",
+    "topk",
 ]
 __getattr__ = missing(__name__, __all__, {})
 GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}
@@ -72,6 +73,12 @@ class QuackRMSNorm(nn.RMSNorm):
 def softmax(x: Tensor) -> Tensor:
     """Softmax of the last dim."""
     return cute_ops_torch.softmax(x)
+
+
+def topk(x: Tensor, k: int, softmax: bool = False) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row, from the largest on, or their softmax; and int32, where they are."""
+    values, index = cute_ops_torch.topk(x, k)
+    return (cute_ops_torch.softmax(values) if softmax else values), index
 
 
 def layernorm_fwd(

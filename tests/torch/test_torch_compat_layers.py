@@ -42,6 +42,8 @@ LOGITS = drawn(6, 16) * 4
     (lambda x, w, r: quack.rmsnorm(x, w, residual=r), lambda x, w, r: rms(x + r, w), (X, WEIGHT, X.flip(1))),
     (lambda x, w: quack.rmsnorm(x, w, prenorm=True), lambda x, w: (rms(x, w), x), (X, WEIGHT)),
     (quack.softmax, lambda x: x.softmax(-1), (X,)),
+    (lambda x: quack.topk(x, 5)[0], lambda x: x.topk(5)[0], (X,)),
+    (lambda x: quack.topk(x, 5, softmax=True)[0], lambda x: x.topk(5)[0].softmax(-1), (X,)),
     (quack.layernorm_fwd, lambda x, w, b: F.layer_norm(x, (32,), w, b, 1e-6), (X, WEIGHT, BIAS)),
     (quack.linear_func, F.linear, (X, drawn(24, 32), drawn(24))),
     (lambda x, a, b: quack.mlp_func(x, a, b, "relu_sq"), lambda x, a, b: F.relu(x @ a.T) ** 2 @ b.T,
@@ -248,6 +250,10 @@ def test_modules(index: int) -> None:
     for a, b in ((x, wide), *zip(module.parameters(), twin.parameters(), strict=True)):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_where_the_largest_are() -> None:
+    assert quack.topk(X, 5)[1].tolist() == X.topk(5)[1].tolist()
 
 
 def test_modules_of_two_inputs() -> None:
