@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from cute_ops.ops.attention.attention import HALVES, attention
+from cute_ops.ops.attention.attention import HALVES, attention, attention_packed
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.library.taken import takes
@@ -17,7 +18,7 @@ from cute_ops_torch.registry import define
 Tensor = torch.Tensor
 _HALVES = tuple(getattr(torch, name) for name in HALVES)
 _FLOATS = (*_HALVES, torch.float32)
-_attention = define(attention).function
+_attention, _packed = define(attention).function, define(attention_packed).function
 ALL = (-1, -1)  # the limits of a mask that allows all
 
 
@@ -69,7 +70,7 @@ def scaled_dot_product_attention(
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sides: tuple[int, int], *, scale: float | None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, offsets: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Attention to the keys of a band, (*batch, seqlen, heads, headdim); None where ours does not compute it.
 
@@ -77,6 +78,8 @@ def attend(
         query, key, value: (*batch, heads, seqlen, headdim). The last query is beside the last key.
         sides: how many keys before and after its own a query attends to at most; -1 is all.
         scale, softcap, sinks: as :func:`cute_ops_torch.attention` has them; None is the default.
+        offsets: where sequences begin in all rows of the batch, one after another, and where the last one ends: of
+            queries and of keys. None where each row is one.
     """
     if not (computes(query) and takes(query, key, value) and _fits(query, key, value)):
         return None
@@ -94,7 +97,20 @@ def attend(
         scale = None  # one kernel serves calls that leave it out, too
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     options = scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0
-    return _attention(q, k, v, sinks, *options)[0]  # type: ignore[no-any-return]
+    return attend_rows(q, k, v, offsets, sinks, options)
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor] | None, sinks: Tensor | None, options: Sequence[Any]
+) -> Tensor:
+    """Attention of (*batch, seqlen, heads, headdim), within sequences that begin at these offsets if there are some.
+    ``options``: of the op, in order.
+    """
+    if offsets is None:
+        return _attention(q, k, v, sinks, *options)[0]  # type: ignore[no-any-return]
+    flat = (x.flatten(0, -3) for x in (q, k, v))
+    out: Tensor = _packed(*flat, *offsets, sinks, *options)[0]
+    return out.unflatten(0, q.shape[:-2])
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -10,15 +10,23 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cute_ops_torch.composite.scaled_dot_product import attend
+from cute_ops_torch.composite.scaled_dot_product import attend, attend_rows
 from cute_ops_torch.huggingface.attention import unwrapped
 from cute_ops_torch.huggingface.bypass import calls
-from cute_ops_torch.huggingface.masks import ANY, CREATORS, as_made, band_of, make_mask, without_computing
+from cute_ops_torch.huggingface.masks import (
+    ANY,
+    CREATORS,
+    as_made,
+    band_of,
+    make_mask,
+    sequences_of,
+    without_computing,
+)
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
 from cute_ops_torch.huggingface.source import definition, source_digest
 
@@ -34,13 +42,17 @@ _PLAIN = (
 _CAPPED, _SINKS = ("e497b5cad493bd06", "07daa3059fecede5"), ("50b806677e6547d8", "1104ddae388372ec")
 # Arguments that say nothing to a function that gets a mask.
 _SAID_BY_THE_MASK = frozenset(("position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states"))
+# Arguments of FlashAttention's function, which say where sequences begin in the one row of a batch.
+_OFFSETS, _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 
 
 def register_attention() -> None:
     """Let Hugging Face's models take ``attn_implementation="cute"``: our attention, by any model that takes ``sdpa``,
     patched or not, with its sliding windows, sinks (GPT-OSS) and soft caps (Gemma 2).
 
-    No mask is computed where it is causal, a window or none and no token is padding. Elsewhere, in float32 and with
+    No mask is computed where it is causal, a window or none and no token is padding. Sequences may be packed in a row:
+    by ``position_ids`` that begin anew, or by the arguments of FlashAttention, ``cu_seq_lens_q`` and others, that
+    ``DataCollatorWithFlattening`` gives. Elsewhere, in float32 and with
     dropout, ``sdpa`` runs, or attention written out for sinks and soft caps. :func:`cute_ops_torch.patch` calls this.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -56,6 +68,12 @@ def cute_attention_forward(
     s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function of ``attn_implementation="cute"``."""
+    given = [kwargs.pop(name, None) for name in (*_OFFSETS, *_LENGTHS)][:2]
+    if None not in given and sequences_of(attention_mask) is None:
+        options: Any = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+        sides = _sides_of_sequences(attention_mask, kwargs.get("sliding_window"), _is_causal(module, is_causal))
+        if sides is not None:
+            return _attend_sequences(query, key, value, given, sides, **options), None
     seen = _seen(attention_mask, query, key, _is_causal(module, is_causal)) if _computed(dropout, kwargs) else None
     out = None if seen is None else _attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=s_aux)
     if out is not None:
@@ -133,33 +151,81 @@ def _is_causal(module: Any, given: bool | None) -> bool:
     return getattr(module, "is_causal", True) if given is None else given
 
 
-def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tuple[int, int, int] | None:
-    """How many keys before and after its own a query attends to, and among how many keys, of which the last is beside
-    the last query; None where that is not known. Without a mask, ``causal`` means keys up to the query's number.
+def _sides_of_sequences(mask: Tensor | None, window: int | None, causal: bool) -> tuple[int, int] | None:
+    """How many keys before and after its own a query attends to, of a call that says where sequences begin; None where
+    a compiler sees a mask, which tells the sequences from each other.
+    """
+    if mask is None:
+        right = 0 if causal else ANY if window is None else window - 1
+        return (ANY if window is None else window - 1), right
+    band = band_of(mask)
+    if band is not None:
+        return band.left, band.right
+    if torch.compiler.is_compiling():
+        return None
+    raise NotImplementedError("cute.attention: cu_seq_lens_q beside a mask that is no band is not implemented.")
+
+
+def _attend_sequences(
+    query: Tensor, key: Tensor, value: Tensor, offsets: list[Any], sides: tuple[int, int], *, dropout: float,
+    scaling: float | None, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention within sequences, in any dtype: torch's function has nothing to tell them from each other."""
+    if dropout:
+        raise NotImplementedError("cute.attention: dropout is not implemented for sequences by cu_seq_lens_q.")
+    of_q, of_k = (x.to(torch.int32) for x in offsets)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    left, right = sides
+    options = scaling or 0.0, right == 0, left, -1 if right == 0 else right, softcap or 0.0
+    return attend_rows(q, k, v, (of_q, of_k), sinks, options)
+
+
+class _Seen(NamedTuple):
+    """What a query attends to.
+
+    Attributes:
+        left, right: how many keys before and after its own.
+        keys: among how many, of which the last is beside the last query.
+        offsets: where sequences begin in the rows of a batch; None where each row is one.
+    """
+
+    left: int
+    right: int
+    keys: int
+    offsets: Tensor | None = None
+
+
+def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> _Seen | None:
+    """What a query attends to; None where that is not known. Without a mask, ``causal`` means keys up to the query's
+    number.
     """
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         if not causal or queries == 1:
-            return ANY, ANY, keys
-        return (ANY, 0, queries) if queries <= keys else None
+            return _Seen(ANY, ANY, keys)
+        return _Seen(ANY, 0, queries) if queries <= keys else None
+    if (sequences := sequences_of(mask)) is not None:
+        own, offsets = sequences
+        alike = (own.queries, own.keys) == (queries, keys)
+        return _Seen(own.left, own.right, keys, offsets) if alike else None
     band = band_of(mask)
     if band is None or (band.queries, band.keys) != (queries, keys):
         return None
     last = band.shift + queries
     if last == keys or (band.left, band.right) == (ANY, ANY):
-        return band.left, band.right, keys
+        return _Seen(band.left, band.right, keys)
     # Keys after the last query's: of a cache whose size is static.
-    return (band.left, 0, last) if 0 < last < keys and band.right == 0 else None
+    return _Seen(band.left, 0, last) if 0 < last < keys and band.right == 0 else None
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, seen: tuple[int, int, int], *, scaling: float | None,
+    query: Tensor, key: Tensor, value: Tensor, seen: _Seen, *, scaling: float | None,
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    left, right, keys = seen
-    if keys != key.shape[2]:
-        key, value = key[:, :, :keys], value[:, :, :keys]
-    return attend(query, key, value, (left, right), scale=scaling, softcap=softcap, sinks=sinks)
+    if seen.keys != key.shape[2]:
+        key, value = key[:, :, : seen.keys], value[:, :, : seen.keys]
+    sides, offsets = (seen.left, seen.right), None if seen.offsets is None else (seen.offsets, seen.offsets)
+    return attend(query, key, value, sides, scale=scaling, softcap=softcap, sinks=sinks, offsets=offsets)
 
 
 def _first_keys(query: Tensor, key: Tensor) -> Tensor:

@@ -26,15 +26,16 @@ Tensor = torch.Tensor
 _MASKS = {"causal_mask_function": "ba35c80b3c360b2d", "bidirectional_mask_function": "7d0492ff55ef10f9"}
 _MAKERS = {
     "and_masks": "d40aab19cc10157d", "sliding_window_overlay": "be6000111988c638",
-    "sliding_window_bidirectional_overlay": "062ad81137003b7d",
+    "sliding_window_bidirectional_overlay": "062ad81137003b7d", "packed_sequence_mask_function": "66fc0bc16889afb6",
+    "remap_positions_for_packed_sequence": "2ad1051530d517b0",
 }  # fmt: skip
 # Functions that make the masks of a model, by the function that its config names.
 CREATORS = (
     "create_causal_mask", "create_sliding_window_causal_mask", "create_bidirectional_mask",
     "create_bidirectional_sliding_window_mask",
 )  # fmt: skip
-# The attribute of a mask whose band is known.
-_BAND = "_cute_band"
+# The attribute of a mask whose band is known, and of one whose band is that of sequences in the rows of a batch.
+_BAND, _SEQUENCES = "_cute_band", "_cute_sequences"
 ANY = -1
 
 
@@ -64,13 +65,19 @@ class BandMask(Tensor):
 
     @staticmethod
     def __new__(
-        cls, band: Band, batch: int, dtype: torch.dtype, device: torch.device, make: Callable[..., Tensor | None]
-    ) -> BandMask:
-        """``make()`` is the original; with ``skip=False`` it is a tensor."""
+        cls, band: Band, batch: int, dtype: torch.dtype, device: torch.device, make: Callable[..., Tensor | None],
+        offsets: Tensor | None = None,
+    ) -> BandMask:  # fmt: skip
+        """``make()`` is the original; with ``skip=False`` it is a tensor. ``offsets``: where sequences begin in all
+        rows of the batch, and where the last one ends; None where each row is one.
+        """
         shape = (batch, 1, band.queries, band.keys)
         mask: BandMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.original, mask._compute = cache(make), cache(partial(make, skip=False))
-        setattr(mask, _BAND, band)
+        if offsets is None:
+            setattr(mask, _BAND, band)
+        else:
+            setattr(mask, _SEQUENCES, (band, offsets))
         return mask
 
     @property
@@ -78,7 +85,7 @@ class BandMask(Tensor):
         return self._compute.cache_info().currsize > 0  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"BandMask({getattr(self, _BAND)})"
+        return f"BandMask({getattr(self, _BAND, None) or getattr(self, _SEQUENCES)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -94,6 +101,12 @@ def band_of(mask: Tensor) -> Band | None:
     """
     band: Band | None = getattr(mask, _BAND, None)
     return None if isinstance(mask, BandMask) and mask.computed else band
+
+
+def sequences_of(mask: Tensor | None) -> tuple[Band, Tensor] | None:
+    """The band of a mask of several sequences in a row, and where they begin; None of other masks."""
+    found: tuple[Band, Tensor] | None = getattr(mask, _SEQUENCES, None)
+    return found if isinstance(mask, BandMask) and not mask.computed else None
 
 
 def as_made(mask: Tensor | None) -> Tensor | None:
@@ -161,7 +174,9 @@ def _registered(name: str) -> str:
 
 def make_mask(plain: Callable[..., Tensor | None], **given: Any) -> Tensor | None:
     """A mask with the arguments of ``sdpa_mask`` and its like in transformers, of which ``plain`` is one."""
-    band = _band(given)
+    band, offsets = _band(given), None
+    if band is None:
+        band, offsets = _of_sequences(given) or (None, None)
     if band is None:
         return plain(**given)
     given["attention_mask"] = None  # no token is padding
@@ -170,13 +185,13 @@ def make_mask(plain: Callable[..., Tensor | None], **given: Any) -> Tensor | Non
         no = {} if skip else {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return plain(**{**given, **no})
 
-    if _is_skipped(plain, band, given):
+    if offsets is None and _is_skipped(plain, band, given):
         return make()
     eager = plain.__name__ == "eager_mask"
     dtype = given.get("dtype", torch.float32) if eager else torch.bool
     positions = given.get("cache_position")
     device = given.get("device", "cpu") if positions is None else positions.device
-    return BandMask(band, given["batch_size"], dtype, device, make)
+    return BandMask(band, given["batch_size"], dtype, device, make, offsets)
 
 
 def _is_skipped(plain: Any, band: Band, given: Mapping[str, Any]) -> bool:
@@ -207,6 +222,35 @@ def _band(given: Mapping[str, Any]) -> Band | None:
     return Band(left, right, shift, queries, keys)
 
 
+def _of_sequences(given: Mapping[str, Any]) -> tuple[Band, Tensor] | None:
+    """The band of a mask of several sequences in a row, which transformers finds by their positions, and where they
+    begin. Reading that waits for the GPU, as transformers does for it.
+    """
+    function, place = given.get("mask_function"), _place(given)
+    if function is None or place is None or transforms_active() or torch.compiler.is_compiling():
+        return None
+    shift, queries, keys = place
+    numbers = _free(function, "and_masks").get("mask_functions", ())
+    numbers = [number for one in numbers for number in _free(one, "packed_sequence_mask_function").values()]
+    sides = _sides(function, within_sequences=True)
+    if sides is None or len(numbers) != 1 or shift or queries != keys or given.get("attention_mask") is not None:
+        return None
+    number = numbers[0].expand(given["batch_size"], -1)
+    begins = torch.ones_like(number, dtype=torch.bool)
+    begins[:, 1:] = number[:, 1:] != number[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    offsets = torch.cat([starts, starts.new_full((1,), number.numel())]).int()
+    return Band(*sides, 0, queries, keys), offsets
+
+
+def _free(function: Any, name: str) -> dict[str, Any]:
+    """What a mask function of this name, or that a function of this name has made, refers to; nothing of others."""
+    code = getattr(function, "__code__", None)
+    if code is None or _names().get(code) != name:
+        return {}
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+
+
 def _place(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
     """The key beside the first query, and the numbers of queries and keys; None where they are not known."""
     keys, offset = given["kv_length"], given.get("kv_offset", 0)
@@ -229,17 +273,23 @@ def _allows_all(padding: Tensor, keys: int) -> bool:
     return bool(padding.all())
 
 
-def _sides(function: Any) -> tuple[int, int] | None:
-    """The limits ``(left, right)`` of a mask function of transformers; None of other functions."""
+def _sides(function: Any, within_sequences: bool = False) -> tuple[int, int] | None:
+    """The limits ``(left, right)`` of a mask function of transformers; None of other functions, and of those that tell
+    sequences in a row from each other unless the limits are those ``within_sequences``.
+    """
     if torch.compiler.is_compiling():  # which knows no closures
         return None
     name = _names().get(getattr(function, "__code__", None))  # type: ignore[arg-type]
     if name is None:
         return None
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    free = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    free = _free(function, name)
+    if name in ("packed_sequence_mask_function", "remap_positions_for_packed_sequence"):
+        # Positions in a sequence differ as places do.
+        if not within_sequences:
+            return None
+        return _sides(free["mask_function"]) if "mask_function" in free else (ANY, ANY)
     if name == "and_masks":
-        found = [_sides(one) for one in free["mask_functions"]]
+        found = [_sides(one, within_sequences) for one in free["mask_functions"]]
         return None if None in found else _narrower(found)
     window = free.get("sliding_window", 0)
     known = {

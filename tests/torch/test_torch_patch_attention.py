@@ -251,13 +251,60 @@ def test_dropout_and_float32_are_left_to_the_original(calls: list[Any]) -> None:
     assert len(calls) == 2
 
 
-def test_packed_sequences_are_left_to_the_original(calls: list[Any]) -> None:
-    positions = torch.arange(19).remainder(7)[None].expand(2, -1)
-    exact, model = decoder("llama"), decoder("llama").bfloat16()
+@pytest.fixture
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The offsets of calls of our attention on packed sequences."""
+    seen: list[list[int]] = []
+    run = scaled_dot_product._packed
+    monkeypatch.setattr(scaled_dot_product, "_packed", lambda *args: (seen.append(args[3].tolist()), run(*args))[1])
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_packed_sequences(name: str, way: Callable[[Any], Any], calls: list[Any], packed_calls: list[Any]) -> None:
+    """Whose positions begin anew, in both rows of a batch."""
+    positions = torch.arange(19).remainder(11)[None].expand(2, -1)
+    exact, model = decoder(name), decoder(name).bfloat16()
     packed = {"position_ids": positions, "use_cache": False}
     right, plain = outcome(exact, **packed), outcome(model, **packed)
-    assert_as_close(outcome(patched(model), **packed), plain, right)
+    assert_as_close(outcome(way(model), **packed), plain, right)
     assert calls == []
+    assert packed_calls == [[0, 11, 19, 30, 38]] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+def test_the_arguments_of_flash_attention(name: str, dtype: torch.dtype, packed_calls: list[Any]) -> None:
+    """GPT-OSS shows its positions to no mask, so that they do not tell sequences from each other."""
+    model, tokens = named(decoder(name).to(dtype)).eval(), TOKENS[:1]
+    offsets, positions = torch.tensor([0, 11, 19]), torch.arange(19).remainder(11)[None]
+    flash = {f"cu_seq_lens_{x}": offsets for x in "qk"} | {f"max_length_{x}": 11 for x in "qk"}
+    with torch.no_grad():
+        parts = [model(part, use_cache=False).logits for part in (tokens[:, :11], tokens[:, 11:])]
+        packed_calls.clear()
+        options = [flash] if name == "gpt-oss" else [{}, flash]
+        found = [model(tokens, position_ids=positions, use_cache=False, **more).logits for more in options]
+    limit = 1e-4 if dtype == torch.float32 else 0.03
+    for each in found:
+        torch.testing.assert_close(each, torch.cat(parts, dim=1), rtol=limit, atol=limit)
+    counted = len(options) if dtype == torch.bfloat16 else name == "gpt-oss"
+    assert packed_calls == [[0, 11, 19]] * (2 * counted)
+
+
+def test_dropout_of_sequences_is_refused() -> None:
+    model = named(decoder("llama")).train()
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        layer.self_attn.attention_dropout = 0.5
+    offsets = torch.tensor([0, 11, 19])
+    with pytest.raises(NotImplementedError, match="dropout is not implemented for sequences by cu_seq_lens_q"):
+        model(TOKENS[:1], cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=11, max_length_k=11)
+    padding = torch.ones(1, 19, dtype=torch.long)
+    padding[:, 0] = 0
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q beside a mask that is no band is not implemented"):
+        model.eval()(
+            TOKENS[:1], padding, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=11, max_length_k=11
+        )
 
 
 def test_another_attention_function_takes_effect(calls: list[Any]) -> None:
