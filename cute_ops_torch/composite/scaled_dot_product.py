@@ -106,11 +106,13 @@ def attend_rows(
     """Attention of (*batch, seqlen, heads, headdim), within sequences that begin at these offsets if there are some.
     ``options``: of the op, in order.
     """
+    out: Tensor
     if offsets is None:
-        return _attention(q, k, v, sinks, *options)[0]  # type: ignore[no-any-return]
+        out, _ = _attention(q, k, v, sinks, *options)
+        return out
     flat = (x.flatten(0, -3) for x in (q, k, v))
-    out: Tensor = _packed(*flat, *offsets, sinks, *options)[0]
-    return out.unflatten(0, q.shape[:-2])
+    out = _packed(*flat, *offsets, sinks, *options)[0]
+    return out.unflatten(0, q.shape[:-2])  # type: ignore[no-any-return]
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
