@@ -240,9 +240,11 @@ class MlaDecodeSm90(Latent):
             self._weigh(own, work, shared, (0, at))
             self._add_own(own, shared, (0, count, at))
         for index in cutlass.range(2 - group, count, GROUPS, unroll=1):
-            self._score(own, shared, index)
             self._begin_other(own, shared, (index - 1, at))
+            self._score(own, shared, index)
             warpgroup.wait_group(1)
+            self._release(shared, index - 1, thread)
+            warpgroup.wait_group(0)
             self._weigh(own, work, shared, (index, at))
             self._add_own(own, shared, (index, count, at))
         if (count > 0) & (count % GROUPS == group):
@@ -293,12 +295,7 @@ class MlaDecodeSm90(Latent):
         factors = self.softmax.add(own.rS, own.rMax, own.rSum)
         rP = cute.make_rmem_tensor_like(own.rS, self.dtype)
         store_packed(own.rS, rP)
-        if const_expr(not isinstance(index, int)):  # a block before it is being added
-            # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
-            if own.rSum[0] + own.rSum[1] < 0.0:
-                cute.arch.sync_warp()
-            warpgroup.wait_group(0)
-            self._release(shared, index - 1, thread)
+        if index > 0:
             # The other warpgroup has read the weights before these.
             cute.arch.barrier(barrier_id=READ + (index - 1) % 2, number_of_threads=GROUPS * WARPGROUP)
         for r in cutlass.range_constexpr(2):
