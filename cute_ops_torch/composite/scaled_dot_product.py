@@ -81,7 +81,7 @@ def attend(
         offsets: where sequences begin in all rows of the batch, one after another, and where the last one ends: of
             queries and of keys. None where each row is one.
     """
-    if not (computes(query) and takes(query, key, value) and _fits(query, key, value)):
+    if not (computes(query) and takes(query, key, value) and fits(query, key, value)):
         return None
     if not (scale is None or scale > 0) or not (softcap is None or softcap > 0):
         return None
@@ -115,7 +115,7 @@ def attend_rows(
     return out.unflatten(0, q.shape[:-2])  # type: ignore[no-any-return]
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether shapes are those that our attention takes."""
     if query.ndim < 3 or not query.ndim == key.ndim == value.ndim:
         return False

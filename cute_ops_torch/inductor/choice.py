@@ -34,7 +34,9 @@ from cute_ops_torch.inductor.fx import hint
 from cute_ops_torch.library.tensors import bind_tensors, memory
 
 # What may be put into graphs, besides the ops that are found by their meaning.
-OTHERS = ("fused", "linear", "cross_entropy", "linear_cross_entropy", "attention_mask")
+OTHERS = (
+    "fused", "linear", "cross_entropy", "linear_cross_entropy", "attention_mask", "attention", "embedding",
+)  # fmt: skip
 KNOWN = (*neutral.BY_MEANING, *COMPOSITES, *OTHERS)
 _STAYS = "Inductor fuses it, too; mode='max-autotune' measures both forms"
 

@@ -28,6 +28,7 @@ from cute_ops.fusion.report import Entry, Report
 from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.attention_mask import replace_mask
+from cute_ops_torch.inductor.calls import replace_call
 from cute_ops_torch.inductor.choice import KNOWN, Chooser
 from cute_ops_torch.inductor.dynamo import sweep
 from cute_ops_torch.inductor.fx import value_of
@@ -37,6 +38,7 @@ from cute_ops_torch.inductor.rewrite import Rewritten, Unreadable, rewrite
 
 log = logging.getLogger("cute_ops")
 DEVICES = ("cuda", "cpu")
+_CALLED = {"attention": "scaled_dot_product_attention"}
 replaced: Counter[str] = Counter()
 """How often each op has replaced something in this process."""
 _entries: list[Entry] = []
@@ -162,10 +164,14 @@ class Replace(CustomGraphPass):
             entries.append(Entry("", "a graph", str(error), "", "", 1))
         for node in list(graph.nodes):
             value = value_of(node)
-            concerned = node.users and value is not None and value.device.type in self.devices
-            if concerned and (name := replace_loss(graph, node, self.ops, self.logits)):
+            if not node.users or value is None or value.device.type not in self.devices:
+                continue
+            if name := replace_loss(graph, node, self.ops, self.logits):
                 found[name] += 1
                 entries.append(entry_of_node(name, "cross entropy", node))
+            elif not self.exact and (name := replace_call(graph, node, self.ops)):
+                found[name] += 1
+                entries.append(entry_of_node(name, f"a call of torch's {_CALLED.get(name, name)}", node))
         if found:
             sweep(graph)
             graph.lint()

@@ -164,8 +164,8 @@ class _Rewriting:
             made, gain = emits.emit(found, choice, self.choosing.judge)
         for holders, new in zip(roots, made, strict=True):
             wrong = _differs(new, holders[0].node)
-            if not wrong and not _lies_alike(new, holders[0].node):
-                fits = isinstance(found, Composite) and all(_is_read_alike(each.node, example(new)) for each in holders)
+            if not wrong and not lies_alike(new, holders[0].node):
+                fits = isinstance(found, Composite) and all(is_read_alike(each.node, example(new)) for each in holders)
                 wrong = "" if fits else "its result is not laid out row by row"
             if wrong:
                 emits.undo()
@@ -276,14 +276,14 @@ def _differs(new: Node, old: Node) -> str:
     return ""
 
 
-def _lies_alike(new: Node, old: Node) -> bool:
+def lies_alike(new: Node, old: Node) -> bool:
     """Whether a new tensor has the strides of the one that the program has."""
     made, was = example(new), example(old)
     strides = zip(made.stride(), was.stride(), was.shape, strict=True)
     return all(_same([a], [b]) for a, b, size in strides if not (isinstance(size, int) and size == 1))
 
 
-def _is_read_alike(node: Node, value: torch.Tensor) -> bool:
+def is_read_alike(node: Node, value: torch.Tensor) -> bool:
     """Whether all that read a node also take a value with other strides, a part of an array: views of it exist, and
     the program does not return it.
     """
@@ -294,7 +294,7 @@ def _is_read_alike(node: Node, value: torch.Tensor) -> bool:
         if isinstance(made, torch.Tensor) and storage_of(made) != storage_of(example(node)):
             continue  # computed anew, in an array of its own
         view = _viewed(user, node, value)
-        if view is None or not _is_read_alike(user, view):
+        if view is None or not is_read_alike(user, view):
             return False
     return True
 

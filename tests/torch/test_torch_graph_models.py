@@ -39,9 +39,9 @@ class Case(NamedTuple):
     found: dict[str, int]
 
 
-LOSS = {"cross_entropy": 1, "attention_mask": 2}
+LOSS = {"cross_entropy": 1, "attention_mask": 2, "embedding": 1}
 LLAMA = {"add_rmsnorm": 2, "linear_add_rmsnorm": 2, "gated_mlp": 2, **LOSS}
-ENCODER = {"fused": 6, "mlp": 2, "cross_entropy": 1}
+ENCODER = {"fused": 6, "mlp": 2, "cross_entropy": 1, "embedding": 3}
 VISION = {"fused": 5, "mlp": 2, "cross_entropy": 1}
 MODELS = {
     "Llama": Case("LlamaConfig", "LlamaForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
@@ -49,7 +49,7 @@ MODELS = {
     "Qwen2": Case("Qwen2Config", "Qwen2ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
     "Qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", GROUPED, {"rmsnorm": 5, **LLAMA}),
     "Gemma3": Case("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, "sliding_window": 8}, {
-        "fused": 6, "rmsnorm": 4, "gated_mlp": 2, "cross_entropy": 1,
+        "fused": 6, "rmsnorm": 4, "gated_mlp": 2, "cross_entropy": 1, "embedding": 1,
     }),
     "OLMo 2": Case("Olmo2Config", "Olmo2ForCausalLM", GROUPED, {"rmsnorm": 4, "fused": 4, "gated_mlp": 2, **LOSS}),
     "Phi-3": Case("Phi3Config", "Phi3ForCausalLM", GROUPED, {"rmsnorm": 1, **LLAMA}),
@@ -62,20 +62,21 @@ MODELS = {
     "GPT-2": Case("GPT2Config", "GPT2LMHeadModel", {
         "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32, "bos_token_id": 0,
         "eos_token_id": 0, "loss_type": "ForCausalLMLoss", "use_cache": False,
-    }, {"fused": 5, "mlp": 2, **LOSS}),
+    }, {"fused": 5, "mlp": 2, **LOSS, "embedding": 2}),
     "GPT-NeoX": Case("GPTNeoXConfig", "GPTNeoXForCausalLM", {**SIZES, "use_cache": False}, {
         "fused": 3, "mlp": 2, **LOSS,
     }),
     "BERT": Case("BertConfig", "BertForMaskedLM", SIZES, ENCODER),
     "RoBERTa": Case("RobertaConfig", "RobertaForMaskedLM", {**SIZES, "pad_token_id": 0}, ENCODER),
     "ModernBERT": Case("ModernBertConfig", "ModernBertForMaskedLM", {**SIZES, "pad_token_id": 0}, {
-        "layernorm": 1, "fused": 5, "gated_mlp": 2, "cross_entropy": 1,
+        "layernorm": 1, "fused": 5, "gated_mlp": 2, "cross_entropy": 1, "embedding": 1,
     }),
     "T5": Case("T5Config", "T5ForConditionalGeneration", {
         "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": 61,
         "decoder_start_token_id": 0, "use_cache": False,
     }, {
         "rmsnorm": 2, "fused": 3, "linear_add_rmsnorm": 6, "add_rmsnorm": 3, "mlp": 4, "cross_entropy": 1,
+        "embedding": 4,
     }),
     "ViT": Case("ViTConfig", "ViTForImageClassification", IMAGE, VISION),
     "DINOv2": Case("Dinov2Config", "Dinov2ForImageClassification", IMAGE, VISION),
@@ -190,7 +191,7 @@ TOKENS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0)
 @pytest.mark.slow
 def test_a_decoder_with_its_loss() -> None:
     compare(Decoder(), lambda run: run(TOKENS), through_autograd, fullgraph=True)
-    assert inductor.replaced == {"layernorm": 1, "fused": 4, "mlp": 2, "linear_cross_entropy": 1}
+    assert inductor.replaced == {"layernorm": 1, "fused": 4, "mlp": 2, "linear_cross_entropy": 1, "embedding": 1}
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def test_a_block_with_modulated_norms() -> None:
 def test_bodies_of_checkpoints_are_rewritten() -> None:
     """Torch runs the pass on them, too; here the graphs are as Dynamo made them."""
     compare(Decoder(checkpointed=True), lambda run: run(TOKENS), bodies_too, fullgraph=True)
-    assert inductor.replaced == {"layernorm": 3, "fused": 2, "mlp": 2, "linear_cross_entropy": 1}
+    assert inductor.replaced == {"layernorm": 3, "fused": 2, "mlp": 2, "linear_cross_entropy": 1, "embedding": 1}
 
 
 def bodies_too(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -281,7 +282,7 @@ def test_dynamic_rows_compile_once() -> None:
     for rows in (3, 5, 8):
         tokens = torch.randint(0, 61, (rows, 2 * rows))
         torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)
-    assert inductor.replaced == {"layernorm": 1, "fused": 4, "mlp": 2, "linear_cross_entropy": 1}
+    assert inductor.replaced == {"layernorm": 1, "fused": 4, "mlp": 2, "linear_cross_entropy": 1, "embedding": 1}
 
 
 @pytest.mark.slow

@@ -415,3 +415,85 @@ def test_a_patched_model_keeps_its_products_under_compile() -> None:
     calls.clear()
     results(torch.compile(model, backend=backend, fullgraph=True))
     assert sum("gated_mlp_apart" in call for call in calls) == 1
+
+
+def attend(groups: bool, causal: bool, scale: float | None = None, **options: Any) -> Callable[..., Tensor]:
+    def function(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w).view(*x.shape[:-1], -1, 16).transpose(1, 2) for w in (wq, wk, wv))
+        if groups:
+            b, heads, s, d = k.shape
+            k, v = (t[:, :, None].expand(b, heads, 2, s, d).reshape(b, 2 * heads, s, d) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **options)
+        return out.transpose(1, 2).flatten(2)
+
+    return function
+
+
+@pytest.mark.parametrize("scale", [None, 0.25, 0.4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [True, False], ids=("repeated", "apart"))
+def test_attention(groups: bool, causal: bool, scale: float | None) -> None:
+    """Keys and values that are repeated for each group of queries are read once."""
+    half = torch.bfloat16
+    weights = [made(16 * n, K, seed=1 + i, dtype=half) for i, n in enumerate((4, 2, 2) if groups else (4, 4, 4))]
+    compare(attend(groups, causal, scale), made(B, S, K, seed=0, dtype=half), *weights, found={"attention": 1})
+    if groups:
+        heads: list[Any] = []
+        with enabled():
+            torch._dynamo.reset()
+            backend = _looking_at(lambda node: heads.append(node.args[1].meta["example_value"].shape[2]))
+            torch.compile(attend(groups, causal, scale), backend=backend)(made(B, S, K, seed=0, dtype=half), *weights)
+        assert heads == [2]
+
+
+def _looking_at(look: Callable[[Any], Any]) -> Any:
+    def backend(module: Any, inputs: Any) -> Any:
+        made = only_the_pass(module, inputs)
+        for node in module.graph.nodes:
+            if str(node.target) == "cute.attention.default":
+                look(node)
+        return made
+
+    return backend
+
+
+def test_attention_that_stays() -> None:
+    """A mask, dropout, float32, one query, another repetition."""
+    half = torch.bfloat16
+    weights = [made(64, K, seed=1 + i, dtype=half) for i in range(3)]
+    wide = [w.detach().float() for w in weights]
+    mask = torch.ones(S, S, dtype=torch.bool).tril().flip(0)
+    x, row = made(B, S, K, seed=0, dtype=half), made(B, 1, K, seed=0)
+    cases: list[tuple[Any, list[Tensor]]] = [
+        (attend(False, False, attn_mask=mask), [x, *weights]), (attend(False, False, dropout_p=0.5), [x, *weights]),
+        (attend(False, True), [x.detach().float(), *wide]), (attend(False, True), [row.detach().to(half), *weights]),
+    ]  # fmt: skip
+    for function, given in cases:
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        torch.compile(function, backend=only_the_pass, fullgraph=True)(*given)
+        assert "attention" not in inductor.replaced
+    torch._dynamo.reset()
+
+    def interleaved(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w).view(B, S, -1, 16).transpose(1, 2) for w in (wq, wk[:32], wv[:32]))
+        k, v = (t[:, None].expand(B, 2, 2, S, 16).reshape(B, 4, S, 16) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    inductor.replaced.clear()
+    compare(interleaved, x, *weights, found={"attention": 1})  # of keys as they were repeated
+
+
+@pytest.mark.parametrize("padding", [None, 3, -2])
+def test_embeddings(padding: int | None) -> None:
+    tokens = torch.tensor([[1, 3, 3, 0], [35, 1, 1, 7]])
+    compare(lambda w: F.embedding(tokens, w, padding).sin(), made(37, K, seed=0), found={"embedding": 1})
+
+
+def test_embeddings_that_stay() -> None:
+    tokens, table = torch.tensor([[1, 3, 3, 0]]), made(37, K, seed=0)
+    for call in (lambda w: F.embedding(tokens, w.detach()), lambda w: F.embedding(tokens, w, scale_grad_by_freq=True)):
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        torch.compile(call, backend=only_the_pass, fullgraph=True)(table)
+        assert not inductor.replaced

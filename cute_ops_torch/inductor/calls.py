@@ -1,0 +1,144 @@
+"""Replaces calls of torch's functions that no expression says, where our op computes the same: attention, embeddings.
+
+Keys and values that a model repeats for the queries of their group are read as they were before: our attention takes
+groups, so their copies and the sums of their copies' gradients disappear.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from cute_ops.composite import embedding as embeddings
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.ops.attention.attention import attention
+from cute_ops_torch.composite.scaled_dot_product import computes, fits
+from cute_ops_torch.inductor.emit import Emitter, Refused
+from cute_ops_torch.inductor.fx import calls, value_of
+from cute_ops_torch.inductor.rewrite import is_read_alike, lies_alike
+from cute_ops_torch.registry import define
+
+_FLOATS = {getattr(torch, name) for name in FLOATS}
+
+
+def replace_call(graph: Graph, node: Any, names: Collection[str]) -> str:
+    """Replace a call by one of the ops of these names; returns its name, empty for what stays."""
+    if node.op != "call_function":
+        return ""
+    if "embedding" in names and calls(node, "embedding"):
+        return "embedding" if _embedding(graph, node) else ""
+    if "attention" in names and calls(node, "scaled_dot_product_attention"):
+        return "attention" if _attention(graph, node) else ""
+    return ""
+
+
+def _embedding(graph: Graph, node: Node) -> bool:
+    """An embedding whose table is trained: our gradient of the table is one pass."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    index, table, made = value_of(given.get("input")), value_of(given.get("weight")), value_of(node)
+    plain = given.get("max_norm") is None and not given.get("scale_grad_by_freq") and not given.get("sparse")
+    if index is None or table is None or made is None or not plain:
+        return False
+    if not (made.requires_grad and _are_plain(index, table)) or table.dtype not in _FLOATS or table.ndim != 2:
+        return False
+    if index.dtype not in (torch.int64, torch.int32) or table.stride(-1) != 1:
+        return False
+    op = embeddings.embedding
+    padding = embeddings.padding(given.get("padding_idx"), tuple(table.shape))
+    emitter = Emitter(graph, node, lambda value: None)
+    return _put(node, emitter, lambda: emitter.function(_lowered(op), given["input"], given["weight"], padding))
+
+
+def _attention(graph: Graph, node: Node) -> bool:
+    """Attention without a mask and dropout, of at least two queries that are as many as keys where it is causal."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = {"dropout_p": 0.0, "is_causal": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    nodes = [given.get("query"), *(_unrepeated(given.get(key)) for key in ("key", "value"))]
+    q, k, v = map(value_of, nodes)
+    causal, scale = given["is_causal"], given.get("scale")
+    if q is None or k is None or v is None or given.get("attn_mask") is not None or given["dropout_p"] != 0:
+        return False
+    if not (scale is None or (isinstance(scale, float) and scale > 0)) or not isinstance(causal, bool):
+        return False
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and _are_plain(q, k, v)
+    if not (alike and q.ndim == 4 and computes(q) and fits(q, k, v) and isinstance(q.shape[1], int)):
+        return False
+    queries, keys = q.shape[-2], k.shape[-2]
+    if str(queries) == "1" or (causal and str(queries) != str(keys)) or any(t.stride(-1) != 1 for t in (q, k, v)):
+        return False
+    grouped = given.get("enable_gqa") or value_of(given["key"]) is not k or q.shape[1] == k.shape[1]
+    if not grouped or k.shape[1] != v.shape[1]:
+        return False
+    scale = 0.0 if scale is None or scale == q.shape[-1] ** -0.5 else scale
+    emitter = Emitter(graph, node, lambda value: None)
+
+    def call() -> Node:
+        turned = [emitter.method("transpose", each, 1, 2) for each in nodes]
+        whole = emitter.function(_lowered(attention), *turned, None, scale, causal, -1, -1, 0.0)
+        return emitter.method("transpose", emitter.function(operator.getitem, whole, 0), 1, 2)
+
+    return _put(node, emitter, call)
+
+
+def _are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether none of them is a DTensor or another subclass."""
+    return all(type(tensor) is FakeTensor for tensor in tensors)
+
+
+def _unrepeated(node: Any) -> Any:
+    """``x`` of ``x[:, :, None].expand(b, heads, times, s, d).reshape(b, heads * times, s, d)``; else the node."""
+    joined, spread = value_of(node), value_of(node.args[0]) if _is_method(node, "reshape") else None
+    if joined is None or spread is None or not _is_method(node.args[0], "expand") or spread.ndim != 5:
+        return node
+    single = node.args[0].args[0]
+    one, x = value_of(single), value_of(single.args[0]) if isinstance(single, Node) and single.args else None
+    if one is None or x is None or x.ndim != 4 or not (calls(single, "getitem") or calls(single, "unsqueeze")):
+        return node
+    b, heads, s, d = map(str, x.shape)
+    as_texts = [tuple(map(str, t.shape)) for t in (one, spread)]
+    times = as_texts[1][2]
+    if as_texts != [(b, heads, "1", s, d), (b, heads, times, s, d)] or joined.ndim != 4:
+        return node
+    whole = isinstance(x.shape[1], int) and joined.shape[1] == x.shape[1] * spread.shape[2]
+    inserts = calls(single, "unsqueeze") or _only_inserts(single.args[1])
+    return single.args[0] if whole and inserts and tuple(map(str, joined.shape[2:])) == (s, d) else node
+
+
+def _only_inserts(index: Any) -> bool:
+    """Whether an index only makes the third dim."""
+    full = slice(None, None, None)
+    return isinstance(index, tuple) and [each for each in index if each is not ...] in (
+        [full, full, None], [full, full, None, full], [full, full, None, full, full],
+    )  # fmt: skip
+
+
+def _is_method(node: Any, name: str) -> bool:
+    return isinstance(node, Node) and node.op == "call_method" and node.target == name
+
+
+def _lowered(op: Any) -> Any:
+    defined = define(op)
+    defined.lower()
+    return defined.overload
+
+
+def _put(node: Node, emitter: Emitter, make: Any) -> bool:
+    """Put what ``make`` returns in the place of a node, if it has its dtype and shape, and all that read it take it."""
+    try:
+        made = make()
+    except (Refused, TypeError, ValueError, NotImplementedError, RuntimeError):
+        emitter.undo()
+        return False
+    was, new = value_of(node), value_of(made)
+    fits = was is not None and new is not None and was.dtype == new.dtype and str(was.shape) == str(new.shape)
+    if not fits or not (lies_alike(made, node) or is_read_alike(node, new)):  # type: ignore[arg-type]
+        emitter.undo()
+        return False
+    node.replace_all_uses_with(made)
+    return True
