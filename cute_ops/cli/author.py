@@ -140,10 +140,10 @@ def verify(
     A file that declares no op but has kernel_fn, reference_fn and get_inputs is checked, too: one on the inputs of the
     third against the other in float64. bench takes such a file as well.
 
-    With --interpret: the kernel itself runs on a CPU, each thread a number of a NumPy array, at n from 1 to 300 or at
-    the sizes of --dim, each with rows, layout and optional inputs drawn at random. A load or store outside of all
-    tensors or off its alignment, an element that is stored twice or never, and in every eighth call a race, is an
-    error. docs/debugging.md says which part of CuTe DSL is covered.
+    With --interpret: the kernel itself runs on a CPU, each thread a number of a NumPy array, at rows of 1 to 300
+    elements or at the sizes of --dim, each with rows, layout and optional inputs drawn at random. A load or store
+    outside of all tensors or off its alignment, an element that is stored twice or never, and in every eighth call a
+    race, is an error. docs/debugging.md says which part of CuTe DSL is covered.
 
     Example: python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
 

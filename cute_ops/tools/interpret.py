@@ -6,13 +6,14 @@ Each length has a number of rows, a layout in memory, optional inputs and values
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from cute_ops import testing
+from cute_ops.declaration.dims import Dim
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.testing import kernel_calls
@@ -31,8 +32,8 @@ def interpret(
 
     Args:
         dtypes: of the first dtype variable; by default all that it may have.
-        sizes: sizes of dims by name, in every combination. By default ``n`` is 1 to 300, and other dims are as in the
-            first case, made small.
+        sizes: sizes of dims by name, in every combination. By default rows have 1 to 300 elements, and other dims are
+            as in the first case, made small.
         seed: of what is drawn.
         seconds: after which nothing more begins.
     """
@@ -53,8 +54,20 @@ def interpret(
 def _sizes(op: Op, sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     names = {name for t in op.inputs.values() for dim in t.dims for name in dim.names}
     names |= {t.rows for t in op.inputs.values() if t.rows}
-    every = {**({"n": LENGTHS} if "n" in names else {}), **{k: v for k, v in sizes.items() if k in names}}
+    every = {**_row_lengths(op, names), **{k: v for k, v in sizes.items() if k in names}}
     return [dict(zip(every, chosen, strict=True)) for chosen in product(*every.values())]
+
+
+def _row_lengths(op: Op, names: Collection[str]) -> dict[str, Sequence[int]]:
+    """Sizes of ``n``, or of ``c`` where the last dim of all inputs is a multiple of it, ``8c``: up to 300 elements."""
+    if "n" in names:
+        return {"n": LENGTHS}
+    last = {t.dims[-1] for t in op.inputs.values() if t.dims}
+    if len(last) != 1:
+        return {}
+    (dim,) = last
+    alone = len(dim.names) == 1 and dim == Dim(dim.factor, dim.names)
+    return {dim.names[0]: LENGTHS[: LENGTHS[-1] // dim.factor]} if alone else {}
 
 
 def _called(op: Op, dtype: str, asked: Mapping[str, int], seed: int, watched: bool) -> tuple[Verdict, bool]:

@@ -63,6 +63,13 @@ def test_a_missing_barrier_is_found(apart: Path) -> None:
     assert found and all("Race" in each for each in found), found
 
 
+def test_rows_of_whole_vectors_have_every_length() -> None:
+    """The last dim is ``8v``: 8 to 296 elements."""
+    found = list(interpret([lookup.find(f"{FOLDER / 'relu'}.py:relu")], ("float16",)))
+    assert [verdict.case.partition(" ")[0] for verdict in found] == [f"v={v}" for v in range(1, 38)]
+    assert not [verdict for verdict in found if verdict.problem]
+
+
 def test_where_refuses_two_dtypes_as_the_compiler_does(apart: Path) -> None:
     for name, kernel in (
         ("relu_of_an_int", "cute.where(a > 0, a, 0)"),
