@@ -18,6 +18,10 @@ from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_entropy
 from cute_ops_jax.composite.losses import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from cute_ops_jax.composite.losses import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+from cute_ops_jax.composite.training import linear_distillation_loss as linear_distillation_loss
+from cute_ops_jax.composite.training import linear_log_probs as linear_log_probs
+from cute_ops_jax.composite.training import linear_policy_loss as linear_policy_loss
+from cute_ops_jax.composite.training import linear_preference_loss as linear_preference_loss
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.fusion import fuse as fuse
 from cute_ops_jax.loading import load as load
@@ -208,6 +212,7 @@ def soft_cross_entropy(
     logit_scale: float = 1.0,
     reduction: str = "mean",
 ) -> Array: ...
+def divergence(student: ArrayLike, teacher: ArrayLike, beta: float = 0.5, temperature: float = 1.0) -> Array: ...
 def topk(x: ArrayLike, k: int = 1) -> tuple[Array, Array]: ...
 def route(logits: ArrayLike, k: int = 1, normalize: bool = True) -> tuple[Array, Array, Array]: ...
 def permute_tokens(x: ArrayLike, index: ArrayLike, experts: int = 1) -> tuple[Array, Array, Array]: ...

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
     from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
+    from cute_ops_torch.composite.training import (
+        linear_distillation_loss,
+        linear_log_probs,
+        linear_policy_loss,
+        linear_preference_loss,
+    )
     from cute_ops_torch.functions import *  # type: ignore[assignment]  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.attention_function import register_attention
     from cute_ops_torch.huggingface.patch import patch, unpatch
@@ -39,6 +45,10 @@ __all__ = [
     "linear",
     "linear_add_rmsnorm",
     "linear_cross_entropy",
+    "linear_distillation_loss",
+    "linear_log_probs",
+    "linear_policy_loss",
+    "linear_preference_loss",
     "mlp",
     "nn",
     "patch",
@@ -60,6 +70,10 @@ _LAZY = {
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
     "scaled_dot_product_attention": "composite.scaled_dot_product", "unpatch": "huggingface.patch",
     "warm_up": "huggingface.warm_up",
+    **dict.fromkeys(
+        ("linear_distillation_loss", "linear_log_probs", "linear_policy_loss", "linear_preference_loss"),
+        "composite.training",
+    ),
 }  # fmt: skip
 
 # Teach all ops to take DTensors, once a program imports those.

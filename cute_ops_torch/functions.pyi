@@ -16,6 +16,7 @@ __all__ = [
     "cross_entropy_metrics",
     "cross_entropy_of_slice",
     "decode_attention",
+    "divergence",
     "gated_linear",
     "geglu",
     "gelu",
@@ -307,6 +308,14 @@ def soft_cross_entropy(
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     reduction: str = "mean",
+) -> Tensor: ...
+def divergence(
+    student: Tensor,
+    teacher: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -26,6 +26,7 @@ from cute_ops.ops.quantize.rmsnorm_fp8 import rmsnorm_fp8
 from cute_ops.ops.quantize.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_step
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics, cross_entropy_of_slice
+from cute_ops.ops.reduction.divergence import divergence
 from cute_ops.ops.reduction.scale import scale
 from cute_ops.ops.reduction.soft_cross_entropy import soft_cross_entropy
 from cute_ops.ops.reduction.softmax import log_softmax, softmax
@@ -47,6 +48,7 @@ MODELS: tuple[Op, ...] = (
     cross_entropy_metrics,
     cross_entropy_of_slice,
     soft_cross_entropy,
+    divergence,
     topk,
     route,
     permute_tokens,

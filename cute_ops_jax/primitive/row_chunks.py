@@ -61,8 +61,8 @@ class Chunks:
         return chunks.rows_per_chunk(rows, width, vocab, self.hidden.dtype.itemsize, chunks.ENOUGH)
 
     def new_rows(self) -> Array:
-        target = self.inputs["target"]
-        return varying_like(jnp.zeros(target.shape, jnp.float32), target)  # type: ignore[no-any-return]
+        like = self.inputs.get("target", self.hidden)  # which devices may share differently than hidden states
+        return varying_like(jnp.zeros(self.hidden.shape[:1], jnp.float32), like)  # type: ignore[no-any-return]
 
     def cut(self, name: str, at: At) -> Array:
         if self.symbolic:

@@ -9,7 +9,7 @@ from cute_ops.composite.models import MODELS
 from cute_ops.declaration.headers import module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_jax.composite import attention, block, linear
+from cute_ops_jax.composite import attention, block, linear, training
 from cute_ops_jax.primitive.function import signature
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ _IMPORTS = {
     "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
     "Given": "from cute_ops.composite.attention import Function, Given",
 }  # fmt: skip
-MODULES = {"attention": attention, "block": block, "linear": linear}
+MODULES = {"attention": attention, "block": block, "linear": linear, "training": training}
 _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
 
 from jax import Array
@@ -40,6 +40,10 @@ from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_entropy
 from cute_ops_jax.composite.losses import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from cute_ops_jax.composite.losses import vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy
+from cute_ops_jax.composite.training import linear_distillation_loss as linear_distillation_loss
+from cute_ops_jax.composite.training import linear_log_probs as linear_log_probs
+from cute_ops_jax.composite.training import linear_policy_loss as linear_policy_loss
+from cute_ops_jax.composite.training import linear_preference_loss as linear_preference_loss
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.fusion import fuse as fuse
 from cute_ops_jax.loading import load as load

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cute_ops import testing
+from cute_ops.declaration.binding import bind
+from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
 from cute_ops.ops import MODELS
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
+from cute_ops.tools import sass
 
 ALL = [each for op in MODELS if not op.program for each in (op, *op.steps)] + [topk_step]
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
@@ -38,3 +46,17 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
             kernel_calls.check(call)
         except Exception as error:
             raise AssertionError(f"{call.said} {attrs}: {error}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "case"), [(op, case) for op in ALL for case in op.cases], ids=lambda v: v.name
+)  # fmt: skip
+def test_every_case_compiles_without_spills(op: Op, case: Case, tmp_path: Path) -> None:
+    """A stack is allowed to gradients of expressions of two tiles only; nothing is spilled to local memory."""
+    arrays = testing.specs(op, case, "bfloat16")
+    variant = plan(bind(op, arrays, testing.attributes(op, case)), {}, parse("sm_90a")).variant
+    worker.compile(variant, tmp_path / "kernel.cubin")
+    for each in sass.resources(tmp_path / "kernel.cubin"):
+        assert each.local == 0
+        assert each.stack <= (256 if op.kernel.endswith("select:fused") else 32)

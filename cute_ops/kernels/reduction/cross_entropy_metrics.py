@@ -43,7 +43,8 @@ class RowBest(RowLogSum):
         count = self.partials
         few = count <= 8
         places = [Int32(p) for p in range(count)] if few else [Int32(p) + lane for p in range(0, count, WARP)]
-        empty = [-Float32.inf, *[Float32(0.0)] * (self.values - 3), -Float32.inf, Float32(NOWHERE)]
+        least = Float32(-Float32.inf)
+        empty = [least, *[Float32(0.0)] * (self.values - 3), least, Float32(NOWHERE)]
         found = []
         for i, place in enumerate(places):
             if const_expr(few or (i + 1) * WARP <= count):
@@ -88,7 +89,8 @@ class BestLogSum(ShapedLogSum):
         return RowBest(tile, self.values, stages)
 
     def start(self):
-        return (-Float32.inf, *[Float32(0.0)] * (self.values - 3), -Float32.inf, Float32(NOWHERE))
+        least = Float32(-Float32.inf)
+        return (least, *[Float32(0.0)] * (self.values - 3), least, Float32(NOWHERE))
 
     def add(self, state, get, inside):
         *pair, raw, column = state

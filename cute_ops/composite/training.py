@@ -1,0 +1,269 @@
+"""Losses of preferences, policies and distillation on a linear head, written once for the arrays of any framework.
+
+The head's log-probabilities come from the loss of a linear head, which never holds all logits; what follows are a few
+numbers per token or sequence, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from cute_ops.composite.linear_distillation import linear_distillation_rows
+from cute_ops.declaration.array_api import constant
+from cute_ops.errors import shown
+
+Array = TypeVar("Array")
+PREFERENCES = ("dpo", "ipo", "orpo", "simpo", "cpo", "kto")
+POLICIES = ("grpo", "bnpo", "dr_grpo")
+
+
+class Training(Generic[Array]):
+    """The functions of a framework.
+
+    Args:
+        xp: its namespace: ``torch`` or ``jax.numpy``.
+        losses: its ``linear_cross_entropy``.
+        register: makes functions of ops.
+    """
+
+    def __init__(self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any]) -> None:
+        self._xp, self._losses, self._register = xp, losses, register
+
+    def linear_log_probs(
+        self, hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, average: bool = False,
+        ignore_index: int = -100, temperature: float = 1.0,
+    ) -> Array:  # fmt: skip
+        """Log-probabilities of sequences under a linear head, without ever holding all logits.
+
+        ``sum(log_softmax(hidden @ weight.T / temperature)[target])`` over the tokens that are not ignored
+
+        Args:
+            hidden: ``T[*m s h]``: sequences of hidden states, each of which predicts the target beside it.
+            weight: ``T[n h]``.
+            target: integers ``[*m s]``.
+            bias: ``T[n]``.
+            average: divide by the number of tokens that are not ignored.
+            ignore_index: the target of tokens that do not count.
+            temperature: divides the logits.
+
+        Returns:
+            float32 ``[*m]``.
+        """
+        tokens, kept = self._tokens(hidden, weight, target, bias, ignore_index, temperature)
+        total = tokens.sum(-1)
+        return total / kept.sum(-1) if average else total  # type: ignore[no-any-return]
+
+    def linear_preference_loss(
+        self, hidden: Array, weight: Array, target: Array, reference: Array | None = None,
+        bias: Array | None = None, *, kind: str = "dpo", beta: float = 0.1, alpha: float = 0.0, gamma: float = 0.5,
+        label_smoothing: float = 0.0, desirable: Array | None = None, kl: Any = 0.0,
+        ignore_index: int = -100, temperature: float = 1.0,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The loss of preferences between sequences, without ever holding all logits.
+
+        With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, those of the reference model
+        subtracted for DPO and IPO, averaged over tokens for ORPO and SimPO:
+
+        - ``dpo``: ``-logsigmoid(beta * (c - r))``, with ``label_smoothing`` conservative DPO
+        - ``ipo``: ``(c - r - 1 / (2 * beta))^2``
+        - ``cpo``: as ``dpo``, without a reference
+        - ``simpo``: ``-logsigmoid(beta * (c - r) - gamma)``
+        - ``orpo``: ``-beta * logsigmoid(log(odds(c) / odds(r)))``
+        - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(beta * (kl - c))`` of another
+
+        The mean over pairs, of KTO over sequences, plus ``alpha`` times the mean loss of the chosen tokens.
+
+        Args:
+            hidden: ``T[2b s h]``: all chosen sequences, then the rejected ones in the same order; ``T[b s h]`` for KTO.
+            weight: ``T[n h]``.
+            target: integers ``[2b s]``.
+            reference: float32 ``[2b]``: log-probabilities of the sequences under the reference model, which
+                :func:`linear_log_probs` gives; for DPO, IPO and KTO. No gradient is computed.
+            bias: ``T[n]``.
+            kind: one of those above.
+            beta: the temperature of preferences; of ORPO the weight of its loss.
+            alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
+            gamma: the margin of SimPO.
+            label_smoothing: how often preferences are wrong; for DPO, CPO and SimPO.
+            desirable: bools ``[b]``, for KTO.
+            kl: the reference point of KTO.
+            ignore_index: the target of tokens that do not count.
+            temperature: divides the logits.
+
+        Returns:
+            ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
+
+        Raises:
+            ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences.
+
+        Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Hong et al., ORPO, 2024; Meng et al., SimPO, 2024;
+        Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024.
+        """
+        count = self._check_preference(kind, target, reference, desirable)
+        tokens, kept = self._tokens(hidden, weight, target, bias, ignore_index, temperature)
+        log_probs = tokens.sum(-1)
+        if kind in ("orpo", "simpo"):
+            log_probs = log_probs / kept.sum(-1)
+        given: Any = reference
+        ratios = log_probs - given if kind in ("dpo", "ipo", "kto") else log_probs
+        if kind == "kto":
+            losses = self._kto(ratios, desirable, beta, kl)
+        else:
+            losses = self._pairs(kind, ratios[:count], ratios[count:], (beta, gamma, label_smoothing))
+        loss = losses.mean()
+        if alpha:
+            loss = loss - alpha * tokens[:count].sum() / kept[:count].sum()
+        return loss, log_probs
+
+    def linear_policy_loss(
+        self, hidden: Array, weight: Array, target: Array, advantages: Array, old: Array | None = None,
+        reference: Array | None = None, bias: Array | None = None, *, kind: str = "grpo", beta: float = 0.04,
+        clip_low: float = 0.2, clip_high: float = 0.2, max_tokens: int = 0, ignore_index: int = -100,
+        temperature: float = 1.0,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The clipped loss of a policy on sampled tokens, without ever holding all logits: GRPO and its kin.
+
+        ``ratio = exp(log_prob - old)``; of a token ``-min(ratio * a, clip(ratio, 1 - clip_low, 1 + clip_high) * a)
+        + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``
+
+        Args:
+            hidden: ``T[b s h]``.
+            weight: ``T[n h]``.
+            target: integers ``[b s]``: the sampled tokens; ``ignore_index`` for those of the prompt.
+            advantages: float32 ``[b]``.
+            old: float32 ``[b s]``: log-probabilities when the tokens were sampled; those of now, without their
+                gradient, where None.
+            reference: float32 ``[b s]``: log-probabilities under the reference model; without it there is no such term.
+            bias: ``T[n]``.
+            kind: ``"grpo"``: the mean over sequences of the means over their tokens; ``"bnpo"``: the mean over all
+                tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``.
+            beta: weight of the divergence from the reference.
+            clip_low, clip_high: how far the ratio may go.
+            max_tokens: for ``"dr_grpo"``; s where 0.
+            ignore_index: the target of tokens that do not count.
+            temperature: divides the logits.
+
+        Returns:
+            ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
+
+        Raises:
+            ValueError: another kind.
+
+        Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025.
+        """
+        self._check_kind("linear_policy_loss", kind, POLICIES)
+        xp = self._xp
+        tokens, kept = self._tokens(hidden, weight, target, bias, ignore_index, temperature)
+        before = constant(self._xp, tokens) if old is None else old
+        gain: Any = advantages
+        ratio = xp.exp(tokens - before)
+        losses = -xp.minimum(ratio * gain[:, None], xp.clip(ratio, 1 - clip_low, 1 + clip_high) * gain[:, None])
+        if reference is not None and beta:
+            further = reference - tokens
+            losses = losses + beta * (xp.exp(further) - further - 1)
+        losses = losses * kept
+        if kind == "grpo":
+            return (losses.sum(-1) / self._least(kept.sum(-1))).mean(), tokens
+        if kind == "bnpo":
+            return losses.sum() / self._least(kept.sum()), tokens
+        return losses.sum() / (tokens.shape[0] * (max_tokens or tokens.shape[1])), tokens
+
+    def linear_distillation_loss(
+        self, hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, target: Array | None = None,
+        bias: Array | None = None, *, beta: float = 0.5, temperature: float = 1.0, hard: float = 0.0, soft: float = 1.0,
+        ignore_index: int = -100, chunk_rows: int = 0,
+    ) -> Array:  # fmt: skip
+        """The divergence of a student's head from a teacher's, without ever holding all logits of either.
+
+        ``soft`` times the mean of :func:`divergence` over the tokens that are not ignored, plus ``hard`` times the mean
+        cross entropy of the target
+
+        Args:
+            hidden: ``T[*m h]``.
+            weight: ``T[n h]``.
+            teacher_hidden: ``T[*m i]``; no gradient.
+            teacher_weight: ``T[n i]``; no gradient.
+            target: integers ``[*m]``; all tokens count where None.
+            bias: ``T[n]``, of the student.
+            beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
+                Jensen-Shannon divergence.
+            temperature: divides both logits, for the divergence.
+            hard: weight of the cross entropy.
+            soft: weight of the divergence.
+            ignore_index: the target of tokens that do not count.
+            chunk_rows: rows whose logits are held at a time; 0 chooses.
+
+        Returns:
+            A float32 scalar.
+
+        Raises:
+            TypeError: dtypes that differ or are not listed.
+            ValueError: shapes that do not fit, an attribute out of its range, ``hard`` without a target.
+
+        Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy
+        Distillation of Language Models, 2023.
+        """
+        if hard and target is None:
+            problem = f"option `hard` is {hard}, which needs the argument `target`."
+            raise ValueError(f"cute.linear_distillation_loss: {problem}")
+        rows = self._register(linear_distillation_rows)(
+            hidden, weight, teacher_hidden, teacher_weight, bias, beta, temperature, "float32", chunk_rows
+        )
+        if target is None:
+            return soft * rows.mean()  # type: ignore[no-any-return]
+        classes: Any = target
+        kept = classes != ignore_index
+        loss = soft * self._xp.where(kept, rows, 0 * rows).sum() / kept.sum()
+        if hard:
+            loss = loss + hard * self._losses(hidden, weight, target, bias, ignore_index)
+        return loss  # type: ignore[no-any-return]
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _tokens(
+        self, hidden: Any, weight: Any, target: Any, bias: Any, ignore_index: int, temperature: float
+    ) -> tuple[Any, Any]:
+        """The log-probability of each token, 0 where it is ignored, and whether it counts, in float32."""
+        loss = self._losses(hidden, weight, target, bias, ignore_index, reduction="none", logit_scale=1.0 / temperature)
+        return -loss, 0 * constant(self._xp, loss) + (target != ignore_index)
+
+    def _pairs(self, kind: str, c: Any, r: Any, options: tuple[float, float, float]) -> Any:
+        """The loss of each pair."""
+        xp, (beta, gamma, smoothing) = self._xp, options
+        if kind == "ipo":
+            return (c - r - 1 / (2 * beta)) ** 2
+        if kind == "orpo":
+            odds = (c - r) - (xp.log1p(-xp.exp(c)) - xp.log1p(-xp.exp(r)))
+            return -beta * self._logsigmoid(odds)
+        logits = beta * (c - r) - (gamma if kind == "simpo" else 0.0)
+        return -self._logsigmoid(logits) * (1 - smoothing) - self._logsigmoid(-logits) * smoothing
+
+    def _kto(self, ratios: Any, desirable: Any, beta: float, kl: Any) -> Any:
+        logits = beta * (ratios - kl)
+        return 1 - self._xp.exp(self._logsigmoid(self._xp.where(desirable, logits, -logits)))
+
+    def _logsigmoid(self, x: Any) -> Any:
+        return (x - abs(x)) / 2 - self._xp.log1p(self._xp.exp(-abs(x)))
+
+    def _least(self, count: Any) -> Any:
+        """At least one, for sequences without tokens."""
+        return self._xp.where(count < 1, count * 0 + 1, count)
+
+    def _check_kind(self, name: str, kind: str, kinds: tuple[str, ...]) -> None:
+        if kind not in kinds:
+            known = ", ".join(map(repr, kinds[:-1])) + f" or {kinds[-1]!r}"
+            raise ValueError(f"cute.{name}: option `kind` is {shown(kind)}, expected {known}.")
+
+    def _check_preference(self, kind: str, target: Any, reference: Any, desirable: Any) -> int:
+        """The number of pairs, or of KTO's sequences."""
+        name = "linear_preference_loss"
+        self._check_kind(name, kind, PREFERENCES)
+        if kind in ("dpo", "ipo", "kto") and reference is None:
+            raise ValueError(f"cute.{name}: argument `reference` is None, which {kind!r} needs.")
+        if kind == "kto" and desirable is None:
+            raise ValueError(f"cute.{name}: argument `desirable` is None, which 'kto' needs.")
+        sequences = int(target.shape[0])
+        if kind != "kto" and sequences % 2:
+            raise ValueError(f"cute.{name}: {sequences} sequences are no pairs of chosen and rejected ones.")
+        return sequences if kind == "kto" else sequences // 2

@@ -1,0 +1,173 @@
+"""Losses of preferences, policies and distillation on a linear head against the formulas of their papers in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.adapters import Adapter
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+SEQUENCES, TOKENS, H, N = 6, 5, 8, 23
+
+
+def problem(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    hidden, weight = (rng.standard_normal(s).astype(np.float32) for s in ((SEQUENCES, TOKENS, H), (N, H)))
+    target = rng.integers(0, N, (SEQUENCES, TOKENS)).astype(np.int64)
+    target[rng.random(target.shape) < 0.3] = -100
+    target[:, 0] = 1
+    return hidden, weight, target, -10 * rng.random((SEQUENCES, TOKENS)).astype(np.float32)
+
+
+def tokens_by_hand(hidden: Any, weight: Any, target: Any, temperature: float = 1.0) -> tuple[Any, Any]:
+    logs = F.log_softmax(hidden @ weight.T / temperature, -1)
+    kept = target != -100
+    return logs.gather(-1, torch.where(kept, target, 0)[..., None])[..., 0] * kept, kept.double()
+
+
+def preference_by_hand(kind: str, tokens: Any, kept: Any, reference: Any, desirable: Any) -> Any:
+    sums = tokens.sum(-1)
+    half = SEQUENCES // 2
+    if kind == "kto":
+        logits = 0.3 * (sums - reference - 0.2)
+        return torch.where(desirable, 1 - torch.sigmoid(logits), 1 - torch.sigmoid(-logits)).mean()
+    mean = sums / kept.sum(-1)
+    c, r = (mean if kind in ("orpo", "simpo") else sums - reference if kind in ("dpo", "ipo") else sums).split(half)
+    nll = -tokens[:half].sum() / kept[:half].sum()
+    if kind == "orpo":
+        odds = (c - r) - (torch.log1p(-c.exp()) - torch.log1p(-r.exp()))
+        return -0.3 * F.logsigmoid(odds).mean() + 0.7 * nll
+    if kind == "ipo":
+        return ((c - r - 1 / 0.6) ** 2).mean() + 0.7 * nll
+    logits = 0.3 * (c - r) - (0.4 if kind == "simpo" else 0.0)
+    return (-F.logsigmoid(logits) * 0.9 - F.logsigmoid(-logits) * 0.1).mean() + 0.7 * nll
+
+
+def compare(adapter: Adapter, ours: Any, given: list[np.ndarray], exact: Any) -> None:
+    """The first output and its gradients."""
+    wide = [torch.from_numpy(a).double().requires_grad_() for a in given]
+    loss = exact(*wide)
+    (found,), slopes = adapter.value_and_gradients(adapter.usual(ours), adapter.arrays(given))
+    np.testing.assert_allclose(found, loss.detach().numpy(), rtol=2e-5, atol=2e-5)
+    for slope, wanted in zip(slopes, torch.autograd.grad(loss, wide), strict=True):
+        np.testing.assert_allclose(slope, wanted.numpy(), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "orpo", "simpo", "cpo", "kto"])
+def test_preferences(adapter: Adapter, kind: str) -> None:
+    hidden, weight, target, tokens = problem()
+    reference = tokens.sum(-1)
+    desirable = np.arange(SEQUENCES) % 3 > 0
+    classes, before, wanted = (adapter.array(a) for a in (target, reference, desirable))
+    options = {"kind": kind, "beta": 0.3, "gamma": 0.4, "label_smoothing": 0.1, "kl": 0.2}
+    options["alpha"] = 0.0 if kind == "kto" else 0.7
+
+    def ours(hidden: Any, weight: Any) -> Any:
+        more = {"desirable": wanted, **options}
+        return adapter.ours.linear_preference_loss(hidden, weight, classes, before, **more)[0]
+
+    def by_hand(hidden: Any, weight: Any) -> Any:
+        both = tokens_by_hand(hidden, weight, torch.from_numpy(target))
+        return preference_by_hand(kind, *both, torch.from_numpy(reference).double(), torch.from_numpy(desirable))
+
+    compare(adapter, ours, [hidden, weight], by_hand)
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("given", [True, False])
+def test_policies(adapter: Adapter, kind: str, given: bool) -> None:
+    hidden, weight, target, further = problem(1)
+    rng = np.random.default_rng(2)
+    gain = rng.standard_normal(SEQUENCES).astype(np.float32)
+    exact_tokens, kept = tokens_by_hand(*map(torch.from_numpy, (hidden, weight)), torch.from_numpy(target), 0.9)
+    near = exact_tokens.numpy().astype(np.float32) + rng.standard_normal(further.shape).astype(np.float32) / 3
+    further = exact_tokens.numpy().astype(np.float32) + rng.standard_normal(further.shape).astype(np.float32)
+    old, reference = (near, further) if given else (None, None)
+    classes, gains = adapter.array(target), adapter.array(gain)
+    others = [None if a is None else adapter.array(a) for a in (old, reference)]
+
+    def ours(hidden: Any, weight: Any) -> Any:
+        return adapter.ours.linear_policy_loss(
+            hidden, weight, classes, gains, *others, kind=kind, beta=0.1, clip_high=0.3, max_tokens=9, temperature=0.9
+        )[0]
+
+    def by_hand(hidden: Any, weight: Any) -> Any:
+        tokens, _ = tokens_by_hand(hidden, weight, torch.from_numpy(target), 0.9)
+        before = torch.from_numpy(old).double() if given else tokens.detach()
+        ratio, a = (tokens - before).exp(), torch.from_numpy(gain).double()[:, None]
+        losses = -torch.minimum(ratio * a, ratio.clip(0.8, 1.3) * a)
+        if given:
+            d = torch.from_numpy(reference).double() - tokens
+            losses = losses + 0.1 * (d.exp() - d - 1)
+        losses = losses * kept
+        if kind == "grpo":
+            return (losses.sum(-1) / kept.sum(-1)).mean()
+        return losses.sum() / (kept.sum() if kind == "bnpo" else SEQUENCES * 9)
+
+    compare(adapter, ours, [hidden, weight], by_hand)
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("chunk_rows", [0, 7])
+def test_distillation(adapter: Adapter, chunk_rows: int, beta: float) -> None:
+    hidden, weight, target, _ = problem(3)
+    rng = np.random.default_rng(4)
+    teacher = [rng.standard_normal(s).astype(np.float32) for s in ((SEQUENCES, TOKENS, 3), (N, 3))]
+    classes, known = adapter.array(target), adapter.arrays(teacher)
+    options = {"beta": beta, "temperature": 1.5, "hard": 0.25, "soft": 0.5, "chunk_rows": chunk_rows}
+
+    def ours(hidden: Any, weight: Any) -> Any:
+        return adapter.ours.linear_distillation_loss(hidden, weight, *known, classes, **options)
+
+    def by_hand(hidden: Any, weight: Any) -> Any:
+        th, tw = (torch.from_numpy(a).double() for a in teacher)
+        q, p = F.log_softmax(hidden @ weight.T / 1.5, -1), F.log_softmax(th @ tw.T / 1.5, -1)
+        kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
+        m = (beta * p.exp() + (1 - beta) * q.exp()).log()
+        rows = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, m) + (1 - beta) * kl(q, m)
+        tokens, kept = tokens_by_hand(hidden, weight, torch.from_numpy(target))
+        return 0.5 * (rows * kept).sum() / kept.sum() - 0.25 * tokens.sum() / kept.sum()
+
+    compare(adapter, ours, [hidden, weight], by_hand)
+
+
+def test_log_probabilities(adapter: Adapter) -> None:
+    hidden, weight, target, _ = problem(5)
+    tokens, kept = tokens_by_hand(*map(torch.from_numpy, (hidden, weight)), torch.from_numpy(target), 2.0)
+    for average in (False, True):
+        found = adapter.ours.linear_log_probs(
+            *adapter.arrays([hidden, weight, target]), average=average, temperature=2.0
+        )
+        exact = tokens.sum(-1) / (kept.sum(-1) if average else 1)
+        np.testing.assert_allclose(adapter.numpy(found), exact.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda ours, *a: ours.linear_preference_loss(*a, kind="ppo"), "option `kind` is 'ppo', expected 'dpo', 'ipo'"),
+        (lambda ours, *a: ours.linear_preference_loss(*a), "argument `reference` is None, which 'dpo' needs"),
+        (lambda ours, h, w, t: ours.linear_preference_loss(h[:3], w, t[:3], kind="cpo"), "3 sequences are no pairs"),
+        (lambda ours, h, w, t: ours.linear_preference_loss(h, w, t, h[:, 0, 0], kind="kto"),
+         "argument `desirable` is None, which 'kto' needs"),
+        (lambda ours, h, w, t: ours.linear_policy_loss(h, w, t, h[:, 0, 0], kind="dpo"),
+         "option `kind` is 'dpo', expected 'grpo', 'bnpo' or 'dr_grpo'"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, hard=0.5),
+         "option `hard` is 0.5, which needs the argument `target`"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, beta=2.0),
+         "attribute `beta` is 2.0, expected a number from 0 to 1"),
+        (lambda ours, h, w, t: ours.linear_distillation_loss(h, w, h, w, temperature=0.0),
+         "attribute `temperature` is 0.0, expected a positive number"),
+    ],
+    ids=["kind", "reference", "pairs", "desirable", "policy", "hard", "beta", "temperature"],
+)  # fmt: skip
+def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call(adapter.ours, *adapter.arrays(problem()[:3]))
