@@ -59,7 +59,7 @@ def linear_preference_loss(
     - ``cpo``: as ``dpo``, without a reference
     - ``simpo``: ``-logsigmoid(beta * (c - r) - gamma)``
     - ``orpo``: ``-beta * logsigmoid(log(odds(c) / odds(r)))``
-    - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(-beta * (c - kl))`` of another
+    - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(beta * (kl - c))`` of another
 
     The mean over pairs, of KTO over sequences, plus ``alpha`` times the mean loss of the chosen tokens.
 
