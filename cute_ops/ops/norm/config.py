@@ -70,9 +70,10 @@ REGISTER_SM_THREADS, REGISTER_SM_THREADS_WIDE = 1536, 1024
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
 # Longer rows whose weight and bias take more than 16 bytes beside a vector: a cluster reads these once, not from L2 for
-# each row. Vectors of a thread, by these bytes, and threads, by whether rows are aligned, that registers have room for.
-WIDE_VECTORS: Ladder[int] = ((2 * VECTOR_BYTES, 5), (math.inf, 3))
-WIDE_THREADS = {True: 704, False: 512}
+# each row. By these bytes: from how many vectors on, and vectors of a thread. By whether rows are aligned: threads that
+# registers have room for, and slots of the ring.
+WIDE_COLUMNS: Ladder[tuple[int, int]] = ((2 * VECTOR_BYTES, (4 * PERSISTENT_VECTORS, 5)), (math.inf, (4096, 3)))
+WIDE_THREADS, WIDE_STAGES = {True: 704, False: 512}, {True: 5, False: 3}
 # Threads of an SM that persistent CTAs of a forward take, and bytes that a CTA needs beside its rows, for sums.
 FORWARD_SM_THREADS, FORWARD_RESERVED = 512, 4096
 
@@ -84,10 +85,8 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
     if problem.n is None:
         return NormConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
-    if _column_bytes(problem, row) > VECTOR_BYTES and row.vectors > 2 * PERSISTENT_VECTORS:
-        found = _persistent_wide(problem, row)
-        if found:
-            return found
+    if found := _persistent_wide(problem, row):
+        return found
     if centred and row.vectors > CENTRED_SMEM_VECTORS and row.aligned:
         # Threads exchange sums twice per row, for the mean and for the variance. Shared memory has room for other rows
         # that load meanwhile.
@@ -197,13 +196,16 @@ def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int
 
 
 def _persistent_wide(problem: Problem, row: RowProblem) -> NormConfig | None:
-    """The longest rows with wide weights, which stay in registers from row to row; None where these have no room."""
-    per_thread, most = step(WIDE_VECTORS, _column_bytes(problem, row)), WIDE_THREADS[row.aligned]
+    """Long rows with wide weights, which stay in registers from row to row; None for other rows, or without room."""
+    columns, most = _column_bytes(problem, row), WIDE_THREADS[row.aligned]
+    least, per_thread = step(WIDE_COLUMNS, columns)
+    if columns <= VECTOR_BYTES or row.vectors <= (least if row.aligned else max(least, 2 * PERSISTENT_VECTORS)):
+        return None
     cluster = cluster_for(row.vectors + 1, per_thread * most, row.max_cluster)
     span = -(-(row.vectors + 1) // cluster)
     threads = threads_for(span, per_thread, most)
     slot = threads * per_thread * row.vector_elements * bytes_of(problem, ("x", "residual"))
-    stages = min(3, (row.ring_bytes - FORWARD_RESERVED) // slot)
+    stages = min(WIDE_STAGES[row.aligned], (row.ring_bytes - FORWARD_RESERVED) // slot)
     if span > per_thread * threads or stages < 2:
         return None
     # Rows begin on vectors, not on lines: they then start at few places, whose rows follow each other.

@@ -104,7 +104,11 @@ def config(problem: Problem) -> QuantizeConfig:
 
 
 def _most_in_registers(problem: Problem, row: _Quantized) -> int:
-    return ARCHES[problem.arch].cluster * (HELD // row.elements)
+    """Vectors of the longest row of two inputs in registers. Unaligned ones beyond eight CTAs load faster to shared
+    memory.
+    """
+    cluster = ARCHES[problem.arch].cluster
+    return cluster * (HELD // row.elements) if row.aligned else min(cluster, 8) * (HELD // 2 // row.elements)
 
 
 def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
