@@ -42,11 +42,11 @@ class FusedPointwise:
         self.variant, self.names, self.n = variant, variant.names, variant.dims["n"]
         self.emit = Emitter(config.expression, device_for(variant, config.writes))
         self.read = {node.operand for node in self.emit.expression.nodes if node.primitive == "operand"}
-        self.inputs, whole = [], []
+        self.inputs, whole, shared = [], [], config.shared.split()
         for i, (name, operand) in enumerate(zip(config.reads.split(), self.emit.expression.operands)):
             count, kind = 1 + operand.packed, operand.kind
-            pieces = [Piece(name, half, count, kind.rows, kind.columns) for half in range(count)]
-            whole += [piece for piece in pieces if piece.tile]
+            pieces = [Piece(name, half, count, kind.rows, kind.columns, name in shared) for half in range(count)]
+            whole += [piece for piece in pieces if piece.tile and not piece.shared]
             if i in self.read:
                 self.inputs += pieces
         self.outputs = outputs_of(config)

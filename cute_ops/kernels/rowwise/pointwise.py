@@ -98,7 +98,8 @@ class Pointwise:
         pieces = (*self.inputs, *self.outputs)
         self.one_row = all(map(self._follows, pieces))
         widest, self.vec = self._widths(pieces)
-        self.shifted, tiles = None, all(p.tile for p in pieces)
+        self.shared = next((i for i, p in enumerate(inputs) if p.shared), None)
+        self.shifted, tiles = None, all(p.tile and not p.shared for p in pieces)
         if tiles and 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
             self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
         self.threads = config.threads
@@ -127,7 +128,7 @@ class Pointwise:
         """Whether each row of a piece follows on the one before, so that they are one long row; scalars fit any."""
         if not piece.tile:
             return not piece.rows and not piece.columns
-        return piece.count == 1 and self.keys[piece.name].layout == "flat"
+        return not piece.shared and piece.count == 1 and self.keys[piece.name].layout == "flat"
 
     def _start(self, piece):
         """Bytes, a power of two, that divide the address of every row of a piece."""
@@ -167,11 +168,12 @@ class Pointwise:
         """A CTA takes a segment of one row, and gives it to its threads by a tiled copy."""
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        _, n = self._shape(outputs[0])
+        rows, n = self._shape(outputs[0])
         row, segment = Int64(0), Int64(bidx)
         if const_expr(not self.one_row):
             row = segment // self.even
             segment = Int32(segment - row * self.even)
+        own = self._own_row(inputs, rows, row)
         # A lane of the copy holds a vector, and a thread has several lanes. A lane past the end loads the CTA's first
         # vector, so that no load depends on a condition.
         lanes = [u * self.threads + tidx for u in range(self.unroll)]
@@ -179,7 +181,7 @@ class Pointwise:
         sources = []
         for lane, here in zip(lanes, inside):
             coord = lane if const_expr(here is True) else cutlass.select_(here, lane, 0)
-            sources.append([self._vector(mX, piece, n, row, segment, coord) for mX, piece in zip(inputs, self.inputs)])
+            sources.append([self._vector(mX, p, n, own(p), segment, coord) for mX, p in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
             for vectors in sources:
                 for tXgX, piece in zip(vectors, self.inputs):
@@ -195,6 +197,14 @@ class Pointwise:
                 tXgX = self._vector(mX, piece, n, row, segment, lane)
                 copy = self._lane(CopyR2GOp(), mX.element_type, lane, store_cache_mode=StoreCacheMode.STREAMING)
                 store_vector(copy, narrow(rX.load(), mX.element_type, self.vec), tXgX, here)
+
+    def _own_row(self, inputs, rows, row):
+        """From a piece to the row of it that a row reads; of a shared one that is an example's."""
+        if self.shared is None:
+            return lambda piece: row
+        each = Int32(rows // row_count(inputs[self.shared]))
+        example = Int64(Int32(row) // each)
+        return lambda piece: example if piece.shared else row
 
     def _lane(self, op, dtype, lane, **cache_mode):
         return lane_copy(op, dtype, self.block, self.vec, lane, **cache_mode)
@@ -250,7 +260,8 @@ class Pointwise:
             coords.append(self._coordinate(start, Int32(u * self.threads) + tidx, rows, n))
         sources = []
         for row, first, _ in coords:
-            sources.append([self._address(mX, piece, n, row, first) for mX, piece in zip(inputs, self.inputs)])
+            own = self._own_row(inputs, rows, row)
+            sources.append([self._address(mX, p, n, own(p), first) for mX, p in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
             for (row, _, _), addresses in zip(coords, sources):
                 for address, piece in zip(addresses, self.inputs):

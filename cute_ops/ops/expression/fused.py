@@ -321,7 +321,6 @@ class _Fused:
             self._refuse(f"its outputs are {', '.join(dtypes)} with {dict(attrs)}, else {usual}")
         by_rows = bool(stages(expression)) or "*m 1" in self.outputs.values()
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
-        by_rows |= bool(self.shared)
         return Formula(
             expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile, tuple(self.shared)
         )  # fmt: skip
