@@ -88,16 +88,7 @@ def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | No
     if target is not None and asked == "always" and beyond is not None:
         problem = f"attribute `fused` is 'always', but no kernel takes {beyond}; 'auto' does."
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
-    if target is None or asked == "never":
-        reason: bool | str = "`fused` is 'never'"
-    elif beyond is not None:
-        reason = f"no kernel takes {beyond}"
-    elif asked == "auto" and sm(target.arch) < op.least_sm:
-        reason = f"no kernel runs on {target.arch}"
-    elif asked == "auto" and (elsewhere := _out_of_reach(binding, memory)):
-        reason = elsewhere
-    else:
-        reason = asked == "auto" and op.fallback.when(signature(binding, memory, target).problem)
+    reason = _reason_against(binding, memory, target)
     if not reason:
         _log_choice(
             binding, "our kernel", "`fused` is 'always'" if asked == "always" else "it was measured to be as fast"
@@ -105,6 +96,21 @@ def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | No
         return None
     _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
     return op.fallback.program
+
+
+def _reason_against(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool | str:
+    """Why a call of an op with a fallback runs no kernel; True where the fallback is faster."""
+    op, asked, beyond = binding.op, binding.attrs["fused"], binding.dtype_without_kernel
+    assert op.fallback is not None
+    if target is None or asked == "never":
+        return "`fused` is 'never'"
+    if beyond is not None:
+        return f"no kernel takes {beyond}"
+    if asked != "auto":
+        return False
+    if sm(target.arch) < op.least_sm:
+        return f"no kernel runs on {target.arch}"
+    return _out_of_reach(binding, memory) or bool(op.fallback.when(signature(binding, memory, target).problem))
 
 
 def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ All steps visit each node a fixed number of times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -70,8 +70,16 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
                 facts.elementwise.add(node)
     level = _levels(live, soft | plain, set(graph.outputs))
     leader = _connected(live, soft, level)
-    outputs = set(graph.outputs)
-    groups: dict[Node, Region] = {}
+    groups = _groups(graph, live, soft, level, leader)
+    regions = sorted(groups.values(), key=lambda each: (level[each.roots[0]], each.roots[0].index))
+    return Partition(regions, plain, facts, reasons, 4 * len(live))
+
+
+def _groups(
+    graph: Graph, live: Sequence[Node], soft: set[Node], level: Mapping[Node, int], leader: Callable[[Node], Node]
+) -> dict[Node, Region]:
+    """The nodes of each region by its leader, and those that something outside of it reads."""
+    outputs, groups = set(graph.outputs), dict[Node, Region]()
     for node in live:
         if node in soft:
             group = groups.setdefault(leader(node), Region([], []))
@@ -79,8 +87,7 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
             inside = (user for user in node.users if user in level)
             if node in outputs or any(user not in soft or leader(user) is not leader(node) for user in inside):
                 group.roots.append(node)
-    regions = sorted(groups.values(), key=lambda each: (level[each.roots[0]], each.roots[0].index))
-    return Partition(regions, plain, facts, reasons, 4 * len(live))
+    return groups
 
 
 class Facts:

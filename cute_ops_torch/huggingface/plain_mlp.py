@@ -56,10 +56,15 @@ def _layers_of(module: nn.Module, steps: tuple[Step, ...]) -> Layers | None:
     parts: list[Any] = [getattr(module, name, None) for name in (up, act, down)]
     if not (_is_linear(parts[0]) and _is_linear(parts[2]) and isinstance(parts[1], nn.Module) and learn(parts[1])):
         return None
-    if between and between[0].kind == "call" and type(getattr(module, between[0].name, None)) is not nn.Dropout:
+    if not all(_drops_out(module, step) for step in between):
         return None
     casts = [step.name for step in steps if step.kind == "cast"]
     return Layers(up, act, down, tuple(between)) if casts in ([], [down]) else None
+
+
+def _drops_out(module: nn.Module, step: Step) -> bool:
+    """Whether a step between layers is a dropout: of a module, or of a function."""
+    return step.kind != "call" or type(getattr(module, step.name, None)) is nn.Dropout
 
 
 def _is_linear(layer: Any) -> bool:

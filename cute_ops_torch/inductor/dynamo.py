@@ -385,13 +385,9 @@ def _getitem(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value
     x, index = args
     if not isinstance(x, Value):
         return None
-    index = list(index) if isinstance(index, (tuple, list)) else [index]
-    if any(not isinstance(each, (slice, int, type(None), type(...))) or isinstance(each, bool) for each in index):
+    index = _each_dim(index, len(x.shape))
+    if index is None:
         return None
-    taken = sum(isinstance(each, (slice, int)) for each in index)
-    if ... in index:
-        at = index.index(...)
-        index[at : at + 1] = [slice(None)] * (len(x.shape) - taken)
     axis = 0
     for each in index:
         if each is None:
@@ -408,6 +404,17 @@ def _getitem(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value
             x = front.graph.slice(x, axis, *bounds)
         axis += 1
     return front.graph.reshape(x, shape_of(value))
+
+
+def _each_dim(given: Any, dims: int) -> list[Any] | None:
+    """A slice or an integer for each dim, and None for new ones; None of other indices."""
+    index: list[Any] = list(given) if isinstance(given, (tuple, list)) else [given]
+    if any(not isinstance(each, (slice, int, type(None), type(...))) or isinstance(each, bool) for each in index):
+        return None
+    if ... in index:
+        at, taken = index.index(...), sum(isinstance(each, (slice, int)) for each in index)
+        index[at : at + 1] = [slice(None)] * (dims - taken)
+    return index
 
 
 def _has_ints(index: slice) -> bool:
