@@ -164,6 +164,45 @@ class QKNormRope(_Layer, nnx.Module):
         return self._run(q, k, cos, sin)
 
 
+class Attention(_Layer, nnx.Module):
+    """:func:`cute_ops_jax.attention` with these options: ``(q, k, v) -> (out, lse)``. What functions read, and where
+    packed sequences begin, is given with each call.
+
+    Args:
+        sinks: heads of q, for each of which a sink is learned; None learns none.
+        scale: of scores; 0 is ``1 / sqrt(headdim)``.
+        causal: a query attends to keys up to its own.
+        left: keys before its own that a query attends to at most; -1 is all.
+        right: keys after its own that a query attends to at most; -1 is all.
+        softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
+        deterministic: the gradient of q is summed in a fixed order, too.
+        fused: ``"auto"``, ``"always"`` or ``"never"``, as the function has it.
+        score_mod: what takes the place of a score.
+        mask_mod: whether a query attends to a key.
+        param_dtype: of the sinks.
+        sinks_init: of the sinks.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, sinks: int | None = None, *, scale: float = 0.0, causal: bool = False, left: int = -1, right: int = -1,
+        softcap: float = 0.0, deterministic: bool = False, fused: str = "auto",
+        score_mod: Callable[..., Any] | None = None, mask_mod: Callable[..., Any] | None = None,
+        param_dtype: Any = jnp.float32, sinks_init: Initializer = zeros, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        self.scale, self.causal, self.left, self.right, self.softcap = scale, causal, left, right, softcap
+        self.deterministic, self.fused, self.score_mod, self.mask_mod = deterministic, fused, score_mod, mask_mod
+        self.sinks = _parameter(sinks is not None, sinks_init, sinks or 0, param_dtype, rngs)
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, *, captured: Any = (), cu_seqlens_q: Array | None = None,
+        cu_seqlens_k: Array | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        where = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        return self._run(q, k, v, captured=captured, **where)
+
+
 class GatedMLP(nnx.Module):
     """``down(activation(gate(x)) * up(x))``, the product of both halves in one kernel.
 

@@ -84,6 +84,10 @@ LAYERS = {
         {"gate_up.weight": Learned("2*hidden_features in_features"), "down.weight": DOWN["down.weight"]},
         "activation fused save halves",
     ),
+    "Attention": _layer(
+        "attention", "q k v sinks", {"sinks": Learned("heads", 0.0)},
+        "scale causal left right softcap deterministic fused score_mod mask_mod",
+    ),
     "MLP": _layer("mlp", "x up.weight up.bias down.weight down.bias", {**UP, **DOWN}, "activation fused save"),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from typing import Any
 from cute_ops.composite.layers import LAYERS
 from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS
+from cute_ops_torch.nn.attention import Attention as Attention
 from cute_ops_torch.nn.from_op import class_name as class_name
 from cute_ops_torch.nn.from_op import module as module
 from cute_ops_torch.nn.linear import MLP as MLP
@@ -25,7 +26,7 @@ from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 # An op without a gradient is a layer where it is for inference; a step of an optimizer is none.
 _OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
 _WRITTEN = {
-    "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm",
+    "AddRMSNorm", "Attention", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm",
     "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP", "QKVRoPE", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
 for _name, _row in LAYERS.items():

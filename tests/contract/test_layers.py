@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_ops import mods
 from cute_ops.composite.layers import LAYERS
 
 NORMS = ("RMSNorm", "AddRMSNorm", "LayerNorm")
-SIZES = {"n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40}
+SIZES = {"n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2}
 MADE_OF = {
     **dict.fromkeys((*NORMS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
-    "QKVRope": (24, 2, 1, 64),
+    "QKVRope": (24, 2, 1, 64), "Attention": (2,),
 }  # fmt: skip
 GIVEN = {
     "x": (3, 24), "residual": (3, 24), "q": (3, 2, 24), "k": (3, 1, 24), "cos": (3, 12), "sin": (3, 12),
     ("QKVRope", "cos"): (3, 32), ("QKVRope", "sin"): (3, 32), ("LinearAddRMSNorm", "residual"): (3, 256),
+    **{("Attention", x): (1, 5, h, 32) for x, h in (("q", 2), ("k", 1), ("v", 1))},
 }  # fmt: skip
 
 
@@ -54,7 +56,7 @@ class Equinox:
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         key = importlib.import_module("jax").random.key(0)
-        return {name: {} if name in (*NORMS, "QKNormRope") else {"key": key} for name in LAYERS}
+        return {name: {} if name in (*NORMS, "QKNormRope", "Attention") else {"key": key} for name in LAYERS}
 
     def read(self, module: Any, name: str) -> Any:
         return attrgetter(name)(module)
@@ -84,6 +86,24 @@ class Nnx(Equinox):
         if isinstance(found, importlib.import_module("flax.nnx").Param):
             return found[...].T if last == "weight" else found[...]
         return found
+
+
+@pytest.mark.parametrize("library", ["torch", "flax", "equinox"])
+def test_attention_with_functions_and_packed_sequences(library: str) -> None:
+    """Options are the module's, arrays those of a call; without sinks it learns nothing."""
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    of, rng = LIBRARIES[library](), np.random.default_rng(0)
+    options = {"causal": True, "left": 3, "score_mod": mods.alibi}
+    made = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if library == "flax" else {}
+    module = importlib.import_module(of.library).Attention(**options, **made)
+    assert not [x for x in of.parameters(module) if hasattr(x, "shape")]
+    q, k, v = (of.array(rng.standard_normal((9, heads, 32), np.float32)) for heads in (2, 1, 1))
+    slopes, offsets = of.array(np.ones(2, np.float32)), of.array(np.array([0, 4, 9], np.int32))
+    given = {"captured": {"slopes": slopes}, "cu_seqlens_q": offsets}
+    found = module(q, k, v, **given)
+    right = importlib.import_module(of.package).attention(q, k, v, **options, **given)
+    for one, other in zip(found, right, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 LIBRARIES = {"torch": Torch, "flax": Nnx, "equinox": Equinox}
