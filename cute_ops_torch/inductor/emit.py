@@ -103,6 +103,8 @@ class Emitter:
                 "linear_add_rmsnorm": self._linear_add_rmsnorm,
             }  # fmt: skip
             given = {name: self.array(value) for name, value in found.operands.items()}
+            if any(type(node.meta["example_value"]) is not FakeTensor for node in given.values()):
+                raise Refused("an operand is a DTensor or another subclass, of which products are torch's own")
             call = makers[found.name](found, given)
             gain = judge(found.name, call)
             outs = self._called(call)

@@ -28,6 +28,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, target
 from cute_ops.ops import OPS
+from cute_ops_torch import inductor
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.optim import AdamW
 from tests.torch.distributed_checks import (
@@ -39,6 +40,7 @@ from tests.torch.distributed_checks import (
     same_gradients,
     tensor_parallel,
 )
+from tests.torch.drawn_programs import through_autograd
 
 # What needs Hugging Face's models.
 of_models = check if find_spec("transformers") else lambda function: function
@@ -66,6 +68,57 @@ def whole_gradients(world: World, tokens: torch.Tensor, layers: int = 2) -> Any:
 
 
 # --- FSDP2 -----------------------------------------------------------------------------------------------------------
+
+
+@of_models
+def untouched_models_under_the_graph_pass(world: World) -> None:
+    """FSDP2 around what is compiled, and a gated MLP whose features ranks share, as DTensors in its graph."""
+    if world.few or world.rank > 1:  # graphs do not depend on the device; two ranks are enough, and Dynamo is slow
+        return
+    mesh = world.grid["tp"]
+    torch.manual_seed(11)
+    tokens = torch.randint(VOCABULARY, (1, 2, 9))
+    whole, start = whole_gradients(world, tokens, layers=1)
+    with inductor.enable(devices=("cpu",)):
+        inductor.replaced.clear()
+        model: Any = start
+        for layer in model.model.layers:
+            layer.compile(backend=through_autograd)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(tokens[0][world.rank][None], labels=tokens[0][world.rank][None]).loss.backward()
+        same_gradients(world, model, whole, "graph pass under FSDP2")
+        assert inductor.replaced["gated_mlp"] >= 1, inductor.replaced
+
+        torch._dynamo.reset()
+        inductor.replaced.clear()
+        torch.manual_seed(3)
+        x = torch.randn(2, 5, 16)
+        alone = GatedMLP()
+        shared = parallelize_module(copy.deepcopy(alone), mesh, {
+            "gate": ColwiseParallel(use_local_output=False), "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(),
+        })  # fmt: skip
+        loss = torch.compile(shared, backend=through_autograd, fullgraph=True)(x).square().sum()
+        loss.backward()
+        wanted = alone(x).square().sum()
+        wanted.backward()
+        world.close(loss, wanted.detach(), "loss")
+        same_gradients(world, shared, alone, "graph pass of DTensors")
+        assert not inductor.replaced["gated_mlp"], inductor.replaced
+
+
+class GatedMLP(nn.Module):
+    """As models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.gate, self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((16, 32), (16, 32), (32, 16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 @of_models
