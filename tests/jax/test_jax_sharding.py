@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import FLOATS, Op, Sharding, Tensor, testing
+from cute_ops import FLOATS, Op, Sharding, Tensor, fused, testing
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import primitive_of
 from tests.ops.offered_products import PRODUCTS, Product
@@ -630,3 +630,24 @@ def test_other_platforms_are_partitioned_by_xla(op: Op, close: Close) -> None:
     got = compiled(*placed(mesh, arrays, row_specs(op, "data")))
     close(jax.device_get(got), jax.device_get(on_one_device(op)))
     assert "custom_call" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("axes", [("data",), (None, "seq"), ("data", "seq")], ids=str)
+def test_examples_and_their_rows_are_shared(axes: tuple[str | None, ...], through_ffi: Any, close: Close) -> None:
+    """Devices take examples, or rows of each: then what an example's rows share has sums to add up, and nothing is
+    gathered.
+    """
+
+    def modulated(xp: Any, x: Any, gain: Any, shift: Any) -> Any:
+        return xp.tanh(x) * (1.0 + gain) + shift
+
+    op = fused(modulated, operands={"x": "*m n", "gain": "*b n", "shift": "*b 1"}, name="modulated_examples")
+    rng, function, mesh = np.random.default_rng(5), through_ffi(op), mesh_of(AxisType.Auto)
+    given = [jnp.asarray(rng.standard_normal(s), "float32") for s in ((8, 4, 24), (8, 24), (8, 1))]
+    wanted = gradient(op, cute_ops_jax.register(op))(*given)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(given[0], NamedSharding(mesh, jax.P(*axes)))
+        compiled = jax.jit(gradient(op, function)).lower(x, *given[1:]).compile()
+        close(jax.device_get(compiled(x, *given[1:])), jax.device_get(wanted))
+    assert "all-gather" not in collectives(compiled.as_text())
+    assert ("all-reduce" in collectives(compiled.as_text())) == ("seq" in axes)

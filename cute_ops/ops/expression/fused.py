@@ -243,7 +243,7 @@ class _Fused:
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
             "check": _check_rows if self.shared else None,
             "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
-            "sharding": Sharding(parallel=() if whole else ("n",)),
+            "sharding": Sharding(parallel=(*(("m",) if self.shared else ()), *(() if whole else ("n",)))),
         }  # fmt: skip
 
     def op(self, module: str, doc: str, grad_doc: str = "", finish: Finish | None = None) -> Op:
