@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,7 +204,12 @@ def _shape(aval: Any) -> tuple[Any, ...]:
 
 def _dtype(aval: Any) -> str:
     dtype = getattr(aval, "dtype", None)
-    return str(np.result_type(aval) if dtype is None else dtype)
+    return _name(np.result_type(aval) if dtype is None else dtype)
+
+
+@cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
 
 
 _Made = list[Node] | None

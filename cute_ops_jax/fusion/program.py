@@ -23,6 +23,7 @@ from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
 from cute_ops_jax.fusion.front import Front, Step, Value
+from cute_ops_jax.fusion.lookups import Lookup, lookup_of
 
 
 class Part(NamedTuple):
@@ -40,14 +41,16 @@ class Program:
         parts: the expressions that were found.
         analysis: what else was found.
         bodies: the programs of equations with jaxprs of their own, such as scans.
+        lookups: what runs in place of gathers of a table's rows.
     """
 
     def __init__(self, closed: ClosedJaxpr, exact: bool = False) -> None:
         self.closed, self.exact = closed, exact
         whole: set[int] = set()
-        passed = self._harmless()
+        first = Front(closed, exact=exact)
+        passed = self._harmless() if first.stops else set()
         while True:
-            self.front = Front(closed, whole, passed, exact)
+            self.front = Front(closed, whole, passed, exact) if whole or passed else first
             self.analysis: Analysis = analyse(self.front.graph, exact=exact)
             self.parts = [self._part(found) for found in self.analysis.found]
             calls = self.analysis.calls
@@ -60,9 +63,14 @@ class Program:
                 break
             whole |= kept
         self.bodies: dict[int, Bodies] = {}
+        self.lookups: dict[int, Lookup] = {}
         for unit in self._order:
-            if isinstance(unit, Step) and (made := bodies_of(unit.equation, self._inner)) is not None:
+            if not isinstance(unit, Step):
+                continue
+            if (made := bodies_of(unit.equation, self._inner)) is not None:
                 self.bodies[id(unit)] = made
+            elif (lookup := lookup_of(unit.equation)) is not None:
+                self.lookups[id(unit)] = lookup
 
     def _inner(self, closed: ClosedJaxpr) -> Program:
         return Program(closed, self.exact)
@@ -70,7 +78,7 @@ class Program:
     @property
     def changed(self) -> bool:
         """Whether anything is replaced."""
-        return bool(self._replaced) or any(body.changed for body in self.bodies.values())
+        return bool(self._replaced or self.lookups) or any(body.changed for body in self.bodies.values())
 
     def __call__(self, *args: Any) -> list[Any]:
         made: dict[Any, Any] = {}
@@ -90,8 +98,11 @@ class Program:
         for unit in self._order:
             if isinstance(unit, Step):
                 inputs = [read(value) for value in unit.inputs]
-                body = self.bodies.get(id(unit))
-                outputs = body.bind(inputs) if body and body.changed else _compat.bind(unit.equation, inputs)
+                body, lookup = self.bodies.get(id(unit)), self.lookups.get(id(unit))
+                if lookup is not None:
+                    outputs = lookup(inputs)
+                else:
+                    outputs = body.bind(inputs) if body and body.changed else _compat.bind(unit.equation, inputs)
                 made.update({(id(unit), i): out for i, out in enumerate(outputs)})
             elif isinstance(unit, Part):
                 assert unit.call is not None
@@ -124,8 +135,6 @@ class Program:
         stop does not depend on it, as a softmax does not on the number that it subtracts.
         """
         front = Front(self.closed)
-        if not front.stops:
-            return set()
         analysis = analyse(front.graph)
         readers: dict[Node, list[Found]] = {stop: [] for stop in front.stops}
         for found in analysis.found:

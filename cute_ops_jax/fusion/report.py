@@ -18,6 +18,10 @@ def _entries(program: Program, where: str) -> Iterator[Entry]:
         yield entry_of(part.found, part.choice, where)
     replaced = {root for part in program.parts if part.call for root in part.found.roots}
     for node, why in program.analysis.reasons.items():
+        value = program.front.values.get(node)
+        if value is not None and id(value.step) in program.lookups:
+            yield Entry("embedding", "gather", "", str(list(node.shape)), where, 1)
+            continue
         if node in replaced:
             continue
         said = str(node.attr) if node.op == "opaque" else node.op

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from typing import Any
@@ -191,7 +192,7 @@ def _packed(module: nn.Module) -> tuple[str, ...]:
 def _apart(module: Any) -> str:
     """Why queries and keys are rotated after their product."""
     forward = type(module).forward
-    if source_digest(innermost(forward).__globals__["apply_rotary_pos_emb"]) != _APPLY:
+    if source_digest(inspect.unwrap(forward).__globals__.get("apply_rotary_pos_emb")) != _APPLY:
         return "its rotation is not Llama's"
     if not (_projects_once(forward) and _rotates_projections(forward)):
         return "it does more between projecting queries and keys and rotating them"

@@ -188,6 +188,7 @@ def make() -> dict[str, Model]:
             [
                 "rmsnorm",
                 "linear_cross_entropy",
+                "embedding",
                 "rmsnorm",
                 "fused",
                 "add_rmsnorm",

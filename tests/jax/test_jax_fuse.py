@@ -198,6 +198,47 @@ def test_effects_happen_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out.split() == ["first", "second"]
 
 
+TABLE, IDS = draw(7, 4), jnp.asarray(np.random.default_rng(4).integers(-9, 10, (2, 30)), jnp.int32)
+TOKENS = IDS % 7
+LOOKUPS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "index": (lambda t: t[TOKENS], ["embedding"]),
+    "take": (lambda t: jnp.take(t, IDS, axis=0), ["embedding"]),
+    "clip": (lambda t: jnp.take(t, IDS, axis=0, mode="clip"), ["embedding"]),
+    "nan outside": (lambda t: t.at[IDS].get(mode="fill"), ["embedding"]),
+    "each token": (lambda t: jax.vmap(jax.vmap(lambda i: t[i]))(TOKENS), ["embedding"]),
+    "flat": (lambda t: t[TOKENS.reshape(-1)].reshape(2, 30, 4), ["embedding"]),
+    "0 outside": (lambda t: t.at[IDS].get(mode="fill", fill_value=0.0), []),
+    "some columns": (lambda t: t[TOKENS, 1:3], []),
+    "one row": (lambda t: jnp.broadcast_to(t[3], (2, 30, 4)), []),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_rows_of_a_table_are_looked_up(name: str) -> None:
+    """Targets below 0 and beyond the table, too: values, and gradients inside and around, and of several tables."""
+    function, want = LOOKUPS[name]
+    assert became(function, TABLE) == want
+    fused, exact = cute_ops_jax.fuse(function), function(TABLE)
+    np.testing.assert_array_equal(fused(TABLE), exact)
+    cotangent = jnp.cos(jnp.arange(exact.size, dtype=jnp.float32)).reshape(exact.shape)
+    loss = lambda run: lambda t: jnp.nansum(run(t) * cotangent)  # noqa: E731
+    gradient = jax.grad(loss(function))(TABLE)
+    same(jax.jit(jax.grad(loss(fused)))(TABLE), gradient)
+    same(cute_ops_jax.fuse(jax.grad(loss(function)))(TABLE), gradient)
+    same(jax.vmap(jax.grad(loss(fused)))(jnp.stack([TABLE, 2 * TABLE]))[0], gradient)
+
+
+@pytest.mark.slow
+def test_a_table_that_devices_share() -> None:
+    """Rows are gathered, as the program says it, or as XLA does."""
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    table, spec = draw(8, 4), jax.sharding.PartitionSpec
+    placed = jax.device_put(table, jax.sharding.NamedSharding(mesh, spec("rows", None)))
+    loss = lambda run: lambda t: jnp.sum(jnp.sin(run(t)))  # noqa: E731
+    function = lambda t: t[TOKENS]  # noqa: E731
+    same(jax.jit(jax.grad(loss(cute_ops_jax.fuse(function))))(placed), jax.grad(loss(function))(table))
+
+
 def test_float64_is_left_alone() -> None:
     with jax.enable_x64(True):
         x, w = jnp.asarray(np.asarray(X), jnp.float64), jnp.asarray(np.asarray(W), jnp.float64)
