@@ -15,6 +15,7 @@ import pytest
 
 from cute_ops import Array, Op, hardware
 from cute_ops.autotune.dispatch import choose
+from cute_ops.calls import lookup
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.files import cache_dir
@@ -311,6 +312,20 @@ CHOICES = [
 def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compiled: Compiled) -> None:
     kernels = sass.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", **attrs)))
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in kernels), kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "cross_entropy_metrics", "cross_entropy_of_slice", "soft_cross_entropy"]
+)
+def test_losses_and_their_gradients_compile_with_every_option(name: str, compiled: Compiled) -> None:
+    """Label smoothing sums the logits, too: a reduction of its own, which no case asks for."""
+    loss = lookup.find(name)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 30.0, "logit_scale": 0.5}
+    for op in (loss, loss.grad):
+        assert op is not None
+        attrs = {name: value for name, value in options.items() if name in op.attrs}
+        compiled(variant_of(op, "bfloat16", 4096, "sm_90a", **attrs))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
