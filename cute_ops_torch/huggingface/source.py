@@ -127,17 +127,25 @@ def unify(template: str, statements: Sequence[ast.stmt]) -> dict[str, str] | Non
 
     ``self`` and ``torch`` stand for themselves.
     """
-    wanted = [_Plain().visit(statement) for statement in ast.parse(textwrap.dedent(template)).body]
-    if len(wanted) != len(statements):
+    kinds, left, names = _template(template)
+    if kinds != [type(statement) for statement in statements]:
         return None
-    (left, names), (right, others) = map(_by_appearance, (wanted, statements))
+    right, others = _by_appearance(statements)
     found = dict(zip(names, others, strict=False))
     return found if left == right and all(found.get(name, name) == name for name in ("self", "torch")) else None
 
 
+@cache
+def _template(text: str) -> tuple[list[type[ast.stmt]], list[str], list[str]]:
+    """The kinds of a template's statements, and what :func:`_by_appearance` gives for them."""
+    statements = [_Plain().visit(statement) for statement in ast.parse(textwrap.dedent(text)).body]
+    return [type(statement) for statement in statements], *_by_appearance(statements)
+
+
+@cache  # modules of a model have a few classes, whose definitions are kept
 def find(template: str, tree: ast.AST) -> dict[str, str] | None:
     """What :func:`unify` gives for the first place in ``tree`` where its statements occur one after another."""
-    count = len(ast.parse(textwrap.dedent(template)).body)
+    count = len(_template(template)[0])
     for node in ast.walk(tree):
         blocks: list[Any] = [getattr(node, name, None) for name in ("body", "orelse")]
         for block in blocks:
