@@ -86,6 +86,9 @@ def test_which_operands_an_example_shares() -> None:
     assert kinds((2, 3, 6, 8), (2, 3, 1, 8), (1, 6, 8)) == ["*m n", "*b n", "any *m n"]
     assert kinds((4, 6, 8), (1, 1, 8), (1, 6, 8)) == ["*m n", "n", "any *m n"]
     assert kinds((4, 6, 8), (4, 6, 1), (6, 1)) == ["*m n", "*m 1", "*m 1"]
+    # Without a tile of the result's shape they are tiles.
+    assert kinds((4, 1, 8), (4, 6, 1), (4, 1, 1)) == ["*m n", "*m 1", "*m 1"]
+    assert kinds((1, 6, 8), (4, 1, 8), (8,)) == ["*m n", "*m n", "n"]
 
 
 def test_more_rows_than_32_bits_count_are_refused() -> None:

@@ -117,8 +117,9 @@ def _result(operands: Mapping[str, Sizes], halves: str, refuse: Refuse) -> list[
 
 
 def of_examples(fits: Sequence[Fit | None]) -> tuple[Fit | None, ...]:
-    """Operands ``[batch 1 n]`` and ``[batch 1 1]`` beside tiles ``[batch m n]`` as what an example's rows share."""
-    return tuple(how and (_of_example(how) or how) for how in fits)
+    """Operands ``[batch 1 n]`` and ``[batch 1 1]`` as what an example's rows share, beside a tile ``[batch m n]``."""
+    whole = any(how is not None and how.shape.endswith(TILES) and not how.expanded for how in fits)
+    return tuple(how and (_of_example(how) or how) for how in fits) if whole else tuple(fits)
 
 
 def _of_example(how: Fit) -> Fit | None:
