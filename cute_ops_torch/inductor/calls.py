@@ -80,7 +80,8 @@ def _attention(graph: Graph, node: Node) -> bool:
 
     def call() -> Node:
         turned = [emitter.method("transpose", each, 1, 2) for each in nodes]
-        whole = emitter.function(_lowered(attention), *turned, None, scale, causal, -1, -1, 0.0)
+        fixed = torch.are_deterministic_algorithms_enabled()  # Dynamo guards it
+        whole = emitter.function(_lowered(attention), *turned, None, scale, causal, -1, -1, 0.0, fixed)
         return emitter.method("transpose", emitter.function(operator.getitem, whole, 0), 1, 2)
 
     return _put(node, emitter, call)

@@ -446,6 +446,19 @@ def test_attention(groups: bool, causal: bool, scale: float | None) -> None:
         assert heads == [2]
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_attention_sums_in_a_fixed_order_where_torch_is_told_to(fixed: bool) -> None:
+    half, found = torch.bfloat16, list[Any]()
+    weights = [made(64, K, seed=1 + i, dtype=half) for i in range(3)]
+    torch.use_deterministic_algorithms(fixed)
+    try:
+        backend = _looking_at(lambda node: found.append(node.args[9]))
+        torch.compile(attend(False, True), backend=backend)(made(B, S, K, seed=0, dtype=half), *weights)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [fixed]
+
+
 def _looking_at(look: Callable[[Any], Any]) -> Any:
     def backend(module: Any, inputs: Any) -> Any:
         made = only_the_pass(module, inputs)
