@@ -12,6 +12,8 @@ __all__ = [
     "attention",
     "attention_packed",
     "causal_conv1d",
+    "causal_conv1d_packed",
+    "causal_conv1d_states",
     "cross_entropy",
     "cross_entropy_metrics",
     "cross_entropy_of_slice",
@@ -21,6 +23,7 @@ __all__ = [
     "geglu",
     "gelu",
     "gelu_mul",
+    "l2norm",
     "layernorm",
     "linear_add",
     "linear_cross_entropy_metrics",
@@ -317,6 +320,7 @@ def divergence(
     *,
     out: Tensor | None = None,
 ) -> Tensor: ...
+def l2norm(x: Tensor, eps: float = 1e-06, *, out: Tensor | None = None) -> Tensor: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
 def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -337,3 +341,11 @@ def linear_cross_entropy_metrics(
     reduction: str = "mean",
     token_scaling: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+def causal_conv1d_packed(
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor: ...
+def causal_conv1d_states(x: Tensor, cu_seqlens: Tensor, length: int = 3) -> Tensor: ...

@@ -18,9 +18,9 @@ WHAT = "cute_ops_torch.optim.AdamW"
 # Options of torch.optim.AdamW that change the result of a step, and why they are refused. `foreach` and `fused` do not.
 REFUSED = {
     "amsgrad": "the largest second moment is not kept; take torch.optim.AdamW",
-    "capturable": "steps are counted by the host, which a CUDA graph does not repeat; take torch.optim.AdamW",
     "differentiable": "the step has no gradient; take torch.optim.AdamW",
 }
+UNCAPTURED = "steps are counted by the host, which a CUDA graph does not repeat; make it with capturable=True"
 # Parameters whose size this divides are viewed as rows of so many elements, so that they share one compiled kernel.
 ROW = 1024
 
@@ -39,15 +39,17 @@ class AdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay: each step subtracts ``lr * weight_decay`` times the parameter.
         maximize: ascend the gradient; copies it once to negate it.
+        capturable: count steps on the device, so that a CUDA graph may hold a step. A learning rate that is a tensor on
+            the device may then change between replays.
 
     Groups may have values of their own, numbers or tensors. Their ``foreach`` and ``fused``, as in a state dict of
     PyTorch's, are ignored.
 
     Raises:
         TypeError: a rate, eps or decay that is no number, betas that are not two.
-        ValueError: a negative rate, eps or decay, betas outside of [0, 1), or ``amsgrad``, ``capturable`` or
-            ``differentiable`` in a group or a loaded state dict.
-        RuntimeError: in :meth:`step`, a sparse gradient, or while a CUDA graph is captured.
+        ValueError: a negative rate, eps or decay, betas outside of [0, 1), or ``amsgrad`` or ``differentiable``
+            in a group or a loaded state dict.
+        RuntimeError: in :meth:`step`, a sparse gradient, or a CUDA graph that is captured without ``capturable``.
     """
 
     @suggesting
@@ -60,8 +62,12 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        options = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
+            "capturable": capturable,
+        }  # fmt: skip
         _check(options)
         super().__init__(params, options)
 
@@ -73,8 +79,9 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on every parameter that has a gradient; ``closure`` computes gradients and returns the loss."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{WHAT}: {REFUSED['capturable']} with capturable=True.")
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if capturing and not all(group.get("capturable") for group in self.param_groups):
+            raise RuntimeError(f"{WHAT}: {UNCAPTURED}.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -89,10 +96,16 @@ class AdamW(torch.optim.Optimizer):
         parameters = [p for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in parameters):
             raise RuntimeError(f"{WHAT}: sparse gradients are not supported.")
-        states = [self.state[p] or self._init_state(p) for p in parameters]
+        capturable = bool(group.get("capturable"))
+        states = [self.state[p] or self._init_state(p, capturable) for p in parameters]
         if not states:
             return
-        torch._foreach_add_([state["step"] for state in states], torch.ones(()))
+        steps = [state["step"] for state in states]
+        if capturable:
+            torch._foreach_add_(steps, 1.0)
+            of_device = iter(_factors_on_device(group, steps))
+        else:
+            torch._foreach_add_(steps, torch.ones(()))
 
         @cache
         def factors(step: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -108,17 +121,20 @@ class AdamW(torch.optim.Optimizer):
             given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
             if hasattr(parameter, "to_local"):
                 given = _parts(given)
+            own = next(of_device) if capturable else None
             if not given[0].numel():
                 continue
             # The kernel is launched without the dispatcher, which would resolve a negated view.
             given[1] = -given[1] if group.get("maximize") else given[1].resolve_neg()
             rows = _rows(given)
-            inputs = *rows, *expanded(int(state["step"]), parameter.device, rows[0].shape[:-1]), *constants
+            lead = rows[0].shape[:-1]
+            numbers = [f.expand(lead) for f in own] if own else expanded(int(state["step"]), parameter.device, lead)
+            inputs = *rows, *numbers, *constants
             _update(run, into, inputs, (rows[0], rows[2], rows[3]))
 
-    def _init_state(self, parameter: Tensor) -> dict[str, Any]:
+    def _init_state(self, parameter: Tensor, capturable: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if capturable else None)
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
@@ -129,11 +145,13 @@ class AdamW(torch.optim.Optimizer):
             # As in PyTorch's AdamW, decay is decoupled even if the state dict is one of Adam.
             _check({**self.defaults, **group, "decoupled_weight_decay": True})
         super().load_state_dict(state_dict)
-        for state in self.state.values():
-            if "step" in state:
-                # A fused optimizer counts steps on the GPU: each read of them would wait for it.
-                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
         for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                if "step" in state:
+                    # A fused optimizer counts steps on the GPU: each read of them would wait for it.
+                    device = parameter.device if group.get("capturable") else "cpu"
+                    state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
             if "decoupled_weight_decay" in group:
                 group["decoupled_weight_decay"] = True
 
@@ -165,7 +183,8 @@ def _check(group: Mapping[str, Any]) -> None:
         if not isinstance(group[name], Real | Tensor):
             came = type(group[name]).__name__
             raise TypeError(f"{WHAT}: argument `{name}` must be a number or a tensor of one, got {came}.")
-        if not group[name] >= 0:
+        # To read a tensor on the device would wait for it, and end a capture.
+        if not (isinstance(group[name], Tensor) and group[name].is_cuda) and not group[name] >= 0:
             raise ValueError(f"{WHAT}: argument `{name}` is {group[name]}, expected at least 0.")
     if not isinstance(group["betas"], tuple | list) or len(group["betas"]) != 2:
         raise TypeError(f"{WHAT}: argument `betas` is {group['betas']!r}, expected two numbers.")
@@ -186,6 +205,21 @@ def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
     lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
     values = (1 - lr * decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
     return tuple(torch.full((), value, dtype=torch.float32, device=device) for value in values)
+
+
+def _factors_on_device(group: dict[str, Any], steps: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """As :func:`_factors`, of each parameter, from steps that the device counts: in float64, as on the host."""
+    lr, decay, (beta1, beta2) = group["lr"], float(group["weight_decay"]), map(float, group["betas"])
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for device in {step.device for step in steps}:
+        places = [i for i, step in enumerate(steps) if step.device == device]
+        count = torch.stack([steps[i] for i in places]).double()
+        rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else float(lr)
+        size, root = rate / (1 - beta1**count), (1 - beta2**count).rsqrt()
+        keep = (1 - rate * decay) + 0 * count
+        numbers = zip(*(each.float().unbind() for each in (keep, size, root)), strict=True)
+        found |= dict(zip(places, numbers, strict=True))
+    return [found[i] for i in range(len(steps))]
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:

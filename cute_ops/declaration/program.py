@@ -48,6 +48,15 @@ class Framework(Protocol):
     def cast(self, x: Any, like: Any, /) -> Any:
         """``x`` in the dtype of ``like``."""
 
+    def offsets(self, starts: Any, count: int, /) -> Any:
+        """``starts[..., None] + range(count)``."""
+
+    def with_rows(self, x: Any, index: Any, rows: Any, /) -> Any:
+        """``x`` with these of its rows replaced; rows that are named twice are equal."""
+
+    def plus_rows(self, x: Any, index: Any, rows: Any, /) -> Any:
+        """``x`` with these added to its rows."""
+
     def ends(self, keys: Any, count: int, /) -> Any:
         """For each of ``range(count)`` how many of the sorted keys do not exceed it, in int32."""
 

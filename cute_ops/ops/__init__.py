@@ -17,6 +17,7 @@ from cute_ops.ops.conv.causal_conv1d import causal_conv1d
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.norm.l2norm import l2norm
 from cute_ops.ops.norm.layernorm import layernorm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.optim.adamw import adamw
@@ -49,6 +50,7 @@ MODELS: tuple[Op, ...] = (
     cross_entropy_of_slice,
     soft_cross_entropy,
     divergence,
+    l2norm,
     topk,
     route,
     permute_tokens,

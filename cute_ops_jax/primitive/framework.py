@@ -59,6 +59,18 @@ def cast(x: Array, like: Array) -> Array:
     return x.astype(like.dtype)
 
 
+def offsets(starts: Array, count: int) -> Array:
+    return starts[..., None] + jnp.arange(count, dtype=starts.dtype)
+
+
+def with_rows(x: Array, index: Array, rows: Array) -> Array:
+    return x.at[index].set(rows)
+
+
+def plus_rows(x: Array, index: Array, rows: Array) -> Array:
+    return x.at[index].add(rows)
+
+
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
     if is_symbolic(keys.size):

@@ -61,6 +61,18 @@ def cast(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.dtype)
 
 
+def offsets(starts: Tensor, count: int) -> Tensor:
+    return starts[..., None] + torch.arange(count, dtype=starts.dtype, device=starts.device)
+
+
+def with_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.index_put((index,), rows)
+
+
+def plus_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    return x.index_add(0, index.reshape(-1), rows.reshape(-1, x.shape[-1]))
+
+
 def ends(keys: Tensor, count: int) -> Tensor:
     every = torch.arange(count, dtype=torch.int32, device=keys.device)
     return torch.searchsorted(keys, every, right=True, out_int32=True)

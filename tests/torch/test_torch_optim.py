@@ -137,10 +137,10 @@ def test_maximize(of: str, device: str) -> None:
 
 
 @pytest.mark.fault(
-    "AdamW gets amsgrad, capturable or differentiable: in a group, in one added later, or in PyTorch's state dict",
+    "AdamW gets amsgrad or differentiable: in a group, in one added later, or in PyTorch's state dict",
     "an error says which option it is and what to use instead; neither parameters nor state change", "nothing",
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
+@pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_options_that_a_step_could_not_do_are_refused(name: str) -> None:
     weight = nn.Parameter(torch.ones(3, 4))
     weight.grad = torch.ones(3, 4)
@@ -197,3 +197,46 @@ def test_a_captured_step_is_refused() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="steps are counted by the host"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_counted_on_the_device_are_those_of_the_host(device: str) -> None:
+    """Bit by bit, through a state dict, and with a rate that is a tensor."""
+    results = []
+    for capturable in (False, True):
+        made = model(device, torch.float32)
+        lr = torch.tensor(1e-2, dtype=torch.float64, device=device) if capturable else 1e-2
+        optimizer = AdamW(made.parameters(), lr=lr, capturable=capturable)
+        steps(made, optimizer, 3)
+        again = AdamW(made.parameters(), lr=lr, capturable=capturable)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        counted = {state["step"].device.type for state in again.state.values()}
+        assert counted == {device if capturable else "cpu"}
+        steps(made, again, 2, 3)
+        results.append([p.detach() for p in made.parameters()])
+    for p, q in zip(*results, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_a_step_in_a_graph() -> None:
+    """Replays go on counting, and follow the rate."""
+    made, eager = nn.Linear(64, 64, device="cuda"), nn.Linear(64, 64, device="cuda")
+    eager.load_state_dict(made.state_dict())
+    rates = [torch.tensor(1e-2, device="cuda") for _ in "ab"]
+    optimizers = [AdamW(m.parameters(), lr=r, capturable=True) for m, r in zip((made, eager), rates, strict=True)]
+    for m in (made, eager):
+        for p in m.parameters():
+            p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for rate in (1e-2, 3e-3, 1e-3):
+        for r in rates:
+            r.fill_(rate)
+        graph.replay()
+        optimizers[1].step()
+    for p, q in zip(made.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)

@@ -94,10 +94,14 @@ def reference_bwd(
     return xp.astype(dpadded[..., width - 1 :, :], x.dtype), dweight, sum_rows(xp, d, bias), dstate
 
 
+def check_width(w: Any) -> str | None:
+    return None if w in WIDTHS else f"argument `weight` has w={w}, expected 2, 3 or 4."
+
+
 def check(binding: Any) -> str | None:
     w, s = binding.dims["w"], binding.dims["s"]
-    if w not in WIDTHS:
-        return f"argument `weight` has w={w}, expected 2, 3 or 4."
+    if problem := check_width(w):
+        return problem
     if isinstance(s, int) and s > LONGEST:
         return f"argument `x` has s={s}, expected at most {LONGEST}."
     return None
