@@ -116,7 +116,7 @@ class BestLogSum(ShapedLogSum):
             return super()._with(state, x, inside)
         top, s, p, count = state
         base = origin(top)
-        weight = self.weights.vector(inside.first, inside.vec)  # zeros outside
+        weight = inside.only(self.weights.vector(inside.first, inside.vec))
         s = s + exponentials(x, base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         p = p + (weight * inside.only(x - base)).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         return (top, s, p, count + weight.reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
