@@ -199,30 +199,41 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{name}: k and v are given together, and so are rotary_cos and rotary_sin.")
     if k is None and rotary_cos is not None:
         raise ValueError(f"{name}: rotary_cos rotates new keys: it needs k and v.")
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if cache_seqlens is None and k is not None:
+        raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
     if cache_seqlens is None:
-        if k is not None:
-            raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
-        cache_seqlens = capacity
+        cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    lengths = cache_seqlens
     if k is not None and v is not None:
-        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)  # (batch, new)
-        cos = sin = None
-        if rotary_cos is not None and rotary_sin is not None:
-            if queries != k.shape[1]:
-                raise ValueError(f"{name}: rotary_cos rotates queries like keys; there are {queries} and {k.shape[1]}.")
-            cos, sin = rotary_cos[places], rotary_sin[places]
-            q = cute_ops_torch.rope(q, cos, sin, rotary_interleaved)
-        slots = _slots(places, k_cache.shape[1], block_table)
-        cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots, cos, sin, rotary_interleaved)
-        lengths = lengths + k.shape[1]
+        tables = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
+        q = _appended(q, (k_cache, v_cache), (k, v), cache_seqlens, block_table, tables, rotary_interleaved)
+        cache_seqlens = cache_seqlens + k.shape[1]
     out, lse = cute_ops_torch.decode_attention(
-        q, k_cache, v_cache, lengths, block_table, scale=softmax_scale or 0.0, window=left + 1,
+        q, k_cache, v_cache, cache_seqlens, block_table, scale=softmax_scale or 0.0, window=left + 1,
         softcap=max(softcap, 0.0),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _appended(
+    q: Tensor, caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], seqlens: Tensor, block_table: Tensor | None,
+    tables: tuple[Tensor, Tensor] | None, interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """The queries, rotated as the keys are; new keys and values are written behind the others."""
+    places = seqlens[:, None] + torch.arange(new[0].shape[1], device=q.device)  # (batch, new)
+    cos = sin = None
+    if tables is not None:
+        if q.shape[1] != places.shape[1]:
+            raise ValueError(
+                "flash_attn_with_kvcache: rotary_cos rotates queries like keys; there are "
+                f"{q.shape[1]} and {places.shape[1]}."
+            )
+        cos, sin = tables[0][places], tables[1][places]
+        q = cute_ops_torch.rope(q, cos, sin, interleaved)
+    slots = _slots(places, caches[0].shape[1], block_table)
+    cute_ops_torch.append_kv(*caches, *new, slots, cos, sin, interleaved)
+    return q
 
 
 def _slots(places: Tensor, size: int, block_table: Tensor | None) -> Tensor:

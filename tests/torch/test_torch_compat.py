@@ -154,6 +154,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "flash_attn_with_kvcache: causal=False with 2 queries is not implemented, only causal=True."),
     (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, Q, Q, causal=True), ValueError,
      "flash_attn_with_kvcache: cache_seqlens says behind how many keys k and v are written, and is not given."),
+    (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, Q[:, :1], Q[:, :1], ONE[None], ONE[None], 0, causal=True),
+     ValueError, "flash_attn_with_kvcache: rotary_cos rotates queries like keys; there are 2 and 1."),
     (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, seq_idx=TARGET), NotImplementedError,
      "causal_conv1d_fn: seq_idx=int64[6] is not implemented, only seq_idx=None."),
     (lambda: causal_conv1d.causal_conv1d_fn(Q[0], ONE, activation="gelu"), NotImplementedError,
