@@ -191,20 +191,16 @@ def flash_attn_with_kvcache(
         name, cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None),
         alibi_slopes=(alibi_slopes, None), num_splits=(num_splits, 0),
     )  # fmt: skip
-    batch, queries = q.shape[:2]
     left, right = window_size
-    if queries > 1 and not causal and right != 0:
-        raise NotImplementedError(f"{name}: causal=False with {queries} queries is not implemented, only causal=True.")
-    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError(f"{name}: k and v are given together, and so are rotary_cos and rotary_sin.")
-    if k is None and rotary_cos is not None:
-        raise ValueError(f"{name}: rotary_cos rotates new keys: it needs k and v.")
-    if cache_seqlens is None and k is not None:
-        raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
+    if q.shape[1] > 1 and not causal and right != 0:
+        raise NotImplementedError(
+            f"{name}: causal=False with {q.shape[1]} queries is not implemented, only causal=True."
+        )
+    _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
         tables = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
         q = _appended(q, (k_cache, v_cache), (k, v), cache_seqlens, block_table, tables, rotary_interleaved)
@@ -214,6 +210,18 @@ def flash_attn_with_kvcache(
         softcap=max(softcap, 0.0),
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _check_together(
+    k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None, seqlens: int | Tensor | None
+) -> None:
+    name = "flash_attn_with_kvcache"
+    if (k is None) != (v is None) or (cos is None) != (sin is None):
+        raise ValueError(f"{name}: k and v are given together, and so are rotary_cos and rotary_sin.")
+    if k is None and cos is not None:
+        raise ValueError(f"{name}: rotary_cos rotates new keys: it needs k and v.")
+    if seqlens is None and k is not None:
+        raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
 
 
 def _appended(
