@@ -13,6 +13,7 @@ import cute_ops_torch
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, LazyLogits
 from tests.torch.test_torch_patch_families import make
 
+transformers = pytest.importorskip("transformers")
 # With what their logits meet: a cap, a factor, a divisor, an auxiliary loss, nothing, a head of another name.
 FAMILIES = ("gemma2", "cohere", "granite", "mixtral", "gpt2", "gpt_neox", "mamba")
 TOKENS = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(5))
@@ -39,6 +40,8 @@ def close(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_without_logits(family: str) -> None:
+    if family == "mamba" and transformers.__version__.startswith("5.0."):
+        pytest.skip("its forward computes a loss of its own")
     model = make(family).train()
     if family == "cohere":
         model.logit_scale = 0.7
