@@ -111,11 +111,13 @@ def test_the_op_of_a_call_with_tiles_of_several_dtypes() -> None:
     assert ByCall(mixing.added).find("tt").name != op.find("tBtF").name
 
 
-def test_expanded_tiles_have_any_dtype() -> None:
-    rows = np.zeros((2, 1, 8), "float32")
+@pytest.mark.parametrize(("shape", "kind", "declared"), [((1, 3, 8), "e", "*m n"), ((2, 1, 8), "b", "*b n")])
+def test_expanded_tiles_have_any_dtype(shape: tuple[int, ...], kind: str, declared: str) -> None:
+    """What the rows of an example share does, too."""
+    rows = np.zeros(shape, "float32")
     op, fits = ByCall(mixing.modulated).choose([np.zeros((2, 3, 8))] * 2 + [rows], (), np.ndarray)
-    assert kinds(fits) == "tte" and outputs_of(op) == "bfloat16 T"
-    assert op.inputs["scale"].declared == "T_scale[*m n]"
+    assert kinds(fits) == f"tt{kind}" and outputs_of(op) == "bfloat16 T"
+    assert op.inputs["scale"].declared == f"T_scale[{declared}]"
 
 
 @pytest.mark.no_cover
