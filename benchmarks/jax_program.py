@@ -18,7 +18,7 @@ import torch
 from contenders import as_tuple
 from problems import Buffers, Problem
 
-from cute_ops_torch.tools.measure import WAIT_CYCLES
+from cute_ops_torch.host.sampler import WAIT_CYCLES
 
 MAX_CALLS = 128
 START, END = "bench_start", "bench_end"

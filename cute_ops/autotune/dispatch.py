@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cute_ops import env
-from cute_ops.autotune import winners
+from cute_ops.autotune import choices, winners
 from cute_ops.autotune.winners import Winner
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.config import Config
@@ -24,7 +24,7 @@ from cute_ops.files import file_lock
 from cute_ops.hardware import sm
 from cute_ops.jit import cache as kernels
 from cute_ops.jit.layout import Memory, misplaced
-from cute_ops.jit.plan import Plan, configured, signature
+from cute_ops.jit.plan import Plan, Signature, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
 from cute_ops.ops.gemm import choice
@@ -33,6 +33,7 @@ from cute_ops.ops.gemm.config import GemmSize
 # Every new size of a static dim costs a compile. After this many sizes of dims that are static while few, an op has one
 # kernel in which they are dynamic.
 STATIC_LIMIT = 64
+NOT_SLOWER = "nothing says that it is slower"
 log = logging.getLogger("cute_ops")
 
 _lock = file_lock.between_threads(threading.RLock)
@@ -90,9 +91,8 @@ def fallback(binding: Binding, memory: Mapping[str, Memory], target: Target | No
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
     reason = _reason_against(binding, memory, target)
     if not reason:
-        _log_choice(
-            binding, "our kernel", "`fused` is 'always'" if asked == "always" else "it was measured to be as fast"
-        )
+        said = "`fused` is 'always'" if asked == "always" else _expectation(binding, memory, target)
+        _log_choice(binding, "our kernel", said)
         return None
     _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
     return op.fallback.program
@@ -110,7 +110,7 @@ def _reason_against(binding: Binding, memory: Mapping[str, Memory], target: Targ
         return False
     if sm(target.arch) < op.least_sm:
         return f"no kernel runs on {target.arch}"
-    return _out_of_reach(binding, memory) or bool(op.fallback.when(signature(binding, memory, target).problem))
+    return _out_of_reach(binding, memory) or _slower(binding, memory, target)
 
 
 def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> dict[str, tuple[int, ...]]:
@@ -130,6 +130,41 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
     if not found or fallback(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
         return {}
     return found
+
+
+def _slower(binding: Binding, memory: Mapping[str, Memory], target: Target) -> bool | str:
+    """Why the program that stands in for the kernel is faster, as it was measured, or else as the op expects."""
+    op, call = binding.op, signature(binding, memory, target)
+    assert op.fallback is not None
+    known = choices.measured(op, call) if op.fallback.expected is not None else None
+    return op.fallback.when(call.problem) if known is None else known.reason
+
+
+def _expectation(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> str:
+    """Why our kernel runs: what the op expects, where it expects something."""
+    other = binding.op.fallback
+    if target is None or other is None or other.expected is None:
+        return NOT_SLOWER
+    call = signature(binding, memory, target)
+    known, times = choices.measured(binding.op, call), other.expected(call.problem)
+    if known is not None:
+        return f"{known.ours:.3g} us were measured, {known.theirs:.3g} of the framework's product"
+    return f"{times[0]:.3g} us are expected, {times[1]:.3g} of the framework's product" if times else NOT_SLOWER
+
+
+def to_measure(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Signature | None:
+    """A call to be measured by our kernel and by the program that stands in for it, before the choice between them:
+    with ``CUTE_OPS_TUNE=1``, once for each class, where both can run.
+    """
+    op = binding.op
+    if op.fallback is None or op.fallback.expected is None or op.mutates or target is None or binding.empty:
+        return None
+    if binding.attrs["fused"] != "auto" or binding.dtype_without_kernel is not None or sm(target.arch) < op.least_sm:
+        return None
+    if env.TUNE.read() != "1" or _out_of_reach(binding, memory):
+        return None
+    call = signature(binding, memory, target)
+    return call if choices.measured(op, call) is None else None
 
 
 def _out_of_reach(binding: Binding, memory: Mapping[str, Memory]) -> str:
@@ -152,13 +187,13 @@ def kernel_is_faster(binding: Binding, memory: Mapping[str, Memory], target: Tar
     problem = signature(binding, memory, target).problem
     reason: bool | str = choice.fallback_reason(problem, binding.op.config(problem)["form"])
     if not reason and binding.op.fallback:
-        reason = binding.op.fallback.when(problem)
+        reason = _slower(binding, memory, target)
     if reason:
         _log_choice(
             binding, "the framework's product and a pass", reason if isinstance(reason, str) else "it is faster"
         )
     else:
-        _log_choice(binding, "our kernel", "it was measured to be as fast")
+        _log_choice(binding, "our kernel", _expectation(binding, memory, target))
     return not reason
 
 
@@ -206,6 +241,7 @@ def forget() -> None:
     kernels.forget()
     with _lock:
         winners.forget()
+        choices.forget()
         _decided.clear()
         _planned.clear()
 

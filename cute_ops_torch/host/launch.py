@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.autotune import dispatch
+from cute_ops.autotune import choices, dispatch
 from cute_ops.constants import of_attributes
 from cute_ops.declaration.binding import Binding, bind
 from cute_ops.declaration.messages import naming
@@ -16,7 +16,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
-from cute_ops.jit.plan import Plan
+from cute_ops.jit.plan import Plan, Signature
 from cute_ops.ops.gemm.row_copy import row_copy
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.host.compiled_call import NO_COPIERS, CompiledCall, KernelCall, Run
@@ -136,13 +136,30 @@ def prepare(
     copies = dispatch.realigned(binding, places, arch)
     lying = {name: places[name] for name in copies}
     places |= {name: Memory(strides) for name, strides in copies.items()}
+
+    def kernel() -> CompiledCall:
+        chosen = dispatch.choose(binding, places, arch, on)
+        copiers = {name: _copier(binding.inputs[name], lying[name], s, device) for name, s in copies.items()}
+        return planned_call(binding, chosen._replace(copies={**chosen.copies, **copies}), device, copiers)
+
+    unmeasured = dispatch.to_measure(binding, places, arch)
+    if unmeasured is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        _measure(unmeasured, kernel(), tensors)
     program = dispatch.fallback(binding, places, arch)
     if program is not None:
         return compiled_call.of_program(binding, program)
-    chosen = dispatch.choose(binding, places, arch, on)
-    copiers = {name: _copier(binding.inputs[name], lying[name], strides, device) for name, strides in copies.items()}
-    call = planned_call(binding, chosen._replace(copies={**chosen.copies, **copies}), device, copiers)
-    return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
+    return compiled_call.on_device(kernel(), device) if torch.cuda.device_count() > 1 else kernel()
+
+
+def _measure(call: Signature, kernel: CompiledCall, tensors: Tensors) -> None:
+    """Measure a call by our kernel and by the program that stands in for it, and keep the result."""
+    from cute_ops_torch.host.sampler import alternately  # start-up time: few programs measure
+
+    other = call.binding.op.fallback
+    assert other is not None
+    program = compiled_call.of_program(call.binding, other.program)
+    ours, theirs = alternately([kernel.run, program.run], [t for t in tensors if t is not None])
+    choices.keep(call.binding.op, call, choices.Times(ours, theirs))
 
 
 def _copier(array: Array | None, lies: Memory, strides: tuple[int, ...], device: torch.device) -> Run:

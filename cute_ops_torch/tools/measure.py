@@ -28,6 +28,9 @@ from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.plan import Plan
 from cute_ops.testing import EPS, Arrays
 from cute_ops_torch.host.launch import planned_call
+from cute_ops_torch.host.sampler import Sampler as Sampler
+from cute_ops_torch.host.sampler import elapsed as elapsed
+from cute_ops_torch.host.sampler import graph_sampler as graph_sampler
 from cute_ops_torch.library.tensors import DTYPES
 from cute_ops_torch.tools.runner import broken as broken
 from cute_ops_torch.tools.runner import device as place
@@ -35,10 +38,7 @@ from cute_ops_torch.tools.runner import to_numpy, to_torch
 
 CALLS, REPLAYS, MAX_SETS = 64, 30, 256
 LONG_US = 2000.0  # the graph has fewer calls if together they take so long
-WAIT_CYCLES = 200_000  # of the GPU before a replay, while the host enqueues it: else host time would count
 CHUNK = 1 << 26  # elements that are compared at a time
-
-Sampler = Callable[[], float]
 
 
 class Measured(NamedTuple):
@@ -197,36 +197,6 @@ class Contest:
                 self._count = rounds * len(calls)
         torch.cuda.synchronize()
         return graph_sampler(calls, self._count, self._stream, self._pool)
-
-
-def graph_sampler(
-    calls: Sequence[Callable[[], Any]], count: int, stream: torch.cuda.Stream, pool: Any = None
-) -> Sampler:
-    """Microseconds of a call, by replays of a graph of ``count`` calls."""
-    graph = torch.cuda.CUDAGraph()
-    keep: list[Any] = [None] * len(calls)  # outputs of the last round, so that no two calls share output buffers
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        for i in range(count):
-            keep[i % len(calls)] = calls[i % len(calls)]()
-    graph.replay()
-
-    def sample() -> float:
-        torch.cuda._sleep(WAIT_CYCLES)
-        return elapsed(graph.replay) / count
-
-    # A graph owns only what was allocated inside: inputs and what autograd saved for backward stay with the calls.
-    sample.owns = graph, keep, calls  # type: ignore[attr-defined]
-    return sample
-
-
-def elapsed(action: Callable[[], Any]) -> float:
-    """Microseconds between an action's begin and end on the device; host time counts where that is slower."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    action()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3  # type: ignore[no-any-return]
 
 
 def _events(action: Callable[[], Any], count: int) -> list[float]:

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, testing
-from cute_ops.autotune.dispatch import fallback
+from cute_ops.autotune import choices, winners
+from cute_ops.autotune.dispatch import fallback, forget, to_measure
 from cute_ops.declaration.binding import bind
 from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
@@ -30,7 +31,7 @@ from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
-from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, cycles
+from cute_ops.ops.gemm.config import EpilogueCost, GemmSize, choose, configs, sm_cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.ops.gemm.row_copy import row_copy
 from cute_ops.testing import kernel_calls
@@ -55,6 +56,18 @@ def test_every_tile_once(group: int, by_columns: int) -> None:
         assert sorted(order) == sorted(product(range(rows), range(columns)))
         along = 0 if by_columns else 1
         assert all(abs(a[along] - b[along]) <= 1 for a, b in pairwise(order))
+
+
+def of_batch(op: Op, apart: bool, b: tuple[int, ...], m: int, n: int, k: int) -> tuple[Op, dict[str, np.ndarray]]:
+    """Integers; the rows of the first operand lie apart, and of two leading dims the last one is outside in memory."""
+    assert op.batched is not None
+    given: dict[str, np.ndarray] = {}
+    for name, tensor in op.batched.inputs.items():
+        first, rng = apart and not given, np.random.default_rng(len(given))
+        *lead, rows, columns = tensor.of({"b": b[:: -1 if first else 1], "m": m, "n": n, "k": k})
+        whole = rng.integers(-4, 5, (*lead, rows, (1 + first) * columns)).astype(ml_dtypes.bfloat16)[..., :columns]
+        given[name] = whole.swapaxes(0, 1) if first and len(b) == 2 else whole
+    return op.batched, given
 
 
 def test_every_tile_of_every_matrix_once() -> None:
@@ -90,10 +103,10 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
     cost = COSTS[name]
     for config in configs("sm_90a", sm_count, cost):
         sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
-        columns = config.tile_n // (1 + cost.gate_up)
-        subtiles, left = divmod(config.tile_m * columns, sub_m * sub_n)
-        assert (left, config.tile_m % sub_m, columns % sub_n) == (0, 0, 0)
-        assert subtiles % config.store_stages == 0 and config.store_stages >= 2
+        columns, stored = (number // (1 + cost.gate_up) for number in (config.tile_n, config.stored_n))
+        assert (config.tile_n % config.cluster_k, config.tile_m % sub_m, stored % sub_n) == (0, 0, 0)
+        assert config.cluster_k == 1 or config.fits_sums
+        assert config.store_stages >= 2
         assert bool(config.tile_stages) == bool(cost.tiles)
         assert config.shared(cost.outputs, cost.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert config.stages >= 3
@@ -101,7 +114,7 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
         assert config.shared(cost.outputs, cost.tiles) == without + config.stages * config.stage_bytes
         assert config.accumulators <= 192
         assert columns // config.cluster_m % cost.blocks == 0
-        assert 1 <= config.clusters * config.cluster_m * config.cluster_n <= sm_count
+        assert 1 <= config.clusters * config.ctas <= sm_count
         assert GemmConfig.of(config.flat()) == config
 
 
@@ -131,39 +144,25 @@ def test_warpgroups_share_a_tile_where_its_epilogue_takes_a_small_part_of_the_ti
 
 def test_a_tile_more_than_clusters_takes_another_wave() -> None:
     config = GemmConfig("cooperative", 128, 256, 4, 66, 2)
-    one, two = (cycles(config, GemmSize(tiles * 256, 256, 4096)) for tiles in (66, 67))
-    assert (two, one) == (2 * one, cycles(config, GemmSize(1, 1, 4096)))
+    one, two = (sm_cycles(config, GemmSize(tiles * 256, 256, 4096)) for tiles in (66, 67))
+    assert two == 2 * one
 
 
 def test_few_rows_take_small_tiles() -> None:
+    """Where the tiles are fewer than SMs, a cluster shares the terms of each."""
     config = chosen(64, 4096, 4096)
-    assert (config.tile_m, config.tile_n) == (64, 64)
+    assert (config.tile_m, config.tile_n, config.cluster_k) == (64, 64, 2)
+    assert chosen(64, 16384, 2304).cluster_k == 1 and chosen(8192, 4096, 4096).cluster_k == 1
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "tile_n", "parts"),
-    [
-        (16, 28672, 4096, 32, 1), (64, 28672, 4096, 64, 1), (1, 4096, 4096, 32, 4), (33, 4096, 14336, 64, 4),
-        (8, 2048, 8192, 32, 8), (8, 6144, 4096, 32, 2), (4, 128, 512, 32, 2), (1, 8, 8, 32, 1),
-    ],
-)  # fmt: skip
-def test_sums_of_few_rows_are_divided_among_all_sms(m: int, n: int, k: int, tile_n: int, parts: int) -> None:
-    for op in (linear, linear_dx):
-        sizes = {"m": (m,), "n": n, "k": k} if op is linear else {"m": (m,), "n": k, "k": n}
-        made = plan(bind(op, arrays(op, **sizes)), {}, TARGET)
-        config = GemmConfig.of(made.variant.config)
-        assert (config.tile_m, config.tile_n, config.split_k) == (128, tile_n, parts)
-        assert config.stages == 8 and config.shared((4,)) + 1024 <= ARCHES["sm_90a"].shared_per_cta
-        assert made.workspaces == {"sums": Array((parts, n, -(-m // 4) * 4), "float32")}
-
-
-def test_where_sums_are_not_divided() -> None:
-    for op, arch, m, k in [(linear, "sm_90a", 65, 64), (linear, "sm_90a", 8, 63), (linear, "sm_80", 8, 64),
-                           (linear_dweight, "sm_90a", 8, 64), (linear.batched, "sm_90a", 8, 64)]:  # fmt: skip
-        sizes = {"b": (2,), "m": m if op is linear.batched else (m,), "n": 64, "k": k}
-        given = {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()}
-        made = plan(bind(op, given), {}, parse(arch))
-        assert not made.workspaces and "split_k" not in made.variant.config
+def test_rows_past_the_end_are_not_loaded_where_rows_are_contiguous() -> None:
+    for m, rows in ((1, 8), (30, 32), (64, 0)):
+        given = arrays(linear, (m,), 4096, 512)
+        config = GemmConfig.of(plan(bind(linear, given), {}, TARGET).variant.config)
+        assert (config.tile_m, config.edge_m) == (64, rows)
+        columns = {"x": Memory((1, max(m, 8)))}
+        if m % 8 == 0:
+            assert GemmConfig.of(plan(bind(linear, given), columns, TARGET).variant.config).edge_m == 0
 
 
 @pytest.mark.parametrize(
@@ -328,17 +327,6 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
 
 
-@pytest.mark.parametrize("op", [linear, linear_dx], ids=lambda op: op.name)
-@pytest.mark.parametrize("m", [16, 64])
-def test_machine_code_of_few_rows(op: Op, m: int, compiled: Callable[[Variant], Path]) -> None:
-    path = compiled(plan(bind(op, arrays(op, (m,))), {}, TARGET).variant)
-    add, product = sass.resources(path)
-    assert (product.registers, product.stack, product.local) == (168, 0, 0)
-    assert add.registers <= 64 and (add.stack, add.local) == (0, 0)
-    code = sass.sass(path)
-    assert len(re.findall(r"\bHGMMA", code)) == 2 * 4 and code.count("WARPGROUP.DEPBAR") == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "arch", "n", "k"),
@@ -408,6 +396,51 @@ def test_results_with_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@products.emulated
+@pytest.mark.parametrize(
+    ("op", "form", "tile", "ranks", "sizes"),
+    [
+        (linear, "pingpong", (64, 128), 4, (5, 136, 264)),
+        (linear, "pingpong", (64, 96), 3, (70, 131, 72)),
+        (linear_dx, "cooperative", (128, 128), 2, (130, 72, 392)),
+        (linear_dweight, "pingpong", (64, 64), 2, (80, 136, 264)),
+        (linear_float32, "pingpong", (64, 64), 4, (33, 9, 8)),
+        (linear_dweight_add, "cooperative", (128, 64), 2, (80, 136, 264)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_a_cluster_shares_the_terms_of_a_tile(
+    op: Op, form: Any, tile: tuple[int, int], ranks: int, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
+) -> None:
+    """Some CTAs have no terms, some no columns."""
+    given = integers(op, "bfloat16", sizes)
+    (exact,) = testing.run_reference(op, given, {})
+    stages = {"store_stages": 2, "tile_stages": 2} if op.mutates else {"store_stages": 2}
+    (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, cluster_k=ranks, **stages)).values()
+    np.testing.assert_array_equal(out, exact)
+
+
+@products.emulated
+@pytest.mark.parametrize(
+    ("op", "config", "sizes"),
+    [
+        (linear, GemmConfig("pingpong", 64, 128, 3, 4, edge_m=16), (5, 264, 264)),
+        (linear, GemmConfig("pingpong", 64, 64, 3, 2, edge_m=32), (90, 131, 72)),
+        (linear_dx, GemmConfig("cooperative", 128, 128, 3, 2, 2, edge_m=32), (290, 136, 136)),
+        (linear, GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, edge_m=64, cluster_k=2), (180, 131, 264)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_fewer_rows_are_loaded_at_the_edge(
+    op: Op, config: GemmConfig, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
+) -> None:
+    """And all of them of other tiles, and of one with more rows than that."""
+    given = integers(op, "bfloat16", sizes)
+    (exact,) = testing.run_reference(op, given, {})
+    (out,) = on_cpu(op, given, "sm_90a", config).values()
+    np.testing.assert_array_equal(out, exact)
+
+
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("form", ["cooperative", "pingpong"])
@@ -421,49 +454,6 @@ def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) 
     config = GemmConfig(form, *tile, 2, 2, 2, 1, store_stages=2, tile_stages=2, group=2)
     (out,) = on_cpu(linear_dweight_add, given, "sm_90a", config).values()
     np.testing.assert_array_equal(out, exact)
-
-
-@products.emulated
-@pytest.mark.parametrize(
-    ("op", "across", "parts", "sizes"),
-    [
-        (linear, False, 2, (5, 136, 264)), (linear, True, 3, (40, 131, 392)), (linear_dx, False, 8, (1, 136, 264)),
-        (linear_float32, False, 1, (33, 9, 8)), (linear, True, 1, (8, 264, 72)),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)  # fmt: skip
-def test_results_of_few_rows(
-    op: Op, across: bool, parts: int, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
-) -> None:
-    """``across``: x lies transposed. There are no more parts than steps of k."""
-    given = integers(op, "bfloat16", sizes)
-    if across:
-        given["x"] = np.ascontiguousarray(given["x"].T).T
-    (exact,) = testing.run_reference(op, given, {})
-    config = GemmConfig(
-        "cooperative",
-        128,
-        32 if sizes[0] <= 32 else 64,
-        3,
-        2,
-        store_stages=2,
-        split_k=parts,
-        writes=next(iter(op.outputs)),
-    )
-    (out,) = on_cpu(op, given, "sm_90a", config).values()
-    np.testing.assert_array_equal(out, exact)
-
-
-def of_batch(op: Op, apart: bool, b: tuple[int, ...], m: int, n: int, k: int) -> tuple[Op, dict[str, np.ndarray]]:
-    """Integers; the rows of the first operand lie apart, and of two leading dims the last one is outside in memory."""
-    assert op.batched is not None
-    given: dict[str, np.ndarray] = {}
-    for name, tensor in op.batched.inputs.items():
-        first, rng = apart and not given, np.random.default_rng(len(given))
-        *lead, rows, columns = tensor.of({"b": b[:: -1 if first else 1], "m": m, "n": n, "k": k})
-        whole = rng.integers(-4, 5, (*lead, rows, (1 + first) * columns)).astype(ml_dtypes.bfloat16)[..., :columns]
-        given[name] = whole.swapaxes(0, 1) if first and len(b) == 2 else whole
-    return op.batched, given
 
 
 @products.emulated
@@ -524,10 +514,10 @@ def integers(op: Op, dtype: str, sizes: tuple[int, int, int]) -> dict[str, np.nd
     }
 
 
-def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], Path]) -> None:
+def test_one_stage_would_be_written_while_it_is_stored(compiled: Callable[[Variant], Path]) -> None:
     form = FORMS["pingpong-dweight"]
-    with pytest.raises(CompileError, match="10 subtiles of 64 x 32 cannot take 3 slots in turn"):
-        compiled(variant_of(form._replace(config=replace(form.config, store_stages=3))))
+    with pytest.raises(CompileError, match="10 subtiles of 64 x 32 with 1 stages"):
+        compiled(variant_of(form._replace(config=replace(form.config, store_stages=1))))
 
 
 def test_rows_are_copied_to_rows_of_another_stride(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,3 +536,33 @@ def test_rows_are_copied_to_rows_of_another_stride(monkeypatch: pytest.MonkeyPat
             with kernel_calls.interpreted():
                 (out,) = kernel_calls.run(call)
             np.testing.assert_array_equal(out.view(np.uint16), x.view(np.uint16))
+
+
+@pytest.mark.usefixtures("cache_folder")
+def test_what_was_measured_chooses_whose_product_runs(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """In this process, and in one that reads the cache folder; sizes of one bucket share it, other kernels do not."""
+    binding, places = bind(linear, arrays(linear, (4096,))), {}
+    assert fallback(binding, places, TARGET) is None and to_measure(binding, places, TARGET) is None
+    monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    call = to_measure(binding, places, TARGET)
+    assert call is not None
+    assert to_measure(bind(linear, arrays(linear, (4096,)), {"fused": "always"}), places, TARGET) is None
+    assert to_measure(bind(linear_dweight_add, arrays(linear_dweight_add)), places, TARGET) is None  # it would be added
+    choices.keep(linear, call, choices.Times(20.0, 10.0))
+    caplog.set_level("DEBUG", "cute_ops")
+    for _ in range(2):
+        assert to_measure(binding, places, TARGET) is None
+        assert fallback(binding, places, TARGET) is linear.fallback.program
+        assert "10 us were measured, 20 of our kernel" in caplog.messages[-1]
+        assert fallback(bind(linear, arrays(linear, (4095,))), places, TARGET) is not None
+        forget()
+    choices.keep(linear, call, choices.Times(10.0, 20.0))
+    assert fallback(binding, places, TARGET) is None
+    assert "10 us were measured, 20 of the framework's product" in caplog.messages[-1]
+    choices.keep(linear, call, choices.Times(20.0, 10.0))
+    monkeypatch.setenv("CUTE_OPS_TUNE", "0")
+    assert fallback(binding, places, TARGET) is None
+    monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    monkeypatch.setattr(winners, "sources_of", lambda op: "another kernel")
+    forget()
+    assert fallback(binding, places, TARGET) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.rows import FinishRows
-from cute_ops.kernels.gemm.split_k import ReduceSplitK
 from cute_ops.ops.gemm.fused import COLUMNS
 from tests.emulator import ptx_cta, ptx_sm90
 
@@ -136,14 +135,6 @@ def run(
     lies = [bool(variant.tensors[name].order) for name in [*op.inputs][:2]]
     ways = ACROSS.get(op.kernel.partition(":")[2], ACROSS["Linear"])
     across = tuple(way != turned for way, turned in zip(ways, lies, strict=True))
-    if chosen.split_k:
-        whole, (sums,) = Part(second[0].address, second[0].whole, second[0].whole), scratched
-        count = min(chosen.split_k, -(-first.shape(across[0])[1] // chosen.tile_k))
-        used = sums._replace(array=sums.array[:count])
-        _run_sm90(chosen, across[::-1], Call(whole, [first], [], [used], []), ptx.read_text(), blocks)
-        tensors = [part.tensor() for part in (sums, *operands, *outputs)]
-        _add_parts(ptx.read_text(), tensors, (count, *outputs[0].array.shape), blocks)
-        return {name: arrays[name] for name in op.results}
     call = Call(first, second, operands, outputs, scratched)
     on_sm(chosen, across, call, ptx.read_text(), blocks)
     if rows:
@@ -177,13 +168,6 @@ class Call(NamedTuple):
         return -(-m // (config.tile_m * config.cluster_m)), -(-n // (columns * config.cluster_n))
 
 
-def _add_parts(ptx: str, tensors: Sequence[bytes], numbers: tuple[int, int, int], memory: list[np.ndarray]) -> None:
-    """Add up the parts of few rows' sums: how many, rows and columns."""
-    (sums, *others), (count, m, n) = tensors, (struct.pack("<i", number) for number in numbers)
-    grid = -(-numbers[1] // ReduceSplitK.rows) * -(-numbers[2] // ReduceSplitK.columns)
-    ptx_cta.Kernel(ptx, entry=1).run(grid, [sums, count, *others, m, n], memory)
-
-
 def _run_sm80(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
     arguments = [call.first.matrix(across[0]), *(part.matrix(across[1]) for part in call.second)]
     arguments += [part.tensor() for part in (*call.operands, *call.outputs, *call.scratch)]
@@ -205,6 +189,8 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
         by_tma(part, (64 // sharers, 32 if rows % 64 else 64) if turned else (rows // sharers, row), turned)
 
     multiplied(call.first, config.tile_m, config.cluster_n, across[0])
+    if config.edge_m:
+        multiplied(call.first, config.edge_m, 1, across[0])
     for part in call.second:
         multiplied(part, config.tile_n // len(call.second), config.cluster_m, across[1])
     is_tile = [p.by_tma and p.array.shape == call.outputs[0].array.shape and config.tile_stages for p in call.operands]
@@ -224,7 +210,8 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
     arguments += [
         struct.pack("<i", number) for number in (m, n, rows, columns, 0, *([math.prod(batch)] if batch else []))
     ]
-    kernel, count = ptx_sm90.Kernel(ptx), min(CLUSTERS, math.prod((rows, columns, *batch)))
-    shape = (config.cluster_m, config.cluster_n)
+    kernel, tiles = ptx_sm90.Kernel(ptx), math.prod((rows, columns, *batch))
+    count = min(CLUSTERS, tiles) if config.cluster_k == 1 else tiles
+    shape = (config.cluster_m * config.cluster_k, config.cluster_n)
     for index in range(count):
         ptx_sm90.Cluster(kernel, index, count, shape, arguments, maps, memory).run(seed=index)

@@ -231,6 +231,8 @@ class Warp(ptx_cta.Cta):
             for i, name in enumerate(operands[1]):
                 matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
                 self.blocks[0][rows[8 * i : 8 * i + 8, None] + np.arange(16)] = matrix
+        elif op[:2] == ("st", "async"):
+            self.store_async(operands, now)
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
         elif op[0] == "vote":
@@ -242,6 +244,21 @@ class Warp(ptx_cta.Cta):
             self.write(operands[0][0], self.read(operands[1][0]), now)
         else:
             self.compute(op, operands, now)
+
+    def store_async(self, operands: list[list[str]], now: np.ndarray) -> None:
+        """Words to shared memory of a CTA of the cluster, whose mbarrier counts their bytes."""
+        place, values, barrier = operands
+        target, mbarrier = (sum(self.read(name) for name in each) for each in (place, barrier))
+        words = np.array([self.read(name) for name in values]).astype(np.uint32)
+        for lane in np.flatnonzero(now):
+            cta, start = (
+                self.cta.cluster.ctas[(int(target[lane]) >> RANK_BITS) - 1],
+                int(target[lane]) % (1 << RANK_BITS),
+            )
+            if start % (4 * len(values)) or target[lane] >> RANK_BITS != mbarrier[lane] >> RANK_BITS:
+                raise IndexError(f"st.async of {len(values)} words to {target[lane]}, mbarrier {mbarrier[lane]}")
+            cta.blocks[0][start : start + 4 * len(values)] = words[:, lane].copy().view(np.uint8)
+            cta.arrive(int(mbarrier[lane]) % (1 << RANK_BITS), 0, -4 * len(values))
 
     def copy_async(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         """Begin copies of 16 bytes, of which the last ones may be zeros; commit or await a group of copies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -294,7 +295,7 @@ def test_inductor_runs_what_was_put_in(mode: str) -> None:
 
 
 def test_products_take_an_epilogue_where_the_model_of_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an H100, with tensors that have no memory: a GELU of many rows is worth it, of few rows it is not.
+    """As on an H100, with tensors that have no memory: a GELU is worth it, after long sums of few rows it is not.
     Functions of elements alone stay with Inductor.
     """
     monkeypatch.setattr(choice, "target_of", lambda device: Target("sm_90a", 132))
@@ -305,9 +306,9 @@ def test_products_take_an_epilogue_where_the_model_of_products_says_so(monkeypat
         return F.gelu(F.linear(x, weight, bias))
 
     found = {}
-    for dtype, rows in ((torch.bfloat16, 16384), (torch.bfloat16, 16), (torch.float32, 16384)):
+    for dtype, rows, k in ((torch.bfloat16, 16384, 1024), (torch.bfloat16, 200, 16384), (torch.float32, 16384, 1024)):
         torch._dynamo.reset()
-        given = [torch.empty(s, dtype=dtype, device="meta") for s in ((rows, 1024), (4096, 1024), (4096,))]
+        given = [torch.empty(s, dtype=dtype, device="meta") for s in ((rows, k), (1024, k), (1024,))]
         with inductor.enable():
             torch.compile(layer, backend=only_the_pass, fullgraph=True, dynamic=False)(*given)
             (found[dtype, rows],) = [entry for entry in inductor.report() if "gelu" in entry.what]
@@ -315,7 +316,7 @@ def test_products_take_an_epilogue_where_the_model_of_products_says_so(monkeypat
     assert first.becomes == "linear"
     assert first.gain is not None
     assert 10 < first.gain < 500
-    assert few.why == "the framework's product is expected to be faster: it has at most 64 rows"
+    assert re.fullmatch(r"the framework's product is expected to be faster: \S+ us are expected .*", few.why)
     assert wide.why == "no kernel of a product takes float32"
 
     torch._dynamo.reset()

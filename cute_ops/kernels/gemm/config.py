@@ -14,7 +14,7 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 Form = Literal["cooperative", "pingpong", "mma_sync"]
 WARPS = 8  # of ``mma_sync``
 ROW_PARTIALS = "row_partials"  # the workspace of reductions of rows
-SUMS = "sums"  # the workspace of the partial sums of a split k
+EXCHANGE = "exchange"  # mbarriers of the exchange of partial sums of a cluster that shares k
 REGISTERS = RegisterBudget(load=40, multiply=232)
 OPERAND_BYTES = (2, 2)  # of an element of each operand, if these have 16 bits
 STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
@@ -43,6 +43,10 @@ class GemmConfig(KernelConfig):
         clusters: persistent clusters altogether.
         cluster_m: CTAs of a cluster along m, which share a tile of ``b``.
         cluster_n: CTAs of a cluster along n, which share a tile of ``a``.
+        edge_m: rows of ``a`` that are loaded of a tile that has no more of them (0: always ``tile_m``). Rows past the
+            end would take TMA longer than others.
+        cluster_k: CTAs of a cluster that share one tile, a range of k each. They exchange partial sums through shared
+            memory, and each stores a part of the columns. Such a cluster has one tile, and no other CTAs.
         tile_k: elements of k in a stage.
         store_stages: subtiles of each output on their way out, of each group of warps that stores.
         group: clusters' tiles that are walked together, so that their operands stay in L2.
@@ -55,8 +59,6 @@ class GemmConfig(KernelConfig):
             call's last tensor.
         half_align: bytes, at most 16, that divide the offset of the up projection in a row ``[gate | up]``.
         warps_n: warps of ``mma_sync`` along n.
-        split_k: K splits for small m (0: none). A and B are swapped, and a second kernel reduces the partial sums and
-            computes the epilogue.
     """
 
     form: Form
@@ -77,7 +79,8 @@ class GemmConfig(KernelConfig):
     writes: str = ""
     half_align: int = 16
     warps_n: int = 4
-    split_k: int = 0
+    cluster_k: int = 1
+    edge_m: int = 0
 
     @property
     def threads(self) -> int:
@@ -94,6 +97,16 @@ class GemmConfig(KernelConfig):
         return self.tile_m * self.tile_n // (WARPGROUP * self.sharing)
 
     @property
+    def stored_n(self) -> int:
+        """Columns of a tile that a CTA stores."""
+        return self.tile_n // self.cluster_k
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.cluster_m * self.cluster_n * self.cluster_k
+
+    @property
     def groups(self) -> int:
         """Groups of warps that store, each its own tiles."""
         return 2 // self.sharing
@@ -102,7 +115,7 @@ class GemmConfig(KernelConfig):
         """Partial results of each reduction of a row of n columns: one for each warp along the row, including those of
         tiles past the last column that fill a cluster.
         """
-        tiles = -(-n // (self.tile_n // (1 + gate_up) * self.cluster_n)) * self.cluster_n
+        tiles = -(-n // (self.tile_n // (1 + gate_up) * self.cluster_n)) * self.cluster_n * self.cluster_k
         return tiles * (self.warps_n if self.form == "mma_sync" else 1)
 
     def subtile(self, *itemsizes: int) -> tuple[int, int]:
@@ -135,7 +148,13 @@ class GemmConfig(KernelConfig):
             *(Buffer(f"output{i}", outgoing * size) for i, size in enumerate(outputs)),
             mbarriers("mainloop", self.stages),
             mbarriers("tiles", self.groups * self.tile_stages if tiles else 0),
+            mbarriers(EXCHANGE, 1 if self.cluster_k > 1 else 0),
         )
+
+    @property
+    def fits_sums(self) -> bool:
+        """Whether the partial sums of a tile fit where its operands were."""
+        return self.stages * (self.stage_bytes - 2 * MBARRIER_BYTES) >= 4 * self.tile_m * self.tile_n
 
     def shared(self, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
         """Bytes of shared memory, see :meth:`buffers`."""

@@ -5,15 +5,11 @@ from functools import partial
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_ops.kernels.gemm.config import ROW_PARTIALS, SUMS, GemmConfig
+from cute_ops.kernels.gemm.config import ROW_PARTIALS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
-from cute_ops.kernels.gemm.split_k import ReduceSplitK
-from cute_ops.kernels.gemm.tiles import split_count
 from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_by_row, half
-
-PLAIN = "e1(t) -> 0"
 
 
 class GemmKernel:
@@ -28,13 +24,8 @@ class GemmKernel:
     def __init__(self, variant, views, batched=False, parts=()):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         config = GemmConfig.of(variant.config)
-        self.epilogue, self.split_k = Epilogue(variant, config, batched), config.split_k > 0
-        if self.split_k:
-            sums = GemmConfig.of({**config.flat(), "expression": PLAIN, "reads": "", "writes": SUMS})
-            self.form = GemmSm90(variant, Epilogue(variant, sums, batched=True))
-            self.add = ReduceSplitK(self.epilogue, variant.arch)
-        else:
-            self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue, parts)
+        self.epilogue = Epilogue(variant, config, batched)
+        self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue, parts)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -43,13 +34,8 @@ class GemmKernel:
         operands = tuple([tensors[tensor.key.name] for tensor in self.epilogue.operands])
         outputs = tuple([tensors[tensor.key.name] for tensor in self.epilogue.outputs])
         halves, mPartials, stream = self._halves(second), tensors.get(ROW_PARTIALS), arguments[-1]
-        if const_expr(self.split_k):
-            mSums, shape = tensors[SUMS], (Int32(first.shape[0]), Int32(halves[0].shape[0]))
-            self.form.launch((second, (first,)), ((), (mSums,), ()), stream)
-            self.add(mSums, split_count(self.form.config, second), operands, outputs, shape, stream)
-        else:
-            parts = tuple([tuple([tensors[name] for name in part.names]) for part in self.form.parts])
-            self.form.launch((first, halves), (operands, outputs, parts), stream)
+        parts = tuple([tuple([tensors[name] for name in part.names]) for part in self.form.parts])
+        self.form.launch((first, halves), (operands, outputs, parts), stream)
         finish = self.epilogue.finish
         if const_expr(finish is not None):
             read, made = (

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
@@ -12,6 +12,7 @@ from cutlass.utils import hopper_helpers as hopper
 from cute_ops.kernels.gemm.config import Barrier
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.tensor_core import wgmma
+from cute_ops.kernels.tensor_core.accumulators import AccumulatorTile
 from cute_ops.kernels.tensor_core.barriers import OrderBarrier
 from cute_ops.kernels.tensor_core.pipeline import Consumer, Producer, tma_pipeline
 from cute_ops.kernels.tensor_core.scheduler import persistent
@@ -24,11 +25,13 @@ class Operands(NamedTuple):
 
     Attributes:
         a: ``(m, k)``; of a batch ``(m, k, batch)``.
+        a_edge: the same, of which fewer rows are loaded at once; empty where there is no such copy.
         b: ``(n, k)``; of gate_up weights the gate's rows and the up projection's.
         b_layout: of the stages of the whole tile of b.
     """
 
     a: TmaTensor
+    a_edge: tuple[TmaTensor, ...]
     b: tuple[TmaTensor, ...]
     b_layout: Any
 
@@ -85,8 +88,8 @@ class Mainloop:
 
     def tiled_mma(self, mA, mB):
         config = self.config
-        majors = [wgmma.major_of(is_last_contiguous(m)) for m in (mA, mB)]
-        return wgmma.tiled_mma((mA.element_type, mB.element_type), majors, config.tile_n, config.sharing)
+        self.majors = [wgmma.major_of(is_last_contiguous(m)) for m in (mA, mB)]
+        return wgmma.tiled_mma((mA.element_type, mB.element_type), self.majors, config.tile_n, config.sharing)
 
     def operands(self, mA, mB):
         """Operands as the kernel takes them; ``mB`` are the halves of b, or b alone."""
@@ -101,7 +104,12 @@ class Mainloop:
         )
         a = load_tensor(mA, a_layout, (config.tile_m, config.tile_k), config.cluster_n)
         b = [load_tensor(m, half_layout, (self.columns, config.tile_k), config.cluster_m) for m in mB]
-        return Operands(a, tuple(b), b_layout)
+        edge = []
+        if config.edge_m:
+            rows = (config.edge_m, *shape[1:])
+            layout = hopper.make_smem_layout_a(major_a, rows, mA.element_type, config.stages)
+            edge = [load_tensor(mA, layout, (config.edge_m, config.tile_k))]
+        return Operands(a, tuple(edge), tuple(b), b_layout)
 
     # --- in the kernel
 
@@ -111,32 +119,43 @@ class Mainloop:
         sA = shared.tensor("a", dtypes[0], operands.a.layout)
         sB = shared.tensor("b", dtypes[1], operands.b_layout)
         bytes_ = sum(cute.size_in_bytes(s.element_type, cute.select(s.layout, mode=[0, 1])) for s in (sA, sB))
-        cluster = (config.cluster_m, config.cluster_n, 1)
+        cluster = (config.cluster_m, config.cluster_n, 1) if config.cluster_k == 1 else None
         mbarriers = shared.mbarriers("mainloop")
         return OperandStages(operands, sA, sB, tma_pipeline(mbarriers, config.stages, bytes_, self.consumers, cluster))
 
     @cute.jit
     def load(self, stages: cutlass.Constexpr, ranks, tiles: cutlass.Constexpr):
         """The role of the warp that loads: fill stages with tiles of both operands, tile after tile."""
-        tile_copy = self._tile_copies(stages, ranks)
+        tile_copy, (few, copy_edge, few_bytes) = self._tile_copies(stages, ranks), self._edge(stages)
+        whole = cute.size(stages.operands.a.tensor, mode=[0])
         producer = Producer(stages.pipeline)
         work = persistent(tiles.count)
         for index in cutlass.range(work.first, work.end, work.step, unroll=1):
             row, column, *_ = coordinate = tiles.coordinate(index)
-            begin, end = tiles.steps(cute.size(tile_copy[0].tXgX, mode=[2]), coordinate)
+            begin, end = tiles.steps(cute.size(tile_copy[0].tXgX, mode=[2]))
             matrix = tiles.matrix(coordinate)
+            is_edge = whole - row * self.config.tile_m <= few
             for k in cutlass.range(begin, end, unroll=1):
-                stage = producer.acquire_and_advance()
-                tile_copy[0].load((row, k, *matrix), stage)
+                if const_expr(copy_edge is None):
+                    stage = producer.acquire_and_advance()
+                    tile_copy[0].load((row, k, *matrix), stage)
+                else:
+                    stage = producer.acquire_and_advance(cutlass.select_(is_edge, *few_bytes))
+                    if is_edge:
+                        copy_edge.load((row * (self.config.tile_m // few), k, *matrix), stage)
+                    else:
+                        tile_copy[0].load((row, k, *matrix), stage)
                 for copy in tile_copy[1:]:
                     copy.load((column, k, *matrix), stage)
         return producer
 
     def _tile_copies(self, stages, ranks):
         """TMA copies of a's tiles, ``(tma, rest_m, rest_k)``, and of those of b or of each half of it."""
-        (a, b, _), sA, sB, _ = stages
+        (a, _, b, _), sA, sB, _ = stages
         config, every = self.config, (None,) * cute.rank(a.tensor)
-        rank = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
+        rank = (0, 0, 0)
+        if const_expr(config.cluster_k == 1):
+            rank = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         gA = cute.local_tile(a.tensor, (config.tile_m, config.tile_k), every)  # (tile_m, tile_k, rest_m, rest_k)
         copies, rows = [tma_copy(a.atom, sA, gA, Sharing(ranks, rank, 1))], (self.columns, config.tile_k)
         for i, half in enumerate(b):
@@ -144,12 +163,37 @@ class Mainloop:
             copies.append(tma_copy(half.atom, sHalf, gB, Sharing(ranks, rank, 0)))
         return copies
 
+    def _edge(self, stages):
+        """The most rows that a tile at the edge has, the copy of so many, and the bytes of a stage with it and without;
+        no copy where there is none.
+        """
+        config, sA = self.config, stages.sA
+        if not stages.operands.a_edge:
+            return 0, None, ()
+        (a,), tile = stages.operands.a_edge, (config.edge_m, config.tile_k)
+        gA = cute.local_tile(a.tensor, tile, (None,) * cute.rank(a.tensor))
+        copy = tma_copy(a.atom, cute.local_tile(sA, tile, (0, 0, None)), gA)
+        sizes = [Int32(self._bytes(stages.sA, stages.sB, rows)) for rows in (config.edge_m, config.tile_m)]
+        return config.edge_m, copy, tuple(sizes)
+
+    def _bytes(self, sA, sB, rows):
+        """Bytes of a stage with so many rows of a."""
+        a, b = (s.element_type.width // 8 * self.config.tile_k for s in (sA, sB))
+        return rows * a + self.config.tile_n * b
+
     def fragments(self, mma, stages, group):
         """The fragments of a warpgroup, whose descriptors are those of its first thread."""
         first = mma.get_slice(0 if self.order else group * WARPGROUP)
         tCrA = mma.make_fragment_A(first.partition_A(stages.sA))
         tCrB = mma.make_fragment_B(first.partition_B(stages.sB))
         return Fragments(mma, tCrA, tCrB, wgmma.accumulators(mma, (self.config.tile_m, self.config.tile_n)))
+
+    def stored(self, stages, thread):
+        """A thread's accumulators of the columns that a CTA stores of a tile whose k its cluster shares."""
+        config = self.config
+        dtypes, shape = (stages.sA.element_type, stages.sB.element_type), (config.tile_m, config.stored_n)
+        mma = wgmma.tiled_mma(dtypes, self.majors, config.stored_n, config.sharing)
+        return AccumulatorTile.of(mma, wgmma.accumulators(mma, shape), thread, shape, self.halves)
 
     @cute.jit
     def multiply(self, fragments: cutlass.Constexpr, consumer, steps, turn: cutlass.Constexpr):

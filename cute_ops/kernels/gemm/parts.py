@@ -15,12 +15,14 @@ class OutputTile(NamedTuple):
         shape: of the output, ``(m, n)``.
         thread: among those that store this tile.
         group: of warps that store a tile: with ping-pong the warpgroup, else 0.
+        turn: how many tiles the group has stored before.
     """
 
     coordinate: tuple[Any, ...]
     shape: tuple[Any, Any]
     thread: Any
     group: Any
+    turn: Any = 0
 
 
 class Subtile(NamedTuple):

@@ -6,6 +6,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
+from cute_ops.kernels.gemm.cluster_sums import ClusterSums
 from cute_ops.kernels.gemm.config import REGISTERS, GemmConfig
 from cute_ops.kernels.gemm.mainloop import Mainloop, Operands
 from cute_ops.kernels.gemm.parts import OutputTile
@@ -30,7 +31,7 @@ class GemmSm90:
     Which of the operands' dims is contiguous is known at compile time, all sizes at run time; what lies outside of a
     matrix is loaded as zeros and not stored.
     In a batch, a ``(m, k, batch)`` and b ``(n, k, batch)``, tiles of one matrix come after those of another. With
-    ``split_k`` so many partial sums of each tile are computed, over a range of k each: an output ``(partials, m, n)``.
+    ``cluster_k`` the CTAs of a cluster share a tile's terms (:class:`ClusterSums`).
     Shared memory: :meth:`GemmConfig.buffers`: ``stages`` of ``(tile_m + tile_n) x tile_k`` elements; ``store_stages``
     subtiles of each output and ``tile_stages`` of each tile that TMA loads, for each group of warps that stores.
     Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, all others
@@ -54,13 +55,14 @@ class GemmSm90:
             stream: the stream.
         """
         config, (mA, mB) = self.config, operands
+        across = config.cluster_m * config.cluster_k
         mma = self.mainloop.tiled_mma(mA, mB[0])
         self.dtypes = (mA.element_type, mB[0].element_type)
         operands, epilogue = self.mainloop.operands(mA, mB), self.store.arguments(*epilogue)
-        shape, order = (Int32(mA.shape[0]), Int32(mB[0].shape[0])), tile_order(config, mA, mB[0], self.store.columns)
+        shape, order = (Int32(mA.shape[0]), Int32(mB[0].shape[0])), tile_order(config, mA, mB[0], self.mainloop.columns)
         self.kernel(mma, operands, epilogue, shape, order).launch(
-            grid=[config.cluster_m, config.cluster_n, cluster_count(config, order)], block=[config.threads, 1, 1],
-            cluster=[config.cluster_m, config.cluster_n, 1], stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
+            grid=[across, config.cluster_n, cluster_count(config, order)], block=[config.threads, 1, 1],
+            cluster=[across, config.cluster_n, 1], stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -69,16 +71,21 @@ class GemmSm90:
         operands, epilogue = _operands(operands), _epilogue(epilogue)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tensor in (operands.a, *operands.b, *epilogue.tiles, *epilogue.outputs):
+            for tensor in (operands.a, *operands.a_edge, *operands.b, *epilogue.tiles, *epilogue.outputs):
                 if const_expr(tensor.atom is not None):
                     cpasync.prefetch_descriptor(tensor.atom)
 
         shared = SharedMemory(SharedStruct(self.store.buffers([dtype.width // 8 for dtype in self.dtypes])))
         stages = self.mainloop.stages(operands, self.dtypes, shared)
         subtiles = self.store.stages(epilogue, shared)
+        sums = None
+        if const_expr(config.cluster_k > 1):
+            sums = ClusterSums.of(config, shared)
+            sums.setup()
+        everyone = cute.make_layout((config.cluster_m * config.cluster_k, config.cluster_n, 1))
+        pipeline_init_arrive(everyone, is_relaxed=True)
+        pipeline_init_wait(everyone)
         cluster = cute.make_layout((config.cluster_m, config.cluster_n, 1))
-        pipeline_init_arrive(cluster, is_relaxed=True)
-        pipeline_init_wait(cluster)
         wait_for_previous(self.pdl)
 
         tiles = ProductTiles(config, order)
@@ -95,11 +102,12 @@ class GemmSm90:
         else:
             cute.arch.setmaxregister_increase(REGISTERS.multiply)
             steps = cute.ceil_div(cute.size(operands.a.tensor, mode=[1]), config.tile_k)
-            self._multiply_and_store(mma, stages, subtiles, (tiles, shape, steps))
+            self._multiply_and_store(mma, stages, subtiles, sums, (tiles, shape, steps))
 
     @cute.jit
     def _multiply_and_store(
-        self, mma, stages: cutlass.Constexpr, subtiles: cutlass.Constexpr, sizes: cutlass.Constexpr
+        self, mma, stages: cutlass.Constexpr, subtiles: cutlass.Constexpr, sums: cutlass.Constexpr,
+        sizes: cutlass.Constexpr,
     ):  # fmt: skip
         """The role of the other warpgroups: tile after tile, accumulate, then compute and store the epilogue."""
         config, (tiles, shape, steps) = self.config, sizes
@@ -108,7 +116,10 @@ class GemmSm90:
         warpgroup = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         thread, group = tidx % self.store.threads, warpgroup if pingpong else 0
         fragments = self.mainloop.fragments(mma, stages, warpgroup)
-        acc = AccumulatorTile.of(mma, fragments.acc, thread, (config.tile_m, config.tile_n), self.store.epilogue.halves)
+        halves = self.store.epilogue.halves
+        acc = whole = AccumulatorTile.of(mma, fragments.acc, thread, (config.tile_m, config.tile_n), halves)
+        if const_expr(sums is not None):
+            acc = self.mainloop.stored(stages, thread)
         consumer, tile_consumer = self.mainloop.consumer(stages), self.store.tiles.consumer(subtiles.tiles, group)
         work = persistent(tiles.count, config.groups, group)
         if const_expr(pingpong):
@@ -116,7 +127,7 @@ class GemmSm90:
                 self.mainloop.pass_on(group, True)
             consumer.advance(group * steps)
         for index in cutlass.range(work.first, work.end, work.step, unroll=1):
-            tile = OutputTile(tiles.coordinate(index), shape, thread, group)
+            tile = OutputTile(tiles.stored(index), shape, thread, group, (index - work.first) // work.step)
             # Operands of the first subtile are loaded while the tile is accumulated.
             loads = OperandLoads(self.store.epilogue, subtiles.operands)
             loads.take(self.store.subtiles.chunk(acc, tile, 0))
@@ -124,19 +135,22 @@ class GemmSm90:
                 # A stage's phase is one bit, so a warpgroup may wait for its stages only after the other warpgroup has
                 # waited for all of its own.
                 self.mainloop.order.wait(group)
-            begin, end = tiles.steps(steps, tile.coordinate)
+            begin, end = tiles.steps(steps)
             turn = (group, index + work.step // config.groups < tiles.count)
             consumer = self.mainloop.multiply(fragments, consumer, end - begin, turn)
             if const_expr(pingpong):
                 consumer.advance(steps)
+            if const_expr(sums is not None):
+                sums.exchange(whole.acc, acc.acc, thread, halves)
             tile_consumer = self.store.store(subtiles, acc, tile, loads, tile_consumer)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def _operands(given):
     """Operands as named tuples, which arguments of kernels are not."""
-    a, b, b_layout = given
-    return Operands(TmaTensor(*a), tuple(TmaTensor(*half) for half in b), b_layout)
+    a, edge, b, b_layout = given
+    edge, b = (tuple(TmaTensor(*part) for part in each) for each in (edge, b))
+    return Operands(TmaTensor(*a), edge, b, b_layout)
 
 
 def _epilogue(given):

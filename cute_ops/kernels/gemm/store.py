@@ -58,7 +58,7 @@ class Store:
         self.config, self.epilogue = config, epilogue
         rows = (RowPartials(epilogue.rows),) if epilogue.rows.reductions else ()
         self.parts = (*rows, *parts)
-        self.columns = config.tile_n // epilogue.halves
+        self.columns = config.stored_n // epilogue.halves
         self.subtiles = Subtiles(config, self.columns, config.subtile(*epilogue.itemsizes))
         self.tiles = OperandTiles(config, self.subtiles, epilogue.operands, epilogue.by_tma)
         self.outputs = OutputTiles(config, self.subtiles, epilogue.outputs)
@@ -109,7 +109,7 @@ class Store:
             results = self.epilogue.compute(acc.values(chunk), loaded, chunk, groups)
             for part, state in zip(self.parts, states):
                 part.subtile(state, Subtile(chunk, results, i % across == 0, i % across == across - 1), tile)
-            stage = tile.group * self.config.store_stages + i % self.config.store_stages
+            stage = self.subtiles.stage(tile, i)
             self.outputs.write(stages.outputs, results, acc, tile.thread, stage)
             # Issued after the fence; otherwise the fence waits for these loads.
             if const_expr(i + 1 < self.count):

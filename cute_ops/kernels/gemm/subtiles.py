@@ -43,14 +43,20 @@ class Subtiles:
         """Subtiles of a tile.
 
         Raises:
-            ValueError: they cannot take the output's stages in turn.
+            ValueError: the tile is not cut into whole ones, or there is one output stage, which would be written while
+                it is stored.
         """
         sub_m, sub_n = self.shape
         count, left = divmod(self.config.tile_m * self.columns, sub_m * sub_n)
-        stages = self.config.store_stages
-        if left or stages < 2 or count % stages:
-            raise ValueError(f"{count} subtiles of {sub_m} x {sub_n} cannot take {stages} slots in turn")
+        if left or self.config.store_stages < 2:
+            raise ValueError(f"{count} subtiles of {sub_m} x {sub_n} with {self.config.store_stages} stages")
         return count
+
+    def stage(self, tile, i):
+        """The output stage of the i-th subtile of a tile. Stages are taken in turn, over all tiles of a group."""
+        stages = self.config.store_stages
+        begin = tile.turn * (self.count % stages) if self.count % stages else 0
+        return tile.group * stages + (begin + i) % stages
 
     def coordinate(self, tile, i):
         """Of the i-th subtile of a tile: row, column and, of a batch, the matrix, in subtiles."""
@@ -130,7 +136,7 @@ class OperandTiles:
         producer = Producer(stages.pipeline, config.tile_stages, group * config.tile_stages)
         work = persistent(tiles.count, config.groups, group)
         for index in cutlass.range(work.first, work.end, work.step, unroll=1):
-            coordinate = tiles.coordinate(index)
+            coordinate = tiles.stored(index)
             for i in cutlass.range(self.subtiles.count, unroll=1):
                 stage = producer.acquire_and_advance()
                 for copy in copies:

@@ -13,25 +13,22 @@ from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_
 
 def tile_order(config, mA, mB, columns):
     """The order in which clusters take tiles: rows and columns of clusters' tiles, whether columns are grouped, and of
-    a batch, or of a split k, the number of matrices.
+    a batch the number of matrices.
     """
     m, n = Int32(mA.shape[0]), Int32(mB.shape[0])
     rows = cute.ceil_div(m, config.tile_m * config.cluster_m)
     across = cute.ceil_div(n, columns * config.cluster_n)
     by_rows, by_columns = bytes_by_grouping(rows, across, config.group, Int64(m), Int64(n))
     batch = (cute.size(mA, mode=[2]),) if const_expr(cute.rank(mA) > 2) else ()
-    if const_expr(config.split_k > 0):
-        batch = (split_count(config, mA),)
     return rows, across, Int32(by_columns < by_rows), *batch
 
 
-def split_count(config, mA):
-    """The ranges that k is split into, none of which is empty."""
-    return cutlass.min(Int32(config.split_k), cute.ceil_div(Int32(mA.shape[1]), config.tile_k))
-
-
 def cluster_count(config, order):
-    """No more clusters than the waves need: the last wave is as full as the others."""
+    """No more clusters than the waves need: the last wave is as full as the others. One for each tile where a cluster
+    shares k.
+    """
+    if config.cluster_k > 1:
+        return tile_count(order)
     waves = cute.ceil_div(tile_count(order), config.clusters)
     return cute.ceil_div(tile_count(order), cutlass.max(waves, 1))
 
@@ -55,20 +52,34 @@ class ProductTiles:
         return tile_count(self.order)
 
     def coordinate(self, index):
-        """Row and column of a tile and, in a batch, its matrix; with a split k its range of k."""
+        """Row and column of a tile and, in a batch, its matrix."""
         config, (x, y, _) = self.config, cute.arch.block_idx()
         row, column, *batch = tile_of_batch(index, self.order, config.group)
+        if config.cluster_k > 1:
+            return row, column, *batch
         return row * config.cluster_m + x, column * config.cluster_n + y, *batch
 
-    def steps(self, count, coordinate):
-        """The first of ``count`` steps of k that a tile adds up, and the one after the last: all of them, or a range
-        of a split k.
+    def stored(self, index):
+        """The coordinate of what this CTA stores of a tile, in parts of ``stored_n`` columns."""
+        row, column, *batch = self.coordinate(index)
+        if self.config.cluster_k == 1:
+            return row, column, *batch
+        return row, column * self.config.cluster_k + self.rank_k, *batch
+
+    @property
+    def rank_k(self):
+        """This CTA's place among those that share k."""
+        return cute.arch.block_idx()[0]
+
+    def steps(self, count):
+        """The first of ``count`` steps of k that a CTA adds up, and the one after the last: all of them, or its part of
+        what its cluster shares. No part is empty, but the last ones may be past the end, where TMA gives zeros.
         """
-        if self.config.split_k == 0:
+        if self.config.cluster_k == 1:
             return 0, count
-        part, parts = coordinate[2], self.order[3]
-        return part * count // parts, (part + 1) * count // parts
+        each = cute.ceil_div(count, self.config.cluster_k)
+        return self.rank_k * each, (self.rank_k + 1) * each
 
     def matrix(self, coordinate):
-        """The matrix of a batch; empty where both operands are one matrix, also with a split k."""
-        return () if self.config.split_k else coordinate[2:]
+        """The matrix of a batch; empty where both operands are one matrix."""
+        return coordinate[2:]

@@ -86,11 +86,16 @@ class Producer(Participant):
 
     kind = PipelineUserType.Producer
 
-    def acquire_and_advance(self):
-        """Wait until a stage is free, and expect TMA's bytes in it."""
+    def acquire_and_advance(self, stage_bytes=None):
+        """Wait until a stage is free, and expect TMA's bytes in it, by default those of the pipeline."""
         at = self.at.clone()
-        self.pipeline.producer_acquire(at)
         stage = Stage(at.index, self.pipeline.producer_get_barrier(at))
+        if stage_bytes is None:
+            self.pipeline.producer_acquire(at)
+        else:
+            self.pipeline.sync_object_empty.wait(at.index, at.phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(stage.full, stage_bytes)
         self.advance()
         return stage
 

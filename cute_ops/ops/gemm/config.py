@@ -15,17 +15,22 @@ from cute_ops.kernels.gemm.config import OPERAND_BYTES, Form, GemmConfig
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 from cute_ops.ops.batches import batch_of
 
-# Form, rows and columns of a tile. Larger tiles leave too few registers for most epilogues.
+# Form, rows and columns of a tile: columns by 32, which are stored at once. Larger tiles leave too few registers for
+# most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
-    ("pingpong", 128, 192), ("pingpong", 128, 160), ("pingpong", 128, 128), ("pingpong", 64, 256),
-    ("pingpong", 64, 192), ("pingpong", 64, 128), ("pingpong", 64, 64),
-    ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 192), ("cooperative", 128, 128),
+    ("pingpong", 128, 192), ("pingpong", 128, 160), ("pingpong", 128, 128), ("pingpong", 128, 96),
+    *(("pingpong", 64, n) for n in (256, 224, 192, 160, 128, 96, 64)),
+    ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 224), ("cooperative", 128, 192),
+    ("cooperative", 128, 160), ("cooperative", 128, 128), ("cooperative", 256, 96),
 )  # fmt: skip
 CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1))
-# Up to m = SMALL_M a product takes as long as reading the other operand. Then a tile has SMALL_M_TILE rows of that
-# operand, ENOUGH_SMS of all SMs suffice to read it, and k has at least LEAST_STEPS steps for each partial sum.
-SMALL_M, SMALL_M_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
-MOST_SPLITS = 32  # partial sums of a split k, that are measured
+# CTAs of a cluster that share the terms of a tile; of these tiles only.
+CLUSTERS_K = (2, 3, 4)
+TILES_K: tuple[tuple[Form, int, int], ...] = (
+    *(("pingpong", 64, n) for n in (64, 96, 128, 192)), *(("cooperative", 128, n) for n in (64, 128)),
+)  # fmt: skip
+EDGES = (8, 16, 32, 64)  # rows of a that are loaded of a tile at the edge
+GPC_SMS = 16  # of a group of SMs at least, in which a cluster must fit
 # Stages of the operands at most and at least, and stages of subtiles: fewer of these where the operands would otherwise
 # have fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
@@ -38,10 +43,16 @@ MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
 # take 0.6% longer than the fastest ones (H200): 0.9% where power slows all of them down alike, 0.2% in the mean of that
 # and of single products after pauses, whose times differ more.
 MMA, SHARED_BYTES, L2_BYTES, MUFU, FMA = 2048, 128, 48, 16, 128
+# Bytes from memory in a cycle, each SM's share; cycles of a step of k at least, until its stage is free again; rows
+# that TMA could load in the time of one past the end. Fitted to 246 products of up to 512 rows (H200).
+MEMORY_BYTES, LEAST_STEP, PAST_END = 19, 200, 3
 # Cycles: SUBTILE to store a warpgroup's subtile, besides its bytes and its instructions; TURN between the last product
 # of one warpgroup and the first one of the other; RESUME until both multiply at full speed again after an epilogue. If
 # shared memory is busy for longer than the Tensor Cores, one in CONTENTION of these cycles is lost.
 SUBTILE, TURN, RESUME, CONTENTION = 100, 500, 1500, 12
+# Cycles until the CTAs of a cluster have each other's sums, bytes of these that they exchange in a cycle; cycles to
+# start another CTA.
+EXCHANGE, EXCHANGE_BYTES, START = 600, 8, 2000
 
 
 class GemmSize(NamedTuple):
@@ -107,11 +118,10 @@ def configs(arch: str, sm_count: int, cost: EpilogueCost = PLAIN) -> tuple[GemmC
 
 
 def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfig]:
-    for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
-        config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
+    for config in _shapes(sm_count):
         _, sub_n = config.subtile(*cost.outputs, *cost.tiles)
-        columns = tile_n // (1 + cost.gate_up)
-        if columns % sub_n or columns % (cost.blocks * cluster_m) or columns % cost.group:
+        columns, stored = config.tile_n // (1 + cost.gate_up), config.stored_n // (1 + cost.gate_up)
+        if stored % sub_n or columns % (cost.blocks * config.cluster_m) or stored % cost.group:
             continue
         if cost.registers(config) > MULTIPLY_REGISTERS:
             continue
@@ -120,15 +130,26 @@ def _configs(arch: str, sm_count: int, cost: EpilogueCost) -> Iterator[GemmConfi
             yield next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1])
 
 
+def _shapes(sm_count: int) -> Iterator[GemmConfig]:
+    """Tiles and clusters, without stages."""
+    for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
+        yield GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
+    for (form, tile_m, tile_n), count in product(TILES_K, CLUSTERS_K):
+        if tile_n % (8 * count) == 0:
+            at_once = sm_count // 2 if count == 2 else max(sm_count // GPC_SMS * (GPC_SMS // count) - 1, 1)
+            yield GemmConfig(form, tile_m, tile_n, 1, at_once, cluster_k=count)
+
+
 def _with_stages(config: GemmConfig, arch: str, cost: EpilogueCost) -> Iterator[GemmConfig]:
     """A config with fewer and fewer stages of subtiles, and so more and more of the operands."""
     sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
-    subtiles = config.tile_m * (config.tile_n // (1 + cost.gate_up)) // (sub_m * sub_n)
+    subtiles = config.tile_m * (config.stored_n // (1 + cost.gate_up)) // (sub_m * sub_n)
     for count in SUBTILE_STAGES:
-        if subtiles % count == 0:
+        # Stages that do not divide the subtiles take a few more instructions.
+        if subtiles % count == 0 or (count == SUBTILE_STAGES[-1] and subtiles % 2):
             made = replace(config, store_stages=count, tile_stages=count if cost.tiles else 0, stages=0)
             made = _with_most_stages(made, arch, cost.outputs, cost.tiles)
-            if made.stages >= LEAST_STAGES:
+            if made.stages >= LEAST_STAGES and (made.cluster_k == 1 or made.fits_sums):
                 yield made
 
 
@@ -138,25 +159,24 @@ def _with_most_stages(config: GemmConfig, arch: str, outputs: Sequence[int], til
     return replace(config, stages=min(room // config.stage_bytes, MAX_STAGES))
 
 
-def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> GemmConfig | None:
+def choose(size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int, by_rows: bool = False) -> GemmConfig | None:
     """The config that takes the fewest cycles by the model, of equals the one that loads least, of these the first;
     None where the epilogue fits none.
+
+    Args:
+        by_rows: whether a's rows are contiguous: of a tile at the edge fewer can be loaded then.
     """
     possible = configs(arch, sm_count, cost)
-    return min(possible, key=lambda config: (cycles(config, size, cost), loaded(config)), default=None)
+    if by_rows:
+        possible = tuple(with_edge(config, size.m) for config in possible)
+    return min(possible, key=lambda config: (sm_cycles(config, size, cost), loaded(config)), default=None)
 
 
-def small_m(size: GemmSize, arch: str, sm_count: int) -> GemmConfig:
-    """The config for small m: tiles of the other operand's rows, with k split no more than keeps enough SMs busy."""
-    tiles, steps, count = -(-size.n // SMALL_M_TILE), -(-size.k // SWIZZLED), 1
-    while tiles * count < ENOUGH_SMS * sm_count and steps >= 2 * count * LEAST_STEPS:
-        count *= 2
-    return _split(count, 32 if size.m <= 32 else 64, arch, sm_count)
-
-
-def _split(count: int, tile_n: int, arch: str, sm_count: int) -> GemmConfig:
-    config = GemmConfig("cooperative", SMALL_M_TILE, tile_n, 0, sm_count, store_stages=2, split_k=count)
-    return _with_most_stages(config, arch, (4,))
+def with_edge(config: GemmConfig, m: int) -> GemmConfig:
+    """The config with as many rows of a as are loaded of the last tile of m rows, if these are fewer than a tile's."""
+    left = m % config.tile_m
+    rows = next((rows for rows in EDGES if 0 < left <= rows < config.tile_m), 0)
+    return replace(config, edge_m=rows) if rows and config.cluster_n == 1 else config
 
 
 def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
@@ -165,28 +185,59 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
 
 
 def cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
-    """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
+    """About how long a product takes: its tiles and memory each wait for the other at times."""
+    return int(math.hypot(sm_cycles(config, size, cost), memory_cycles(size, cost, config.clusters * config.ctas)))
+
+
+def memory_cycles(size: GemmSize, cost: EpilogueCost, sm_count: int) -> int:
+    """How long memory takes to give both operands and the epilogue's tiles, and to take the outputs."""
+    operands = (size.m + size.n * (1 + cost.gate_up)) * size.k * OPERAND_BYTES[0]
+    moved = size.batch * (operands + size.m * size.n * (sum(cost.outputs) + sum(cost.tiles)))
+    return moved // (MEMORY_BYTES * sm_count)
+
+
+def sm_cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> int:
+    """Waves of tiles, each as long as the slower of multiplying and loading from L2.
 
     An instruction reads its 64 rows and all of the tile's columns from shared memory. Two warpgroups that share a tile
     do not multiply while they compute its epilogue. Of two with a tile each, one computes its epilogue while the other
     multiplies, except for the last tile.
     """
-    rows, columns, steps = config.tile_m, config.tile_n, -(-size.k // config.tile_k)
-    row_bytes = config.tile_k * OPERAND_BYTES[0]
+    rows, columns, width = config.tile_m, config.tile_n, config.tile_n // (1 + cost.gate_up)
+    tiles = size.batch * -(-size.m // (rows * config.cluster_m)) * -(-size.n // (width * config.cluster_n))
+    waves, at_once = -(-tiles // config.clusters), min(tiles, config.clusters)
+    steps, row_bytes = -(-size.k // (config.tile_k * config.cluster_k)), config.tile_k * OPERAND_BYTES[0]
     multiply = rows * columns * config.tile_k // MMA
     shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
     multiply += max(shared - multiply, 0) // CONTENTION
-    inside = steps * max(multiply, loaded(config) * row_bytes // L2_BYTES)
-    width = columns // (1 + cost.gate_up)
-    sub_m, sub_n = config.subtile(*cost.outputs, *cost.tiles)
-    moved = rows * width * 2 * (sum(cost.outputs) + sum(cost.tiles)) // SHARED_BYTES
-    after = moved + rows * width * cost.mufu // MUFU + rows * width * cost.fma // FMA
-    after += SUBTILE * rows * width // (sub_m * sub_n)
-    tiles = size.batch * -(-size.m // (rows * config.cluster_m)) * -(-size.n // (width * config.cluster_n))
-    waves = -(-tiles // config.clusters)
+    step_bytes = (loaded(config) + PAST_END * _past_end(config, size, width)) * row_bytes
+    inside = steps * max(multiply, LEAST_STEP, step_bytes * at_once // (config.clusters * L2_BYTES))
+    after = _after(config, cost)
+    if config.cluster_k > 1:
+        return waves * (inside + after + EXCHANGE + rows * columns * 4 // EXCHANGE_BYTES) + (waves - 1) * START
     if config.form == "pingpong":
         return waves * (max(inside, after) + TURN) + after
     return waves * (inside + after + RESUME)
+
+
+def _after(config: GemmConfig, cost: EpilogueCost) -> int:
+    """The cycles of a tile's epilogue."""
+    elements, (sub_m, sub_n) = (
+        config.tile_m * (config.stored_n // (1 + cost.gate_up)),
+        config.subtile(*cost.outputs, *cost.tiles),
+    )
+    moved = elements * 2 * (sum(cost.outputs) + sum(cost.tiles)) // SHARED_BYTES
+    return moved + elements * cost.mufu // MUFU + elements * cost.fma // FMA + SUBTILE * elements // (sub_m * sub_n)
+
+
+def _past_end(config: GemmConfig, size: GemmSize, width: int) -> int:
+    """Rows past the end of both operands that a CTA loads beside others, in the mean."""
+    tiles_m = -(-size.m // (config.tile_m * config.cluster_m)) * config.cluster_m
+    tiles_n = -(-size.n // (width * config.cluster_n)) * config.cluster_n
+    past_m, past_n = tiles_m * config.tile_m - size.m, tiles_n * width - size.n
+    if config.edge_m:
+        past_m -= config.tile_m - config.edge_m
+    return past_m // tiles_m + past_n * (config.tile_n // width) // tiles_n
 
 
 def loaded(config: GemmConfig) -> int:
@@ -228,33 +279,24 @@ def space_of(sizes: tuple[str, str, str], epilogue_cost: Callable[[Problem], Epi
         size = GemmSize(m, n, k, bucket("b", problem.size("b")) if batched else 1)
         if heuristic.form == "mma_sync":
             return
-        if heuristic.split_k:
-            found = other_splits(heuristic, size, *target)
-        else:
-            found = others(heuristic, size, epilogue_cost(problem), *target)
+        found = others(heuristic, size, epilogue_cost(problem), *target)
         names = ("expression", "reads", "writes", "half_align")
-        yield from (replace(config, **{name: getattr(heuristic, name) for name in names}) for config in found)
+        edge = heuristic.edge_m
+        for config in found:
+            rows = edge if config.cluster_n == 1 and edge < config.tile_m else 0
+            yield replace(config, edge_m=rows, **{name: getattr(heuristic, name) for name in names})
 
     def needs(problem: Problem, flat: Config) -> Needs:
         config, wanted = GemmConfig.of(flat), epilogue_cost(problem)
-        moved = ((4,), ()) if config.split_k else (wanted.outputs, wanted.tiles)
-        return Needs(config.threads, START_REGISTERS, config.shared(*moved) + ALIGNMENT)
+        return Needs(config.threads, START_REGISTERS, config.shared(wanted.outputs, wanted.tiles) + ALIGNMENT)
 
     return Space(configs, needs, {**BUCKETS, **(BATCH if batched else {})})
 
 
 def others(heuristic: GemmConfig, size: GemmSize, cost: EpilogueCost, arch: str, sm_count: int) -> Iterator[GemmConfig]:
     """Other tiles, forms and clusters, and of the heuristic's config other stages and another walk over tiles."""
-    times = {c: cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
+    times = {c: sm_cycles(c, size, cost) for c in configs(arch, sm_count, cost)}
     least = min(times.values())
     yield from (config for config, time in times.items() if time <= NEAR * least)
     yield from _with_stages(heuristic, arch, cost)
     yield from (replace(heuristic, group=group) for group in RASTERS)
-
-
-def other_splits(heuristic: GemmConfig, size: GemmSize, arch: str, sm_count: int) -> Iterator[GemmConfig]:
-    """With small m: k split into more partial sums, or fewer, each of at least two steps."""
-    steps, count = -(-size.k // heuristic.tile_k), 1
-    while count <= MOST_SPLITS and steps >= count * 2:
-        yield _split(count, heuristic.tile_n, arch, sm_count)
-        count *= 2

@@ -46,9 +46,7 @@ from cute_ops.ops.gemm.linear import (
     configure,
     exact,
     multiply,
-    of_small_m,
     product_of,
-    sums_of_small_m,
     vector,
 )
 
@@ -239,7 +237,6 @@ class _Product:
         self.kernel = f"{'Batched' * is_batch}{WEIGHTS[self.weight]}"
         self.multiplied = product_of(self.kernel, acc.dtype)
         self.reference = _Reference(epilogue, self.multiplied, outputs, is_batch)
-        self.may_be_small = epilogue.by_element and not is_batch
 
     def saving(self) -> _Product:
         """The declaration with the product as one more output."""
@@ -302,8 +299,7 @@ class _Product:
         second, by_tma = vector(problem, "weight", n if self.across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (self.weight != "k 2n" or start == VECTOR_BYTES))]
         wanted = self.cost(problem)
-        chosen = of_small_m(problem, vectors, SIZES, 1 + epilogue.packed) if self.may_be_small else None
-        chosen = chosen or configure(problem, vectors, SIZES, wanted)
+        chosen = configure(problem, vectors, SIZES, wanted, problem.contiguous.get("x", "k") == "k")
         if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
             chosen = replace(chosen, warps_n=1)
         halves = start if epilogue.packs else VECTOR_BYTES
@@ -317,8 +313,6 @@ class _Product:
         return math.gcd(VECTOR_BYTES, problem.size("n") * ITEMSIZE[problem.dtypes["x"]])
 
     def _workspace(self) -> Callable[[Problem, Config], dict[str, Array | None]] | None:
-        if self.may_be_small:
-            return sums_of_small_m(SIZES, 1 + self.epilogue.packed)
         return self.epilogue.workspace if self.epilogue.reduces and not self.epilogue.late else None
 
     def problem(self, binding: Binding) -> str | None:
@@ -338,12 +332,12 @@ class _Product:
             return Fallback(Program(self._run), lambda problem: False, WIDE, ("x", "weight"))
         if epilogue.late:
             return Fallback(Program(self._run, (alone,)), lambda problem: LATE, WIDE, ("x", "weight"))
-        plain = self.may_be_small and len(self.outputs) == 1 and "2n" not in self.weight
+        plain = epilogue.by_element and not self.is_batch and len(self.outputs) == 1 and "2n" not in self.weight
         biased = plain and not self.attrs and {t.dtype for t in (self.acc, *self.outputs.values())} == {"T"}
         first = self.multiplied._replace(read_as=ACC, bias=epilogue.bias if biased else "")
         program = Program(self._run, alone.program.ops) if alone.program else Program(self._run, (alone,), first)
         adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
-        return fallback(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds, small_m=plain)
+        return fallback(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds)
 
     def _run(self, xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         given, attrs, alone = dict(inputs), without_fused(attrs), self.alone

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Config, Problem, Tuning
+from cute_ops.declaration.config import Problem, Tuning
 from cute_ops.declaration.messages import message
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import FUSED, ProductPlan, Program
@@ -19,13 +18,13 @@ from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.expressions.text import parse
 from cute_ops.hardware import VECTOR_BYTES, sm
-from cute_ops.kernels.gemm.config import SUMS, GemmConfig
+from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import batch_of, each
 from cute_ops.ops.expression.formula import Formula
 from cute_ops.ops.expression.pointwise import pointwise
 from cute_ops.ops.gemm.choice import fallback
-from cute_ops.ops.gemm.config import SMALL_M, SWIZZLED, EpilogueCost, GemmSize, choose, small_m, space_of, without_tma
+from cute_ops.ops.gemm.config import SWIZZLED, EpilogueCost, GemmSize, choose, space_of, without_tma
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
@@ -78,10 +77,8 @@ def declare(
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
         vectors, _ = loads(problem, list(inputs), sizes[2])
-        chosen = of_small_m(problem, vectors, sizes) if may_be_small else None
-        if chosen:
-            return replace(chosen, writes=next(iter(outputs)))
-        return configure(problem, vectors, sizes, epilogue_cost(problem))
+        by_rows = problem.contiguous.get(next(iter(inputs)), sizes[2]) == sizes[2]
+        return configure(problem, vectors, sizes, epilogue_cost(problem), by_rows)
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         return {out: multiply(xp, multiplied, *inputs.values())}
@@ -95,7 +92,7 @@ def declare(
             f"{name}_batched", f"Batched{kernel}", sizes, each(inputs), each(outputs), called=name, **(more | known)
         )
 
-    is_batch, may_be_small = kernel.startswith("Batched"), kernel in ("Linear", "LinearDx")
+    is_batch = kernel.startswith("Batched")
     ((out, tensor),) = outputs.items()
     multiplied = product_of(kernel, tensor.dtype)
     summed = Accumulation((sizes[2],))
@@ -104,9 +101,7 @@ def declare(
         dtypes={"T": HALVES}, static=(), reference=reference, cases=BATCHES if is_batch else CASES,
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
-        tuning=Tuning(
-            config, space_of(sizes, epilogue_cost, is_batch), sums_of_small_m(sizes) if may_be_small else None
-        ),
+        tuning=Tuning(config, space_of(sizes, epilogue_cost, is_batch)),
         fallback=fallback(
             Program(run, product=multiplied), config, lambda p: (GemmSize.of(p, sizes), epilogue_cost(p)), after=False,
             anywhere=tuple(inputs),
@@ -146,42 +141,18 @@ def check_rows(op: Op, problem: Problem) -> None:
 
 
 def configure(
-    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], cost: EpilogueCost
-) -> GemmConfig:
+    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], cost: EpilogueCost,
+    by_rows: bool = False,
+) -> GemmConfig:  # fmt: skip
     """The config of a product with these dims of rows, columns and terms; ``vectors`` is what :func:`vector` gives for
-    both operands.
+    both operands. ``by_rows``: whether the rows of the first one are contiguous.
     """
     (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
         size = GemmSize.of(problem, sizes)
-        chosen = choose(size, cost, problem.arch, problem.sm_count)
+        chosen = choose(size, cost, problem.arch, problem.sm_count, by_rows)
     return chosen or without_tma(vec_a, vec_b)
-
-
-def of_small_m(
-    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], halves: int = 1
-) -> GemmConfig | None:
-    """The config of a product of few rows with ``halves * n`` columns; None for more rows, and where TMA cannot load
-    both operands.
-    """
-    if sm(problem.arch) != 90 or problem.size("m") > SMALL_M or not all(by_tma for _, by_tma in vectors):
-        return None
-    m, n, k = map(problem.size, sizes)
-    return small_m(GemmSize(m, n * halves, k), problem.arch, problem.sm_count)
-
-
-def sums_of_small_m(
-    sizes: tuple[str, str, str], halves: int = 1
-) -> Callable[[Problem, Config], dict[str, Array | None]]:
-    """The workspace of such a product: its partial sums, in rows of whole vectors."""
-
-    def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
-        m, n, _ = map(problem.size, sizes)
-        count = GemmConfig.of(config).split_k
-        return {SUMS: Array((count, n * halves, -(-m // 4) * 4), "float32")} if count else {}
-
-    return workspace
 
 
 def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tuple[int, bool]], int]:

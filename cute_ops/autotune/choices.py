@@ -1,0 +1,75 @@
+"""Measured choices between our kernel of a product and the framework's product.
+
+With ``CUTE_OPS_TUNE=1`` the first call of a class measures both, and the cache folder keeps the result for both
+frameworks.
+
+It is kept among the winners, for the heuristic's config and the kernel's sources, under the class of calls and one more
+word.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from cute_ops import env
+from cute_ops.autotune import winners
+from cute_ops.autotune.winners import Winner
+from cute_ops.declaration.op import Op
+from cute_ops.errors import CacheError
+from cute_ops.jit.plan import Signature
+
+log = logging.getLogger("cute_ops")
+WORD, FIELD, OURS, THEIRS = "fused=auto", "runs", "kernel", "framework"
+
+_known: dict[winners.Key, Times] = {}
+
+
+class Times(NamedTuple):
+    """Microseconds of a call by our kernel, and by the framework's product with what follows it."""
+
+    ours: float
+    theirs: float
+
+    @property
+    def reason(self) -> str:
+        """Why the framework's product runs; empty where our kernel is as fast."""
+        return f"{self.theirs:.3g} us were measured, {self.ours:.3g} of our kernel" if self.theirs < self.ours else ""
+
+
+def measured(op: Op, call: Signature) -> Times | None:
+    """What was measured of a class of calls; None where nothing was, or shall be used."""
+    if env.TUNE.read() == "0":
+        return None
+    key = _key(op, call)
+    if key not in _known:
+        for known in winners.stores():
+            winner = known.get(key)
+            if winner and winner.measured.get("sources") == winners.sources_of(op) and "us" in winner.measured:
+                _known[key] = Times(*winner.measured["us"])
+                break
+    return _known.get(key)
+
+
+def keep(op: Op, call: Signature, times: Times) -> None:
+    """Use what was measured from now on, and keep it for other processes."""
+    key = _key(op, call)
+    _known[key] = times
+    (name, heuristic), runs = key, THEIRS if times.reason else OURS
+    log.info("measured %s: %.3g us by our kernel, %.3g by the framework's product", name, times.ours, times.theirs)
+    try:
+        winners.remember(
+            [Winner(name, dict(heuristic), {FIELD: runs}, {"us": [*times], "sources": winners.sources_of(op)})]
+        )
+    except CacheError as error:
+        log.warning("%s", error)
+
+
+def forget() -> None:
+    """Drop what this process knows; files on disk stay."""
+    _known.clear()
+
+
+def _key(op: Op, call: Signature) -> winners.Key:
+    name, heuristic = winners.key_of(op, call.problem, op.config(call.problem))
+    return f"{name} {WORD}", heuristic
