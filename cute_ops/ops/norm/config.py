@@ -85,7 +85,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
     if problem.n is None:
         return NormConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
-    if found := _persistent_wide(problem, row):
+    if row.vectors > PERSISTENT_VECTORS and (found := _persistent_wide(problem, row)):
         return found
     if centred and row.vectors > CENTRED_SMEM_VECTORS and row.aligned:
         # Threads exchange sums twice per row, for the mean and for the variance. Shared memory has room for other rows
