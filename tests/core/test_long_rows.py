@@ -1,0 +1,63 @@
+"""Rows of tens of thousands of elements: which kernels hold them, and these kernels' arithmetic on NumPy arrays."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import Array
+from cute_ops.autotune.dispatch import choose
+from cute_ops.declaration.binding import bind
+from cute_ops.jit.target import parse
+from cute_ops.ops import OPS
+from cute_ops.testing import kernel_calls
+
+SEED = int(os.environ.get("CUTE_OPS_SEED", "37"))
+BY_NAME = {op.name: op for op in OPS}
+# Lengths between which one is drawn.
+LONG = {"layernorm": (33_000, 120_000), "rmsnorm": (102_401, 200_000), "silu_mul_fp8": (16_385, 65_000)}
+
+
+def chosen(name: str, rows: int, n: int, wide: str = "float32") -> Any:
+    """The config of a call with weights of a dtype."""
+    op = BY_NAME[name]
+    dtypes = {"T": "bfloat16", "W": wide, "B": wide, "R": "bfloat16"}
+    absent = {"bias"} if name == "rmsnorm" else set()
+    arrays = {
+        key: None if key in absent else Array(t.of({"m": (rows,), "n": n}), dtypes.get(t.dtype, "bfloat16"))
+        for key, t in op.inputs.items()
+    }
+    return choose(bind(op, arrays), {}, parse("sm_90a:132")).variant.config
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "wide", "form", "cluster"),
+    [
+        ("layernorm", 95_430, "float32", "persistent", 8), ("layernorm", 40_000, "float32", "persistent", 4),
+        ("layernorm", 40_000, "bfloat16", "smem", 4), ("layernorm", 16_384, "float32", "smem", 1),
+        ("rmsnorm", 160_001, "float32", "persistent", 8), ("rmsnorm", 160_001, "bfloat16", "smem", 8),
+        ("rmsnorm", 60_001, "float32", "smem", 2),
+        ("silu_mul_fp8", 60_001, "bfloat16", "one_pass", 8), ("silu_mul_fp8", 200_001, "bfloat16", "smem", 16),
+    ],
+)  # fmt: skip
+def test_which_kernel_holds_a_long_row(name: str, n: int, wide: str, form: str, cluster: int) -> None:
+    """As measured on an H200: wide weights of long rows stay in registers, where these have room."""
+    config = chosen(name, 1000, n, wide)
+    assert (config["form"], config.get("cluster", 1)) == (form, cluster)
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_long_rows_with_wide_weights(name: str, aligned: bool) -> None:
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, *name.encode(), aligned))
+    n = int(rng.integers(*LONG[name])) // 8 * 8 + (0 if aligned else int(rng.integers(1, 8)))
+    for _ in range(100):  # until all inputs are there, in float32 but the rows
+        call = kernel_calls.made(BY_NAME[name], int(rng.integers(1, 12)), n, "bfloat16", "compact", rng)
+        given = [call.arrays[key] for key in ("weight", "bias") if key in call.arrays and name != "silu_mul_fp8"]
+        if all(a is not None and a.dtype == np.float32 for a in given):
+            break
+    kernel_calls.check(call)
