@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -510,3 +514,35 @@ def test_embeddings_that_stay() -> None:
         inductor.replaced.clear()
         torch.compile(call, backend=only_the_pass, fullgraph=True)(table)
         assert not inductor.replaced
+
+
+PROGRAM = """
+import torch, transformers
+from torch._dynamo.utils import counters
+from cute_ops_torch import inductor
+
+config = transformers.LlamaConfig(
+    hidden_size=128, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=64, vocab_size=61, use_cache=False,
+)
+torch.manual_seed(0)
+model, tokens = transformers.LlamaForCausalLM(config).train().bfloat16(), torch.arange(18).view(2, 9)
+inductor.enable(devices=("cpu",), logits=False)
+torch.compile(model)(input_ids=tokens, labels=tokens).loss.backward()
+hits = counters["aot_autograd"]["autograd_cache_hit"]
+print(hits, *sorted(inductor.replaced.items()))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """Of an untouched Llama with all its parts: torch's caches hold the graphs that call our ops."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split(" ", 1)
+        for _ in range(2)
+    )
+    assert (first[0], second[0]) == ("0", "1")
+    assert first[1] == second[1]
+    assert all(name in first[1] for name in ("gated_mlp", "qkv_rope", "linear_add_rmsnorm", "attention", "embedding"))
