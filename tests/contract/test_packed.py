@@ -14,34 +14,30 @@ LENGTHS = [(5, 1, 9), (0, 3, 0, 2, 1), (7,), (1, 1, 1, 0), (2, 30)]
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("activation", ["none", "silu"])
-def test_packed_sequences_are_those_apart(adapter: Adapter, activation: str, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("lengths", LENGTHS[:3], ids=str)
+def test_packed_sequences_are_those_apart(adapter: Adapter, lengths: tuple[int, ...]) -> None:
+    """Against each sequence by itself in float64."""
+    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(len(lengths))
     width, n, t = 2 + len(lengths) % 3, 24, sum(lengths)
     x, weight, bias, d = (rng.standard_normal(s).astype(np.float32) for s in ((t, n), (n, width), (n,), (t, n)))
     ends = np.cumsum((0, *lengths)).astype(np.int32)
-    given = adapter.array(ends)
+    given, activation = adapter.array(ends), ("silu", "none")[len(lengths) % 2]
 
     def packed(x: Any, weight: Any, bias: Any) -> Any:
         return adapter.ours.causal_conv1d_packed(x, weight, given, bias, activation=activation)
 
     (out,), slopes = adapter.value_and_gradients(adapter.usual(packed), adapter.arrays([x, weight, bias]), [d])
-    exact = [np.zeros_like(a) for a in (x, x, weight, bias)]
-    for start, stop in pairwise(ends):
-        if start == stop:
-            continue
-
-        def alone(x: Any, weight: Any, bias: Any) -> Any:
-            return adapter.ours.causal_conv1d(x, weight, bias, activation=activation)[0]
-
-        one = adapter.arrays([x[start:stop], weight, bias])
-        (part,), (dx, dweight, dbias) = adapter.value_and_gradients(adapter.usual(alone), one, [d[start:stop]])
-        exact[0][start:stop], exact[1][start:stop] = part, dx
-        exact[2] += dweight
-        exact[3] += dbias
-    for got, wanted in zip((out, *slopes), exact, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    wide = [torch.from_numpy(a).double().requires_grad_() for a in (x, weight, bias)]
+    parts = []
+    for start, stop in pairwise(ends.tolist()):
+        padded = torch.nn.functional.pad(wide[0][start:stop], (0, 0, width - 1, 0))
+        parts.append(sum(padded[j : j + stop - start] * wide[1][:, j] for j in range(width)) + wide[2])
+    exact = torch.cat(parts)
+    exact = torch.nn.functional.silu(exact) if activation == "silu" else exact
+    gradients = torch.autograd.grad(exact, wide, torch.from_numpy(d).double())
+    for got, wanted in zip((out, *slopes), (exact, *gradients), strict=True):
+        np.testing.assert_allclose(got, wanted.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.on_gpus

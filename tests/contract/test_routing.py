@@ -12,11 +12,11 @@ from tests.contract.adapters import Adapter
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_largest_numbers(adapter: Adapter, seed: int) -> None:
     """With equal numbers, infinities, -0 and NaN; rows of one segment and of several."""
     rng = np.random.default_rng(seed)
-    n = int(rng.choice([1, 5, 128, 1000, 1025, 5000, 70000]))
+    n = (128, 5, 1025, int(rng.integers(6, 1000)), 9000)[seed]
     k = int(rng.integers(1, min(n, 128) + 1))
     dtype = str(rng.choice(["float32", "float16", "bfloat16"]))
     x = np.round(8 * rng.standard_normal((2, 3, n))) if seed % 2 else rng.standard_normal((2, 3, n))

@@ -79,8 +79,7 @@ def test_preferences(adapter: Adapter, kind: str) -> None:
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo"])
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("kind", "given"), [("grpo", True), ("grpo", False), ("bnpo", True), ("dr_grpo", True)])
 def test_policies(adapter: Adapter, kind: str, given: bool) -> None:
     hidden, weight, target, further = problem(1)
     rng = np.random.default_rng(2)
@@ -114,8 +113,7 @@ def test_policies(adapter: Adapter, kind: str, given: bool) -> None:
 
 
 @pytest.mark.on_gpus
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("chunk_rows", [0, 7])
+@pytest.mark.parametrize(("beta", "chunk_rows"), [(0.0, 0), (0.3, 7), (1.0, 0)])
 def test_distillation(adapter: Adapter, chunk_rows: int, beta: float) -> None:
     hidden, weight, target, _ = problem(3)
     rng = np.random.default_rng(4)
