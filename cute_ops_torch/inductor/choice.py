@@ -96,7 +96,7 @@ class Chooser:
         x = given["x"]
         rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
         least = {"gated_mlp": 2 * k if "w_gate" in given else 0, "qkv_rope": k}.get(name, 0)
-        if x.device.type == "cuda" and rows < least:
+        if target_of(x.device) is not None and rows < least:
             raise Refused(f"{rows} rows are too few: joining the weights would cost more than a pass")
         if name == "qkv_rope":
             return self.judge(call)

@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cute_ops.jit.target import Target
 from cute_ops_torch import inductor
+from cute_ops_torch.inductor import choice, graph_pass
+from cute_ops_torch.inductor.dynamo import DynamoFront
 from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
 
 Tensor = torch.Tensor
@@ -519,7 +522,10 @@ def test_embeddings_that_stay() -> None:
 PROGRAM = """
 import torch, transformers
 from torch._dynamo.utils import counters
+from cute_ops.jit.target import Target
 from cute_ops_torch import inductor
+from cute_ops_torch.inductor import choice, graph_pass
+from cute_ops_torch.inductor.dynamo import DynamoFront
 
 config = transformers.LlamaConfig(
     hidden_size=128, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
@@ -546,3 +552,31 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert (first[0], second[0]) == ("0", "1")
     assert first[1] == second[1]
     assert all(name in first[1] for name in ("gated_mlp", "qkv_rope", "linear_add_rmsnorm", "attention", "embedding"))
+
+
+def test_parts_are_replaced_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an H100, with tensors that have no memory: many rows pay, few do not, and float32 has no kernel."""
+    monkeypatch.setattr(choice, "target_of", lambda device: Target("sm_90a", 132))
+    monkeypatch.setattr(DynamoFront, "device_of", lambda self, value: "cuda")
+    monkeypatch.setattr(graph_pass.Replace, "_concerns", lambda self, graph: True)
+
+    def plain(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up, bias)), down)
+
+    def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    shapes = {plain: ((4096, 1024), (4096,), (1024, 4096)), gated: ((4096, 1024), (4096, 1024), (1024, 4096))}
+    found = {}
+    for function, of_weights in shapes.items():
+        for dtype, rows in ((torch.bfloat16, 16384), (torch.bfloat16, 16), (torch.float32, 16384)):
+            torch._dynamo.reset()
+            given = [torch.empty(s, dtype=dtype, device="meta") for s in ((rows, 1024), *of_weights)]
+            with inductor.enable():
+                torch.compile(function, backend=only_the_pass, fullgraph=True, dynamic=False)(*given)
+                (entry,) = (each for each in inductor.report() if each.what.startswith("x, w_"))
+            found[function.__name__, dtype, rows] = entry.becomes or entry.why
+    few = "16 rows are too few: joining the weights would cost more than a pass"
+    wide = "no kernel of a product takes float32"
+    del found["plain", torch.bfloat16, 16]  # either may be as fast
+    assert [*found.values()] == ["mlp", wide, "gated_mlp", few, wide]
