@@ -52,3 +52,23 @@ def test_other_leading_dims_are_refused(adapter: Adapter) -> None:
     text = r"argument `cos` has leading dims \(5,\), expected the last ones of \*m=\(5, 3\), or 1\."
     with pytest.raises(ValueError, match=text):
         adapter.ours.rope(x, table, table)
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_are_rows_of_the_tables(adapter: Adapter, interleaved: bool) -> None:
+    rng = np.random.default_rng(6)
+    x, d = (rng.standard_normal((4, 3, 2, 64)).astype(np.float32) for _ in "xd")
+    angles, positions = rng.standard_normal((11, 24)).astype(np.float32), rng.integers(0, 11, (4, 3)).astype(np.int32)
+    tables, at = [np.cos(angles), np.sin(angles)], adapter.array(positions)
+    whole, chosen = adapter.arrays(tables), adapter.arrays([t[positions] for t in tables])
+    found = adapter.value_and_gradients(
+        lambda x: adapter.ours.rope_at(x, at, *whole, interleaved=interleaved), [adapter.array(x)], [d]
+    )
+    expected = adapter.value_and_gradients(
+        lambda x: adapter.ours.rope(x, *chosen, interleaved=interleaved), [adapter.array(x)], [d]
+    )
+    for got, wanted in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="heads have d=64 elements, expected at least 2r=80 for r=40 angles"):
+        adapter.ours.rope_at(adapter.array(x), at, *adapter.arrays([np.ones((11, 40), np.float32)] * 2))
