@@ -40,6 +40,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_fp8",
     "rope",
+    "rope_at",
     "route",
     "silu",
     "silu_mul",
@@ -349,3 +350,4 @@ def causal_conv1d_packed(
     activation: str = "none",
 ) -> Tensor: ...
 def causal_conv1d_states(x: Tensor, cu_seqlens: Tensor, length: int = 3) -> Tensor: ...
+def rope_at(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor: ...
