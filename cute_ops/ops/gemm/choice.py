@@ -31,7 +31,7 @@ OURS, THEIRS, PASS = (1600.0, 2.0, 7.8e8), (1875.0, 2.2, 7.5e8), (4e6, 1.5)
 # Up to so many rows memory is what ours waits for, while the clock is higher.
 SMALL_M, OURS_OF_SMALL_M = 512, (1750.0, 1.6, 7.8e8)
 # Without a pass that it saves, ours of so few rows gains less than the model errs: it must be this much ahead.
-UNSURE = 1.05
+UNSURE = 1.12
 HOST = 4.0  # microseconds that torch's own product takes the host
 # Of a product with n or k off a vector cuBLAS computes so many FLOP and moves so many bytes a microsecond at most, by
 # the elements that divide n and k; strides of whole vectors do not help it: 64 x 18944 x 11127 took 549 us with strides
