@@ -256,8 +256,9 @@ def plans(binding: Binding, tensors: Tensors, wanted: str | None, numbers: Mappi
 
 def every_config(op: Op, problem: Problem) -> Iterator[Config]:
     """What an op chooses where it has one tile and one cluster to choose from."""
-    tiles, clusters = gemm_config.TILES, gemm_config.CLUSTERS
+    tiles, clusters, shared = gemm_config.TILES, gemm_config.CLUSTERS, gemm_config.TILES_K
     try:
+        gemm_config.TILES_K = ()  # whose clusters share terms
         for tile in tiles:
             for cluster in clusters:
                 gemm_config.TILES, gemm_config.CLUSTERS = (tile,), (cluster,)
@@ -266,7 +267,7 @@ def every_config(op: Op, problem: Problem) -> Iterator[Config]:
                 if config["form"] != "mma_sync":
                     yield config
     finally:
-        gemm_config.TILES, gemm_config.CLUSTERS = tiles, clusters
+        gemm_config.TILES, gemm_config.CLUSTERS, gemm_config.TILES_K = tiles, clusters, shared
         gemm_config.configs.cache_clear()
 
 
