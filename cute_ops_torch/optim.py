@@ -208,7 +208,7 @@ def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
 
 
 def _factors_on_device(group: dict[str, Any], steps: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """As :func:`_factors`, of each parameter, from steps that the device counts: in float64, as on the host."""
+    """Factors of a step for each parameter, from steps that the device counts: in float64, as on the host."""
     lr, decay, (beta1, beta2) = group["lr"], float(group["weight_decay"]), map(float, group["betas"])
     found: dict[int, tuple[Tensor, ...]] = {}
     for device in {step.device for step in steps}:

@@ -118,7 +118,7 @@ class Training(Generic[Array]):
 
     def linear_policy_loss(
         self, hidden: Array, weight: Array, target: Array, advantages: Array, old: Array | None = None,
-        reference: Array | None = None, bias: Array | None = None, *, kind: str = "grpo", beta: float = 0.04,
+        reference: Array | None = None, *, bias: Array | None = None, kind: str = "grpo", beta: float = 0.04,
         clip_low: float = 0.2, clip_high: float = 0.2, max_tokens: int = 0, ignore_index: int = -100,
         temperature: float = 1.0,
     ) -> tuple[Array, Array]:  # fmt: skip

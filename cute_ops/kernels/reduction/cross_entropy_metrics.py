@@ -151,7 +151,7 @@ class ClassWeights:
         return self.mWeight.shape[-1]
 
     def vector(self, first, vec):
-        """Those of a vector's columns in fp32, zeros outside of the row."""
+        """The weights of a vector's columns in fp32, zeros outside of the row."""
         dtype = self.mWeight.element_type
         rW = fragment(dtype, vec)
         address = self.mWeight.iterator.toint() + Int64(first) * (dtype.width // 8)
@@ -159,7 +159,7 @@ class ClassWeights:
         return rW.load().to(Float32)
 
     def at(self, target, known):
-        """That of a class; 1 without weights, 0 if it is none."""
+        """The weight of a class; 1 without weights, 0 if it is none."""
         if self.absent:
             return Float32(1.0)
         return weight_at(self.mWeight, target, known)

@@ -89,13 +89,10 @@ def reference(
 
 
 def reference_bwd(
-    xp: Any, logits: Any, target: Any, row_max: Any, log_sum: Any, target_weight: Any, slope: Any, dloss: Any,
-    weight: Any = None, dlse: Any = None, dlog_prob: Any = None,
-    *, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, logit_scale: float, classes: int = 0,
+    xp: Any, logits: Any, target: Any, *others: Any,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, logit_scale: float, classes: int = 0,
 ) -> Any:  # fmt: skip
-    raw, m, s, own, factor, d, w, dl, dp = widen(
-        xp, logits, row_max, log_sum, target_weight, slope, dloss, weight, dlse, dlog_prob
-    )
+    raw, m, s, own, factor, d, w, dl, dp = widen(xp, logits, *others)
     x, derivative = plain.shaped(xp, raw, softcap, logit_scale)
     kept, known, at_target = plain.terms(xp, x, target, ignore_index, classes)
     d = xp.where(known, d, d * 0 + xp.nan)
