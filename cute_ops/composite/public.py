@@ -37,6 +37,7 @@ def published(method: Function, module: str, array: str, checked: Callable[[Func
         "return": function.__signature__.return_annotation
     }
     function.__module__, function.__qualname__ = module, method.__name__
+    function.__doc__ = cleandoc(method.__doc__ or "")
     return function  # type: ignore[no-any-return]
 
 

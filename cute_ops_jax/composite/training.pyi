@@ -16,20 +16,19 @@ def linear_log_probs(
 ) -> Array:
     """Log-probabilities of sequences under a linear head, without ever holding all logits.
 
-            ``sum(log_softmax(hidden @ weight.T / temperature)[target])`` over the tokens that are not ignored
+    ``sum(log_softmax(hidden @ weight.T / temperature)[target])`` over the tokens that are not ignored
 
-            Args:
-                hidden: ``T[*m s h]``: sequences of hidden states, each of which predicts the target beside it.
-                weight: ``T[n h]``.
-                target: integers ``[*m s]``.
-                bias: ``T[n]``.
-                average: divide by the number of tokens that are not ignored.
-                ignore_index: the target of tokens that do not count.
-                temperature: divides the logits.
+    Args:
+        hidden: ``T[*m s h]``: sequences of hidden states, each of which predicts the target beside it.
+        weight: ``T[n h]``.
+        target: integers ``[*m s]``.
+        bias: ``T[n]``.
+        average: divide by the number of tokens that are not ignored.
+        ignore_index: the target of tokens that do not count.
+        temperature: divides the logits.
 
-            Returns:
-                float32 ``[*m]``.
-        
+    Returns:
+        float32 ``[*m]``.
     """
 
 def linear_preference_loss(
@@ -51,44 +50,43 @@ def linear_preference_loss(
 ) -> tuple[Array, Array]:
     """The loss of preferences between sequences, without ever holding all logits.
 
-            With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, those of the reference model
-            subtracted for DPO and IPO, averaged over tokens for ORPO and SimPO:
+    With ``c``, ``r`` the log-probabilities of a pair's chosen and rejected sequence, those of the reference model
+    subtracted for DPO and IPO, averaged over tokens for ORPO and SimPO:
 
-            - ``dpo``: ``-logsigmoid(beta * (c - r))``, with ``label_smoothing`` conservative DPO
-            - ``ipo``: ``(c - r - 1 / (2 * beta))^2``
-            - ``cpo``: as ``dpo``, without a reference
-            - ``simpo``: ``-logsigmoid(beta * (c - r) - gamma)``
-            - ``orpo``: ``-beta * logsigmoid(log(odds(c) / odds(r)))``
-            - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(beta * (kl - c))`` of another
+    - ``dpo``: ``-logsigmoid(beta * (c - r))``, with ``label_smoothing`` conservative DPO
+    - ``ipo``: ``(c - r - 1 / (2 * beta))^2``
+    - ``cpo``: as ``dpo``, without a reference
+    - ``simpo``: ``-logsigmoid(beta * (c - r) - gamma)``
+    - ``orpo``: ``-beta * logsigmoid(log(odds(c) / odds(r)))``
+    - ``kto``: ``1 - sigmoid(beta * (c - kl))`` of a desirable sequence, ``1 - sigmoid(beta * (kl - c))`` of another
 
-            The mean over pairs, of KTO over sequences, plus ``alpha`` times the mean loss of the chosen tokens.
+    The mean over pairs, of KTO over sequences, plus ``alpha`` times the mean loss of the chosen tokens.
 
-            Args:
-                hidden: ``T[2b s h]``: all chosen sequences, then the rejected ones in the same order; ``T[b s h]`` for KTO.
-                weight: ``T[n h]``.
-                target: integers ``[2b s]``.
-                reference: float32 ``[2b]``: log-probabilities of the sequences under the reference model, which
-                    :func:`linear_log_probs` gives; for DPO, IPO and KTO. No gradient is computed.
-                bias: ``T[n]``.
-                kind: one of those above.
-                beta: the temperature of preferences; of ORPO the weight of its loss.
-                alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
-                gamma: the margin of SimPO.
-                label_smoothing: how often preferences are wrong; for DPO, CPO and SimPO.
-                desirable: bools ``[b]``, for KTO.
-                kl: the reference point of KTO.
-                ignore_index: the target of tokens that do not count.
-                temperature: divides the logits.
+    Args:
+        hidden: ``T[2b s h]``: all chosen sequences, then the rejected ones in the same order; ``T[b s h]`` for KTO.
+        weight: ``T[n h]``.
+        target: integers ``[2b s]``.
+        reference: float32 ``[2b]``: log-probabilities of the sequences under the reference model, which
+            :func:`linear_log_probs` gives; for DPO, IPO and KTO. No gradient is computed.
+        bias: ``T[n]``.
+        kind: one of those above.
+        beta: the temperature of preferences; of ORPO the weight of its loss.
+        alpha: weight of the loss of the chosen tokens, which ORPO and CPO have as 1.
+        gamma: the margin of SimPO.
+        label_smoothing: how often preferences are wrong; for DPO, CPO and SimPO.
+        desirable: bools ``[b]``, for KTO.
+        kl: the reference point of KTO.
+        ignore_index: the target of tokens that do not count.
+        temperature: divides the logits.
 
-            Returns:
-                ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
+    Returns:
+        ``(loss, log_probs)``: a float32 scalar, and the sequences' log-probabilities, float32 ``[2b]``.
 
-            Raises:
-                ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences.
+    Raises:
+        ValueError: another kind, a reference or ``desirable`` that is missing, an odd number of sequences.
 
-            Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Hong et al., ORPO, 2024; Meng et al., SimPO, 2024;
-            Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024.
-        
+    Source: Rafailov et al., DPO, 2023; Azar et al., IPO, 2023; Hong et al., ORPO, 2024; Meng et al., SimPO, 2024;
+    Xu et al., CPO, 2024; Ethayarajh et al., KTO, 2024.
     """
 
 def linear_policy_loss(
@@ -110,34 +108,33 @@ def linear_policy_loss(
 ) -> tuple[Array, Array]:
     """The clipped loss of a policy on sampled tokens, without ever holding all logits: GRPO and its kin.
 
-            ``ratio = exp(log_prob - old)``; of a token ``-min(ratio * a, clip(ratio, 1 - clip_low, 1 + clip_high) * a)
-            + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``
+    ``ratio = exp(log_prob - old)``; of a token ``-min(ratio * a, clip(ratio, 1 - clip_low, 1 + clip_high) * a)
+    + beta * (exp(reference - log_prob) - (reference - log_prob) - 1)``
 
-            Args:
-                hidden: ``T[b s h]``.
-                weight: ``T[n h]``.
-                target: integers ``[b s]``: the sampled tokens; ``ignore_index`` for those of the prompt.
-                advantages: float32 ``[b]``.
-                old: float32 ``[b s]``: log-probabilities when the tokens were sampled; those of now, without their
-                    gradient, where None.
-                reference: float32 ``[b s]``: log-probabilities under the reference model; without it there is no such term.
-                bias: ``T[n]``.
-                kind: ``"grpo"``: the mean over sequences of the means over their tokens; ``"bnpo"``: the mean over all
-                    tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``.
-                beta: weight of the divergence from the reference.
-                clip_low, clip_high: how far the ratio may go.
-                max_tokens: for ``"dr_grpo"``; s where 0.
-                ignore_index: the target of tokens that do not count.
-                temperature: divides the logits.
+    Args:
+        hidden: ``T[b s h]``.
+        weight: ``T[n h]``.
+        target: integers ``[b s]``: the sampled tokens; ``ignore_index`` for those of the prompt.
+        advantages: float32 ``[b]``.
+        old: float32 ``[b s]``: log-probabilities when the tokens were sampled; those of now, without their
+            gradient, where None.
+        reference: float32 ``[b s]``: log-probabilities under the reference model; without it there is no such term.
+        bias: ``T[n]``.
+        kind: ``"grpo"``: the mean over sequences of the means over their tokens; ``"bnpo"``: the mean over all
+            tokens; ``"dr_grpo"``: the sum over ``b * max_tokens``.
+        beta: weight of the divergence from the reference.
+        clip_low, clip_high: how far the ratio may go.
+        max_tokens: for ``"dr_grpo"``; s where 0.
+        ignore_index: the target of tokens that do not count.
+        temperature: divides the logits.
 
-            Returns:
-                ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
+    Returns:
+        ``(loss, log_probs)``: a float32 scalar, and the tokens' log-probabilities, float32 ``[b s]``.
 
-            Raises:
-                ValueError: another kind.
+    Raises:
+        ValueError: another kind.
 
-            Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025.
-        
+    Source: Shao et al., DeepSeekMath, 2024; Liu et al., Understanding R1-Zero-Like Training, 2025.
     """
 
 def linear_distillation_loss(
@@ -157,32 +154,31 @@ def linear_distillation_loss(
 ) -> Array:
     """The divergence of a student's head from a teacher's, without ever holding all logits of either.
 
-            ``soft`` times the mean of :func:`divergence` over the tokens that are not ignored, plus ``hard`` times the mean
-            cross entropy of the target
+    ``soft`` times the mean of :func:`divergence` over the tokens that are not ignored, plus ``hard`` times the mean
+    cross entropy of the target
 
-            Args:
-                hidden: ``T[*m h]``.
-                weight: ``T[n h]``.
-                teacher_hidden: ``T[*m i]``; no gradient.
-                teacher_weight: ``T[n i]``; no gradient.
-                target: integers ``[*m]``; all tokens count where None.
-                bias: ``T[n]``, of the student.
-                beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
-                    Jensen-Shannon divergence.
-                temperature: divides both logits, for the divergence.
-                hard: weight of the cross entropy.
-                soft: weight of the divergence.
-                ignore_index: the target of tokens that do not count.
-                chunk_rows: rows whose logits are held at a time; 0 chooses.
+    Args:
+        hidden: ``T[*m h]``.
+        weight: ``T[n h]``.
+        teacher_hidden: ``T[*m i]``; no gradient.
+        teacher_weight: ``T[n i]``; no gradient.
+        target: integers ``[*m]``; all tokens count where None.
+        bias: ``T[n]``, of the student.
+        beta: 0 is the forward Kullback-Leibler divergence, 1 the reverse one, between the generalised
+            Jensen-Shannon divergence.
+        temperature: divides both logits, for the divergence.
+        hard: weight of the cross entropy.
+        soft: weight of the divergence.
+        ignore_index: the target of tokens that do not count.
+        chunk_rows: rows whose logits are held at a time; 0 chooses.
 
-            Returns:
-                A float32 scalar.
+    Returns:
+        A float32 scalar.
 
-            Raises:
-                TypeError: dtypes that differ or are not listed.
-                ValueError: shapes that do not fit, an attribute out of its range, ``hard`` without a target.
+    Raises:
+        TypeError: dtypes that differ or are not listed.
+        ValueError: shapes that do not fit, an attribute out of its range, ``hard`` without a target.
 
-            Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy
-            Distillation of Language Models, 2023.
-        
+    Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015; Agarwal et al., On-Policy
+    Distillation of Language Models, 2023.
     """
