@@ -86,15 +86,9 @@ def patch(
     found = [each for each in every if _serves(each[2], wanted)]
     unwanted = [Replaced(name, each.op) for name, _, each in every if each.op and each.op not in wanted]
     if not any(each.op for _, _, each in found):
-        patched = any(hasattr(module, "_cute_original") for module in model.modules())
-        if len(wanted) < len(RUN) and not patched:
+        if len(wanted) < len(RUN) and not _is_patched(model):
             return _report(model, [], unwanted)
-        raise ValueError(
-            f"cute_ops_torch.patch: {type(model).__name__} is patched already"
-            if patched
-            else f"cute_ops_torch.patch: {type(model).__name__} has no module that is known: no norm, gated MLP, "
-            "attention or decoder layer whose forward is that of Hugging Face's Llama or a relative"
-        )
+        raise ValueError(_nothing_to_patch(model))
     unused = {f"{name}.{each.unused}" for name, _, each in found if each.unused}
     found = [each for each in found if each[0] not in unused]
     for name, module, replacement in reversed(found):  # functions first: `rope` wraps a forward rebound to them
@@ -149,6 +143,20 @@ def _report(model: nn.Module, replaced: list[Replaced], unwanted: list[Replaced]
         )
         warnings.warn(text, stacklevel=4)  # where `patch` is called, which is decorated
     return found
+
+
+def _is_patched(model: nn.Module) -> bool:
+    return any(hasattr(module, "_cute_original") for module in model.modules())
+
+
+def _nothing_to_patch(model: nn.Module) -> str:
+    name = type(model).__name__
+    if _is_patched(model):
+        return f"cute_ops_torch.patch: {name} is patched already"
+    return (
+        f"cute_ops_torch.patch: {name} has no module that is known: no norm, gated MLP, "
+        "attention or decoder layer whose forward is that of Hugging Face's Llama or a relative"
+    )
 
 
 def _check_model(caller: str, model: object) -> None:

@@ -7,7 +7,7 @@ groups, so their copies and the sums of their copies' gradients disappear.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -62,15 +62,7 @@ def _attention(graph: Graph, node: Node) -> bool:
     nodes = [given.get("query"), *(_unrepeated(given.get(key)) for key in ("key", "value"))]
     q, k, v = map(value_of, nodes)
     causal, scale = given["is_causal"], given.get("scale")
-    if q is None or k is None or v is None or given.get("attn_mask") is not None or given["dropout_p"] != 0:
-        return False
-    if not (scale is None or (isinstance(scale, float) and scale > 0)) or not isinstance(causal, bool):
-        return False
-    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and _are_plain(q, k, v)
-    if not (alike and q.ndim == 4 and computes(q) and fits(q, k, v) and isinstance(q.shape[1], int)):
-        return False
-    queries, keys = q.shape[-2], k.shape[-2]
-    if str(queries) == "1" or (causal and str(queries) != str(keys)) or any(t.stride(-1) != 1 for t in (q, k, v)):
+    if q is None or k is None or v is None or not _has_known_options(given) or not _may_attend(q, k, v, causal):
         return False
     grouped = given.get("enable_gqa") or value_of(given["key"]) is not k or q.shape[1] == k.shape[1]
     if not grouped or k.shape[1] != v.shape[1]:
@@ -85,6 +77,22 @@ def _attention(graph: Graph, node: Node) -> bool:
         return emitter.method("transpose", emitter.function(operator.getitem, whole, 0), 1, 2)
 
     return _put(node, emitter, call)
+
+
+def _has_known_options(given: Mapping[str, Any]) -> bool:
+    """Whether a call of torch's attention has no mask and no dropout, and its options are constants."""
+    scale, without = given.get("scale"), given.get("attn_mask") is None and given["dropout_p"] == 0
+    known = scale is None or (isinstance(scale, float) and scale > 0)
+    return without and known and isinstance(given["is_causal"], bool)
+
+
+def _may_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
+    """Whether our attention takes these tensors: several queries, as many as keys where it is causal."""
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device and _are_plain(q, k, v)
+    if not (alike and q.ndim == 4 and computes(q) and fits(q, k, v) and isinstance(q.shape[1], int)):
+        return False
+    queries, keys = str(q.shape[-2]), str(k.shape[-2])
+    return queries != "1" and (queries == keys or not causal) and all(t.stride(-1) == 1 for t in (q, k, v))
 
 
 def _are_plain(*tensors: torch.Tensor) -> bool:

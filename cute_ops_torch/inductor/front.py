@@ -125,7 +125,7 @@ class Front:
         translate = _TRANSLATIONS.get(name)
         if translate is not None:
             return translate(self.graph, args, kwargs, shape, dtype)
-        if dtype not in VALUES or any(isinstance(a, Value) and a.dtype not in VALUES for a in args):
+        if not {dtype, *(a.dtype for a in args if isinstance(a, Value))} <= set(VALUES):
             return None
         if name in _PRIMITIVES:
             return self.graph.primitive(_PRIMITIVES[name], [*map(self._operand, args)], shape, dtype)

@@ -22,7 +22,7 @@ class _Norm(Layered):
     bias: nn.Parameter | None
 
     def __init__(
-        self, n: Size, eps: float, weight_offset: float, weight: bool, bias: bool, device: Device,
+        self, n: Size, eps: float, weight_offset: float, weight: bool, bias: bool, *, device: Device,
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -58,7 +58,7 @@ class RMSNorm(_Norm):
         self, n: Size, eps: float = 1e-6, elementwise_affine: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, weight_offset: float = 0.0, bias: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(n, eps, weight_offset, elementwise_affine, bias, device, dtype)
+        super().__init__(n, eps, weight_offset, elementwise_affine, bias, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions.rmsnorm(x, self.weight, self.bias, self.eps, self.weight_offset)
@@ -88,7 +88,8 @@ class LayerNorm(_Norm):
         self, n: Size, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(n, eps, 0.0, elementwise_affine, elementwise_affine and bias, device, dtype)
+        learned = elementwise_affine, elementwise_affine and bias
+        super().__init__(n, eps, 0.0, *learned, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions.layernorm(x, self.weight, self.bias, self.eps)

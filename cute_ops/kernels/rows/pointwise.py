@@ -55,16 +55,19 @@ class FusedPointwise:
         self.whole = (tiles or whole)[0]
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.outputs["t"]), config) if tiles else None
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
-        self.column_pass, self.together = None, False
-        if self.sums:
-            pieces = [piece for _, piece in self.sums]
-            widest, vec = vector_widths(variant, self.inputs, tiles)
-            fold = self._fold(tiles, widest) if vec < widest else 1
-            vec = widest if fold > 1 else vec
-            self.together = bool(tiles) and 2 * vec >= widest
-            outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
-            own = tiles if self.together else []
-            self.column_pass = ColumnPass(variant, self.inputs, own, pieces, self._only(outputs), vec, fold=fold)
+        self.together = False
+        self.column_pass = self._over_columns(tiles) if self.sums else None
+
+    def _over_columns(self, tiles):
+        """The pass that sums up, and computes tiles together with sums where vectors are wide enough."""
+        pieces = [piece for _, piece in self.sums]
+        widest, vec = vector_widths(self.variant, self.inputs, tiles)
+        fold = self._fold(tiles, widest) if vec < widest else 1
+        vec = widest if fold > 1 else vec
+        self.together = bool(tiles) and 2 * vec >= widest
+        outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
+        own = tiles if self.together else []
+        return ColumnPass(self.variant, self.inputs, own, pieces, self._only(outputs), vec, fold=fold)
 
     def _fold(self, written, vec):
         """How many rows, one after another in every tile, are whole vectors; 1 if rows do not follow on each other."""

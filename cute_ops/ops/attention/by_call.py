@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any, NamedTuple, NoReturn
 
@@ -88,8 +88,7 @@ def op_of_call(
     functions = {"score_mod": score_mod, "mask_mod": mask_mod}
     given = {option: function for option, function in functions.items() if function is not None}
     arrays = {option: _arrays(option, function, captured) for option, function in given.items()}
-    if unread := set(range(len(captured))) - {i for chosen in arrays.values() for i in chosen}:
-        _refuse(TypeError, f"`captured` has {_named(captured, min(unread))}, which no function reads.")
+    _check_read(captured, arrays)
     made = {option: _traced(option, function, captured, arrays[option]) for option, function in given.items()}
     names = _names(captured, given, arrays)
     shapes = mods.declared([*made.values()], names, lambda problem: _refuse(ValueError, problem))
@@ -110,6 +109,11 @@ def op_of_call(
     ending = digest(own.score, own.mask, *map(str, own.captured))
     first = "attention_packed" if packed else "attention"
     return declare("_".join([first, *(readable(_name(f)) for f in given.values()), ending]), own, packed)
+
+
+def _check_read(captured: tuple[Captured, ...], arrays: Mapping[str, Collection[int]]) -> None:
+    if unread := set(range(len(captured))) - {i for chosen in arrays.values() for i in chosen}:
+        _refuse(TypeError, f"`captured` has {_named(captured, min(unread))}, which no function reads.")
 
 
 def _of_sequences(shape: list[str]) -> list[str]:
