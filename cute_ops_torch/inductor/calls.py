@@ -58,7 +58,8 @@ def _embedding(graph: Graph, node: Node) -> bool:
 def _attention(graph: Graph, node: Node) -> bool:
     """Attention without a mask and dropout, of at least two queries that are as many as keys where it is causal."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = {"dropout_p": 0.0, "is_causal": False, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, **dict(zip(names, node.args, strict=False))}
+    given |= node.kwargs
     nodes = [given.get("query"), *(_unrepeated(given.get(key)) for key in ("key", "value"))]
     q, k, v = map(value_of, nodes)
     causal, scale = given["is_causal"], given.get("scale")
