@@ -221,7 +221,7 @@ def _is_llama_s(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _is_another_s(module: nn.Module, model: nn.Module) -> bool:
-    """The same of a model that is built in another way."""
+    """Whether a model has that loss and is built in another way."""
     return hasattr(module, "get_output_embeddings") and _predicts_next(module) and _passes_logits_on(module)
 
 

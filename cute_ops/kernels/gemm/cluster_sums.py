@@ -43,7 +43,7 @@ class ClusterSums:
 
     @property
     def threads(self):
-        """Those that multiply a tile."""
+        """Threads that multiply a tile."""
         return self.config.sharing * WARPGROUP
 
     @property
