@@ -111,9 +111,7 @@ class Front:
         several = _SEVERAL.get(name)
         if several is not None:
             return several(self.graph, args, kwargs, value)
-        if not isinstance(value, torch.Tensor) or not args:
-            return None
-        if not all(isinstance(a, Value) or not isinstance(a, torch.Tensor) for a in args):
+        if not isinstance(value, torch.Tensor) or not args or not all(map(_is_read, args)):
             return None
         shape, dtype = shape_of(value), dtype_of(value)
         if name in _IN_PLACE:  # on a tensor that the graph made, and reads nowhere else
@@ -138,6 +136,11 @@ class Front:
     def primitive(self, name: str, args: Args, shape: Any, dtype: str) -> Value:
         """A primitive of values and numbers."""
         return self.graph.primitive(name, [*map(self._operand, args)], shape, dtype)
+
+
+def _is_read(arg: Any) -> bool:
+    """Whether an argument is no tensor, or one that the graph has."""
+    return isinstance(arg, Value) or not isinstance(arg, torch.Tensor)
 
 
 def _is_fake(value: torch.Tensor) -> bool:

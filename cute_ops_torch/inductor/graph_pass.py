@@ -21,7 +21,7 @@ from typing import Any
 
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from cute_ops.errors import meant, suggesting
 from cute_ops.fusion.report import Entry, Report
@@ -147,12 +147,8 @@ class Replace(CustomGraphPass):
         found: Counter[str] = Counter()
         entries: list[Entry] = []
         if "attention_mask" in self.ops:
-            for node in list(graph.nodes):
-                if node.users and replace_mask(graph, node):
-                    found["attention_mask"] += 1
-                    entries.append(entry_of_node("attention_mask", "a mask that says no more than is_causal", node))
-            if found:
-                sweep(graph)
+            entries += _without_masks(graph)
+            found.update(entry.becomes for entry in entries)
         owner = graph.owning_module
         assert owner is not None
         made: Rewritten | None = None
@@ -163,21 +159,26 @@ class Replace(CustomGraphPass):
             log.warning("torch.compile: a graph stays as it is: %s", error)
             entries.append(Entry("", "a graph", str(error), "", "", 1))
         for node in list(graph.nodes):
-            value = value_of(node)
-            if not node.users or value is None or value.device.type not in self.devices:
-                continue
-            if name := replace_loss(graph, node, self.ops, self.logits):
-                found[name] += 1
-                entries.append(entry_of_node(name, "cross entropy", node))
-            elif not self.exact and (name := replace_call(graph, node, self.ops)):
-                found[name] += 1
-                entries.append(entry_of_node(name, f"a call of torch's {_CALLED.get(name, name)}", node))
+            if entry := self._replaced(graph, node):
+                found[entry.becomes] += 1
+                entries.append(entry)
         if found:
             sweep(graph)
             graph.lint()
             replaced.update(found)
             log.info("torch.compile: replaced by cute ops: %s", ", ".join(f"{n} x {k}" for n, k in found.items()))
         _entries.extend([*(entries_of(made, graph) if made else ()), *entries])
+
+    def _replaced(self, graph: Graph, node: Node) -> Entry | None:
+        """The entry of a call that an op of ours takes the place of, as it now does; None of any other."""
+        value = value_of(node)
+        if not node.users or value is None or value.device.type not in self.devices:
+            return None
+        if name := replace_loss(graph, node, self.ops, self.logits):
+            return entry_of_node(name, "cross entropy", node)
+        if not self.exact and (name := replace_call(graph, node, self.ops)):
+            return entry_of_node(name, f"a call of torch's {_CALLED.get(name, name)}", node)
+        return None
 
     def _concerns(self, graph: Graph) -> bool:
         values = map(value_of, graph.nodes)
@@ -194,3 +195,15 @@ class Replace(CustomGraphPass):
         if self.previous is None:
             return ()
         return tuple(self.previous) if isinstance(self.previous, (list, tuple)) else (self.previous,)
+
+
+def _without_masks(graph: Graph) -> list[Entry]:
+    """Leave out masks of attention that say no more than ``is_causal``; an entry of each."""
+    made = [
+        entry_of_node("attention_mask", "a mask that says no more than is_causal", node)
+        for node in list(graph.nodes)
+        if node.users and replace_mask(graph, node)
+    ]
+    if made:
+        sweep(graph)
+    return made

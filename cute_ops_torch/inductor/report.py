@@ -39,11 +39,17 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
             yield Entry("", "product", why, _shape(node), "", 1)
     whole = set(stays)
     for node, why in made.analysis.reasons.items():
-        said = str(node.attr) if node.op == "opaque" else node.op
-        if node.op == "primitive" and isinstance(node.attr, tuple):
-            said, why = node.attr[0], "only epilogues of products rotate"
-        if node in whole and node.dtype in FLOATS and said not in (*_SILENT, *_VIEWS):
-            yield Entry("", said, "" if why == said else why, _shape(node), "", 1)
+        if node in whole and node.dtype in FLOATS:
+            yield from _left(node, why)
+
+
+def _left(node: Value, why: str) -> Iterator[Entry]:
+    """The entry of a node that nothing computes, unless it computes nothing itself."""
+    said = str(node.attr) if node.op == "opaque" else node.op
+    if node.op == "primitive" and isinstance(node.attr, tuple):
+        said, why = node.attr[0], "only epilogues of products rotate"
+    if said not in (*_SILENT, *_VIEWS):
+        yield Entry("", said, "" if why == said else why, _shape(node), "", 1)
 
 
 def entry_of_node(name: str, what: str, node: Any) -> Entry:
