@@ -315,7 +315,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         "sharding": Sharding(parallel=() if of_head else ("g",)),
         "check": check,
         "cases": () if functions else PACKED_CASES if packed else CASES,
-        **({"called": "attention"} if functions or packed else {}),
+        **({"called": "attention"} if functions else {}),
         **({"arrange": fill_offsets} if packed else {}),
     }
     wide = {**common["dtypes"], "T": (*HALVES, *WIDE["T"])}
