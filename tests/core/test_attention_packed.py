@@ -19,11 +19,12 @@ from tests.emulator import products, ptx_cta
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
 # Lengths of queries and of keys; behind them a few tokens of no sequence.
-LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)])
+LENGTHS = ([(70, 70), (0, 3), (130, 130), (5, 90), (1, 1), (40, 0)], [(60, 200), (129, 129)], [(3, 2), (80, 70)])
 REST = 3
 CALLS = (
     Call(1, 0, 0, 2, 1, 64, 64, "bfloat16", {"causal": True, "left": 60}, False, True),
     Call(1, 0, 0, 2, 2, 128, 128, "bfloat16", {"softcap": 5.0}, False, True),
+    Call(1, 0, 0, 1, 1, 64, 256, "bfloat16", {}, False, True),
 )
 UNKNOWN = 0  # the sequence of NaN
 
@@ -107,9 +108,9 @@ def test_results(which: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("which", CASES)
+@pytest.mark.parametrize("which", [*CASES, "one stage"])
 def test_gradients(which: str, tmp_path: Path) -> None:
-    case = CASES[which]()
+    case = Case(2) if which == "one stage" else CASES[which]()
     call = case.call._replace(attrs={**case.call.attrs, "deterministic": True})
     run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
     out, lse = case.results()

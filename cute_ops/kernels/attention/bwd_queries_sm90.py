@@ -174,7 +174,7 @@ class QueriesBackward:
                 if running:
                     ring_k.consumer_release(before)
                     before.advance()
-                running = Boolean(True)
+                running = Boolean(self.stages > 1)
                 place = place_of(tidx, tile, (tile.block * self.tile_q, keys * self.tile_k, self.tile_k), sizes)
                 whole = self.tiles.whole(tile, sizes, tile.block, keys)
                 self.weights.of_scores(rS, None, place, lse, whole)
@@ -185,6 +185,9 @@ class QueriesBackward:
                     scores[r, c] = scores[r, c] * (cotangents[r, c] - delta(r, c))
                 store_packed(rS, rDs)
                 multiply_weights(mma_dq, rDs, tDrK, rDq, slot.index)
+                if const_expr(self.stages == 1):  # the next tile needs this one's place
+                    warpgroup.wait_group(0)
+                    ring_k.consumer_release(slot)
                 slot.advance()
         warpgroup.wait_group(0)
         if running:
