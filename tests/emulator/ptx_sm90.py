@@ -236,8 +236,9 @@ class Warp(ptx_cta.Cta):
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
         elif op[0] == "vote":
-            value = self.read(operands[1][0])
-            self.write(operands[0][0], np.full(LANES, int(((value != 0) * (1 << self.threads)).sum())), now)
+            true = self.read(operands[1][0]) != 0
+            value = int(true[now].all()) if "all" in op else int((true * (1 << self.threads)).sum())
+            self.write(operands[0][0], np.full(LANES, value), now)
         elif op[0] in ("ldmatrix", "mma", "shfl"):
             self.together(op, operands)
         elif op[0] == "cvta":

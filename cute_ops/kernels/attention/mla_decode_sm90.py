@@ -175,7 +175,6 @@ class MlaDecodeSm90(Latent):
             # What the table has for a block is looked up one block ahead.
             for i in cutlass.range_constexpr(len(rows)):
                 entries[i] = self.entry(tensors, work, first + MMA_M + rows[i])
-            self._prefetch(sources, vector)
             cute.arch.mbarrier_wait(shared.empty + stage, 1 - turn)
             all_there = cutlass.Boolean(True)
             for entry, each in zip(found, rows):
@@ -203,15 +202,6 @@ class MlaDecodeSm90(Latent):
             for i, (source, size) in enumerate(sources):
                 offset = tile * TILE_BYTES + i * ROWS_AT_ONCE * ROW_BYTES
                 copy_bytes((target, offset), source + tile * ROW_BYTES, size)
-
-    @cute.jit
-    def _prefetch(self, sources: cutlass.Constexpr, vector):
-        """Bring latents to L2 while their stage is still read; eight threads have a row."""
-        for source, _ in sources:
-            for tile in range(0, self.tiles, VECTORS):
-                if tile + vector < self.tiles:
-                    line = source + (vector * (ROW_BYTES - VECTOR_BYTES) + tile * ROW_BYTES)
-                    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line])
 
     def _turn(self, index):
         """The stage of a block, and how often it has been filled before, odd or even."""
