@@ -22,6 +22,7 @@ from cute_ops.kernels.attention.tiles import (
     Sizes,
     Tiles,
     by_sequence,
+    first_row,
     partition,
     place_of,
     ring,
@@ -197,7 +198,7 @@ class QueriesBackward:
 
     def _of_rows(self, mLse, mDelta, tile, tidx, sizes):
         """The log-sum-exp, of base 2, and the delta of a thread's rows, as functions of row and column."""
-        first = tile.block * self.tile_q + tidx // 32 * 16 + tidx % 32 // 4
+        first = tile.block * self.tile_q + first_row(tidx)
         lse, delta = [], []
         for row in (first, first + 8):
             at = sizes.of_query(tile, cutlass.min(row, sizes.seqlen_q - 1))

@@ -27,6 +27,7 @@ from cute_ops.kernels.attention.tiles import (
     Sizes,
     Tiles,
     by_sequence,
+    first_row,
     offsets_of,
     partition,
     place_of,
@@ -288,7 +289,7 @@ class AttentionFwd:
         sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
         lse, factors = self.softmax.finish(rMax, rSum, sink)
         for r in cutlass.range_constexpr(2):
-            row = tile.block * self.tile_m + tidx // 32 * 16 + lane // 4 + 8 * r
+            row = tile.block * self.tile_m + first_row(tidx) + 8 * r
             if (lane % 4 == 0) & (row < sizes.seqlen_q):
                 mLse[sizes.of_query(tile, row)] = lse[r]
         self.softmax.rescale(rO, factors)

@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.combine import Combine, Results
 from cute_ops.kernels.attention.config import MlaConfig
+from cute_ops.kernels.attention.pages import page_of
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, store
 from cute_ops.kernels.lib.pdl import can_use_pdl
@@ -84,9 +85,7 @@ class Latent:
         entry = Int32(-1)
         if key < work.keys:
             if const_expr(self.config.paged):
-                page = Int64(tensors.page_table[work.batch, key // Int32(tensors.latent_cache.shape[1])])
-                if (page >= 0) & (page < tensors.latent_cache.shape[0]):
-                    entry = Int32(page)
+                entry = page_of(tensors.page_table, tensors.latent_cache, work.batch, key)
             else:
                 entry = work.batch
         return entry

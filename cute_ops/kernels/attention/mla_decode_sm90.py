@@ -15,7 +15,7 @@ from cute_ops.kernels.attention.latent import Latent, Tensors
 from cute_ops.kernels.attention.pages import copy_bytes
 from cute_ops.kernels.attention.products import mma_of_scores
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
-from cute_ops.kernels.attention.tiles import slots, transposed
+from cute_ops.kernels.attention.tiles import first_row, slots, transposed
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
@@ -25,6 +25,7 @@ GROUPS = 2  # warpgroups that multiply
 REGISTERS = RegisterBudget(load=40, multiply=232)
 # Shared memory of 64 latents lies in tiles of 64 columns, rows of 128 bytes with 8 vectors each, swizzled.
 COLUMNS, ROW_BYTES = 64, 128
+STEPS_OF_TILE = COLUMNS // 16  # instructions along the columns of a tile
 TILE_BYTES = MMA_M * ROW_BYTES
 VECTORS = ROW_BYTES // VECTOR_BYTES
 ROWS_AT_ONCE = WARPGROUP // VECTORS  # that a warpgroup copies
@@ -52,9 +53,14 @@ class Shared(NamedTuple):
 
 
 class Multiplying(NamedTuple):
-    """What a warpgroup multiplies: the tiled MMAs of scores, the first of which overwrites, and of values; operands;
-    accumulators of scores and of its half of the columns; of a thread's two rows the largest score and the sum of
-    weights of its own blocks.
+    """A warpgroup's MMAs, with the views and registers of one of its threads.
+
+    Attributes:
+        mma_first, mma_scores: of queries and keys; the first one overwrites the scores, the other adds to them.
+        mma_values: of weights and values.
+        q, k, weights, values: operands in shared memory; ``values`` has the warpgroup's half of the columns.
+        rS, rO: scores, and sums of weighted values.
+        rMax, rSum: the thread's two rows: the largest score so far, and the sum of weights of this warpgroup's blocks.
     """
 
     mma_first: Any
@@ -274,7 +280,8 @@ class MlaDecodeSm90(Latent):
             cute.arch.fence_view_async_shared()
             if const_expr(part == 0):
                 warpgroup.fence()
-            for k in cutlass.range_constexpr(self.parts[part].start * 4, self.parts[part].stop * 4):
+            tiles = self.parts[part]
+            for k in cutlass.range_constexpr(tiles.start * STEPS_OF_TILE, tiles.stop * STEPS_OF_TILE):
                 mma = own.mma_first if const_expr(k == 0) else own.mma_scores
                 cute.gemm(mma, own.rS, own.q[None, None, k, 0], own.k[None, None, k, stage], own.rS)
         warpgroup.commit_group()
@@ -289,7 +296,7 @@ class MlaDecodeSm90(Latent):
         whole = (block + 1) * MMA_M <= work.keys - (self.queries - 1)
         for warp in cutlass.range_constexpr(WARPGROUP // WARP):
             whole = whole & (shared.whole[warp, stage] != 0)
-        lane, row = thread % WARP, thread // WARP * 16 + thread % WARP // 4
+        lane, row = thread % WARP, first_row(thread)
         if not whole:
             self._hide(own.rS, work, shared.there, (block, stage, row, lane))
         factors = self.softmax.add(own.rS, own.rMax, own.rSum)
@@ -326,7 +333,7 @@ class MlaDecodeSm90(Latent):
     def _add_own(self, own: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
         """Add the weighted values of a block of this warpgroup."""
         index, count, (_, thread) = place
-        multiply(own.mma_values, (own.weights, own.values), own.rO, (0, index % LATENT_STAGES))
+        self._add(own, index)
         warpgroup.wait_group(0)
         self._release(shared, index, thread)
         if index + 1 < count:
@@ -338,11 +345,15 @@ class MlaDecodeSm90(Latent):
         index, (_, thread) = place
         cute.arch.barrier(barrier_id=READY + index % 2, number_of_threads=GROUPS * WARPGROUP)
         factors = cute.make_rmem_tensor(2, Float32)
-        row = thread // WARP * 16 + thread % WARP // 4
+        row = first_row(thread)
         for r in cutlass.range_constexpr(2):
             factors[r], own.rMax[r] = shared.factors[row + 8 * r], shared.largest[row + 8 * r]
             own.rSum[r] = own.rSum[r] * factors[r]
         self.softmax.rescale(own.rO, factors)
+        self._add(own, index)
+
+    def _add(self, own, index):
+        """Issue the weighted values of a block."""
         multiply(own.mma_values, (own.weights, own.values), own.rO, (0, index % LATENT_STAGES))
 
     @cute.jit
@@ -358,7 +369,7 @@ class MlaDecodeSm90(Latent):
     ):  # fmt: skip
         """Add the sums of both warpgroups up, and store the rows."""
         (group, thread), values = at, by_row(own.rO)
-        lane, row = thread % WARP, thread // WARP * 16 + thread % WARP // 4
+        lane, row = thread % WARP, first_row(thread)
         for r in cutlass.range_constexpr(2):
             total = own.rSum[r]
             for offset in (2, 1):

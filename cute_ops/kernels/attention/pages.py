@@ -43,10 +43,17 @@ def page_entry(keys: cutlass.Constexpr, mCache, tile, lane):
         if const_expr(keys.form == "any_pages"):
             key = key + lane % KEYS_OF_TILE
         if key < keys.count:
-            page = Int64(keys.table[keys.batch, key // Int32(mCache.shape[1])])
-            if (page >= 0) & (page < mCache.shape[0]):
-                entry = Int32(page)
+            entry = page_of(keys.table, mCache, keys.batch, key)
     return entry
+
+
+@cute.jit
+def page_of(table, mCache, batch, key):
+    """The page that a table has for a key of a sequence; -1 where that is none of the cache's."""
+    page, found = Int64(table[batch, key // Int32(mCache.shape[1])]), Int32(-1)
+    if (page >= 0) & (page < mCache.shape[0]):
+        found = Int32(page)
+    return found
 
 
 @cute.jit

@@ -125,10 +125,15 @@ class Place(NamedTuple):
             yield r, c, at, (batch, head, *place, *counts)
 
 
+def first_row(tidx):
+    """The first of a thread's two rows of accumulators; the other is 8 further down."""
+    return tidx // 32 * 16 + tidx % 32 // 4
+
+
 def place_of(tidx, tile, first, sizes, keys_down=False):
     """The place of a thread of warpgroups of 64 rows. ``first``: the tile's first row and column, and its columns."""
     lane, (row, column, columns) = tidx % 32, first
-    row = row + tidx // 32 * 16 + lane // 4
+    row = row + first_row(tidx)
     offsets = tuple(8 * (c // 2) + c % 2 for c in range(columns // 4))
     return Place(tile, (row, row + 8), column + lane % 4 * 2, offsets, keys_down, sizes)
 
