@@ -29,7 +29,7 @@ _OPTIONS = """score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` 
         cu_seqlens_q: of sequences that are packed one after another, ``q`` (tokens, heads, headdim): int32 ``[b+1]``,
             where each begins and the last one ends. Then places, ``batch`` and masks are those within a sequence:
             :func:`attention_packed`.
-        cu_seqlens_k: the same of keys; None is that of the queries."""
+        cu_seqlens_k: where sequences of keys begin and the last one ends; None where keys lie as queries do."""
 DOC = OP_DOC.partition("\n\n")[2].replace("\n\n    Returns:", f"\n        {_OPTIONS}\n\n    Returns:", 1)
 
 

@@ -26,12 +26,12 @@ class Learned(NamedTuple):
     start: float | None = None
 
     def value(self, weight_offset: float) -> float:
-        """What all elements start as."""
+        """The number that all elements start as."""
         return self.start - weight_offset if self.start else 0.0
 
 
 class Layer(NamedTuple):
-    """What a layer is in every framework.
+    """A layer, whatever the framework of its modules.
 
     Attributes:
         function: the adapters' function that it calls.

@@ -183,7 +183,7 @@ class _Parts:
             yield Composite("qkv_rope", {**operands, "cos": cos, "sin": sin}, attrs, roots, nodes)
 
     def _heads(self, root: Node, call: Named) -> _Heads | None:
-        """What a rotation is of, where it is a product and nothing else reads that."""
+        """The product whose heads a rotation turns; None of another value, or where something else reads it."""
         if call.op != "rope" or call.attrs.get("interleaved"):
             return None
         (x, cos, sin), size = call.nodes, root.shape[-1]

@@ -52,7 +52,7 @@ def attention(
         cu_seqlens_q: of sequences that are packed one after another, ``q`` (tokens, heads, headdim): int32 ``[b+1]``,
             where each begins and the last one ends. Then places, ``batch`` and masks are those within a sequence:
             :func:`attention_packed`.
-        cu_seqlens_k: the same of keys; None is that of the queries.
+        cu_seqlens_k: where sequences of keys begin and the last one ends; None where keys lie as queries do.
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;

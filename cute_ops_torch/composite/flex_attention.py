@@ -106,7 +106,9 @@ def _mask_of(block_mask: Any, queries: int, keys: int) -> Function | None:
 
 
 def _call(score_mod: Function | None, mask_mod: Function | None) -> tuple[_Call, list[Tensor]]:
-    """What a call runs, and the tensors that its functions refer to. Where these may change unseen it is traced."""
+    """The function that runs a call, found again by its functions' key, and the tensors that these refer to. Functions
+    without a key are traced at each call.
+    """
     referred: list[Tensor] = []
     key: Hashable = (_state(score_mod, referred, []), _state(mask_mod, referred, []))
     known = None if None in key else _known.get(key)  # type: ignore[operator]
@@ -182,7 +184,7 @@ def _state(x: Any, tensors: list[Tensor], within: list[Any]) -> Hashable:
 
 
 def _globals(function: FunctionType) -> Iterator[Any]:
-    """What a function, and those that it makes, name of its module."""
+    """The globals and builtins that a function reads, or a function that it makes."""
     codes = [function.__code__]
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]

@@ -181,11 +181,11 @@ def _attend_sequences(
 
 
 class _Seen(NamedTuple):
-    """What a query attends to.
+    """The keys that queries attend to.
 
     Attributes:
-        left, right: how many keys before and after its own.
-        keys: among how many, of which the last is beside the last query.
+        left, right: how many before and after a query's own.
+        keys: how many there are; the last one is beside the last query.
         offsets: where sequences begin in the rows of a batch; None where each row is one.
     """
 
@@ -196,8 +196,8 @@ class _Seen(NamedTuple):
 
 
 def _seen(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> _Seen | None:
-    """What a query attends to; None where that is not known. Without a mask, ``causal`` means keys up to the query's
-    number.
+    """The keys that queries attend to by a mask; None where no band of keys says it. Without a mask, ``causal`` means
+    keys up to the query's number.
     """
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
