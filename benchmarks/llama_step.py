@@ -159,10 +159,10 @@ def obey(trainer: Trainer, steps: int) -> None:
 class Worker:
     """Such a process, from outside."""
 
-    def __init__(self, contender: str, options: Sequence[str]) -> None:
+    def __init__(self, contender: str, options: Sequence[str], file: str = __file__) -> None:
         self.contender = contender
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, __file__, "--one", contender, "--in-turns", *options]
+        command = [sys.executable, file, "--one", contender, "--in-turns", *options]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )

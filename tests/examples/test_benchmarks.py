@@ -30,6 +30,7 @@ import linear
 import linear_cross_entropy
 import llama_step
 import machine_code
+import model_steps
 import pictures
 import plot
 import prewarm
@@ -102,6 +103,18 @@ def test_training_steps_in_turns(tmp_path: Path) -> None:
     assert row["contender"] == "eager"
     assert float(row["tokens_per_s"]) > 0
     assert float(row["loss_first"]) > float(row["loss_last"])  # six steps on the same tokens
+
+
+@pytest.mark.slow
+def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [model_steps.Turns(name, small=True, profile=3) for name in ("eager", "ours")]
+    rows = [[each.obey(line) for line in ("T5", "1", "")][-1] for each in turns]
+    assert [row and row["status"] for row in rows] == ["ok", "ok"]
+    assert rows[0]["loss_first"] == pytest.approx(rows[1]["loss_first"], abs=model_steps.TOLERANCE, rel=model_steps.ULP)
+    assert "T5, ours: " in capsys.readouterr().err
+    other = model_steps.Turns("Liger", small=True)
+    assert [other.obey(line) for line in ("Mamba-2", "1")] == [None, None]
+    assert "Error: " in (other.obey("") or {})["status"]
 
 
 @pytest.mark.slow
