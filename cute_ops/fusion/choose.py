@@ -13,7 +13,7 @@ from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, Leaf
-from cute_ops.fusion.graph import FLOATS
+from cute_ops.fusion.graph import FLOATS, Node
 from cute_ops.ops.gemm.fused import GROUPS
 
 # Ops whose tiles and outputs have one dtype; a residual has its own.
@@ -68,6 +68,14 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
     if len(primitives) < 2:
         return Choice("", why="one primitive alone: there is no pass to save")
     return Choice("fused", "fused")
+
+
+def rotations_in(found: Found) -> set[Node]:
+    """The rotations in a region that stays because of them: without them the rest may be an expression."""
+    alone = len(found.region.nodes) == 1
+    return {
+        node for node in found.region.nodes if node.op == "primitive" and isinstance(node.attr, tuple) and not alone
+    }
 
 
 def _is_epilogue(found: Found, product: int) -> bool:

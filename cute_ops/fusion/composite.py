@@ -143,7 +143,7 @@ class _Parts:
         total = next(iter(readers)) if len(readers) == 1 and product not in self.outputs else product
         if (total.op, total.attr, total.shape, total.dtype) != ("primitive", "add", product.shape, product.dtype):
             return None
-        bias = total.args[0] if total.args[1] is product else total.args[1]
+        bias = _row(total.args[0] if total.args[1] is product else total.args[1])
         return (total, bias) if bias.shape == product.shape[-1:] else None
 
     def _within(self, nodes: tuple[Node, ...]) -> tuple[Found, ...]:
@@ -301,6 +301,15 @@ def _activation(meaning: Meaning) -> str:
     if meaning.op in ("silu_mul", "swiglu"):
         return "silu"
     return "gelu_tanh" if meaning.attrs.get("approximate") == "tanh" else "gelu"
+
+
+def _row(node: Node) -> Node:
+    """A row vector before it was copied to other rows."""
+    while node.op in ("broadcast", "reshape") and node.args[0].shape[-1:] == node.shape[-1:]:
+        if node.op == "broadcast" and node.attr[-1] != len(node.shape) - 1:
+            break
+        node = node.args[0]
+    return node
 
 
 def _columns(product: Node) -> int:

@@ -6,7 +6,8 @@ runs as it stands, with its own derivative, sharding and effects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,22 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from cute_ops.expressions.reference import REFERENCE, evaluate
-from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.analyse import Call as Named
-from cute_ops.fusion.choose import Choice, choose
+from cute_ops.fusion.analyse import Found, analyse
+from cute_ops.fusion.choose import Choice, choose, rotations_in
+from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
 from cute_ops_jax.fusion.front import Front, Step, Value
+from cute_ops_jax.fusion.layers import call_of_layer
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
 
 
 class Part(NamedTuple):
-    """An expression that was found, or another op, and what became of it."""
+    """An expression that was found, another op or a part of a layer, and what became of it."""
 
-    found: Found | Named
+    found: Found | Named | Composite
     choice: Choice
     call: Call | None
 
@@ -51,10 +54,7 @@ class Program:
         passed = self._harmless() if first.stops else set()
         while True:
             self.front = Front(closed, whole, passed, exact) if whole or passed else first
-            self.analysis: Analysis = analyse(self.front.graph, exact=exact)
-            self.parts = [self._part(found) for found in self.analysis.found]
-            calls = self.analysis.calls
-            self.parts += [Part(call, Choice("op", call.named.op), call_of_named(call)) for call in calls]
+            self._find()
             self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}
             self._order = list(self._ordered())
             # A call with a derivative of its own is kept whole unless expressions compute all of it.
@@ -123,12 +123,32 @@ class Program:
         mode = "clip" if call.attrs["outside"] == "clip" else "fill"
         return jnp.take_along_axis(x, jnp.reshape(index, node.shape), -1, mode=mode)
 
-    def _part(self, found: Found) -> Part:
-        choice = choose(found, self.analysis.products(found), exact=self.exact)
-        try:
-            return Part(found, choice, call_of(found, choice) if choice.kind else None)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            return Part(found, Choice("", why=str(error).splitlines()[0]), None)
+    def _find(self) -> None:
+        """Find the parts of layers, and what expressions and other ops compute of the rest."""
+        graph, apart = self.front.graph, set[Node]()
+        while True:
+            self.analysis = analyse(graph, exact=self.exact, whole=apart)
+            found = [] if self.exact else composites(graph, self.analysis)
+            layers = [_made(each, Choice("composite", each.name), partial(call_of_layer, each)) for each in found]
+            run = [each for each, part in zip(found, layers, strict=True) if part.call]
+            inside = {node for each in run for node in each.nodes}
+            covered = {one for each in run for one in each.found}
+            others = {each: self._part(each, inside) for each in self.analysis.found if each not in covered}
+            more = {node for each, part in others.items() if not part.call for node in rotations_in(each)}
+            more |= cuts(run, self.analysis)
+            if more <= apart:
+                break
+            apart |= more
+        calls = (call for call in self.analysis.calls if inside.isdisjoint(call.roots))
+        parts = [*layers, *others.values()]
+        parts += [Part(call, Choice("op", call.named.op), call_of_named(call)) for call in calls]
+        self.parts = sorted(parts, key=lambda part: part.found.roots[0].index)
+
+    def _part(self, found: Found, inside: Container[Node]) -> Part:
+        """An expression. Products of ``inside`` are computed with a part of a layer."""
+        products = [i for i in self.analysis.products(found) if found.leaves[i].node not in inside]
+        choice = choose(found, products, exact=self.exact)
+        return _made(found, choice, partial(call_of, found, choice))
 
     def _harmless(self) -> set[int]:
         """The equations of ``stop_gradient`` that change no derivative: what is computed with the number that they
@@ -191,10 +211,21 @@ class Program:
         return node if value is None else self._unit(value)
 
 
+def _made(found: Found | Composite, choice: Choice, make: Callable[[], Call]) -> Part:
+    """A part with what runs in its place, unless that is refused."""
+    try:
+        return Part(found, choice, make() if choice.kind else None)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return Part(found, Choice("", why=str(error).splitlines()[0]), None)
+
+
 def _reads(part: Part) -> Iterator[tuple[bool, tuple[Node, ...]]]:
     """For each leaf whether it is the product that the part computes itself, and the nodes that it reads of it."""
     if isinstance(part.found, Named):
         yield from ((False, (node,)) for node in part.found.named.nodes)
+        return
+    if isinstance(part.found, Composite):
+        yield from ((False, (node,)) for node in part.found.operands.values())
         return
     for i, leaf in enumerate(part.found.leaves):
         yield i == part.choice.product, leaf.node.args if i == part.choice.product else (leaf.node,)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found, analyse
-from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.choose import Choice, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node as Value
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example, storage_of, sweep
@@ -112,19 +112,11 @@ def _chosen(front: DynamoFront, choosing: Choosing, exact: bool) -> _Chosen:
             (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
             for found in analysis.found
         ]
-        apart = {node for found, choice in chosen if not choice.kind for node in _splitting(found)}
+        apart = {node for found, choice in chosen if not choice.kind for node in rotations_in(found)}
         apart |= cuts([part for part, choice in kept if choice.kind], analysis)
         if apart <= whole:
             return _Chosen(analysis, kept, chosen)
         whole |= apart
-
-
-def _splitting(found: Found) -> set[Value]:
-    """The rotations in a region that stays because of them: without them the rest may be an expression."""
-    alone = len(found.region.nodes) == 1
-    return {
-        node for node in found.region.nodes if node.op == "primitive" and isinstance(node.attr, tuple) and not alone
-    }
 
 
 class _Rewriting:

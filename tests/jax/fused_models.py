@@ -180,33 +180,25 @@ def make() -> dict[str, Model]:
     labels = jnp.asarray(RNG.integers(0, CLASSES, (B, T)), jnp.int32)
     p = {"w1": draw(N, N), "b1": draw(N), "w2": draw(N, CLASSES), "b2": draw(CLASSES)}
     each = jax.vmap
-    block = ["layernorm", "softmax", "add_rmsnorm", "linear", "linear"]
+    block = ["layernorm", "softmax", "add_rmsnorm", "mlp"]
     return {
         "llama in jnp": Model(
             llama,
             (llama_params(), tokens),
             [
-                "rmsnorm",
-                "linear_cross_entropy",
-                "embedding",
-                "rmsnorm",
-                "fused",
-                "add_rmsnorm",
-                "silu_mul",
-                "linear",
-                "rope",
-                "rope",
+                *("rmsnorm", "linear_cross_entropy", "embedding", "rmsnorm", "rope", "rope", "fused"),
+                *("linear_add_rmsnorm", "gated_mlp"),
             ],
         ),
-        "classifier in jnp": Model(classifier, (p, x, labels), ["linear", "linear", "fused", "cross_entropy"]),
-        "nnx DiT": of_nnx(DiT(nnx.Rngs(0)), x, draw(B, N), becomes=["fused", "linear", "linear"]),
-        "nnx encoder": of_nnx(Encoder(nnx.Rngs(0)), x, becomes=[*["fused"] * 3, "linear", "linear"]),
-        "nnx gated MLP with dropout": of_nnx(Gated(nnx.Rngs(0)), x, key, becomes=["rmsnorm", "silu_mul", "linear"]),
+        "classifier in jnp": Model(classifier, (p, x, labels), ["mlp", "cross_entropy", "fused"]),
+        "nnx DiT": of_nnx(DiT(nnx.Rngs(0)), x, draw(B, N), becomes=["fused", "mlp", "fused"]),
+        "nnx encoder": of_nnx(Encoder(nnx.Rngs(0)), x, becomes=[*["fused"] * 3, "mlp"]),
+        "nnx gated MLP with dropout": of_nnx(Gated(nnx.Rngs(0)), x, key, becomes=["rmsnorm", "gated_mlp", "fused"]),
         "equinox transformer": of_equinox(Equinox(key), x, becomes=block, call=lambda m, x: each(m)(x)),
         "equinox mixer": of_equinox(
             Mixer(key),
             x,
-            becomes=["layernorm", "fused", "linear", "fused", "linear", "linear"],
+            becomes=["layernorm", "fused", "linear", "fused", "mlp"],
             call=lambda m, x: each(m)(x),
         ),
         "equinox checkpoint": of_equinox(

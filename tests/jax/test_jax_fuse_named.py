@@ -154,7 +154,7 @@ def test_losses_of_logits_and_of_heads(name: str) -> None:
     """A head's product is part of the loss, whether its weight is ``[n h]`` or ``[h n]``."""
     loss = LOSSES[name]
     beside = ["fused"] if name == "mask" else []
-    check(loss, [*beside, "cross_entropy"], LOGITS, TARGET)
+    check(loss, ["cross_entropy", *beside], LOGITS, TARGET)
     check(lambda h, w, t: loss(h @ w.T, t), ["linear_cross_entropy"], HIDDEN, WEIGHT, TARGET)
     if name in ("optax", "mean"):
         check(lambda h, w, t: loss(h @ w, t), ["linear_cross_entropy"], HIDDEN, WEIGHT.T, TARGET)

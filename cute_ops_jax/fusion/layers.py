@@ -1,0 +1,94 @@
+"""What runs in place of a part of a layer, which several expressions and products make up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.mlp import mlp
+from cute_ops.composite.qkv_rope import SIZES
+from cute_ops.fusion.composite import Composite
+from cute_ops_jax.fusion.rotation import qkv_rope
+from cute_ops_jax.primitive.function import register
+
+Call = Callable[[Sequence[Any]], list[Any]]
+
+
+def call_of_layer(found: Composite) -> Call:
+    """What runs in place of a part of a layer: of its operands, in order, it computes the roots.
+
+    Raises:
+        ValueError: no op of ours computes it, or it would not be faster.
+    """
+    if why := _too_few_rows(found):
+        raise ValueError(why)
+    made = _MAKERS[found.name](found)
+    names = tuple(found.operands)
+    return lambda arrays: made(dict(zip(names, arrays, strict=True)))
+
+
+def _too_few_rows(found: Composite) -> str:
+    """Why joining weights would cost more than a pass saves; empty where it does not. References join nothing."""
+    x = found.operands["x"]
+    sizes = [size for size in x.shape if isinstance(size, int)]
+    if jax.default_backend() != "gpu" or len(sizes) < len(x.shape):
+        return ""
+    rows, k = 1, sizes[-1]
+    for size in sizes[:-1]:
+        rows *= size
+    least = {"gated_mlp": 2 * k if "w_gate" in found.operands else 0, "qkv_rope": k}.get(found.name, 0)
+    return f"{rows} rows are too few: joining the weights would cost more than a pass" if rows < least else ""
+
+
+def _gated_mlp(found: Composite) -> Callable[..., list[Any]]:
+    across = found.attrs["transposed"]
+    op = gated_mlp_apart(across) if "w_gate" in found.operands else gated_mlp("pre", across)
+    run = partial(register(op), activation=found.attrs["activation"])
+    return lambda given: [run(**given)]
+
+
+def _mlp(found: Composite) -> Callable[..., list[Any]]:
+    run = partial(register(mlp("pre", found.attrs["transposed"])), activation=found.attrs["activation"])
+    return lambda given: [run(**given)]
+
+
+def _linear_add_rmsnorm(found: Composite) -> Callable[..., list[Any]]:
+    op = linear_add_rmsnorm(found.attrs["transposed"])
+    run, names = partial(register(op), eps=found.attrs["eps"]), list(op.outputs)
+    places = [names.index(name) for name in found.attrs["outputs"]]
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        made = run(**given)
+        return [made[place] for place in places]
+
+    return call
+
+
+def _qkv_rope(found: Composite) -> Callable[..., list[Any]]:
+    attrs, size, across = found.attrs, found.attrs["size"], found.attrs["transposed"]
+    if size not in SIZES:
+        raise ValueError(f"its heads have {size} columns, not {' or '.join(map(str, SIZES))}")
+    columns = attrs["columns"]
+    heads, ends = sum(columns[:2]) // size, [sum(columns[:k]) for k in range(1, len(columns))]
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        weight = jnp.concatenate([given[name] for name in ("w_q", "w_k", "w_v") if name in given], int(across))
+        cos, sin = (jnp.reshape(given[name], attrs["table"]) for name in ("cos", "sin"))
+        parts = jnp.split(qkv_rope(given["x"], weight, cos, sin, size, across, heads), ends, -1)
+        for k, turned in enumerate(attrs["turned"]):
+            by_head = jnp.reshape(parts[k], (*parts[k].shape[:-1], -1, size))
+            parts[k] = jnp.swapaxes(by_head, 1, 2) if turned else by_head
+        return parts
+
+    return call
+
+
+_MAKERS: dict[str, Callable[[Composite], Callable[..., list[Any]]]] = {
+    "gated_mlp": _gated_mlp, "mlp": _mlp, "qkv_rope": _qkv_rope, "linear_add_rmsnorm": _linear_add_rmsnorm,
+}  # fmt: skip
