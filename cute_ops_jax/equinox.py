@@ -92,6 +92,54 @@ class LayerNorm(Layered, eqx.Module):
         return self._run(x)
 
 
+class HeadRMSNorm(Layered, eqx.Module):
+    """:func:`cute_ops_jax.head_rmsnorm` with a learned weight for each head.
+
+    Args:
+        heads: of a token, the dim before the last.
+        head_dim: elements of a head.
+        eps: added to the mean square.
+        dtype: of the weight; it need not be that of the input.
+        weight_offset: added to the weight; the weight starts at ``1 - weight_offset``.
+    """
+
+    weight: Array
+    eps: float = eqx.field(static=True)
+    weight_offset: float = eqx.field(static=True)
+
+    @suggesting
+    def __init__(
+        self, heads: int, head_dim: int, eps: float = 1e-6, dtype: Any = jnp.float32, *, weight_offset: float = 0.0
+    ) -> None:
+        self.weight, self.eps = jnp.full((heads, head_dim), 1 - weight_offset, dtype), eps
+        self.weight_offset = weight_offset
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        return self._run(x)
+
+
+class HeadLayerNorm(Layered, eqx.Module):
+    """:func:`cute_ops_jax.head_layernorm` with a learned weight and bias for each head.
+
+    Args:
+        heads: of a token, the dim before the last.
+        head_dim: elements of a head.
+        eps: added to the variance.
+        dtype: of the parameters; it need not be that of the input.
+    """
+
+    weight: Array
+    bias: Array
+    eps: float = eqx.field(static=True)
+
+    @suggesting
+    def __init__(self, heads: int, head_dim: int, eps: float = 1e-5, dtype: Any = jnp.float32) -> None:
+        self.weight, self.bias, self.eps = jnp.ones((heads, head_dim), dtype), jnp.zeros((heads, head_dim), dtype), eps
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        return self._run(x)
+
+
 class QKNormRope(Layered, eqx.Module):
     """:func:`cute_ops_jax.qk_norm_rope` with learned weights: ``(q, k, cos, sin) -> (q_out, k_out)``.
 

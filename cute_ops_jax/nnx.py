@@ -37,8 +37,8 @@ GATED: dict[str, Callable[[Any, Any], Array]] = {
 PROMOTED = {"x", "residual", "weight", "bias", "gate_up.weight", "up.weight", "down.weight"}
 
 
-def _parameter(made: bool, init: Initializer, n: int, dtype: Any, rngs: nnx.Rngs) -> Any:
-    return nnx.Param(init(rngs.params(), (n,), dtype)) if made else nnx.data(None)
+def _parameter(made: bool, init: Initializer, n: int | tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> Any:
+    return nnx.Param(init(rngs.params(), n if isinstance(n, tuple) else (n,), dtype)) if made else nnx.data(None)
 
 
 def _given(dtype: Any, param_dtype: Any, kernel_init: Initializer | None, rngs: nnx.Rngs) -> dict[str, Any]:
@@ -136,6 +136,56 @@ class LayerNorm(_Layer, nnx.Module):
         self.num_features, self.epsilon = num_features, epsilon
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
         self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self._run(x)
+
+
+class HeadRMSNorm(_Layer, nnx.Module):
+    """:func:`cute_ops_jax.head_rmsnorm` with a learned scale for each head.
+
+    Args:
+        num_heads: heads of a token, the dim before the last.
+        head_dim: elements of a head.
+        epsilon: added to the mean square.
+        param_dtype: a float dtype; it need not be that of the input.
+        scale_init: of the scales.
+        weight_offset: added to the scale.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, num_heads: int, head_dim: int, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32,
+        scale_init: Initializer = ones, weight_offset: float = 0.0, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        self.epsilon, self.weight_offset = epsilon, weight_offset
+        self.scale = _parameter(True, scale_init, (num_heads, head_dim), param_dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self._run(x)
+
+
+class HeadLayerNorm(_Layer, nnx.Module):
+    """:func:`cute_ops_jax.head_layernorm` with a learned scale and bias for each head.
+
+    Args:
+        num_heads: heads of a token, the dim before the last.
+        head_dim: elements of a head.
+        epsilon: added to the variance.
+        param_dtype: a float dtype; it need not be that of the input.
+        scale_init, bias_init: of the parameters.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, num_heads: int, head_dim: int, *, epsilon: float = 1e-5, param_dtype: Any = jnp.float32,
+        scale_init: Initializer = ones, bias_init: Initializer = zeros, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        self.epsilon, size = epsilon, (num_heads, head_dim)
+        self.scale = _parameter(True, scale_init, size, param_dtype, rngs)
+        self.bias = _parameter(True, bias_init, size, param_dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
         return self._run(x)

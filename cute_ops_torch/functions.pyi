@@ -23,6 +23,8 @@ __all__ = [
     "geglu",
     "gelu",
     "gelu_mul",
+    "head_layernorm",
+    "head_rmsnorm",
     "l2norm",
     "layernorm",
     "linear_add",
@@ -322,6 +324,22 @@ def divergence(
     out: Tensor | None = None,
 ) -> Tensor: ...
 def l2norm(x: Tensor, eps: float = 1e-06, *, out: Tensor | None = None) -> Tensor: ...
+def head_rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-06,
+    weight_offset: float = 0.0,
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
+def head_layernorm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-05,
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
 def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...

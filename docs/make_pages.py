@@ -81,7 +81,7 @@ def core() -> str:
 
 
 def torch() -> str:
-    ops = {nn.class_name(op): op.name for op in (*OPS, *ATTENTION)}
+    ops = {nn.class_name(op): op.name for op in (*OPS, *ATTENTION, *MODELS)}
     made = [name for name in nn.__all__ if name not in _WRITTEN]
     return "\n".join(
         [

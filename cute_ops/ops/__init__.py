@@ -17,6 +17,7 @@ from cute_ops.ops.conv.causal_conv1d import causal_conv1d
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.norm.head_norm import head_layernorm, head_rmsnorm
 from cute_ops.ops.norm.l2norm import l2norm
 from cute_ops.ops.norm.layernorm import layernorm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
@@ -51,6 +52,8 @@ MODELS: tuple[Op, ...] = (
     soft_cross_entropy,
     divergence,
     l2norm,
+    head_rmsnorm,
+    head_layernorm,
     topk,
     route,
     permute_tokens,

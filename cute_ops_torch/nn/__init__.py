@@ -1,8 +1,9 @@
-"""Modules over the functions: one for every op."""
+"""Modules over the functions: one for every op on rows, and for those of models and their trainers."""
 
 from typing import Any
 
 from cute_ops.composite.layers import LAYERS
+from cute_ops.composite.models import MODELS
 from cute_ops.errors import no_attribute
 from cute_ops.ops import OPS
 from cute_ops_torch.nn.attention import Attention as Attention
@@ -23,8 +24,12 @@ from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
 from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
 from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 
+# Ops on the tokens of all sequences, which are no layers; and arguments of losses that are not learned.
+_ON_TOKENS = {"permute_tokens", "unpermute_tokens", "causal_conv1d_packed", "causal_conv1d_states", "rope_at"}
+_GIVEN = {"CrossEntropyMetrics": ("weight",), "LinearCrossEntropyMetrics": ("class_weight",)}
 # An op without a gradient is a layer where it is for inference; a step of an optimizer is none.
-_OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
+_LAYERS = (*OPS, *(op for op in MODELS if op.name not in _ON_TOKENS))
+_OPS = {class_name(op): op for op in _LAYERS if op.grad or op.inference_only}
 _WRITTEN = {
     "AddRMSNorm", "Attention", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm",
     "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP", "QKVRoPE", "RMSNorm", "RMSNormLinear",
@@ -39,7 +44,7 @@ def __getattr__(name: str) -> Any:
     """Classes of other ops are made when they are first used."""
     if name not in _OPS:
         raise no_attribute(__name__, name, __all__)
-    made = globals()[name] = module(_OPS[name])
+    made = globals()[name] = module(_OPS[name], given=_GIVEN.get(name, ()))
     return made
 
 

@@ -12,15 +12,16 @@ import pytest
 from cute_ops import mods
 from cute_ops.composite.layers import LAYERS
 
-NORMS = ("RMSNorm", "AddRMSNorm", "LayerNorm")
+NORMS, HEADS = ("RMSNorm", "AddRMSNorm", "LayerNorm"), ("HeadRMSNorm", "HeadLayerNorm")
 SIZES = {"n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2}
 MADE_OF = {
     **dict.fromkeys((*NORMS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
-    "QKVRope": (24, 2, 1, 64), "Attention": (2,),
+    **dict.fromkeys(HEADS, (2, 24)), "QKVRope": (24, 2, 1, 64), "Attention": (2,),
 }  # fmt: skip
 GIVEN = {
     "x": (3, 24), "residual": (3, 24), "q": (3, 2, 24), "k": (3, 1, 24), "cos": (3, 12), "sin": (3, 12),
     ("QKVRope", "cos"): (3, 32), ("QKVRope", "sin"): (3, 32), ("LinearAddRMSNorm", "residual"): (3, 256),
+    **{(name, "x"): (3, 2, 24) for name in HEADS},
     **{("Attention", x): (1, 5, h, 32) for x, h in (("q", 2), ("k", 1), ("v", 1))},
 }  # fmt: skip
 
@@ -56,7 +57,8 @@ class Equinox:
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         key = importlib.import_module("jax").random.key(0)
-        return {name: {} if name in (*NORMS, "QKNormRope", "Attention") else {"key": key} for name in LAYERS}
+        keyless = (*NORMS, *HEADS, "QKNormRope", "Attention")
+        return {name: {} if name in keyless else {"key": key} for name in LAYERS}
 
     def read(self, module: Any, name: str) -> Any:
         return attrgetter(name)(module)
@@ -81,10 +83,11 @@ class Nnx(Equinox):
     def read(self, module: Any, name: str) -> Any:
         place, _, last = name.rpartition(".")
         holder = attrgetter(place)(module) if place else module
-        theirs = {"eps": "epsilon", "weight": "kernel" if hasattr(holder, "kernel") else "scale"}
+        kernels = hasattr(holder, "kernel")
+        theirs = {"eps": "epsilon", "weight": "kernel" if kernels else "scale"}
         found = getattr(holder, theirs.get(last, last.replace("_weight", "_scale")))
         if isinstance(found, importlib.import_module("flax.nnx").Param):
-            return found[...].T if last == "weight" else found[...]
+            return found[...].T if kernels and last == "weight" else found[...]
         return found
 
 

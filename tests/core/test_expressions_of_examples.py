@@ -63,6 +63,32 @@ def drawn(rng: np.random.Generator, count: int) -> list[tuple[int, int, int]]:
     return [(int(rng.integers(1, 9)), int(rng.integers(1, 50)), int(rng.integers(1, 1200))) for _ in range(count)]
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (modulate, {"x": "*m n", "gain": "h n", "shift": "h n"}),
+        (normalised, {"x": "*m n", "gain": "h n", "shift": "n"}),
+        (scaled, {"x": "*m n", "scale": "*m 1", "weight": "h n"}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)  # fmt: skip
+def test_kernels_of_heads_of_tokens(function: Any, shapes: dict[str, str]) -> None:
+    """Heads take turns with the rows of ``[h n]``, whose gradients are sums over tokens."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, *f"heads {function.__name__}".encode()))
+    op = fused(function, operands=shapes)
+    assert op.steps[0].outputs["dx"].shape == "*m h n"
+    for each in (op, *(narrow for step in op.steps for narrow in (step, *step.narrowed))):
+        for heads, rows, n in ((300, 2, 24), (1, 16, 2600), *drawn(rng, 3)):
+            dtype, layout = str(rng.choice(["bfloat16", "float32", "float16"])), str(rng.choice(LAYOUTS))
+            kernel_calls.check(kernel_calls.made(each, rows, n, dtype, layout, rng, h=heads))
+
+
+def test_operands_of_heads_and_of_examples_do_not_mix() -> None:
+    with pytest.raises(ValueError, match=r"operands of examples, '\*b n', and of heads, 'h n', do not go together"):
+        fused(modulate, operands={"x": "*m n", "gain": "h n", "shift": "*b n"})
+
+
 def test_a_gradient_has_no_tile_for_what_rows_share() -> None:
     def shapes(op: Op) -> dict[str, str]:
         return {name: tensor.shape for name, tensor in op.outputs.items()}

@@ -310,3 +310,22 @@ def test_reset_parameters_resets_a_norm_too() -> None:
             made.weight.fill_(3.0)
         made.reset_parameters()
         assert made.norm_weight.eq(1).all() and made.weight.abs().max() < 1
+
+
+def test_modules_of_losses_learn_no_class_weights() -> None:
+    """A call gives them; a head's module learns its weight alone."""
+    logits, target, weights = torch.randn(3, 9), torch.tensor([0, -100, 8]), torch.rand(9)
+    alone = cute_ops_torch.nn.CrossEntropyMetrics(label_smoothing=0.1)
+    assert not [*alone.parameters()]
+    expected = cute_ops_torch.cross_entropy_metrics(logits, target, weights, label_smoothing=0.1)
+    torch.testing.assert_close(alone(logits, target, weights), expected)
+    head = cute_ops_torch.nn.LinearCrossEntropyMetrics(9, 5, bias=True)
+    assert [name for name, _ in head.named_parameters()] == ["weight", "bias"]
+    hidden = torch.randn(3, 5)
+    expected = cute_ops_torch.linear_cross_entropy_metrics(hidden, head.weight, target, head.bias, weights)
+    torch.testing.assert_close(head(hidden, target, weights), expected)
+    teacher = torch.randn(3, 9)
+    for name, given in (("Divergence", (logits, teacher)), ("SoftCrossEntropy", (logits, teacher.softmax(-1)))):
+        made = getattr(cute_ops_torch.nn, name)()
+        function = {"Divergence": "divergence", "SoftCrossEntropy": "soft_cross_entropy"}[name]
+        torch.testing.assert_close(made(*given), getattr(cute_ops_torch, function)(*given))

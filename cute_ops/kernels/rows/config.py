@@ -18,6 +18,8 @@ class Texts(NamedTuple):
         writes: the tensors, or halves, that its outputs are stored in: ``dx[:n] dx[n:] dbias``.
         kinds: their kinds, a letter each as in the expression's text: ``ttr``.
         shared: of these tensors, those of which the rows of an example share one row: ``gain dgain``.
+        turns: whether rows take turns with the rows that are shared, as tokens' heads do, instead of examples following
+            on each other.
     """
 
     expression: str
@@ -25,6 +27,7 @@ class Texts(NamedTuple):
     writes: str
     kinds: str
     shared: str = ""
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class FusedConfig(KernelConfig):
     writes: str
     kinds: str
     shared: str = ""
+    turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,4 @@ class FusedRowConfig(RowConfig):
     writes: str
     kinds: str
     shared: str = ""
+    turns: bool = False

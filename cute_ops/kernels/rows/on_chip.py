@@ -284,7 +284,7 @@ class RowsInRing(HeldRows):
         local = tidx // self.tile.threads_per_row
         if const_expr(self.sums_of_examples):
             walk = self.walk_of_example(tensors, group, groups, self.tile.rows)
-            steps, start, stride = walk.steps, walk.start + local, Int64(walk.stride)
+            steps, start, stride = walk.steps, walk.beside(local), Int64(walk.stride)
             row_of = lambda step: walk.row(start, step, count)  # noqa: E731
         else:
             tiles = (count + (self.tile.rows - 1)) // self.tile.rows

@@ -53,7 +53,7 @@ class RowPieces:
         self.numbers = [(i, piece) for i, piece in read if not piece.columns]
         self.outputs = outputs_of(config)
         # What says how many examples there are, whose rows share a row of some tensors, and whether these have sums.
-        self.shared = config.shared.split()
+        self.shared, self.turns = config.shared.split(), config.turns
         self.sums_of_examples = not {*self.shared}.isdisjoint(word.partition("[")[0] for word in config.writes.split())
         self.awaited = self.emit.awaited(config.kinds)
         rows = [piece for _, piece in (*self.tiles, *self.outputs["t"])]
@@ -121,13 +121,19 @@ class RowPieces:
         examples, each = self.examples(tensors)
         parts, part = Int32(groups) // examples, Int32(group) // examples
         example, begin, stride = Int32(group) - part * examples, part * rows, parts * rows
-        first = Int64(example) * Int64(each)
         steps = (each - begin + (stride - 1)) // stride
+        if self.turns:
+            apart = Int64(examples)
+            return ExampleWalk(steps, example + begin * apart, stride * apart, each * apart, apart)
+        first = Int64(example) * Int64(each)
         return ExampleWalk(steps, first + begin, stride, first + each)
 
     def row_of(self, tensors, piece, row):
         """A row's own row of a piece."""
-        return Int64(Int32(row) // self.examples(tensors)[1]) if piece.shared else row
+        if not piece.shared:
+            return row
+        examples, each = self.examples(tensors)
+        return Int64(Int32(row) % examples if self.turns else Int32(row) // each)
 
     def rows(self, tensors, pieces, row, n):
         """A row's pieces."""
@@ -209,12 +215,19 @@ class RowPieces:
 
 
 class ExampleWalk(NamedTuple):
-    """The rows of one example that a group of threads takes: from ``start`` on, every ``stride``-th, before ``end``."""
+    """The rows of one example that a group of threads takes: from ``start`` on, every ``stride``-th, before ``end``;
+    neighbouring rows of the example lie ``apart``.
+    """
 
     steps: object
     start: object
     stride: object
     end: object
+    apart: object = 1
+
+    def beside(self, local):
+        """Where the ``local``-th of the rows begins that are taken at a time."""
+        return self.start + (local if isinstance(self.apart, int) else local * self.apart)
 
     def row(self, start, step, count):
         """The row of a step that begins at ``start``; ``count``, the number of all rows, where there is none."""

@@ -99,6 +99,7 @@ class Pointwise:
         self.one_row = all(map(self._follows, pieces))
         widest, self.vec = self._widths(pieces)
         self.shared = next((i for i, p in enumerate(inputs) if p.shared), None)
+        self.turns = self.shared is not None and config.turns
         self.shifted, tiles = None, all(p.tile and not p.shared for p in pieces)
         if tiles and 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
             self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
@@ -202,8 +203,11 @@ class Pointwise:
         """From a piece to the row of it that a row reads; of a shared one that is an example's."""
         if self.shared is None:
             return lambda piece: row
-        each = Int32(rows // row_count(inputs[self.shared]))
-        example = Int64(Int32(row) // each)
+        count = row_count(inputs[self.shared])
+        if self.turns:
+            example = Int64(Int32(row) % Int32(count))
+        else:
+            example = Int64(Int32(row) // Int32(rows // count))
         return lambda piece: example if piece.shared else row
 
     def _lane(self, op, dtype, lane, **cache_mode):

@@ -47,6 +47,7 @@ class Formula(NamedTuple):
         kinds: the kinds of the outputs, one letter each, as in the expression's text.
         tile: the name of a tile among the inputs.
         shared: the names of tensors of which the rows of an example, ``*b m n``, share one row.
+        turns: whether rows ``*m h n`` take turns with those of the shared tensors, ``h n``, instead.
     """
 
     expression: Expression
@@ -56,6 +57,7 @@ class Formula(NamedTuple):
     kinds: str
     tile: str
     shared: tuple[str, ...] = ()
+    turns: bool = False
 
     def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
         """The heuristic: that of rows, or one vector per thread. Vectors of 4-byte elements have half as many, so a CTA
@@ -102,7 +104,8 @@ class Formula(NamedTuple):
     def _texts(self) -> Texts:
         written = {name.partition("[")[0] for name in self.writes}
         shared = " ".join(name for name in self.shared if name in {*self.reads, *written})
-        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds, shared)
+        turns = self.turns and bool(shared)
+        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds, shared, turns)
 
 
 def declare(
@@ -136,7 +139,9 @@ def declare(
         tile = given[found.tile]
         whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[shape_of(inputs[found.tile].shape)].packed))
         read = [
-            given[key][..., None, :] if key in found.shared else _of_rows(xp, given[key], inputs[key].shape, whole[-1])
+            given[key] if found.turns and key in found.shared
+            else given[key][..., None, :] if key in found.shared
+            else _of_rows(xp, given[key], inputs[key].shape, whole[-1])
             for key in found.reads
         ]  # fmt: skip
         # Without operands all values are 0.
@@ -144,12 +149,14 @@ def declare(
         values, made = dict(zip(found.writes, computed, strict=True)), {}
         for key, tensor in outputs.items():
             shape, here = shape_of(tensor.shape), key in found.shared
+            over = slice(-1) if found.turns else slice(-1, None)  # of the leading dims, those of an example
             sums = [
-                summed(xp, values[f"{key}{half}"], whole, shape, found.by_rows, here) for half in SHAPES[shape].halves
+                summed(xp, values[f"{key}{half}"], whole, shape, found.by_rows, over if here else slice(None))
+                for half in SHAPES[shape].halves
             ]
             out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
             out = out[..., None] if here and shape == "" else out
-            out = out[..., 0] if tensor.shape in (COLUMN, "*b m") else out
+            out = out[..., 0] if tensor.shape in (COLUMN, "*b m", "*m h") else out
             like = dtypes.get(tensor.dtype)
             made[key] = cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype)
         same = {key for key, t in outputs.items() if t.same_as and made[t.same_as].dtype == made[key].dtype}
@@ -234,7 +241,7 @@ def sum_workspaces(
     if formula.by_rows:
         vectors, scalars = formula.rows.partials(whole_batch(problem), FusedRowConfig.of(config))
         if formula.shared and vectors:  # the rows of an example share their own sums
-            examples = max(problem.size("b"), 1)
+            examples = max(problem.size("h" if formula.turns else "b"), 1)
             each = max(vectors // examples, 1)
             vectors, scalars = each * examples, scalars // vectors * each * examples
     for name, shape in outputs.items():
@@ -248,20 +255,19 @@ def sum_workspaces(
 
 
 def whole_batch(problem: Problem) -> Problem:
-    """The problem with the rows of all examples as its rows."""
-    return problem._replace(m=problem.size("b") * problem.size("m")) if "b" in problem.dims else problem
+    """The problem with the rows of all examples, or all heads of tokens, as its rows."""
+    of = next((dim for dim in ("b", "h") if dim in problem.dims), None)
+    return problem if of is None else problem._replace(m=problem.size(of) * problem.size("m"))
 
 
 def summed(
-    xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool, of_example: bool = False
+    xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool, over: slice = slice(None)
 ) -> Any:  # fmt: skip
     """The sum of a gradient's terms, broadcast to ``whole``, over the dims that its operand, of this shape, lacks. With
-    ``by_rows`` the terms of an operand without columns are sums over the columns already. ``of_example``: over the last
-    of the leading dims, not all of them.
+    ``by_rows`` the terms of an operand without columns are sums over the columns already. ``over``: which of the
+    leading dims are summed.
     """
-    kind, lead = SHAPES[shape].kind, tuple(range(len(whole) - 1))
-    if of_example:
-        lead = lead[-1:]
+    kind, lead = SHAPES[shape].kind, tuple(range(len(whole) - 1))[over]
     if kind.columns or not by_rows:
         terms = xp.broadcast_to(terms, whole)
     else:
@@ -273,7 +279,7 @@ def summed(
 
 def shape_of(shape: str) -> str:
     """A tensor's shape as expressions know it; of an example's own vector or number that of what all rows share."""
-    shape = shape.replace("*b m", "*m").replace("*b ", "")
+    shape = shape.replace("*b m", "*m").replace("*b ", "").replace("*m h", "*m").removeprefix("h ")
     return "" if shape == "1" else "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape
 
 

@@ -59,6 +59,8 @@ def fused(
         operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` a
             column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own. A dtype may stand
             before the shape, ``float32 *m n``; ``any *m n`` is a tile of any dtype, on which no output's depends.
+            ``h n`` is what the same head of all tokens shares: tiles are then declared ``*m n`` and have heads,
+            ``*m h n``; ``*b n`` is what the rows of each example share, ``*b m n``.
         name: the op's name, the function's by default.
         outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
         attrs: as in :class:`Op`; Python sees their values, and each combination has a kernel of its own.
@@ -118,13 +120,20 @@ ANY = "any"
 # Shapes of what all rows of an example share, with the shapes that the expression sees.
 SHARED = {"*b n": f"{ANY} *m n", "*b 2n": f"{ANY} *m 2n", "*b 1": "*m 1"}
 EXAMPLES = (Case("odd", {"b": (3,), "m": 5, "n": 999}), Case("aligned", {"b": (4,), "m": 16, "n": 4096}))
+# Of what the same head of all tokens shares; tiles are then ``*m h n``.
+OF_HEADS = {"h n": f"{ANY} *m n"}
+HEADS = (Case("odd", {"m": (3, 5), "h": 3, "n": 77}), Case("aligned", {"m": (64,), "h": 8, "n": 128}))
 
 
 def _check_rows(binding: Any) -> str | None:
     """What is wrong with the rows of all examples, which kernels count in 32 bits."""
-    rows = math.prod(binding.dims["b"]) * binding.dims["m"]
+    dims = binding.dims
+    if "h" in dims:
+        what, rows = "tokens have {} heads", math.prod(dims["m"]) * dims["h"]
+    else:
+        what, rows = "examples have {} rows", math.prod(dims["b"]) * dims["m"]
     if isinstance(rows, int) and rows >= 2**31:
-        return f"the examples have {rows} rows together, expected fewer than 2^31."
+        return f"the {what.format(rows)} together, expected fewer than 2^31."
     return None
 
 
@@ -139,8 +148,9 @@ def shape_of(operand: str) -> str:
 
 def _declared(operand: str) -> tuple[str, str]:
     """The dtype that stands before a shape, a name or :data:`ANY`, else empty; and the shape."""
-    first, _, shape = SHARED.get(operand, operand).partition(" ")
-    return (first, shape) if first in (*FLOATS, ANY) else ("", SHARED.get(operand, operand))
+    operand = (SHARED | OF_HEADS).get(operand, operand)
+    first, _, shape = operand.partition(" ")
+    return (first, shape) if first in (*FLOATS, ANY) else ("", operand)
 
 
 def _dtype(name: str, operand: str) -> str:
@@ -179,9 +189,12 @@ class _Fused:
         squeezed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
-        self.shared = {key: operand for key, operand in operands.items() if operand in SHARED}
-        if self.shared:
-            self.cases = EXAMPLES
+        self.shared = {key: operand for key, operand in operands.items() if operand in SHARED | OF_HEADS}
+        self.turns = any(operand in OF_HEADS for operand in self.shared.values())
+        if self.turns and any(operand in SHARED for operand in self.shared.values()):
+            self._refuse("operands of examples, '*b n', and of heads, 'h n', do not go together")
+        if self.shared and cases is CASES:
+            self.cases = HEADS if self.turns else EXAMPLES
         self.no_gradient = tuple(no_gradient)
         self.number = COLUMN if squeezed else "*m 1"
         self.operands = {key: shape_of(operand) for key, operand in operands.items()}
@@ -216,7 +229,8 @@ class _Fused:
 
     def _shape(self, key: str, shape: str) -> str:
         """The declared shape of an operand or output, which the expression sees as ``shape``."""
-        return self.shared.get(key, shape.replace("*m", "*b m") if self.shared else shape)
+        rows = "*m h" if self.turns else "*b m"
+        return self.shared.get(key, shape.replace("*m", rows) if self.shared else shape)
 
     @cached_property
     def results(self) -> dict[str, Tensor]:
@@ -232,6 +246,11 @@ class _Fused:
     def gradients(self) -> dict[str, Tensor]:
         return {f"d{key}": self.inputs[key] for key in self.wanted}
 
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        """The dim besides leading ones of which several devices may each have some rows."""
+        return () if not self.shared else ("h",) if self.turns else ("m",)
+
     @cached_property
     def fields(self) -> dict[str, Any]:
         """The fields that the declarations of the op and of its gradient share."""
@@ -243,7 +262,7 @@ class _Fused:
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
             "check": _check_rows if self.shared else None,
             "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
-            "sharding": Sharding(parallel=(*(("m",) if self.shared else ()), *(() if whole else ("n",)))),
+            "sharding": Sharding(parallel=(*self._devices, *(() if whole else ("n",)))),
         }  # fmt: skip
 
     def op(self, module: str, doc: str, grad_doc: str = "", finish: Finish | None = None) -> Op:
@@ -322,7 +341,8 @@ class _Fused:
         by_rows = bool(stages(expression)) or "*m 1" in self.outputs.values()
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
         return Formula(
-            expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile, tuple(self.shared)
+            expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile, tuple(self.shared),
+            self.turns,
         )  # fmt: skip
 
     def _output_dtype(self, expression: Expression, place: int) -> str:
@@ -356,7 +376,7 @@ class _Fused:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         tile = next((f"d{out}" for out, shape in self.outputs.items() if shape == "*m n"), self.tile)
         shared = (*self.shared, *(f"d{key}" for key in self.shared))
-        return Formula(found.expression, by_rows, reads, writes, kinds, tile, shared)
+        return Formula(found.expression, by_rows, reads, writes, kinds, tile, shared, self.turns)
 
     def _kind(self, key: str) -> str:
         """The kind of an operand's gradient: what rows share has a sum over them."""
