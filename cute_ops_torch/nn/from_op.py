@@ -34,10 +34,11 @@ def class_name(op: Op) -> str:
 def module(op: Op, namespace: str = "cute", *, given: Sequence[str] = ()) -> type[nn.Module]:
     """A class of modules from a declaration, which may be your own.
 
-    Inputs that rows share are parameters, but for those that a call is ``given``: a ``weight`` starts as one, less the attribute ``weight_offset`` where there
-    is one; others start as zero. The constructor takes the sizes of their dims, the op's attributes and options, a flag
-    for each optional parameter that is no weight (``bias=False``), ``device`` and ``dtype``; by position only sizes and
-    what :mod:`torch.nn`'s modules take next. The module is called with the other inputs.
+    Inputs that rows share are parameters, but for those that a call is ``given``: a ``weight`` starts as one, less the
+    attribute ``weight_offset`` where there is one; others start as zero. The constructor takes the sizes of their
+    dims, the op's attributes and options, a flag for each optional parameter that is no weight (``bias=False``),
+    ``device`` and ``dtype``; by position only sizes and what :mod:`torch.nn`'s modules take next. The module is called
+    with the other inputs.
     """
     learned = {name: t for name, t in op.inputs.items() if not t.rows and t.dims and name not in given}
     flags = [name for name, t in learned.items() if t.optional and not name.endswith("weight")]

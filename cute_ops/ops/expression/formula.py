@@ -87,6 +87,17 @@ class Formula(NamedTuple):
         row = rows.row(problem)
         return rows.config(problem) if not row.aligned and row.vectors > WARP else self.config(problem)
 
+    def as_read(self, xp: Any, key: str, array: Any, shape: str, n: int) -> Any:
+        """An operand, beside rows of n columns."""
+        if key not in self.shared:
+            return _of_rows(xp, array, shape, n)
+        return array if self.turns else array[..., None, :]
+
+    @property
+    def over(self) -> slice:
+        """Of the leading dims those of rows that share one."""
+        return slice(-1) if self.turns else slice(-1, None)
+
     @property
     def rows(self) -> RowExpression:
         """The formula as the heuristic of kernels of rows sees it."""
@@ -138,21 +149,15 @@ def declare(
         given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
         tile = given[found.tile]
         whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[shape_of(inputs[found.tile].shape)].packed))
-        read = [
-            given[key] if found.turns and key in found.shared
-            else given[key][..., None, :] if key in found.shared
-            else _of_rows(xp, given[key], inputs[key].shape, whole[-1])
-            for key in found.reads
-        ]  # fmt: skip
+        read = [found.as_read(xp, key, given[key], inputs[key].shape, whole[-1]) for key in found.reads]
         # Without operands all values are 0.
         computed = evaluate(found.expression, xp, read) if read else [xp.zeros_like(tile[..., :1])] * len(found.writes)
         values, made = dict(zip(found.writes, computed, strict=True)), {}
         for key, tensor in outputs.items():
             shape, here = shape_of(tensor.shape), key in found.shared
-            over = slice(-1) if found.turns else slice(-1, None)  # of the leading dims, those of an example
+            over = found.over if here else slice(None)
             sums = [
-                summed(xp, values[f"{key}{half}"], whole, shape, found.by_rows, over if here else slice(None))
-                for half in SHAPES[shape].halves
+                summed(xp, values[f"{key}{half}"], whole, shape, found.by_rows, over) for half in SHAPES[shape].halves
             ]
             out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
             out = out[..., None] if here and shape == "" else out

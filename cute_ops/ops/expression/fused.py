@@ -174,6 +174,7 @@ class _Fused:
 
     Attributes:
         operands: their shapes; ``wanted``: of those that have a gradient.
+        shared: shapes of operands of which the rows of an example share a row or, if rows take ``turns``, heads.
         dtypes: those of operands, or their variables.
         number: the shape of an output of one number per row.
         outputs: their shapes.
@@ -189,12 +190,7 @@ class _Fused:
         squeezed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
-        self.shared = {key: operand for key, operand in operands.items() if operand in SHARED | OF_HEADS}
-        self.turns = any(operand in OF_HEADS for operand in self.shared.values())
-        if self.turns and any(operand in SHARED for operand in self.shared.values()):
-            self._refuse("operands of examples, '*b n', and of heads, 'h n', do not go together")
-        if self.shared and cases is CASES:
-            self.cases = HEADS if self.turns else EXAMPLES
+        self._share(operands)
         self.no_gradient = tuple(no_gradient)
         self.number = COLUMN if squeezed else "*m 1"
         self.operands = {key: shape_of(operand) for key, operand in operands.items()}
@@ -215,6 +211,15 @@ class _Fused:
             self.handed_on, self.twins = self._passed_on(forward.expression)
             by_rows = self._backward_by_rows(forward)
             self.saved = worth_saving(forward.expression, self._computed(), sum_columns=by_rows)
+
+    def _share(self, operands: Mapping[str, str]) -> None:
+        """Note what the rows of an example share, or the same head of all tokens."""
+        self.shared = {key: operand for key, operand in operands.items() if operand in SHARED | OF_HEADS}
+        self.turns = any(operand in OF_HEADS for operand in self.shared.values())
+        if self.turns and any(operand in SHARED for operand in self.shared.values()):
+            self._refuse("operands of examples, '*b n', and of heads, 'h n', do not go together")
+        if self.shared and self.cases is CASES:
+            self.cases = HEADS if self.turns else EXAMPLES
 
     def _tiles(self) -> list[str]:
         if bools := [key for key, shape in self.operands.items() if "bool" in shape]:

@@ -37,7 +37,7 @@ _RAISES = """Raises:
 head_rmsnorm = fused(
     _head_rmsnorm, name="head_rmsnorm", operands={"x": "*m n", "weight": "h n"}, cases=CASES,
     attrs={"eps": 1e-6, "weight_offset": 0.0},
-    grad_doc="Gradients of :func:`head_rmsnorm`: as :func:`rmsnorm_bwd`, with a sum over tokens for each head's weight.",
+    grad_doc="Gradients of :func:`head_rmsnorm`: as :func:`rmsnorm_bwd`, with sums over tokens for each head.",
     doc=f"""RMSNorm of every head, with a weight of each head's own.
 
     ``out[..., i, :] = x[..., i, :] * rsqrt(mean(x[..., i, :]^2) + eps) * (weight_offset + weight[i])``
