@@ -174,15 +174,20 @@ class Graph:
         declared = PRIMITIVES.get(primitive)
         if declared is None:
             raise ValueError(f"{primitive!r} is no primitive of expressions")
-        got = "".join(self.kinds[i].dtype[0] for i in args)
+        rows = columns = False
+        got = ""
+        for i in args:
+            kind = self.kinds[i]
+            got += kind.dtype[0]
+            rows, columns = rows or kind.rows, columns or kind.columns
         if got != declared.takes:
             raise ValueError(f"{primitive} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
-        self._check_value(primitive, value, declared.grouped)
-        rows, columns = any(self.kinds[i].rows for i in args), any(self.kinds[i].columns for i in args)
+        if value or declared.grouped or primitive == "astype":
+            self._check_value(primitive, value, declared.grouped)
         if (declared.reduces or declared.grouped) and not columns:
             raise ValueError(f"{primitive} of a value without columns")
-        if declared.commutes:
-            args = tuple(sorted(args, key=self._order.__getitem__))
+        if declared.commutes and self._order[args[1]] < self._order[args[0]]:
+            args = args[::-1]
         dtype = "bool" if declared.gives == "b" else "float32"
         return self._make(Node(primitive, args, value), Kind(rows, columns and not declared.reduces, dtype))
 

@@ -54,7 +54,7 @@ class SimplifyingGraph(Graph):
     def _simpler(self, primitive: str, args: tuple[int, ...], value: str) -> int | None:
         if not args or PRIMITIVES[primitive].grouped:
             return None
-        numbers = [self.nodes[i].number for i in args]
+        numbers = [self.nodes[i].number if self.nodes[i].primitive == "constant" else None for i in args]
         if primitive == "astype":
             return args[0] if self.nodes[args[0]] == Node("astype", self.nodes[args[0]].args, value) else None
         known = [x for x in numbers if x is not None]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.text import text_of
-from cute_ops.fusion.canonical import canonical
+from cute_ops.fusion.canonical import Canonical
 from cute_ops.fusion.express import Expressed, Leaf
 from cute_ops.fusion.graph import FLOATS, Graph, Node, Shape
 from cute_ops.fusion.losses import find_losses
@@ -32,8 +32,7 @@ class Found:
         region: all nodes that it belongs to.
     """
 
-    def __init__(self, expressed: Expressed, region: Region) -> None:
-        made = canonical(expressed.expression, expressed.n)
+    def __init__(self, expressed: Expressed, made: Canonical, region: Region) -> None:
         self.expression: Expression = made.expression
         self.leaves: tuple[Leaf, ...] = tuple(expressed.leaves[i] for i in made.operands)
         self.roots: tuple[Node, ...] = tuple(expressed.roots[k] for k in made.outputs)
@@ -151,7 +150,7 @@ def analyse(graph: Graph, *, exact: bool = False, whole: Container[Node] = ()) -
         made, failed = expressing.of(region)
         reasons.update(failed)
         for each in made:
-            one = Found(each, region)
+            one = Found(*each, region)
             if any(node.primitive not in ("operand", "constant") for node in one.expression.nodes):
                 found.append(one)
     calls = [Call(call, node) for node, call in graph.named.items() if call.op in _CALLS and node in reasons]

@@ -7,11 +7,8 @@ value, from where on, and until when: values that are written to, and those of a
 
 from __future__ import annotations
 
-import inspect
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
+from cute_ops_torch.inductor.effects import DROPOUT, MODES, example, has_effects, is_random, name_of, written_by
 from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, parts, shape_of
 
 # Names of functions and methods of torch whose meaning a name of ATen has.
@@ -35,15 +33,10 @@ _ATEN = {
     "less": "lt", "greater_equal": "ge", "less_equal": "le", "not_equal": "ne", "clip": "clamp",
 }  # fmt: skip
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm")
-_TAKES_SIZES = (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
-_DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_TAKES_SIZES = frozenset(
+    (*VIEWS, *COPIES, "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "getitem", "narrow")
+)
 _WITH_DTYPE = ("sum", "mean")
-_WRITERS = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ipow", "imatmul", "ifloordiv")
-# Functions that update the running statistics among their arguments.
-_STATISTICS = {"batch_norm": (1, 2), "instance_norm": (1, 2)}
-_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
-_RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rand_like",
-           "randn_like", "randint_like", "rrelu", "gumbel_softmax", "scaled_dot_product_attention")  # fmt: skip
 
 
 class Holder(NamedTuple):
@@ -71,17 +64,23 @@ class DynamoFront(Front):
         self.barriers: list[int] = []
         self.mode: dict[Node, int] = {}
         self._state: list[Any] = []
+        self._now = 0
         self._modes: dict[Any, int] = {(): 0}
         self._of_mode: dict[Value, int] = {}
         self._seen: dict[tuple[Value, int], Value] = {}
+        # Nodes by the storage of what they hold; noted when something is written to.
         self._aliases: dict[int, list[Node]] = defaultdict(list)
+        self._unnoted: list[Node] = []
         self._effects: list[Value] = []
+        self._device: dict[Node, torch.device] = {}
         self._initial = _initial_mode(module)
         super().__init__(module, Graph(exact))
         self.graph.outputs += self._effects
 
     def stable(self, holder: Holder) -> bool:
         """Whether nothing writes to what a node holds, from then on."""
+        if not self.written:
+            return True
         return not any(place > holder.since for place in self.written[storage_of(example(holder.node))])
 
     def device_of(self, value: Value) -> str:
@@ -89,17 +88,13 @@ class DynamoFront(Front):
         holders = self.holders.get(value)
         return example(holders[0].node).device.type if holders else ""
 
-    @property
-    def _now(self) -> int:
-        return self._modes.setdefault(tuple(self._state), len(self._modes))
-
     def _value(self, node: Node) -> Any:
         self.place[node], self.mode[node] = len(self.place), self._now
-        if node.op == "call_function" and _name(node) in _MODES:
+        made, effects = example(node), has_effects(node)
+        if effects and node.op == "call_function" and name_of(node.target) in MODES:
             self._switch(node)
             return None
-        made = example(node)
-        if writes := list(_written_by(node)):
+        if effects and (writes := written_by(node)):
             return self._write(node, writes)
         value = super()._value(node)
         if isinstance(value, Value) and value.op not in ("constant", "input", "opaque"):
@@ -108,7 +103,7 @@ class DynamoFront(Front):
             self._of_mode.setdefault(value, self._now)
         elif isinstance(value, Value):
             self._of_mode.setdefault(value, self._now if value.op == "opaque" else 0)
-        if is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        if effects and (is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator)):
             self.barriers.append(self.place[node])
         elif not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
             self.barriers.append(self.place[node])
@@ -119,15 +114,28 @@ class DynamoFront(Front):
     def _hold(self, node: Node, value: Any, made: Any) -> None:
         if isinstance(value, Value) and isinstance(made, torch.Tensor):
             self.holders[value].append(Holder(node, self.place[node]))
-            self._aliases[storage_of(made)].append(node)
+            self._unnoted.append(node)
 
     def _reads(self, node: Node) -> list[Any]:
         return [self.values.get(arg) for arg in node.all_input_nodes]
 
+    def _moves(self, node: Node) -> bool:
+        """Whether an argument of a node lies on another device."""
+        device = self._device[node] = example(node).device
+        for arg in node.all_input_nodes:
+            given = example(arg)
+            if isinstance(given, torch.Tensor) and given.ndim:
+                known = self._device.get(arg)
+                if known is None:
+                    known = self._device[arg] = given.device
+                if known != device:
+                    return True
+        return False
+
     def _switch(self, node: Node) -> None:
         """Gradients or autocast are switched."""
         self.barriers.append(self.place[node])
-        name = _name(node)
+        name = name_of(node.target)
         if name.startswith("_exit"):
             entered = node.args[0]
             self._state = [each for each in self._state if each[0] is not entered]
@@ -136,14 +144,18 @@ class DynamoFront(Front):
             self._state += [("grad", node.args[0])] if node.args[0] != self._initial else []
         else:
             self._state.append((node, name))
+        self._now = self._modes.setdefault(tuple(self._state), len(self._modes))
 
     def _write(self, node: Node, writes: Sequence[Node]) -> Any:
         """A node that writes to others: they, and what shares their memory, have new values from now on."""
         place, made = self.place[node], example(node)
         self.barriers.append(place)
         before = [each for each in self._reads(node) if isinstance(each, Value)]
-        own = self.graph.opaque(f"{_name(node)}, which writes in place", before, (), "float32")
+        own = self.graph.opaque(f"{name_of(node.target)}, which writes in place", before, (), "float32")
         self._effects.append(own)
+        for held in self._unnoted:
+            self._aliases[storage_of(example(held))].append(held)
+        self._unnoted.clear()
         for memory in {storage_of(example(written)) for written in writes}:
             self.written[memory].append(place)
             for alias in self._aliases[memory]:
@@ -175,16 +187,17 @@ class DynamoFront(Front):
         return self._seen[key]
 
     def _translated(self, node: Node, value: Any) -> Any:
-        name = _name(node)
+        name = name_of(node.target)
         both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
         args, kwargs = both
         if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
             return parts(self.graph, args, kwargs, value)
-        if not isinstance(value, torch.Tensor) or not args or not _understood(args, kwargs):
+        if not isinstance(value, torch.Tensor) or not args or self._moves(node):
             return None
-        if any(isinstance(arg, Node) and moves(arg, value) for arg in node.all_input_nodes):
+        kinds = _kinds(args) | _kinds(kwargs.values()) if kwargs else _kinds(args)
+        if kinds and any(issubclass(kind, (torch.Tensor, Node)) for kind in kinds):
             return None
-        if name not in _TAKES_SIZES and _has_symbols((args, kwargs)):
+        if kinds and name not in _TAKES_SIZES and any(issubclass(kind, _SYMBOLS) for kind in kinds):
             if name not in ("layer_norm", "rms_norm") and not (name == "add" and shape_of(value)[-1:] == (1,)):
                 return None
             args, kwargs = _specialized((args, kwargs))  # an epsilon, of whose value alone the graph then is
@@ -200,14 +213,11 @@ class DynamoFront(Front):
 
 def _initial_mode(module: GraphModule) -> bool | None:
     """Whether gradients are on where the graph begins: what the last switch sets again. None if that is not sure."""
-    switches = [node.args[0] for node in module.graph.nodes if node.op == "call_function" and _name(node) == _MODES[0]]
+    switches = [
+        node.args[0] for node in module.graph.nodes if node.op == "call_function" and name_of(node.target) == MODES[0]
+    ]
     known = torch.is_grad_enabled()
     return known if not switches or switches[-1] == known else None
-
-
-def example(node: Any) -> Any:
-    """The value that Dynamo made a node with."""
-    return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
 def storage_of(value: Any) -> int:
@@ -228,122 +238,32 @@ def sweep(graph: FxGraph) -> None:
             continue
         made = example(node)
         computes = isinstance(made, torch.Tensor) or (isinstance(made, tuple) and made)
-        if computes and not isinstance(node.target, torch._ops.HigherOrderOperator) and not [*_written_by(node)]:
+        if computes and not isinstance(node.target, torch._ops.HigherOrderOperator) and not written_by(node):
             graph.erase_node(node)
 
 
-def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers: others that do must not change places with it."""
-    name = _name(node)
-    if name in _DROPOUT or name == "scaled_dot_product_attention":
-        return _dropped(node, name)
-    tags = getattr(node.target, "tags", None) or ()
-    return name in _RANDOM or torch.Tag.nondeterministic_seeded in tags
-
-
-def _dropped(node: Node, name: str) -> bool:
-    if name == "scaled_dot_product_attention":
-        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
-    return bool(training) and bool(p != 0)
-
-
-def _name(node: Node) -> str:
-    """The name of what a node calls, ``__add__`` as ``add``."""
-    target = node.target
-    schema = getattr(target, "_schema", None)
-    if schema is not None:
-        return str(schema.name.rpartition("::")[2])
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    if name.startswith("__") and name.endswith("__"):
-        return str(name[2:-2])
-    return str(name)
-
-
-def _written_by(node: Node) -> Iterator[Node]:
-    """The nodes that a node writes to."""
-    if node.op not in ("call_function", "call_method"):
-        return
-    name = _name(node)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        yield from _written_by_bodies(node)
-        return
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _nodes(given)
-        return
-    first = [each for each in node.args[:1] if isinstance(each, Node)]
-    if isinstance(node.kwargs.get("out"), (Node, tuple, list)):
-        yield from _nodes(node.kwargs["out"])
-    if name in _STATISTICS:
-        yield from (node.args[i] for i in _STATISTICS[name] if len(node.args) > i and isinstance(node.args[i], Node))  # type: ignore[misc]
-    elif name == "embedding" and (node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")) is not None:
-        yield from _nodes(node.args[1:2])
-    elif name in _WRITERS and (node.op == "call_function" or str(node.target).startswith("__")):
-        yield from first
-    elif name.endswith("_") and node.target not in (operator.and_, operator.or_, operator.not_):
-        yield from _nodes(node.args[:1])
-    elif _in_place(node):
-        yield from first
-
-
-def _written_by_bodies(node: Node) -> list[Node]:
-    """All tensors that a call with bodies reads, if a body or a kernel of Triton's in it may write to them."""
-    owner = node.graph.owning_module
-    bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
-    inner = [each for body in bodies if isinstance(body, GraphModule) for each in body.graph.nodes]
-    writes = "triton" in _name(node) or any(next(_written_by(each), None) is not None for each in inner)
-    return [each for each in node.all_input_nodes if isinstance(example(each), torch.Tensor)] if writes else []
-
-
-def _nodes(given: Any) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.map_arg(given, found.append)
+def _kinds(given: Iterable[Any]) -> set[type]:
+    """The types of what is among arguments and in lists of them, besides values and constants."""
+    found: set[type] = set()
+    for each in given:
+        kind = type(each)
+        if kind in _PLAIN:
+            continue
+        if isinstance(each, (tuple, list)):
+            found |= _kinds(each)
+        else:
+            found.add(kind)
     return found
 
 
-def _in_place(node: Node) -> bool:
-    """Whether an argument ``inplace`` is true."""
-    if "inplace" in node.kwargs:
-        return bool(node.kwargs["inplace"])
-    place = _place_of_inplace(node.target) if callable(node.target) else None
-    return place is not None and len(node.args) > place and bool(node.args[place])
-
-
-@cache
-def _place_of_inplace(function: Callable[..., Any]) -> int | None:
-    try:
-        parameters = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of C
-        return None
-    return parameters.index("inplace") if "inplace" in parameters else None
-
-
-def _understood(args: Any, kwargs: Any) -> bool:
-    """Whether all tensors among the arguments are values."""
-    found = torch.utils._pytree.tree_leaves((args, kwargs))
-    return not any(isinstance(each, (torch.Tensor, Node)) for each in found)
-
-
-def _has_symbols(given: Any) -> bool:
-    """Whether a number is not known when the graph is compiled."""
-    leaves = torch.utils._pytree.tree_leaves(given)
-    return any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in leaves)
+_PLAIN = frozenset((Value, int, float, bool, str, type(None), torch.dtype, torch.device, slice, type(...)))
+# Numbers that are not known when the graph is compiled.
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _specialized(given: Any) -> Any:
     """Arguments with numbers in place of symbols, which are guarded."""
-    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return torch.utils._pytree.tree_map_only(symbols, guard_scalar, given)
-
-
-def moves(arg: Node, value: torch.Tensor) -> bool:
-    """Whether an argument lies on another device."""
-    given = example(arg)
-    return isinstance(given, torch.Tensor) and given.device != value.device and given.ndim > 0
+    return torch.utils._pytree.tree_map_only(_SYMBOLS, guard_scalar, given)
 
 
 def _in_one_dtype(graph: Graph, name: str, args: Sequence[Any], dtype: str) -> list[Any]:
@@ -559,5 +479,5 @@ _TRANSLATIONS: dict[str, Callable[..., Value | None]] = {
     "layer_norm": _layer_norm, "addcmul": _addcmul, "leaky_relu": _leaky, "permute": _turned, "getattr": _attribute,
     "max": _maximum("maximum"), "min": _maximum("minimum"), "softmax": _softmax(logarithm=False),
     "log_softmax": _softmax(logarithm=True), "detach": lambda *given: None, "view": _view, "reshape": _view,
-    **dict.fromkeys(_DROPOUT, _dropout),
+    **dict.fromkeys(DROPOUT, _dropout),
 }  # fmt: skip

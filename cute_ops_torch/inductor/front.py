@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ _PRIMITIVES = {
     "logical_or": "logical_or", "bitwise_or": "logical_or", "where": "where",
 }  # fmt: skip
 _REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "max", "amin": "min"}
-VIEWS = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
-COPIES = (
+VIEWS = frozenset(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"))
+COPIES = frozenset((
     "clone", "detach", "contiguous", "alias", "lift_fresh_copy", "lift_fresh", "_to_copy", "convert_element_type", "to",
-)  # fmt: skip
+))  # fmt: skip
 VALUES = (*FLOATS, "bool")
 # Of decompositions; whatever else a program writes in place was made functional before.
 _IN_PLACE = ("add_", "mul_", "sub_", "div_")
@@ -33,7 +34,11 @@ Args = Sequence[Any]
 
 def shape_of(value: torch.Tensor) -> tuple[Any, ...]:
     """Sizes as ints, or as texts where they are symbolic."""
-    return tuple(map(_size, value.shape))
+    shape = value.shape
+    for size in shape:
+        if type(size) is not int:
+            return tuple(map(_size, shape))
+    return tuple(shape)
 
 
 def _size(size: int | torch.SymInt) -> int | str:
@@ -42,7 +47,12 @@ def _size(size: int | torch.SymInt) -> int | str:
 
 
 def dtype_of(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
+    return _name_of_dtype(value.dtype)
+
+
+@cache
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Front:
@@ -92,7 +102,7 @@ class Front:
 
     def _opaque(self, node: Node, value: Any) -> Any:
         args = [each for arg in node.all_input_nodes for each in _flat(self._read(arg))]
-        name = _name(node)
+        name = _name(node.target)
 
         def of(each: Any) -> Any:
             if isinstance(each, torch.Tensor):
@@ -104,7 +114,7 @@ class Front:
     def _translated(self, node: Node, value: Any) -> Any:
         both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
         args, kwargs = both
-        return self._of_name(_name(node), args, kwargs, value)
+        return self._of_name(_name(node.target), args, kwargs, value)
 
     def _of_name(self, name: str, args: Args, kwargs: Any, value: Any) -> Any:
         """The value of a call of ATen's function of this name; None of one that no primitive says."""
@@ -123,7 +133,7 @@ class Front:
         translate = _TRANSLATIONS.get(name)
         if translate is not None:
             return translate(self.graph, args, kwargs, shape, dtype)
-        if not {dtype, *(a.dtype for a in args if isinstance(a, Value))} <= set(VALUES):
+        if dtype not in VALUES or any(isinstance(arg, Value) and arg.dtype not in VALUES for arg in args):
             return None
         if name in _PRIMITIVES:
             return self.graph.primitive(_PRIMITIVES[name], [*map(self._operand, args)], shape, dtype)
@@ -152,9 +162,10 @@ def _flat(value: Any) -> list[Value]:
     return [each for each in values if isinstance(each, Value)]
 
 
-def _name(node: Node) -> str:
-    schema = getattr(node.target, "_schema", None)
-    full = schema.name if schema is not None else getattr(node.target, "__name__", str(node.target))
+@cache
+def _name(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    full = schema.name if schema is not None else getattr(target, "__name__", str(target))
     return str(full).rpartition("::")[2]
 
 

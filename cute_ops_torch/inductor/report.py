@@ -13,7 +13,7 @@ from cute_ops.fusion.graph import FLOATS
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
 from cute_ops.fusion.report import Entry, entry_of
-from cute_ops_torch.inductor.dynamo import example
+from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.rewrite import Rewritten
 
 # What computes nothing, or is named where it matters.

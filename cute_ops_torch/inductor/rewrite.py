@@ -18,7 +18,8 @@ from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node as Value
-from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, example, storage_of, sweep
+from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
+from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
 from cute_ops_torch.inductor.fx import hint
 

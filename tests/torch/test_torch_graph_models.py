@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cute_ops.jit.target import Target
 from cute_ops_torch import inductor
-from cute_ops_torch.inductor import choice, graph_pass
+from cute_ops_torch.inductor import choice, graph_pass, rewrite
 from cute_ops_torch.inductor.dynamo import DynamoFront
 from tests.torch.drawn_programs import enabled, only_the_pass, through_autograd
 
@@ -83,6 +84,7 @@ MODELS = {
     "DINOv2": Case("Dinov2Config", "Dinov2ForImageClassification", IMAGE, VISION),
     "DeiT": Case("DeiTConfig", "DeiTForImageClassification", IMAGE, VISION),
 }  # fmt: skip
+CALLS = 200  # of functions for each node of a graph: some 15 microseconds
 QUICK = ("Llama", "GPT-2", "BERT")
 
 
@@ -337,6 +339,40 @@ def test_a_graph_that_cannot_be_read_stays(monkeypatch: pytest.MonkeyPatch, capl
     torch.testing.assert_close(got, F.rms_norm(x, (32,)))
     assert "torch.compile: a graph stays as it is: TypeError: " in caplog.text
     assert [entry.what for entry in inductor.report()] == ["a graph"]
+
+
+def test_recognition_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: calls of functions for each node of a graph whose layers have different widths."""
+    from cute_ops.fusion import repeated
+
+    class Layer(nn.Module):
+        def __init__(self, n: int) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.RMSNorm(32), nn.Linear(32, 2 * n), nn.Linear(n, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = self.up(self.norm(x.float() * 1.5)).chunk(2, dim=-1)
+            return x + self.down(F.silu(gate).mul(up).contiguous())
+
+    graphs: list[torch.fx.GraphModule] = []
+    model = nn.Sequential(*(Layer(8 * (k + 1)) for k in range(20)))
+    torch.compile(model, backend=lambda module, inputs: graphs.append(module) or module)(torch.randn(4, 32))
+    (module,) = graphs
+    chooser = choice.Chooser(choice.KNOWN, ("cpu",), exact=False)
+    rewrite._chosen(DynamoFront(module), chooser, exact=False)  # what is made once in a process
+    monkeypatch.setattr(repeated, "_kept", {})
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        rewrite._chosen(DynamoFront(module), chooser, exact=False)
+    finally:
+        sys.setprofile(None)
+    assert calls < CALLS * len(module.graph.nodes)
 
 
 def test_a_global_switch_and_a_context() -> None:
