@@ -99,7 +99,7 @@ def measure(point: Point, rounds: int, stream: torch.cuda.Stream) -> dict[str, A
     operands = first if tma else [*map(padded, first[:2]), *first[2:]]
     problem = signature(binding, memory(op, operands), target.of_device()).problem
     config = GemmConfig.of(op.config(problem))
-    size = GemmSize.of(problem, SIZES.get(op.name, ("m", "n", "k")))
+    size = GemmSize.of(problem, SIZES.get(op.name, ("m", "n", "k")), [t.stride(-2) for t in operands[:2]])
     forms: dict[str, Callable[..., Any]] = {
         "framework": partial(call, fused="never"),
         "auto": partial(call, fused="auto"),

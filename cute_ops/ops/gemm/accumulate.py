@@ -16,7 +16,7 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.batches import CASES as BATCHES
 from cute_ops.ops.batches import each
 from cute_ops.ops.gemm.choice import fallback
-from cute_ops.ops.gemm.config import EpilogueCost
+from cute_ops.ops.gemm.config import EpilogueCost, GemmSize
 from cute_ops.ops.gemm.linear import (
     CASES,
     DOUT,
@@ -78,7 +78,8 @@ def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], **more: Any) -
             (itemsize,), (itemsize,) if by_tma else (), live=2, fma=1, vectors=0 if by_tma else BY_THREADS * itemsize,
             blocks=blocks,
         )  # fmt: skip
-        chosen = configure(problem, vectors, ("n", "k", "m"), cost)
+        strides = [problem.size(problem.contiguous[name]) for name in ("dout", "x")]
+        chosen = configure(problem, vectors, GemmSize.of(problem, ("n", "k", "m"), strides), cost)
         texts = {"expression": "e1(t,t) add 0 1 -> 2", "reads": "total", "writes": "total"}
         return GemmConfig.of({**chosen.flat(), **texts})
 

@@ -92,7 +92,7 @@ def _expected(
 
     def time_of(count: float, kernel: tuple[float, float, float]) -> float:
         rate, more, most = kernel
-        return max(count / rate, 2 * math.prod(whole) / most) + more
+        return max(count / rate, 2 * whole.multiply_adds / most) + more
 
     ours, theirs = (
         time_of(cycles(config, size, cost), OURS_OF_SMALL_M if size.m <= SMALL_M else OURS),
@@ -146,7 +146,7 @@ def realigned(operands: Sequence[tuple[Array, Sequence[int], int]], size: GemmSi
         return [None] * len(found)
     sizes = [math.prod(array.shape) * ITEMSIZE[array.dtype] for array, _, _ in operands]
     copied = [2 * moved for moved, strides in zip(sizes, found, strict=True) if strides]
-    flops, moved = 2 * math.prod(size), 2 * size.batch * (size.m * size.k + size.n * size.k + size.m * size.n)
+    flops, moved = 2 * size.multiply_adds, 2 * size.batch * (size.m * size.k + size.n * size.k + size.m * size.n)
     their_flops, their_bytes = THEIR_ODD[divisor]
     ours = max(flops / OUR_FLOPS, moved / OUR_BYTES) + sum(copied) / OUR_BYTES + LAUNCH * (1 + len(copied))
     theirs = max(flops / their_flops, moved / their_bytes) + THEIR_LAUNCH

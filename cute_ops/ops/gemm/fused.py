@@ -299,11 +299,15 @@ class _Product:
         second, by_tma = vector(problem, "weight", n if self.across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (self.weight != "k 2n" or start == VECTOR_BYTES))]
         wanted = self.cost(problem)
-        chosen = configure(problem, vectors, SIZES, wanted, problem.contiguous.get("x", "k") == "k")
+        chosen = configure(problem, vectors, self.size(problem), wanted, problem.contiguous.get("x", "k") == "k")
         if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
             chosen = replace(chosen, warps_n=1)
         halves = start if epilogue.packs else VECTOR_BYTES
         return GemmConfig.of({**chosen.flat(), **epilogue.texts(problem.attrs), "half_align": halves})
+
+    def size(self, problem: Problem) -> GemmSize:
+        row = problem.size("n") * (1 + self.epilogue.packed) if self.across else problem.size("k")
+        return GemmSize.of(problem, SIZES, (problem.size(problem.contiguous.get("x", "k")), row))
 
     def cost(self, problem: Problem) -> EpilogueCost:
         return self.epilogue.cost(problem, self._half_start(problem), SWIZZLED if self.across else 8)
@@ -337,7 +341,7 @@ class _Product:
         first = self.multiplied._replace(read_as=ACC, bias=epilogue.bias if biased else "")
         program = Program(self._run, alone.program.ops) if alone.program else Program(self._run, (alone,), first)
         adds = program.product is not None and bool(program.product.bias)  # cuBLAS does, too
-        return fallback(program, config, lambda p: (GemmSize.of(p, SIZES), self.cost(p)), after=not adds)
+        return fallback(program, config, lambda p: (self.size(p), self.cost(p)), after=not adds)
 
     def _run(self, xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         given, attrs, alone = dict(inputs), without_fused(attrs), self.alone

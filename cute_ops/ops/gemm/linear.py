@@ -74,11 +74,14 @@ def declare(
         _, blocks = loads(problem, list(inputs), sizes[2])
         return EpilogueCost((ITEMSIZE[problem.dtypes[next(iter(outputs))]],), blocks=blocks)
 
+    def size(problem: Problem) -> GemmSize:
+        return GemmSize.of(problem, sizes, [problem.size(problem.contiguous[name]) for name in inputs])
+
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
         vectors, _ = loads(problem, list(inputs), sizes[2])
         by_rows = problem.contiguous.get(next(iter(inputs)), sizes[2]) == sizes[2]
-        return configure(problem, vectors, sizes, epilogue_cost(problem), by_rows)
+        return configure(problem, vectors, size(problem), epilogue_cost(problem), by_rows)
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         return {out: multiply(xp, multiplied, *inputs.values())}
@@ -103,7 +106,7 @@ def declare(
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
         tuning=Tuning(config, space_of(sizes, epilogue_cost, is_batch)),
         fallback=fallback(
-            Program(run, product=multiplied), config, lambda p: (GemmSize.of(p, sizes), epilogue_cost(p)), after=False,
+            Program(run, product=multiplied), config, lambda p: (size(p), epilogue_cost(p)), after=False,
             anywhere=tuple(inputs),
         ),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
@@ -141,16 +144,14 @@ def check_rows(op: Op, problem: Problem) -> None:
 
 
 def configure(
-    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], cost: EpilogueCost,
-    by_rows: bool = False,
-) -> GemmConfig:  # fmt: skip
-    """The config of a product with these dims of rows, columns and terms; ``vectors`` is what :func:`vector` gives for
-    both operands. ``by_rows``: whether the rows of the first one are contiguous.
+    problem: Problem, vectors: Sequence[tuple[int, bool]], size: GemmSize, cost: EpilogueCost, by_rows: bool = False
+) -> GemmConfig:
+    """The config of a product of this size; ``vectors`` is what :func:`vector` gives for both operands. ``by_rows``:
+    whether the rows of the first one are contiguous.
     """
     (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
-        size = GemmSize.of(problem, sizes)
         chosen = choose(size, cost, problem.arch, problem.sm_count, by_rows)
     return chosen or without_tma(vec_a, vec_b)
 
