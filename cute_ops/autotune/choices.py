@@ -1,7 +1,7 @@
 """Measured choices between our kernel of a product and the framework's product.
 
-With ``CUTE_OPS_TUNE=1`` the first call of a class measures both, and the cache folder keeps the result for both
-frameworks.
+With ``CUTE_OPS_TUNE=1`` the first call of a class measures both, as do calls that ``torch.compile`` compiles in the mode
+``max-autotune``. The cache folder keeps the result for both frameworks.
 
 It is kept among the winners, for the heuristic's config and the kernel's sources, under the class of calls and one more
 word.
@@ -23,6 +23,7 @@ log = logging.getLogger("cute_ops")
 WORD, FIELD, OURS, THEIRS = "fused=auto", "runs", "kernel", "framework"
 
 _known: dict[winners.Key, Times] = {}
+_asked: set[str] = set()  # names of ops that a compiler was asked to run in their fastest form
 
 
 class Times(NamedTuple):
@@ -35,6 +36,17 @@ class Times(NamedTuple):
     def reason(self) -> str:
         """Why the framework's product runs; empty where our kernel is as fast."""
         return f"{self.theirs:.3g} us were measured, {self.ours:.3g} of our kernel" if self.theirs < self.ours else ""
+
+
+def ask(op: Op) -> None:
+    """Measure this op's calls from now on, unless ``CUTE_OPS_TUNE=0`` says that nothing measured shall be used."""
+    _asked.add(op.name)
+
+
+def asked(op: Op) -> bool:
+    """Whether the first call of a class shall be measured."""
+    mode = env.TUNE.read()
+    return mode == "1" or (mode != "0" and op.name in _asked)
 
 
 def measured(op: Op, call: Signature) -> Times | None:
@@ -68,6 +80,7 @@ def keep(op: Op, call: Signature, times: Times) -> None:
 def forget() -> None:
     """Drop what this process knows; files on disk stay."""
     _known.clear()
+    _asked.clear()
 
 
 def _key(op: Op, call: Signature) -> winners.Key:

@@ -154,14 +154,14 @@ def _expectation(binding: Binding, memory: Mapping[str, Memory], target: Target 
 
 def to_measure(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Signature | None:
     """A call to be measured by our kernel and by the program that stands in for it, before the choice between them:
-    with ``CUTE_OPS_TUNE=1``, once for each class, where both can run.
+    where :func:`choices.asked <cute_ops.autotune.choices.asked>` says so, once for each class, where both can run.
     """
     op = binding.op
     if op.fallback is None or op.fallback.expected is None or op.mutates or target is None or binding.empty:
         return None
     if binding.attrs["fused"] != "auto" or binding.dtype_without_kernel is not None or sm(target.arch) < op.least_sm:
         return None
-    if env.TUNE.read() != "1" or _out_of_reach(binding, memory):
+    if not choices.asked(op) or _out_of_reach(binding, memory):
         return None
     call = signature(binding, memory, target)
     return call if choices.measured(op, call) is None else None

@@ -17,6 +17,7 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.compiler import config
 
+from cute_ops.autotune import choices
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
@@ -53,7 +54,9 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         constant = all(isinstance(a, (int, float, str)) for a in attrs)
         if V.graph.cpp_wrapper or V.aot_compilation or not constant or device.type not in kernels:
             return fallback(*args)
-        if asked_for(device) and op.fallback is None:  # the reference of a product multiplies in float32
+        if asked_for(device) and op.fallback is not None:  # its reference multiplies in float32
+            choices.ask(op)
+        elif asked_for(device):
             other = decomposed(op, overload, V.graph.current_node, args)
             if other is not None:
                 return other

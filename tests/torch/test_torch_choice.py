@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_ops_torch
 from cute_ops import Op, testing
+from cute_ops.autotune import choices
+from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops_torch.inductor import fusion_choice
 from cute_ops_torch.library.reference import traced_reference
 
@@ -166,3 +168,15 @@ def test_inductors_form_on_a_gpu(
         torch.testing.assert_close(grads, torch.autograd.grad(expected, leaves), rtol=1e-3, atol=1e-3)
     assert f"{op.name} with " in caplog.text
     assert "cannot compete" not in caplog.text
+
+
+@pytest.mark.feature("max-autotune: Inductor's own form as a choice")
+def test_products_are_to_be_measured_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mode max-autotune alone: our kernel and the framework's product, at the first call of each class."""
+    monkeypatch.setattr(choices, "_asked", set())
+    x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (16, 8)))
+    for mode, ops in (("default", ()), (NO_GRAPHS, (linear, linear_dx, linear_dweight))):
+        torch._dynamo.reset()
+        out = torch.compile(lambda x, weight: cute_ops_torch.linear(x, weight), fullgraph=True, mode=mode)(x, weight)
+        out.sum().backward()
+        assert [op for op in (linear, linear_dx, linear_dweight) if choices.asked(op)] == [*ops]
