@@ -174,6 +174,8 @@ def test_rows_past_the_end_are_not_loaded_where_rows_are_contiguous() -> None:
         (linear, (183, 4096, 13824), False), (linear_dweight, (2536, 2304, 776), False),  # by a fifth and more
         (linear, (134, 50257, 768), True), (linear, (64, 28672, 4096), False),
         (linear, (8192, 4096, 4095), False),
+        # Strides of 16 bytes, which L2 takes longer for; with whole lines ours would be ahead.
+        (linear_dweight, (6016, 4096, 4408), False), (linear_dx, (5568, 576, 1480), False),
     ],
     ids=str,
 )  # fmt: skip
