@@ -1,7 +1,7 @@
 """Measured choices between our kernel of a product and the framework's product.
 
-With ``CUTE_OPS_TUNE=1`` the first call of a class measures both, as do calls that ``torch.compile`` compiles in the mode
-``max-autotune``. The cache folder keeps the result for both frameworks.
+With ``CUTE_OPS_TUNE=1`` the first call of a class measures both, as do calls that ``torch.compile`` compiles in the
+mode ``max-autotune``. The cache folder keeps the result for both frameworks.
 
 It is kept among the winners, for the heuristic's config and the kernel's sources, under the class of calls and one more
 word.

@@ -546,7 +546,8 @@ def test_what_was_measured_chooses_whose_product_runs(monkeypatch: pytest.Monkey
     binding, places = bind(linear, arrays(linear, (4096,))), {}
     assert fallback(binding, places, TARGET) is None and to_measure(binding, places, TARGET) is None
     choices.ask(linear)  # as the mode max-autotune does
-    assert to_measure(binding, places, TARGET) and not to_measure(bind(linear_dx, arrays(linear_dx, (4096,))), places, TARGET)
+    other = bind(linear_dx, arrays(linear_dx, (4096,)))
+    assert to_measure(binding, places, TARGET) and not to_measure(other, places, TARGET)
     monkeypatch.setenv("CUTE_OPS_TUNE", "0")
     assert to_measure(binding, places, TARGET) is None
     forget()
