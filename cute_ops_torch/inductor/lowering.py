@@ -54,18 +54,27 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         constant = all(isinstance(a, (int, float, str)) for a in attrs)
         if V.graph.cpp_wrapper or V.aot_compilation or not constant or device.type not in kernels:
             return fallback(*args)
-        if asked_for(device) and op.fallback is not None:  # its reference multiplies in float32
-            choices.ask(op)
-        elif asked_for(device):
-            other = decomposed(op, overload, V.graph.current_node, args)
-            if other is not None:
-                return other
+        other = _fused_by_inductor(op, overload, args, device)
+        if other is not None:
+            return other
         given = {n: (t, declared) for (n, declared), t in zip(op.inputs.items(), tensors, strict=True) if t is not None}
         kernel = f"extern_kernels.{kernels[device.type]}"
         call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _fused_by_inductor(op: Op, overload: Any, args: Sequence[Any], device: torch.device) -> Any:
+    """The op as Inductor's own code where ``max-autotune`` finds it faster, else None. The reference of a product
+    multiplies in float32, so a product's first call measures the framework's product instead.
+    """
+    if not asked_for(device):
+        return None
+    if op.fallback is None:
+        return decomposed(op, overload, V.graph.current_node, args)
+    choices.ask(op)
+    return None
 
 
 def _mark_caches(op: Op) -> None:
