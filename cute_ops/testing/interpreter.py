@@ -407,11 +407,30 @@ def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
     if code.startswith("st.async"):
         now.shared.write(read_only_args[0], np.zeros(1, int), Float32, read_only_args[1])
         return told("arrive", read_only_args[2], 0, -Float32.size)
+    if "fma.rn." in code:
+        return plus_zero(ml_dtypes.bfloat16 if "bf16x2" in code else np.float16, *read_only_args)
     if "cvt.rn.satfinite.e4m3x2" in code:
         each = np.stack([np.clip(np.asarray(x), -448, 448).astype(FP8.dtype) for x in read_only_args], -1)
         return each.view(write_only_types[0].dtype)[..., 0].view(Lanes)
     if not code.startswith("prefetch"):
         raise NotImplementedError(code)
+
+
+def plus_zero(kind, word):
+    """Both halves of a word; the GPU gives every NaN the same bits."""
+    found = np.atleast_1d(np.asarray(Int32(word)))[..., None].view(kind) + kind(0)
+    found[np.isnan(found)] = np.array(0x7FFF, "i2").view(kind)
+    return found.view("i4")[..., 0].view(Lanes)
+
+
+def atomic_add(pointer, number):
+    """The threads take turns in their order."""
+    address, old = each(pointer.address), np.zeros(now.count, "i4")
+    values = pointer.memory.bytes.view("i4")
+    for thread in np.flatnonzero(now.mask):
+        old[thread] = values[address[thread] // 4]
+        values[address[thread] // 4] += int(each(number)[thread])
+    return old.view(Lanes)
 
 
 @contextmanager
@@ -578,6 +597,21 @@ def told(what, pointer=None, *numbers):
         getattr(now.order, what)(now.mask, *address, *numbers)
 
 
+def popc(x):
+    """Bits of each word that are set."""
+    return np.unpackbits(np.ascontiguousarray(x)[..., None].view("u1"), axis=-1).sum(-1, dtype="i4").view(Lanes)
+
+
+def prmt(a, b, pick):
+    """Bytes of two words; with the upper bit of its place each bit of a byte is the sign of the picked one."""
+    words, found = Int64(a) & 0xFFFFFFFF | Int64(b) << 32, Int64(0)
+    for i in range(4):
+        place = Int64(pick) >> 4 * i
+        byte = words >> (place & 7) * 8 & 255
+        found = found | np.where(place & 8, (byte >> 7) * 255, byte) << 8 * i
+    return found.view(Lanes).to(Int32)
+
+
 lane = lambda: now.lane  # noqa: E731
 ARCH = Known(
     "cute.arch",
@@ -592,12 +626,11 @@ ARCH = Known(
         x, lane() & mask_and_clamp >> 8 | offset & ~(mask_and_clamp >> 8)
     ),
     load=lambda p, kind, **_: Tensor(p._replace(kind=kind), 1)[0],
-    warp_redux_sync=lambda x, _: warp_reduction(x, np.maximum), rcp_approx=lambda x: 1 / Float32(x),
+    warp_redux_sync=lambda x, kind: warp_reduction(x, {"max": np.maximum, "add": np.add}[kind]),
+    atomic_add=atomic_add, popc=popc, rcp_approx=lambda x: 1 / Float32(x),
     vote_ballot_sync=lambda x: warp_reduction(Int64(x) << lane(), operator.or_).to(Int32),
     bfind=lambda x: Int32(np.frexp(np.where(x < 0, ~x, x).astype(float))[1] - 1),
-    prmt=lambda a, b, pick: sum(
-        ((Int64(a) & 0xFFFFFFFF | Int64(b) << 32) >> (Int64(pick) >> 4 * i & 7) * 8 & 255) << 8 * i for i in range(4)
-    ).to(Int32),
+    prmt=prmt,
     block_dim=lambda: [*map(Int32, now.dim)], warp_idx=lambda: Int32(now.tidx // WARP), make_warp_uniform=lambda x: x,
     warp_reduction_sum=lambda x, **_: warp_reduction(x, np.add),
     warp_reduction_max=lambda x, **_: warp_reduction(x, np.fmax), sync_threads=lambda: told("barrier"),

@@ -17,6 +17,7 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
@@ -27,7 +28,7 @@ ALL = [each for op in MODELS if not op.program for each in (op, *op.steps)] + [t
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {
     "cross_entropy": [{}, SMOOTHED, {"softcap": 3.0, **SMOOTHED}, {"logit_scale": 0.5, "label_smoothing": 0.2}],
-    "topk": [{"k": 1}, {"k": 3}, {"k": 40}],
+    "topk": [{"k": 1}, {"k": 3}, {"k": 40}, {"k": 8}, {"k": 16}],
 }
 
 
@@ -70,3 +71,27 @@ def test_weights_of_a_row_in_segments_are_counted_once() -> None:
         if call.arrays["weight"] is not None:
             break
     kernel_calls.check(call._replace(attrs={**call.attrs, "label_smoothing": 0.1}))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("n", "k"), [(77, 8), (128, 12), (1500, 40), (8199, 5)])
+def test_the_largest_of_many_equal_numbers(n: int, k: int, dtype: str) -> None:
+    """Of more equal numbers than are ranked, and of -0, infinities and NaN, those of the lowest columns come first."""
+    rng = np.random.default_rng(n)
+    call = kernel_calls.made(topk_step, 4, n, dtype, LAYOUTS[n % 4], rng)
+    call = call._replace(attrs={"k": k}, arrays={**call.arrays, "index": None})
+    x = call.arrays["x"]
+    assert x is not None
+    x[0], x[1, rng.permutation(n)[3:]] = x[0, 0], -np.inf
+    x[2] = np.round(x[2].astype(np.float32))
+    for value, columns in ((-0.0, n // 2), (np.nan, 3), (np.inf, 3), (-np.inf, n // 4)):
+        x[3, rng.permutation(n)[:columns]] = value
+    values, found = kernel_calls.run(call)
+    assert values is not None
+    for start in range(0, n, SEGMENT):
+        wide = x[:, start : start + SEGMENT].astype(np.float64)
+        columns = np.broadcast_to(np.arange(wide.shape[1]), wide.shape)
+        expected = np.lexsort((columns, np.where(np.isnan(wide), 0, -wide), ~np.isnan(wide)))[:, :k]
+        part = slice(start // SEGMENT * k, start // SEGMENT * k + k)
+        np.testing.assert_array_equal(found[:, part], expected + start)
+        np.testing.assert_array_equal(values[:, part].astype(np.float64), np.take_along_axis(wide, expected, -1))

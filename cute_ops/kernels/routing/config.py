@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Columns of a segment, which a warp holds in registers: 32 numbers a lane.
-SEGMENT = 1024
+from cute_ops.kernels.lib.row_config import RowConfig
+
+# Columns of a segment, of which each gives its k largest: 16 bits of a key count them backwards.
+SEGMENT = 8192
 
 
 @dataclass(frozen=True)
-class TopkConfig:
-    """``warps`` of a CTA, each of which takes a segment of another row."""
+class TopkConfig(RowConfig):
+    """How segments spread over threads.
 
-    warps: int = 4
+    Attributes:
+        groups: ``select``: groups of a segment's columns whose largest numbers bound the k-th from below.
+    """
+
+    groups: int = 0

@@ -11,11 +11,11 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import docs
 from cute_ops.ops.reduction.softmax import softmax
 from cute_ops.ops.routing import topk as largest
 
+MOST_EXPERTS = 1024
 Arrays = Mapping[str, Any]
 Call = Callable[..., Any]
 CASES = (
@@ -74,8 +74,8 @@ def _run_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 
 def _check(binding: Binding) -> str | None:
     n = binding.dims["n"]
-    if isinstance(n, int) and n > SEGMENT:
-        return f"argument `logits` has n={n}, expected at most {SEGMENT} experts."
+    if isinstance(n, int) and n > MOST_EXPERTS:
+        return f"argument `logits` has n={n}, expected at most {MOST_EXPERTS} experts."
     return largest.check(binding)
 
 
@@ -108,7 +108,7 @@ route = Op(
     ``balance = n * sum(mean(p) * load)``, with ``load`` the mean number of times that a token chooses each expert
 
     Args:
-        logits: {docs.ROWS}; n experts, at most {SEGMENT}.
+        logits: {docs.ROWS}; n experts, at most {MOST_EXPERTS}.
         k: experts of a token, at most {largest.MOST} and n; a compile-time constant.
         normalize: whether the weights of a token add up to one, as in Mixtral and Qwen3; not in OLMoE.
 

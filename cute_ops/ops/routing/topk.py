@@ -12,8 +12,9 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.kernels.routing.config import SEGMENT, TopkConfig
+from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import docs
+from cute_ops.ops.routing import config
 
 MOST, LONGEST = 128, 262_144
 CASES = (
@@ -27,7 +28,7 @@ CASES = (
 )
 STEPS = (
     *(case._replace(absent=("index",)) for case in CASES[:5]),
-    Case("segments", {"m": (5,), "n": 2050}, attrs={"k": 4}),
+    Case("segments", {"m": (5,), "n": 8194}, attrs={"k": 4}),
 )
 
 
@@ -98,7 +99,7 @@ topk_step = Op(
     static=("n",),
     reference=reference_step,
     kernel="cute_ops.kernels.routing.topk:TopK",
-    tuning=Tuning(lambda problem: TopkConfig()),
+    tuning=Tuning(config.topk),
     check=check,
     cases=STEPS,
     inference_only="topk has one",
