@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from cute_ops_torch.huggingface.loss import asks_known_loss
 from cute_ops_torch.huggingface.match import innermost
 from cute_ops_torch.huggingface.norm import LLAMA
 from cute_ops_torch.huggingface.report import Left
@@ -115,12 +116,12 @@ def _is_loss(module: Any) -> bool:
 
 
 def _why_loss(module: Any) -> str:
-    head, function = module.get_output_embeddings(), getattr(module.loss_function, "__name__", "another function")
+    head = module.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a plain torch.nn.Linear"
-    if function != "ForCausalLMLoss":
-        return f"its loss is {function}, not that of the next token"
-    return "its forward does not pass what its own head gives to the loss, once"
+    if not asks_known_loss(module):
+        return f"its loss is {getattr(module.loss_function, '__name__', 'another function')}, none of Hugging Face's"
+    return "its forward, or one around its head, assigns to an attribute or refers to names of a function around it"
 
 
 def _makes_mask(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
-"""Causal language models: the next-token loss straight from the hidden states, without their logits, or from these.
+"""Language models: the loss of tokens straight from the hidden states, without their logits, or from these.
 
-Models whose ``forward`` is Llama's run one of ours, which compilers follow. Others that pass the head's product to the
-loss run their own, with :class:`~cute_ops_torch.huggingface.lazy_logits.LazyLogits` in its place.
+Models whose ``forward`` is Llama's run one of ours, which compilers follow. Others that pass the head's product to a
+loss, of the next token (Gemma), of masked ones (BERT) or of a translation (T5, Whisper), run their own, with
+:class:`~cute_ops_torch.huggingface.lazy_logits.LazyLogits` in its place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import math
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from cute_ops_torch import functions
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
 from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.attention import Bypassed
-from cute_ops_torch.huggingface.bypass import is_plain_linear, reads, takes
+from cute_ops_torch.huggingface.bypass import calls, is_plain_linear, reads, takes
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, Caps, LazyLogits, realised
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
@@ -63,6 +65,7 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
             logits = head(hidden)
             loss = _loss_of_logits(logits, labels, **others)
         else:
+            others["bias"] = head.bias
             loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, head, hidden), **others)
         return output(loss=loss, logits=logits, **{name: getattr(outputs, name) for name in parameters.copied})
 
@@ -70,78 +73,132 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
 
 
 def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
-    """``original`` on logits that only the loss computes; with ``keeps_logits`` on real ones."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    """``original`` on logits that only the loss computes; with ``keeps_logits`` it returns them, too."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    computes_the_same = reads(ForCausalLMLoss)
+    computes_the_same, asks, find_head = reads(ForCausalLMLoss), _asks(original), _HeadFinder()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        known = self.training and self.loss_function is ForCausalLMLoss and computes_the_same()
-        name = _head_of(self)
-        if not (known and name) or torch.compiler.is_compiling() or not _has_plain_head(self, getattr(self, name)):
+        path = find_head(self) if self.training and not torch.compiler.is_compiling() else ""
+        function: Any = self.loss_function if asks and path else None
+        if not path or (asks and function not in LOSS_MAPPING.values()):
             return NotImplemented
-        head, loss_function = getattr(self, name), self.loss_function
+        head = self.get_submodule(path)
+        if not _has_plain_head(self, head):
+            return NotImplemented
 
         def product(hidden: Tensor) -> Any:
-            lazy = not keeps_logits and _has_plain_head(self, head) and _multiplies(hidden, head)
-            return LazyLogits(hidden, head, lambda: head(hidden)) if lazy else head(hidden)
+            if not (_has_plain_head(self, head) and _multiplies(hidden, head)):
+                return head(hidden)
+            return LazyLogits(hidden, head, lambda: head(hidden), of_logits if keeps_logits else of_hidden)
+
+        def of_hidden(logits: LazyLogits, target: Tensor, **options: Any) -> Tensor | None:
+            rows, caps = _chunk_rows(self, head, logits.hidden), logits.caps
+            if caps is None:
+                return None
+            options |= {"chunk_rows": rows, "softcap": caps.softcap, "logit_scale": caps.scale}
+            return linear_cross_entropy(logits.hidden, head.weight, target, logits.bias, **options)
+
+        def of_logits(logits: LazyLogits, target: Tensor, **options: Any) -> Tensor | None:
+            real = logits.narrow()
+            return functions.cross_entropy(real, target, **options) if takes(real) else None
 
         def loss(logits: Any, labels: Tensor, *sizes: Any, **options: Any) -> Tensor:
-            caps = logits.caps if isinstance(logits, LazyLogits) else None
+            caps = logits.caps if isinstance(logits, LazyLogits) and not keeps_logits else None
             if caps is not None and logits.hidden.shape[:-1] == labels.shape:
                 rows = _chunk_rows(self, head, logits.hidden)
-                return _next_token_loss(head, logits.hidden, labels, rows, caps, **options)
-            if keeps_logits and takes(logits) and logits.shape[:-1] == labels.shape:
-                return _loss_of_logits(logits, labels, **options)
-            return loss_function(realised(logits), labels, *sizes, **options)  # type: ignore[no-any-return]
+                return _next_token_loss(head, logits.hidden, labels, rows, caps, bias=logits.bias, **options)
+            return function(logits, labels, *sizes, **options)  # type: ignore[no-any-return]
 
-        parts: dict[str, Any] = {name: _Head(head, product), "loss_function": loss}
+        parts = {path.partition(".")[0]: _stand_in(self, path, product)}
+        if function is ForCausalLMLoss and computes_the_same():
+            parts["loss_function"] = loss
         out = original(Bypassed(self, parts), *args, **kwargs)
-        return _without_lazy(out)
+        return _without_lazy(out, keeps_logits)
 
     return forward
 
 
+class _HeadFinder:
+    """Finds the path of a model's head in its modules; empty where it is none of them. The last one is tried first."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, model: Any) -> str:
+        head, found = model.get_output_embeddings(), model
+        for name in self._last.split("."):
+            found = getattr(found, name, None)
+        if found is None or found is not head:
+            self._last = _head_of(model)
+        return self._last
+
+
+def _stand_in(module: Any, path: str, product: Callable[[Tensor], Any]) -> Any:
+    """What takes the place of a module's child on the ``path`` to the head, whose products go to ``product``."""
+    name, _, rest = path.partition(".")
+    child = getattr(module, name)
+    if not rest:
+        return _Head(child, product)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        forward = type(child).forward
+        if not calls(child, forward):
+            return child(*args, **kwargs)
+        return forward(Bypassed(child, {rest.partition(".")[0]: _stand_in(child, rest, product)}), *args, **kwargs)
+
+    return _Head(child, call)
+
+
 class _Head:
-    """Stands in for a head: what it is called with goes to ``product``."""
+    """Stands in for a head, or for a module around it: what it is called with goes to ``call``."""
 
-    def __init__(self, head: nn.Linear, product: Callable[[Tensor], Any]) -> None:
-        self._head, self._product = head, product
+    def __init__(self, head: nn.Module, call: Callable[..., Any]) -> None:
+        self._head, self._call = head, call
 
-    def __call__(self, hidden: Tensor) -> Any:
-        return self._product(hidden)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
 
-def _without_lazy(out: Any) -> Any:
-    """A model's output: fields with logits that do not exist are None, those of a tuple are computed."""
+def _without_lazy(out: Any, keeps_logits: bool) -> Any:
+    """A model's output, in which logits that nothing has computed are None, unless they are to be kept or there is no
+    loss; those of a tuple are computed.
+    """
     from transformers.utils import ModelOutput
 
     if not isinstance(out, ModelOutput) or not any(isinstance(each, LazyLogits) for each in out.values()):
         return realised(out)
-    if out.get("loss") is None:
-        return type(out)(**{name: realised(each) for name, each in out.items()})
-    return type(out)(**{name: None if isinstance(each, LazyLogits) else each for name, each in out.items()})
+    every = keeps_logits or out.get("loss") is None
+    return type(out)(**{name: realised(each) if every else _if_computed(each) for name, each in out.items()})
+
+
+def _if_computed(value: Any) -> Any:
+    return None if isinstance(value, LazyLogits) and not value.exist else realised(value)
 
 
 def _head_of(model: Any) -> str:
-    """The name of the linear layer that makes a model's logits, which is its own child; empty where it is not."""
+    """The path of the linear layer that makes a model's logits; empty where it is none of the model's modules."""
     head = model.get_output_embeddings()
-    return next((name for name, child in model.named_children() if child is head), "")
+    return next((name for name, child in model.named_modules() if child is head), "")
 
 
 def _passes_logits_on(model: Any) -> bool:
-    """Whether a model's ``forward`` calls its head and its loss once, and assigns to no attribute of the model."""
-    forward = innermost(type(model).forward)
-    tree, name = definition(forward) if forward else None, _head_of(model)
-    if tree is None or not name or forward.__code__.co_freevars:
+    """Whether a model's ``forward``, with those of the modules around its head, assigns to no attribute: what takes the
+    place of its modules would have it.
+    """
+    path = _head_of(model).split(".")
+    around = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
+    return path != [""] and all(_only_reads(innermost(type(module).forward)) for module in around)
+
+
+def _only_reads(forward: Any) -> bool:
+    tree = definition(forward) if forward else None
+    if tree is None or forward.__code__.co_freevars:
         return False
-    nodes = [*ast.walk(tree)]
-    called = [ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call)]
-    stored = [n for n in nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load)]
-    return called.count(f"self.{name}") == called.count("self.loss_function") == 1 and not stored
+    return not any(isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in ast.walk(tree))
 
 
 def _has_plain_head(model: Any, head: Any) -> bool:
@@ -158,12 +215,12 @@ def _multiplies(hidden: Tensor, head: nn.Linear) -> bool:
 
 def _next_token_loss(
     head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None, caps: Caps = PLAIN, *,
-    num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
+    bias: Tensor | None, num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
     shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """``ForCausalLMLoss`` of ``head(hidden)``, a chunk of logits at a time."""
+    """``ForCausalLMLoss`` of ``hidden @ head.weight.T + bias``, a chunk of logits at a time."""
     target = _next_tokens(labels, shift_labels, ignore_index, hidden)
-    given, count = (hidden, head.weight, target, head.bias, ignore_index), num_items_in_batch
+    given, count = (hidden, head.weight, target, bias, ignore_index), num_items_in_batch
     if isinstance(count, int):
         count = hidden.new_full((), count, dtype=torch.int64)
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
@@ -220,9 +277,23 @@ def _is_llama_s(module: nn.Module, model: nn.Module) -> bool:
     return source_digest(type(module).forward) in _CAUSAL_LM and _predicts_next(module)
 
 
-def _is_another_s(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a model has that loss and is built in another way."""
-    return hasattr(module, "get_output_embeddings") and _predicts_next(module) and _passes_logits_on(module)
+def _is_another_s(module: Any, model: nn.Module) -> bool:
+    """Whether a model passes its head's product to a loss in any other way."""
+    if not hasattr(module, "get_output_embeddings") or "labels" not in signature(type(module).forward).parameters:
+        return False
+    return type(module.get_output_embeddings()) is nn.Linear and asks_known_loss(module) and _passes_logits_on(module)
+
+
+def asks_known_loss(model: Any) -> bool:
+    """Whether a model's ``forward`` computes its loss itself, or by one of Hugging Face's functions."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    forward: Any = innermost(type(model).forward)
+    return forward is not None and (not _asks(forward) or model.loss_function in LOSS_MAPPING.values())
+
+
+def _asks(forward: Any) -> bool:
+    return "loss_function" in forward.__code__.co_names
 
 
 def _predicts_next(module: Any) -> bool:

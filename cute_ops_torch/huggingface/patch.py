@@ -45,20 +45,19 @@ RUN = frozenset({
 def patch(
     model: nn.Module, *, logits: bool = False, only: Iterable[str] | None = None, without: Iterable[str] = ()
 ) -> Patched:
-    """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
-    cute ops, in place.
+    """Run a model's embeddings, norms, MLPs, rotary embeddings, attention and loss of tokens on cute ops, in place.
 
     Parameters and state dict stay as they are; :func:`unpatch` undoes it. On a GPU, weights of linear layers that read
     the same input (gate and up; queries, keys and values) move to one piece of memory: patch before CUDA graphs are
     captured, and after the model is on the device and in the dtype that it trains in. To pickle the whole model (not
-    its state dict), unpatch it first. A causal language model in training mode that is given ``labels`` computes the
-    loss straight from the hidden states, and returns ``logits=None``: they never exist, unless ``logits`` asks for
-    them.
+    its state dict), unpatch it first. A language model in training mode that is given ``labels`` (of the next token, of
+    masked ones, of a translation) computes the loss straight from the hidden states, and returns ``logits=None``: they
+    never exist, unless ``logits`` asks for them.
 
     Args:
         model: a Hugging Face ``LlamaForCausalLM``, or a model whose modules are built alike (Mistral, Qwen,
             Gemma), or one with layer norms, GELUs and written-out attention (BERT).
-        logits: a causal language model returns its logits in training, too, for metrics or losses of one's own. Their
+        logits: a language model returns its logits in training, too, for metrics or losses of one's own. Their
             loss is one pass over them (:func:`cute_ops_torch.cross_entropy`); they and their gradient take the memory
             that the loss from hidden states saves.
         only: ops that modules may run, ``["rmsnorm", "rope"]``; all by default.

@@ -103,29 +103,74 @@ def test_lazy_logits_are_what_is_done_to_them() -> None:
     """Drawn chains of scales, caps and other operations: caps that our loss takes, or the real logits."""
     generator = torch.Generator().manual_seed(11)
     head = nn.Linear(6, 9)
-    hidden = torch.randn(3, 6, generator=generator)
+    hidden = torch.randn(6, 6, generator=generator)
     steps: list[Any] = [
         lambda x: x * 0.5, lambda x: x / 3, lambda x: 2 * x, torch.tanh, lambda x: x.float(), lambda x: x.contiguous(),
         lambda x: x + 1, lambda x: -x, lambda x: x[..., :5], lambda x: torch.softmax(x, -1), lambda x: x * -1.0,
-        lambda x: x * hidden[:, :1],
+        lambda x: x * torch.sum(x), lambda x: x.reshape(-1, x.size(-1)), lambda x: x.reshape(1, -1, x.size(-1)),
+        lambda x: x[..., :-1, :], lambda x: x[:3], lambda x: x.to(x.device), lambda x: x.reshape(x.size(-1), -1),
+        lambda x: x + torch.arange(float(x.size(-1))),
     ]  # fmt: skip
     lazy_ones = 0
-    for _ in range(200):
+    for _ in range(300):
         lazy, real = LazyLogits(hidden, head, lambda: head(hidden)), head(hidden)
         for k in torch.randint(0, len(steps), (4,), generator=generator).tolist():
             lazy, real = steps[k](lazy), steps[k](real)
         if isinstance(lazy, LazyLogits):
             caps, lazy_ones = lazy.caps, lazy_ones + 1
             if caps is not None:
-                scaled = head(hidden) * caps.scale
+                scaled = nn.functional.linear(lazy.hidden, head.weight, lazy.bias) * caps.scale
                 made = caps.softcap * torch.tanh(scaled / caps.softcap) if caps.softcap else scaled
                 torch.testing.assert_close(made, real)
-            assert (lazy.shape, lazy.device, lazy.size(-1)) == (head(hidden).shape, real.device, 9)
+            assert (lazy.shape, lazy.device, lazy.size(-1)) == (real.shape, real.device, 9)
             lazy = lazy.real()
         torch.testing.assert_close(lazy, real)
     assert lazy_ones > 10
     assert LazyLogits(hidden, head, lambda: head(hidden)).caps == PLAIN
     assert (LazyLogits(hidden, head, lambda: head(hidden)) * -1).caps is None
+
+
+SIDES = {
+    f"{side}_{key}": value for side in ("encoder", "decoder")
+    for key, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 24}.items()
+}  # fmt: skip
+ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+OTHER_LOSSES: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": {**ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "ModernBertForMaskedLM": {**ENCODER, "cls_token_id": 1, "sep_token_id": 2},
+    "AlbertForMaskedLM": {**ENCODER, "embedding_size": 16},
+    "T5ForConditionalGeneration": {
+        "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
+    },
+    "BartForConditionalGeneration": {"d_model": 16, **SIDES, "dropout": 0.0},
+    "WhisperForConditionalGeneration": {
+        "d_model": 16, **SIDES, "dropout": 0.0, "num_mel_bins": 4, "max_source_positions": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_losses_of_masked_tokens_and_of_translations(name: str) -> None:
+    cls = getattr(transformers, name)
+    tokens = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    torch.manual_seed(2)
+    model = cls(cls.config_class(**tokens, **OTHER_LOSSES[name])).train()
+    labels = torch.where(torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(4)) < 0.5, TOKENS, -100)
+    given: dict[str, Any] = {"input_ids": TOKENS, "labels": labels}
+    if name.startswith("Whisper"):
+        given = {"input_features": torch.randn(2, 4, 16), "labels": labels}
+    want = model(**given)
+    want.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    found = cute_ops_torch.patch(model)
+    assert ("", "linear_cross_entropy") in found and not [each for each in found.left if each.kind == "loss"]
+    got = model(**given)
+    got.loss.backward()
+    close((got.loss, {name: p.grad for name, p in model.named_parameters() if name in grads}), (want.loss, grads))
+    assert got.logits is None and want.logits is not None
+    model.eval()
+    torch.testing.assert_close(model(**given).logits, want.logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_copy_keeps_its_loss() -> None:
