@@ -45,10 +45,12 @@ LENGTHS = 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072  # of th
 # Ops of other sizes than rows and columns.
 _DRAWN = "tests/torch/test_torch_attention.py draws calls of it"
 _PACKED = "tests/torch/test_torch_attention_packed.py draws calls of it"
+_ROUTING = "tests/contract/test_routing.py draws calls of it"
 NOT_SWEPT = {
     "sorted_embedding_bwd": "it has classes; tests/torch/test_gpu_sweep.py sweeps embedding, which calls it",
     "attention": _DRAWN, "attention_bwd": _DRAWN, "attention_packed": _PACKED, "attention_packed_bwd": _PACKED,
     "decode_attention": "tests/torch/test_torch_decode.py draws calls of it",
+    **dict.fromkeys(("topk_bwd", "route_bwd", "unpermute_tokens_bwd"), _ROUTING),
 }  # fmt: skip
 
 

@@ -138,7 +138,8 @@ def lengths(op: Op, target: Target, rng: np.random.Generator, share: int = 0, sh
     if swept(op) != "n":
         return found[share::shares]
     found += np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist()
-    edges = [] if op.fallback else thresholds(op, target, share, shares)  # a product's kernel serves any length
+    # A product's kernel serves any length, and a program has no kernel of its own.
+    edges = thresholds(op, target, share, shares) if op.kernel and not op.fallback else []
     near = {n for edge in edges for n in (edge - 1, edge, edge + 1)}
     return sorted(n for n in near.union(found[share::shares]) if n <= LONGEST)
 

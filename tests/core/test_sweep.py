@@ -10,6 +10,7 @@ import pytest
 
 from cute_ops import Array, Case, Op, Tensor
 from cute_ops.calls.lookup import ours
+from cute_ops.cli.author import NOT_SWEPT
 from cute_ops.declaration.config import Problem, Tuning
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.hardware import VECTOR_BYTES
@@ -56,6 +57,13 @@ def test_shares_take_all_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set().union(*shares) == set(whole)
     short = sorted(n for share in shares for n in share if n <= sweep.SHORTEST)
     assert short[: sweep.SHORTEST - 1] == list(range(1, sweep.SHORTEST))  # each of them once
+
+
+def test_calls_of_every_op_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "thresholds", lambda *_: [])
+    for op in ours().values():
+        if op.name not in NOT_SWEPT:
+            list(sweep.trials(op, SM90, 0, fraction=0.01))
 
 
 def test_our_kernel_of_a_product_is_tried() -> None:
