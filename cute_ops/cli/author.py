@@ -50,7 +50,8 @@ NOT_SWEPT = {
     "sorted_embedding_bwd": "it has classes; tests/torch/test_gpu_sweep.py sweeps embedding, which calls it",
     "attention": _DRAWN, "attention_bwd": _DRAWN, "attention_packed": _PACKED, "attention_packed_bwd": _PACKED,
     "decode_attention": "tests/torch/test_torch_decode.py draws calls of it",
-    **dict.fromkeys(("topk_bwd", "route_bwd", "unpermute_tokens_bwd"), _ROUTING),
+    **dict.fromkeys(("topk_bwd", "route_bwd", "permute_tokens_bwd", "unpermute_tokens_bwd"), _ROUTING),
+    "causal_conv1d_packed_bwd": "tests/contract/test_packed.py draws calls of it",
 }  # fmt: skip
 
 
