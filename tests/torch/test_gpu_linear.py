@@ -711,12 +711,16 @@ def test_mlp(sizes: tuple[int, int, int, int], activation: str, biased: bool, sa
         linear = torch.nn.functional.linear
         return linear(exact_of[activation](linear(x, up, b_up)), down, b_down)
 
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    if activation == "relu":  # its gradient jumps at zero: none through rows where rounding may cross it
+        x, up, b_up, *_ = apart(wide)
+        hidden = torch.nn.functional.linear(x, up, b_up).abs()
+        dout[(hidden < hidden.max() * 2**-16).any(-1)] = 0
     results = []
     for _ in range(2):
         out = run(*tensors)
         results.append([out, *torch.autograd.grad(out, tensors, dout)])
     finish(f"mlp {sizes}")
-    wide = [t.detach().double().requires_grad_() for t in tensors]
     exact = plain(*wide)
     for first, again, wanted in zip(*results, [exact, *torch.autograd.grad(exact, wide, dout.double())], strict=True):
         assert torch.equal(first, again)
