@@ -59,11 +59,18 @@ def modded(number: int) -> tuple[Call, Functions]:
 
 
 class Run:
-    """One call of an op whose kernels are compiled for Hopper and emulated."""
+    """One call of an op whose kernels are compiled and emulated.
+
+    Args:
+        offsets: where packed sequences begin.
+        arch: what is compiled for.
+        others: blocks of memory before those of what functions read.
+    """
 
     def __init__(
-        self, op: Op, call: Call, folder: Path, functions: Functions = NO_FUNCTIONS, offsets: Offsets = ()
-    ) -> None:
+        self, op: Op, call: Call, folder: Path, functions: Functions = NO_FUNCTIONS, offsets: Offsets = (),
+        arch: str = "sm_90a", others: int = OTHERS,
+    ) -> None:  # fmt: skip
         b, s, t, h, g, d, e = call[:7]
         shapes, lead = ((s, h, d), (t, g, d), (t, g, e), (s, h, e)), () if offsets else (b,)
         q, k, v, out = (Array((*lead, *shape), call.dtype) for shape in shapes)
@@ -76,14 +83,15 @@ class Run:
         arrays = {name: Array(a.shape, str(a.dtype)) for name, a in captured.items()}
         more |= {f"cu_seqlens_{x}": Array(o.shape, "int32") for x, o in zip("qk", offsets, strict=False)}
         binding = bind(op, {"q": q, "k": k, "v": v, **more, **arrays}, call.attrs)
-        self.call, self.is_packed, found = call, bool(offsets), plan(binding, {}, parse("sm_90a"))
+        self.others = others
+        self.call, self.is_packed, found = call, bool(offsets), plan(binding, {}, parse(arch))
         self.variant, scratch = found.variant, found.workspaces
         worker.compile(self.variant, folder / "kernel.cubin", folder)
         (ptx,) = folder.glob("*.ptx")
         self.head, *self.entries = re.split(r"(?=\.visible \.entry)", ptx.read_text())
         tables = {n: np.full(a.shape, np.nan, np.float32) for n, a in scratch.items() if n.startswith("ranges")}
         self.memory = [*captured.values(), *tables.values(), *offsets]
-        packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + OTHERS)]
+        packed = [_packed(i, a) for i, a in enumerate(self.memory, 1 + others)]
         self.read = packed[: len(captured)]
         self.tables = dict(zip(tables, packed[len(captured) :], strict=False))
         self.offsets = packed[len(captured) + len(tables) :]
@@ -135,7 +143,7 @@ class Run:
         second = name in ("KeysBackward", "OnePass")
         ranges = [table for key, table in self.tables.items() if key.endswith("_2") == second]
         arguments += [*rows, *self.sizes, *self.read, *ranges, *self.offsets]
-        empty = [np.zeros(8, np.uint8)] * (OTHERS - len(memory))
+        empty = [np.zeros(8, np.uint8)] * (self.others - len(memory))
         blocks = [a.reshape(-1).view(np.uint8) for a in (*memory, *empty, *self.memory)]
         self._fill(ranges, blocks, second)
         for index in range(ctas):

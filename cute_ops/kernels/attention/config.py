@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cute_ops.declaration.config import KernelConfig
+from cute_ops.kernels.tensor_core.sizes import MMA_M
 
 # Of attention to caches: rows of an MMA, keys of a warp's tile, and elements between rows in shared memory.
 MMA_ROWS, KEYS_OF_TILE, PADDING = 16, 16, 8
+BACKWARD_BLOCK = 128  # queries, or keys, of a CTA of warpgroups that computes gradients
 # Of latents by warpgroups: blocks in shared memory, and parts of a block that arrive one after another.
 LATENT_STAGES, LATENT_PARTS = 2, 3
 
@@ -29,12 +31,14 @@ class AppendConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class AttentionConfig(KernelConfig):
-    """The tile of keys of attention, and what is done to scores.
+    """The tiles of attention, and what is done to scores.
 
     Attributes:
         tile_n: keys of a tile.
-        sms: CTAs that run at a time.
+        sms: CTAs that run at a time; 0 where each block of queries has its own.
         consumers: warpgroups of a CTA with 64 queries each.
+        warps: of a CTA that multiply by ``mma.sync``; 0 where warpgroups do.
+        tiles_m: tiles of 16 queries of such a warp.
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
         score: the expression of a change of scores; empty if there is none.
@@ -43,9 +47,20 @@ class AttentionConfig(KernelConfig):
     tile_n: int
     sms: int
     consumers: int = 2
+    warps: int = 0
+    tiles_m: int = 1
     mask: str = ""
     bounds: str = ""
     score: str = ""
+
+    @property
+    def block(self) -> int:
+        """Queries of a CTA."""
+        return MMA_ROWS * self.tiles_m * self.warps if self.warps else MMA_M * self.consumers
+
+    def shared(self, d: int, e: int) -> int:
+        """Bytes of shared memory where warps multiply: queries, whose place outputs take, keys and values; padded."""
+        return 2 * (self.block * (max(d, e) + PADDING) + self.tile_n * (d + e + 2 * PADDING))
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class AttentionBackwardConfig(KernelConfig):
         tile_q: queries of a tile of the kernel of keys and values.
         query_stages: tiles of queries and cotangents in shared memory.
         one_pass: whether one kernel computes all gradients, with this tile of queries.
+        warps: of a CTA that multiply by ``mma.sync``, each with 16 queries, or keys; 0 where warpgroups do.
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
         score: the expression of a change of scores; empty if there is none.
@@ -69,10 +85,23 @@ class AttentionBackwardConfig(KernelConfig):
     tile_q: int
     query_stages: int
     one_pass: bool = False
+    warps: int = 0
     mask: str = ""
     bounds: str = ""
     score: str = ""
     dscore: str = ""
+
+    @property
+    def block(self) -> int:
+        """Queries, or keys, of a CTA."""
+        return MMA_ROWS * self.warps if self.warps else BACKWARD_BLOCK
+
+    def shared(self, d: int, e: int) -> int:
+        """Bytes of shared memory where warps multiply: a block's rows, whose place results take, and stages of the
+        tiles that it goes through; padded.
+        """
+        rows = self.block + max(self.key_stages * self.tile_k, self.query_stages * self.tile_q)
+        return 2 * rows * (d + e + 2 * PADDING)
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         **common,
         reference=backward,
         fallback=_by_framework(backward, [*read_and_sinks], ("dq", "dk", "dv", "dsinks")),
-        kernel=Kernel("cute_ops.kernels.attention.bwd_sm90:AttentionBackward", least_sm=90),
+        kernel=Kernel("cute_ops.kernels.attention.bwd:AttentionBackward"),
         tuning=Tuning(partial(config.attention_bwd, own), workspace=partial(config.workspace_bwd, own)),
         doc=BACKWARD_DOC.replace("attention`", "attention_packed`") if packed else BACKWARD_DOC,
     )  # fmt: skip
@@ -343,7 +343,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         **common,
         reference=forward,
         fallback=_by_framework(forward, [*given], ("out", "lse")),
-        kernel=Kernel("cute_ops.kernels.attention.fwd_sm90:AttentionFwd", least_sm=90),
+        kernel=Kernel("cute_ops.kernels.attention.fwd:attention_fwd"),
         tuning=Tuning(partial(config.attention, own), workspace=partial(config.workspace, own)),
         grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, {**common, "dtypes": wide})) if wanted else bwd,
         no_gradient=tuple(name for name, kind, _ in own.captured if kind == FLOAT and name not in wanted),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
@@ -26,8 +26,8 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M
 from cute_ops.ops.attention import mods
 from cute_ops.ops.rows import threads_for
 
+T, C = TypeVar("T"), TypeVar("C", AttentionConfig, AttentionBackwardConfig)
 THREADS, UNROLL = 128, 4
-TILE_Q = 128  # queries of a tile of the gradient of queries, and keys of one of the gradient of keys
 # Keys of a tile and warpgroups, by the most elements of a head.
 KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
 # In one pass, queries and slots by the elements of a head.
@@ -35,6 +35,15 @@ ONE_PASS = {64: (64, 3), 128: (64, 2)}
 # By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
 # values.
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
+# By ``mma.sync``, by the most elements of a head: warps, tiles of 16 queries of each, and keys of a tile; the first that
+# shared memory holds.
+BY_WARPS = {
+    64: ((4, 2, 64),), 128: ((4, 2, 64),), 192: ((8, 1, 64), (8, 1, 48)), 256: ((8, 1, 64), (4, 1, 48)),
+}  # fmt: skip
+# Of gradients: warps with 16 rows each, and rows and stages of the tiles that a CTA goes through.
+BACKWARD_BY_WARPS = {
+    64: ((8, 64, 2),), 128: ((8, 64, 2), (8, 32, 1)), 192: ((8, 32, 2), (4, 32, 1)), 256: ((4, 32, 2), (4, 16, 1)),
+}  # fmt: skip
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
 LEAST_SM_OF_FP8 = 89
@@ -52,29 +61,52 @@ def append_kv(problem: Problem) -> AppendConfig:
 
 def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
-    size = _headdim(problem)
     mask, bounds = _mask(own, problem)
-    tile_n, consumers = next(tile for longest, tile in KEYS.items() if size <= longest)
     score = mods.score_of(problem.attrs["softcap"], own.score)
-    return AttentionConfig(tile_n, problem.sm_count, consumers, mask, bounds, score.text if score else "")
+    changes = {"mask": mask, "bounds": bounds, "score": score.text if score else ""}
+    if by_warpgroups(problem.arch):
+        tile_n, consumers = _of_size(KEYS, problem)
+        return AttentionConfig(tile_n, problem.sm_count, consumers, **changes)
+    configs = (AttentionConfig(n, 0, 0, warps, tiles_m, **changes) for warps, tiles_m, n in _of_size(BY_WARPS, problem))
+    return _that_fits(configs, problem)
 
 
 def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     """Tiles of as many keys and queries as registers and shared memory hold."""
-    size = _headdim(problem)
-    tiles = next(tiles for longest, tiles in BACKWARD.items() if size <= longest)
+    score = mods.score_of(problem.attrs["softcap"], own.score)
+    changes = *_mask(own, problem), *((score.text, text_of(mods.gradient_of(score))) if score else ("", ""))
+    if not by_warpgroups(problem.arch):
+        choices = _of_size(BACKWARD_BY_WARPS, problem)
+        configs = (AttentionBackwardConfig(*each[1:] * 2, False, each[0], *changes) for each in choices)
+        return _that_fits(configs, problem)
+    size, tiles = _headdim(problem), _of_size(BACKWARD, problem)
     one_pass = not problem.attrs["deterministic"] and problem.dims["d"] == problem.dims["e"] and size in ONE_PASS
     if one_pass:
         tiles = *tiles[:2], *ONE_PASS[size]
-    score = mods.score_of(problem.attrs["softcap"], own.score)
-    scores = (score.text, text_of(mods.gradient_of(score))) if score else ("", "")
-    return AttentionBackwardConfig(*tiles, one_pass, *_mask(own, problem), *scores)
+    return AttentionBackwardConfig(*tiles, one_pass, 0, *changes)
+
+
+def by_warpgroups(arch: str) -> bool:
+    """Whether warpgroups multiply, which Hopper alone has; elsewhere warps do, by ``mma.sync``."""
+    return arch.startswith("sm_90")
+
+
+def _of_size(tiles: Mapping[int, T], problem: Problem) -> T:
+    """What is there for the longer of both head dims."""
+    size = _headdim(problem)
+    return next(each for longest, each in tiles.items() if size <= longest)
+
+
+def _that_fits(configs: Iterable[C], problem: Problem) -> C:
+    """The first config whose shared memory an SM has."""
+    d, e, most = problem.dims["d"], problem.dims["e"], ARCHES[problem.arch].shared_per_cta
+    return next(config for config in configs if config.shared(d, e) <= most)
 
 
 def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
     """The tables of what the mask reads, over the tiles of the forward."""
     chosen = AttentionConfig.of(config)
-    return _tables(own, problem, {"queries": chosen.consumers * MMA_M, "keys": chosen.tile_n})
+    return _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_n})
 
 
 def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
@@ -86,12 +118,12 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     rows, length = (problem.m, dims["g"] * dims["r"]), dims["s"]
     of_sums = length
     if chosen.one_pass:
-        tile = chosen.tile_q if _is_packed(problem) else TILE_Q
+        tile = chosen.tile_q if _is_packed(problem) else chosen.block
         length = _blocks(problem, "s", tile) * tile
         of_sums = length if _is_packed(problem) else of_sums
     of_rows = Array((*rows, length), "float32")
-    first = _tables(own, problem, {"queries": TILE_Q, "keys": chosen.tile_k})
-    second = _tables(own, problem, {"queries": chosen.tile_q, "keys": TILE_Q})
+    first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
+    second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
     return {
         "delta": of_rows, "logs": of_rows if chosen.one_pass else None,
         "sums": Array((*rows, of_sums, dims["d"]), "float32") if chosen.one_pass else None,
@@ -232,14 +264,7 @@ class Splitting(NamedTuple):
 
 
 def _headdim(problem: Problem) -> int:
-    """The longer of both head dims.
-
-    Raises:
-        NotImplementedError: the target is no Hopper GPU.
-    """
-    if not problem.arch.startswith("sm_90"):
-        what = f"its kernels are for SM 9.0 (H100, H200), the target is {problem.arch}"
-        raise NotImplementedError(f"cute.attention: {what}.")
+    """The longer of both head dims."""
     return int(max(problem.dims["d"], problem.dims["e"]))
 
 

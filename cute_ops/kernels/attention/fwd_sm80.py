@@ -1,0 +1,168 @@
+"""Attention on any GPU from SM 8.0 on: cp.async and ``mma.sync``, an online softmax in registers."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from cute_ops.hardware import WARP
+from cute_ops.kernels.attention.config import MMA_ROWS, AttentionConfig
+from cute_ops.kernels.attention.mods import Mods, by_index
+from cute_ops.kernels.attention.ranges import Ranges
+from cute_ops.kernels.attention.softmax import OnlineSoftmax, store_packed
+from cute_ops.kernels.attention.tiles import Sizes, Tiles, offsets_of, sizes_of, view
+from cute_ops.kernels.attention.warps import (
+    Operand,
+    Rows,
+    accumulators,
+    halves,
+    load_rows,
+    mma_of_warp,
+    padded_rows,
+    padded_stages,
+    place_of_warp,
+    source_of,
+    store_rows,
+)
+from cute_ops.kernels.lib.matrix import folded
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+
+VALUE_REGISTERS = 512  # with sums of values up to these, registers hold queries, too
+
+
+class AttentionFwdSm80:
+    """``out = softmax(score_mod(scale * q @ k.T), where mask) @ v`` and the log-sum-exp of each row of scores.
+
+    Tile: a CTA has a block of queries of one head, ``16 * tiles_m`` for each warp, and goes through the keys in tiles
+    of ``tile_n``, from the last to the first. All threads load: values of a tile while its scores are computed, keys of
+    the next one while values are summed up. Tiles that the mask leaves out are skipped, and only those that it crosses
+    are masked. Blocks with most keys come first.
+    Shared memory: ``block x max(d, dv)`` queries, whose place outputs take, ``tile_n x (d + dv)`` keys and values;
+    padded.
+    Bytes moved per element: q and out once; k and v once as long as the heads walked together find them in L2.
+    """
+
+    def __init__(self, variant):
+        config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
+        self.d, self.dv, self.tile_n, self.tiles_m = dims["d"], dims["e"], config.tile_n, config.tiles_m
+        self.warps, self.tile_q = config.warps, config.block
+        self.threads = WARP * self.warps
+        self.mods = Mods(config.score, config.mask, config.bounds)
+        self.tiles = Tiles(self.tile_q, self.tile_n, self.mods)
+        self.scale = attrs["scale"] or self.d**-0.5
+        self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
+        self.packed, self.pdl = "cu_seqlens_q" in variant.names, can_use_pdl(variant.arch)
+        self.keeps_queries = self.tiles_m * (self.d + 2 * self.dv) <= VALUE_REGISTERS
+
+    @cute.jit
+    def __call__(self, mQ, mK, mV, *others):
+        *captured, mSinks, mOut, mLse, mQRanges, mKRanges, stream = others
+        offsets, captured = offsets_of(captured, self.packed)
+        self.dtype = mQ.element_type
+        mQ, mK, mV, mOut = (view(m) for m in (mQ, mK, mV, mOut))  # (seqlen, d, heads, batch)
+        mLse = folded(mLse, own=2)  # (batch, heads, seqlen)
+        sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges), offsets)
+        Ranges(self.tiles).launch(sizes, stream)
+        blocks, batches = self.tiles.blocks(sizes, 0)
+        self.kernel(mma_of_warp(self.dtype), (mQ, mK, mV, mOut), mSinks, mLse, tuple(sizes)).launch(
+            grid=[blocks * sizes.heads * batches, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.pdl,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, mma: cute.TiledMma, moved, mSinks, mLse, sizes):
+        tidx, sizes = cute.arch.thread_idx()[0], Sizes(*sizes)
+        warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
+        sQ, sK, sV = self._shared()
+        wait_for_previous(self.pdl)
+        tile, own = self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
+        (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
+        q, out = (source_of(m, tile.head, tile.batch, of_q, own.seqlen_q) for m in (moved[0], moved[3]))
+        k, v = (source_of(m, kv_head, tile.batch, of_k, own.seqlen_k) for m in moved[1:3])
+        first, keys = self.tiles.keys_of(tile, own)
+        some = keys >= first
+        load_rows(q, sQ, tile.block * self.tile_q, tidx, self.threads)
+        if some:
+            load_rows(k, sK[None, None, 0], keys * self.tile_n, tidx, self.threads)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+
+        mine = [warp * self.tiles_m + i for i in range(self.tiles_m)]  # tiles of 16 queries
+        places = [cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)) for i in mine]
+        rows = [Rows.of(mma, s, lane, self.keeps_queries) for s in places]
+        of_keys, of_values = Operand.of(mma, sK, lane, False), Operand.of(mma, sV, lane, True)
+        scores = [accumulators(mma, self.tile_n) for _ in mine]
+        weights = [halves(self.tile_n, self.dtype) for _ in mine]
+        sums = [accumulators(mma, self.dv, 0.0) for _ in mine]
+        rMax, rSum = ([cute.make_rmem_tensor(2, Float32) for _ in mine] for _ in range(2))
+        for each in rMax:
+            each.fill(-Float32.inf)
+        for each in rSum:
+            each.fill(0.0)
+        while keys >= first:
+            # Keys are there, and all warps have read the values of the tile before.
+            load_rows(v, sV[None, None, 0], keys * self.tile_n, tidx, self.threads)
+            cute.arch.cp_async_commit_group()
+            for each in scores:
+                each.fill(0.0)
+            of_keys.add_to(scores, lambda i, k: rows[i](k), 0)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+            # Values are there, and all warps have read the keys.
+            after = self._next(tile, own, keys, first)
+            if after >= first:
+                load_rows(k, sK[None, None, 0], after * self.tile_n, tidx, self.threads)
+            cute.arch.cp_async_commit_group()
+            whole = self.tiles.whole(tile, own, tile.block, keys)
+            for i in cutlass.range_constexpr(self.tiles_m):
+                row = tile.block * self.tile_q + mine[i] * MMA_ROWS
+                place = place_of_warp(tile, row, lane, keys * self.tile_n, self.tile_n, own)
+                self._weigh(scores[i], place, whole, (rMax[i], rSum[i], sums[i]))
+                store_packed(scores[i], weights[i])
+            of_values.add_to(sums, lambda i, k: weights[i][None, None, k], 0)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+            keys = after
+        let_next_start(self.pdl)
+        for i in cutlass.range_constexpr(self.tiles_m):
+            row = tile.block * self.tile_q + mine[i] * MMA_ROWS
+            sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
+            lse, factors = self.softmax.finish(rMax[i], rSum[i], sink)
+            for r in cutlass.range_constexpr(2):
+                query = row + lane // 4 + 8 * r
+                if (lane % 4 == 0) & (query < own.seqlen_q):
+                    mLse[own.of_query(tile, query)] = lse[r]
+            self.softmax.rescale(sums[i], factors)
+            store_rows(sums[i], places[i], out, row, lane, self.dtype)
+
+    def _shared(self):
+        smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
+        sQ = padded_rows(smem, dtype, self.tile_q, self.d, max(self.d, self.dv))
+        return sQ, *(padded_stages(smem, dtype, self.tile_n, width) for width in (self.d, self.dv))
+
+    @cute.jit
+    def _next(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, keys, first):
+        """The tile of keys before this one, of those that the mask lets a score of pass; one before ``first`` if there
+        is none.
+        """
+        keys = keys - 1
+        if const_expr(self.mods.mask is not None):
+            skips = Boolean(keys >= first)
+            while skips:
+                skips = ~self.tiles.some(tile, sizes, tile.block, keys)
+                if skips:
+                    keys = keys - 1
+                    skips = keys >= first
+        return keys
+
+    @cute.jit
+    def _weigh(self, rS, place: cutlass.Constexpr, whole, found: cutlass.Constexpr):
+        """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
+        (rMax, rSum, rO) = found
+        from cute_ops.kernels.attention.softmax import by_row
+
+        if const_expr(self.mods.score is not None):
+            self.mods.change(by_row(rS), place, self.scale)
+        if not whole:
+            self.mods.hide(by_row(rS), place, -Float32.inf)
+        self.softmax.rescale(rO, self.softmax.add(rS, rMax, rSum))

@@ -1,0 +1,66 @@
+"""Attention's kernels by ``mma.sync`` in the emulator of PTX: values, barriers that hang, accesses outside."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops.kernels.attention.config import AttentionConfig
+from cute_ops.ops.attention.attention import attention
+from tests.core.test_attention_kernels import CALLS, ONE_STAGE, Run, halves, modded
+from tests.emulator import products, ptx_sm90
+from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
+
+ARCH = "sm_80"
+OTHERS = 9  # blocks of memory before those of what functions read
+
+
+def of_heads(block: int, x: np.ndarray) -> bytes:
+    """A parameter for (batch, seqlen, heads, headdim) in this block of memory."""
+    b, s, h, d = x.shape
+    return struct.pack("<Q3i4x2q", block << 32, s, h, b, h * d, s * h * d)
+
+
+def emulate(run: Run, name: str, heads: Sequence[np.ndarray], rows: Sequence[np.ndarray], ctas: int) -> None:
+    """Run a kernel that takes tensors of heads and then numbers of rows."""
+    (text,) = (entry for entry in run.entries if all(part in entry.partition("(")[0] for part in ("_kernel_", name)))
+    second = name.startswith("Keys")
+    ranges = [table for key, table in run.tables.items() if key.endswith("_2") == second]
+    arguments = [
+        *(of_heads(i, x) for i, x in enumerate(heads, 1)), *(run.rows(i) for i, _ in enumerate(rows, 1 + len(heads))),
+        *run.sizes, *run.read, *ranges, *run.offsets,
+    ]  # fmt: skip
+    empty = [np.zeros(8, np.uint8)] * (OTHERS - len(heads) - len(rows))
+    blocks = [x.reshape(-1).view(np.uint8) for x in (*heads, *rows, *empty, *run.memory)]
+    run._fill(ranges, blocks, second)
+    kernel = ptx_sm90.Kernel(run.head + text)
+    for index in range(ctas):
+        ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, {}, blocks, in_a_row=True).run(seed=index)
+
+
+@products.emulated
+@pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
+def test_results(call: Call, tmp_path: Path) -> None:
+    _check_results(call, NO_FUNCTIONS, tmp_path)
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("number", range(2))
+def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
+    _check_results(*modded(number), tmp_path)
+
+
+def _check_results(call: Call, functions: Functions, folder: Path) -> None:
+    run, (q, k, v) = Run(attention, call, folder, functions, (), ARCH, OTHERS), halves(*arrays(call, 0))
+    out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
+    lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
+    block = AttentionConfig.of(run.variant.config).block
+    emulate(run, "AttentionFwdSm80", [q, k, v, out], [lse], -(-call.s // block) * call.h * call.batch)
+    right = expected(call, [*(x.astype(np.float64) for x in (q, k, v)), None], None, functions)
+    for name, found in (("out", out), ("lse", lse)):
+        right[name].assert_holds(found.astype(np.float64), name)
