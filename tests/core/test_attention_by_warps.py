@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_ops.kernels.attention.config import AttentionConfig
-from cute_ops.ops.attention.attention import attention
-from tests.core.test_attention_kernels import CALLS, ONE_STAGE, Run, halves, modded
+from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
+from cute_ops.ops.attention.attention import attention, attention_bwd
+from tests.core.test_attention_kernels import CALLS, ONE_STAGE, Run, _backward, halves, modded
 from tests.emulator import products, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
@@ -63,4 +63,29 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
     emulate(run, "AttentionFwdSm80", [q, k, v, out], [lse], -(-call.s // block) * call.h * call.batch)
     right = expected(call, [*(x.astype(np.float64) for x in (q, k, v)), None], None, functions)
     for name, found in (("out", out), ("lse", lse)):
+        right[name].assert_holds(found.astype(np.float64), name)
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
+def test_gradients(call: Call, tmp_path: Path) -> None:
+    _check_gradients(call, NO_FUNCTIONS, tmp_path)
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("number", range(2))
+def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
+    _check_gradients(*modded(number), tmp_path)
+
+
+def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
+    run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), ARCH, OTHERS), halves(*arrays(call, 0))
+    dout, lse, delta, right = _backward(call, (q, k, v), functions)
+    block = AttentionBackwardConfig.of(run.variant.config).block
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
+    emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], [lse, delta], -(-call.s // block) * call.h * call.batch)
+    emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], [lse, delta], -(-call.t // block) * call.g * call.batch)
+    for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
         right[name].assert_holds(found.astype(np.float64), name)

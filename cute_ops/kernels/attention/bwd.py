@@ -1,9 +1,9 @@
-"""The gradients of attention on Hopper.
+"""The gradients of attention.
 
 ``p = exp(score - lse)``, ``ds = p * (dout @ v.T - delta)`` with ``delta = sum(dout * out) - dlse`` of a row; then
 ``dq = ds @ k``, ``dk = ds.T @ q``, ``dv = p.T @ dout``, and ``dsink = -sum(exp(sink - lse) * delta)``. Either one
 kernel computes the scores again and adds dq up in memory, or two kernels do, one for dq, one for dk and dv: then each
-gradient is summed by one CTA in a fixed order.
+gradient is summed by one CTA in a fixed order. On Hopper warpgroups multiply, elsewhere warps.
 """
 
 import cutlass
@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
+from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80, QueriesBackwardSm80
 from cute_ops.kernels.attention.config import AttentionBackwardConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
@@ -21,7 +22,7 @@ from cute_ops.kernels.attention.tiles import Sizes, address_of, offsets_of, row_
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.matrix import folded
-from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import WARP
 
 WARPS = 8  # of a CTA that sums rows or sinks
@@ -39,10 +40,14 @@ class AttentionBackward:
         self.mods = mods = Mods(config.score, config.mask, config.bounds, config.dscore)
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         own = config, dims["d"], dims["e"], mods, scale
+        of_queries, of_keys = QueriesBackward, KeysBackward
+        if config.warps:
+            of_queries, of_keys = QueriesBackwardSm80, KeysBackwardSm80
         self.one_pass = OnePassBackward(*own) if config.one_pass else None
-        self.of_queries = None if config.one_pass else QueriesBackward(*own)
+        self.of_queries = None if config.one_pass else of_queries(*own)
         parts = ("kv",) if dims["d"] + dims["e"] <= TOGETHER else ("k", "v")
-        self.of_keys = [] if config.one_pass else [KeysBackward(*own, part) for part in parts]
+        self.of_keys = [] if config.one_pass else [of_keys(*own, part) for part in parts]
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):
@@ -62,7 +67,7 @@ class AttentionBackward:
             grid=[Int32((rows * self.lanes + (WARP * WARPS - 1)) // (WARP * WARPS)), 1, 1],
             block=[WARP * WARPS, 1, 1],
             stream=stream,
-            use_pdl=True,
+            use_pdl=self.pdl,
         )
         if const_expr(mSinks is not None):
             self.sinks(mSinks, mLse, mDelta, mDsinks).launch(
@@ -90,8 +95,8 @@ class AttentionBackward:
         seqlen, heads, seqlen_q = Int32(mDelta.shape[2]), Int32(mDelta.shape[1]), Int32(mLse.shape[2])
         thread = Int64(cute.arch.block_idx()[0]) * (WARP * WARPS) + cute.arch.thread_idx()[0]
         index, lane = thread // self.lanes, cute.arch.lane_idx() % self.lanes
-        let_next_start(True)
-        wait_for_previous(True)
+        let_next_start(self.pdl)
+        wait_for_previous(self.pdl)
         inside = index < cute.size(mDelta)
         row, head, batch = row_at(index, seqlen, heads)
         token, given = row, inside & (row < seqlen_q)

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -16,9 +16,8 @@ from cute_ops.kernels.attention.products import (
     multiply_weights,
     tma_copies,
 )
-from cute_ops.kernels.attention.softmax import Weights, by_row, store_packed
+from cute_ops.kernels.attention.softmax import Weights, by_row, of_columns, store_packed
 from cute_ops.kernels.attention.tiles import (
-    CACHED_BYTES,
     REGISTERS,
     Moved,
     Sizes,
@@ -128,15 +127,7 @@ class KeysBackward:
         return blocks * (sizes.heads // sizes.heads_per_kv) * batches
 
     def _tile(self, sizes):
-        """A block of keys of a head of k, and the sizes of its sequence: under a causal mask the first ones have most
-        queries.
-        """
-        of_head = Int64(sizes.seqlen_q) * sizes.heads_per_kv * ((self.d + self.dv) * self.dtype.width // 8)
-        together = Int32(cutlass.max(Int64(CACHED_BYTES) // of_head, 1))
-        (blocks, batches), kv_heads = self.tiles.blocks(sizes, 1), sizes.heads // sizes.heads_per_kv
-        block, head = self.tiles.walk(cute.arch.block_idx()[0], blocks, kv_heads * batches, together)
-        batch = head // kv_heads
-        return self.tiles.placed(blocks - 1 - block, head - batch * kv_heads, batch, sizes, 1)
+        return self.tiles.keys_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
 
     @cute.jit
     def _load(
@@ -205,7 +196,7 @@ class KeysBackward:
                     ring_o.consumer_wait(slot)
                     if const_expr(self.of_k):
                         multiply((mma_first, mma_s), tPrV, tPrO, rP, (0, slot.index))
-                    lse = self._of_columns(rows[0], place, sizes)
+                    lse = of_columns(rows[0], place, sizes)
                     warpgroup.wait_group(1 if const_expr(self.of_k) else 0)
                     if running:
                         ring_q.consumer_release(before)
@@ -219,7 +210,7 @@ class KeysBackward:
                     if const_expr(self.of_v):
                         multiply_weights(mma_dv, rWeights, tVrO, rDv, slot.index)
                     if const_expr(self.of_k):
-                        delta = self._of_columns(rows[1], place, sizes)
+                        delta = of_columns(rows[1], place, sizes)
                         warpgroup.wait_group(1 if const_expr(self.of_v) else 0)
                         scores, cotangents = by_row(rS), by_row(rP)
                         for r, c, *_ in place.each():
@@ -272,12 +263,3 @@ class KeysBackward:
         for each in sums:
             each.fill(0.0)
         return *scores, *rounded, *sums
-
-    def _of_columns(self, mRows, place, sizes):
-        """A number of each of a thread's columns, which are rows of scores, and whether there is such a row."""
-        found = []
-        for column in place.columns:
-            query = place.start + column
-            at = sizes.of_query(place.tile, cutlass.min(query, sizes.seqlen_q - 1))
-            found.append((mRows[at], query < sizes.seqlen_q))
-        return found

@@ -154,8 +154,7 @@ class QueriesBackward:
         rDs = cute.make_rmem_tensor(((2, 2, 2), 1, self.tile_k // 16), self.dtype)
         rDq = cute.make_rmem_tensor(mma_dq.partition_shape_C((self.tile_q, self.d)), Float32)
         rDq.fill(0.0)
-        mLse, mDelta = rows
-        lse, delta = self._of_rows(mLse, mDelta, tile, tidx, sizes)
+        lse, delta = self.weights.of_rows(rows, tile.block * self.tile_q + first_row(tidx), tile, sizes)
 
         one = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
@@ -195,16 +194,6 @@ class QueriesBackward:
             ring_k.consumer_release(before)
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.consumers * WARPGROUP)
         store_rows(mma_dq, rDq, moved[4], (tidx, tile, self.scale, self.d), sizes.rows[0])
-
-    def _of_rows(self, mLse, mDelta, tile, tidx, sizes):
-        """The log-sum-exp, of base 2, and the delta of a thread's rows, as functions of row and column."""
-        first = tile.block * self.tile_q + first_row(tidx)
-        lse, delta = [], []
-        for row in (first, first + 8):
-            at = sizes.of_query(tile, cutlass.min(row, sizes.seqlen_q - 1))
-            lse.append(self.weights.of_lse(mLse[at], row < sizes.seqlen_q))
-            delta.append(mDelta[at])
-        return (lambda r, c: lse[r]), (lambda r, c: delta[r])
 
 
 def store_rows(mma, rX, out, at, rows=None):

@@ -2,18 +2,19 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, const_expr
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.attention.config import MMA_ROWS, AttentionConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import OnlineSoftmax, store_packed
+from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import Sizes, Tiles, offsets_of, sizes_of, view
 from cute_ops.kernels.attention.warps import (
     Operand,
     Rows,
     accumulators,
+    following,
     halves,
     load_rows,
     mma_of_warp,
@@ -79,9 +80,8 @@ class AttentionFwdSm80:
         q, out = (source_of(m, tile.head, tile.batch, of_q, own.seqlen_q) for m in (moved[0], moved[3]))
         k, v = (source_of(m, kv_head, tile.batch, of_k, own.seqlen_k) for m in moved[1:3])
         first, keys = self.tiles.keys_of(tile, own)
-        some = keys >= first
         load_rows(q, sQ, tile.block * self.tile_q, tidx, self.threads)
-        if some:
+        if keys >= first:
             load_rows(k, sK[None, None, 0], keys * self.tile_n, tidx, self.threads)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
@@ -99,6 +99,10 @@ class AttentionFwdSm80:
             each.fill(-Float32.inf)
         for each in rSum:
             each.fill(0.0)
+
+        def some(index):
+            return self.tiles.some(tile, own, tile.block, index)
+
         while keys >= first:
             # Keys are there, and all warps have read the values of the tile before.
             load_rows(v, sV[None, None, 0], keys * self.tile_n, tidx, self.threads)
@@ -109,7 +113,7 @@ class AttentionFwdSm80:
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
             # Values are there, and all warps have read the keys.
-            after = self._next(tile, own, keys, first)
+            after = following(keys, first, -1, some if self.mods.mask else None)
             if after >= first:
                 load_rows(k, sK[None, None, 0], after * self.tile_n, tidx, self.threads)
             cute.arch.cp_async_commit_group()
@@ -141,26 +145,9 @@ class AttentionFwdSm80:
         return sQ, *(padded_stages(smem, dtype, self.tile_n, width) for width in (self.d, self.dv))
 
     @cute.jit
-    def _next(self, tile: cutlass.Constexpr, sizes: cutlass.Constexpr, keys, first):
-        """The tile of keys before this one, of those that the mask lets a score of pass; one before ``first`` if there
-        is none.
-        """
-        keys = keys - 1
-        if const_expr(self.mods.mask is not None):
-            skips = Boolean(keys >= first)
-            while skips:
-                skips = ~self.tiles.some(tile, sizes, tile.block, keys)
-                if skips:
-                    keys = keys - 1
-                    skips = keys >= first
-        return keys
-
-    @cute.jit
     def _weigh(self, rS, place: cutlass.Constexpr, whole, found: cutlass.Constexpr):
         """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
-        (rMax, rSum, rO) = found
-        from cute_ops.kernels.attention.softmax import by_row
-
+        rMax, rSum, rO = found
         if const_expr(self.mods.score is not None):
             self.mods.change(by_row(rS), place, self.scale)
         if not whole:

@@ -137,6 +137,17 @@ class Weights:
         """A row's log-sum-exp, of base 2; infinite where the row has no key or is not ``given``: its weights are 0."""
         return cutlass.select_(given & (lse > -Float32.inf), lse * Float32(LOG2_E), Float32.inf)
 
+    def of_rows(self, rows, first, tile, sizes):
+        """The log-sum-exp, of base 2, and the delta of a thread's rows, ``first`` and 8 further down, as functions of
+        row and column. ``rows``: both for all rows.
+        """
+        (mLse, mDelta), lse, delta = rows, [], []
+        for row in (first, first + 8):
+            at = sizes.of_query(tile, cutlass.min(row, sizes.seqlen_q - 1))
+            lse.append(self.of_lse(mLse[at], row < sizes.seqlen_q))
+            delta.append(mDelta[at])
+        return (lambda r, c: lse[r]), (lambda r, c: delta[r])
+
     @cute.jit
     def of_scores(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole):
         """Replace products of queries and keys by ``p * dscore``, the weight and the derivative of its score.
@@ -167,3 +178,13 @@ class Weights:
             store_packed(rS, rWeights)
         if cutlass.const_expr(rRaw is not None):
             self.mods.derive(scores, by_row(rRaw), place)
+
+
+def of_columns(mRows, place, sizes):
+    """A number of each of a thread's columns, which are rows of scores, and whether there is such a row."""
+    found = []
+    for column in place.columns:
+        query = place.start + column
+        at = sizes.of_query(place.tile, cutlass.min(query, sizes.seqlen_q - 1))
+        found.append((mRows[at], query < sizes.seqlen_q))
+    return found

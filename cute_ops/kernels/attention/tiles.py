@@ -269,6 +269,17 @@ class Tiles:
         batch = head // sizes.heads
         return self.placed(block, head - batch * sizes.heads, batch, sizes, 0)
 
+    def keys_at(self, index, sizes, bytes_of_query):
+        """The block of keys with an index, of a head of k, and the sizes of its sequence: under a causal mask the first
+        ones have most queries. ``bytes_of_query``: of a query and its cotangent.
+        """
+        of_head = Int64(sizes.seqlen_q) * sizes.heads_per_kv * bytes_of_query
+        together = Int32(cutlass.max(Int64(CACHED_BYTES) // of_head, 1))
+        (blocks, batches), kv_heads = self.blocks(sizes, 1), sizes.heads // sizes.heads_per_kv
+        block, head = self.walk(index, blocks, kv_heads * batches, together)
+        batch = head // kv_heads
+        return self.placed(blocks - 1 - block, head - batch * kv_heads, batch, sizes, 1)
+
     def placed(self, block, head, batch, sizes, axis):
         """The tile of a block of queries, 0, or of keys, 1, and the sizes of its sequence. An empty block has nothing
         to attend to.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
@@ -184,6 +184,22 @@ def _load_rows(source: cutlass.Constexpr, sX, first, tidx, threads: cutlass.Cons
             copy_or_clear((target, offset), place, readable, there)
         elif i * threads + tidx < rows * across:
             copy_or_clear((target, offset), place, readable, there)
+
+
+@cute.jit
+def following(index, end, step: cutlass.Constexpr, some: cutlass.Constexpr):
+    """The next of numbers in steps of 1 or -1 up to ``end`` for which ``some(number)`` is true, of all where it is None;
+    one behind ``end`` if there is none.
+    """
+    index = index + step
+    if const_expr(some is not None):
+        skips = Boolean((end - index) * step >= 0)
+        while skips:
+            skips = Boolean(False)
+            if ~some(index):
+                index = index + step
+                skips = (end - index) * step >= 0
+    return index
 
 
 def place_of_warp(tile, row, lane, first, columns, sizes, keys_down=False):

@@ -42,7 +42,7 @@ BY_WARPS = {
 }  # fmt: skip
 # Of gradients: warps with 16 rows each, and rows and stages of the tiles that a CTA goes through.
 BACKWARD_BY_WARPS = {
-    64: ((8, 64, 2),), 128: ((8, 64, 2), (8, 32, 1)), 192: ((8, 32, 2), (4, 32, 1)), 256: ((4, 32, 2), (4, 16, 1)),
+    64: ((8, 64, 2),), 128: ((8, 32, 2), (8, 32, 1)), 192: ((8, 32, 2), (4, 32, 1)), 256: ((4, 32, 2), (4, 16, 1)),
 }  # fmt: skip
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
