@@ -68,6 +68,7 @@ from cute_ops import FLOATS, Op, Program, Tensor  # noqa: E402
 from cute_ops.autotune import dispatch  # noqa: E402
 from cute_ops.jit import target  # noqa: E402
 from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
+from cute_ops.ops.attention import config as attention  # noqa: E402
 
 # What the second table of features has as columns.
 PRODUCT_NAMES = (
@@ -107,6 +108,7 @@ elif "CUTE_OPS_CACHE_DIR" in GIVEN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="one case of each fast test; with --room all cases")
+    parser.addoption("--attention-by-warps", action="store_true", help="attention by mma.sync on Hopper, too")
     parser.addoption("--room", metavar="NAME", help="only files of tests that import this room, or have its name")
     parser.addoption("--sample", type=float, default=1.0, metavar="PART", help="this part of the tests, by chance")
     parser.addoption("--sample-seed", default="0", metavar="TEXT", help="another text takes another part")
@@ -171,6 +173,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if name not in os.environ:
             os.environ[name] = folder = tempfile.mkdtemp(prefix="cute_ops_tests_")
             config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    if config.getoption("--attention-by-warps"):
+        attention.by_warpgroups = lambda arch: False
     if "PYTEST_XDIST_WORKER" not in os.environ:  # of modules that tests wrote and that are gone
         config.add_cleanup(partial(shutil.rmtree, BYTECODE + tempfile.gettempdir(), ignore_errors=True))
     # Both folders' conftest take it from here: a conftest cannot be imported.

@@ -39,9 +39,10 @@ def attention(
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
-        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128.
-        fused: ``"auto"`` runs the kernel in 16 bits on SM 9.0, and else the same formula in the framework's functions,
-            which needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
+        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128
+            and the GPU is SM 9.0.
+        fused: ``"auto"`` runs the kernel in 16 bits, and else the same formula in the framework's functions, which
+            needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
         score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place
             of a score, after ``softcap``. :mod:`cute_ops.mods` says what it may do, and has such functions.
         mask_mod: ``mask_mod(xp, batch, head, q, k, *captured)``: whether a query attends to a key. One that ``causal``,
@@ -62,7 +63,7 @@ def attention(
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, a last dim that is not contiguous, ``causal`` beside ``right``.
-        NotImplementedError: with ``fused="always"`` a GPU that is no SM 9.0.
+        NotImplementedError: a GPU older than SM 8.0.
 
     Source: Dao et al., FlashAttention, 2022; Shah et al., FlashAttention-3, 2024.
     """

@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 
 from cute_ops.kernels.attention.config import AttentionBackwardConfig, AttentionConfig
-from cute_ops.ops.attention.attention import attention, attention_bwd
-from tests.core.test_attention_kernels import CALLS, ONE_STAGE, Run, _backward, halves, modded
+from cute_ops.ops.attention.attention import (
+    attention,
+    attention_bwd,
+    attention_packed,
+    attention_packed_bwd,
+)
+from tests.core import test_attention_packed
+from tests.core.test_attention_kernels import CALLS, ONE_STAGE, Run, halves, modded, with_cotangents
 from tests.emulator import products, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
-ARCH = "sm_80"
+# Of a smaller one the gradients of long heads have one stage.
+ARCH, SMALLER = "sm_80", "sm_86"
 OTHERS = 9  # blocks of memory before those of what functions read
 
 
@@ -30,10 +37,13 @@ def emulate(run: Run, name: str, heads: Sequence[np.ndarray], rows: Sequence[np.
     (text,) = (entry for entry in run.entries if all(part in entry.partition("(")[0] for part in ("_kernel_", name)))
     second = name.startswith("Keys")
     ranges = [table for key, table in run.tables.items() if key.endswith("_2") == second]
-    arguments = [
-        *(of_heads(i, x) for i, x in enumerate(heads, 1)), *(run.rows(i) for i, _ in enumerate(rows, 1 + len(heads))),
-        *run.sizes, *run.read, *ranges, *run.offsets,
-    ]  # fmt: skip
+    of_rows = [run.rows(i) for i, _ in enumerate(rows, 1 + len(heads))]
+    if run.is_packed:  # deltas have a batch
+        of_rows[1:] = [
+            struct.pack("<Q3q2q", i << 32, *x.shape, x.size, x.shape[2]) for i, x in enumerate(rows[1:], 2 + len(heads))
+        ]
+    of_tensors = (of_heads(i, x) for i, x in enumerate(heads, 1))
+    arguments = [*of_tensors, *of_rows, *run.sizes, *run.read, *ranges, *run.offsets]
     empty = [np.zeros(8, np.uint8)] * (OTHERS - len(heads) - len(rows))
     blocks = [x.reshape(-1).view(np.uint8) for x in (*heads, *rows, *empty, *run.memory)]
     run._fill(ranges, blocks, second)
@@ -68,24 +78,49 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
-def test_gradients(call: Call, tmp_path: Path) -> None:
-    _check_gradients(call, NO_FUNCTIONS, tmp_path)
+@pytest.mark.parametrize(
+    ("call", "arch"), [*((call, ARCH) for call in CALLS), (ONE_STAGE, SMALLER)], ids=lambda x: getattr(x, "name", x)
+)
+def test_gradients(call: Call, arch: str, tmp_path: Path) -> None:
+    _check_gradients(call, NO_FUNCTIONS, tmp_path, arch)
 
 
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(2))
 def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
-    _check_gradients(*modded(number), tmp_path)
+    _check_gradients(*modded(number), tmp_path, ARCH)
 
 
-def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
-    run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), ARCH, OTHERS), halves(*arrays(call, 0))
-    dout, lse, delta, right = _backward(call, (q, k, v), functions)
+def _check_gradients(call: Call, functions: Functions, folder: Path, arch: str) -> None:
+    run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), arch, OTHERS), halves(*arrays(call, 0))
+    dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     block = AttentionBackwardConfig.of(run.variant.config).block
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], [lse, delta], -(-call.s // block) * call.h * call.batch)
     emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], [lse, delta], -(-call.t // block) * call.g * call.batch)
     for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
         right[name].assert_holds(found.astype(np.float64), name)
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("which", ["window", "documents"])
+def test_packed_sequences(which: str, tmp_path: Path) -> None:
+    case = test_attention_packed.CASES[which]()
+    call, count = case.call, len(case.lengths)
+    run = Run(attention_packed, call, tmp_path, case.functions, case.offsets, ARCH, OTHERS)
+    out, lse = np.full_like(case.dout, np.nan), np.full(case.dlse.shape, np.nan, np.float32)
+    ctas = (call.s // AttentionConfig.of(run.variant.config).block + count + 1) * call.h
+    emulate(run, "AttentionFwdSm80", [case.q, case.k, case.v, out], [lse], ctas)
+    case.check({"out": out, "lse": lse})
+
+    folder = tmp_path / "gradients"
+    folder.mkdir()
+    run = Run(attention_packed_bwd, call, folder, case.functions, case.offsets, ARCH, OTHERS)
+    rows, (q, k, v, dout) = [lse, case.deltas(out)], (case.q, case.k, case.v, case.dout)
+    block = AttentionBackwardConfig.of(run.variant.config).block
+    dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
+    emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], rows, (call.s // block + count + 1) * call.h)
+    emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], rows, (call.t // block + count + 1) * call.g)
+    case.check({"dq": dq, "dk": dk, "dv": dv})

@@ -23,7 +23,8 @@ def runs_by_framework(dtype: str, arch: str | None, fused: str = "auto") -> bool
     ("dtype", "arch", "by_framework"),
     [
         ("bfloat16", "sm_90a", False), ("float16", "sm_90a", False), ("float32", "sm_90a", True),
-        ("bfloat16", "sm_80", True), ("bfloat16", "sm_100a", True), ("float32", None, False),
+        ("bfloat16", "sm_80", False), ("bfloat16", "sm_100a", False), ("float32", "sm_80", True),
+        ("float32", None, False),
     ],
 )  # fmt: skip
 def test_where_the_framework_computes(dtype: str, arch: str | None, by_framework: bool) -> None:

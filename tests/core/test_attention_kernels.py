@@ -65,11 +65,12 @@ class Run:
         offsets: where packed sequences begin.
         arch: what is compiled for.
         others: blocks of memory before those of what functions read.
+        sinks: whether it has sinks.
     """
 
     def __init__(
         self, op: Op, call: Call, folder: Path, functions: Functions = NO_FUNCTIONS, offsets: Offsets = (),
-        arch: str = "sm_90a", others: int = OTHERS,
+        arch: str = "sm_90a", others: int = OTHERS, sinks: bool = False,
     ) -> None:  # fmt: skip
         b, s, t, h, g, d, e = call[:7]
         shapes, lead = ((s, h, d), (t, g, d), (t, g, e), (s, h, e)), () if offsets else (b,)
@@ -82,6 +83,7 @@ class Run:
         more = {"out": out, "lse": lse, "dout": out, "dlse": lse} if "dout" in op.inputs else {}
         arrays = {name: Array(a.shape, str(a.dtype)) for name, a in captured.items()}
         more |= {f"cu_seqlens_{x}": Array(o.shape, "int32") for x, o in zip("qk", offsets, strict=False)}
+        more |= {"sinks": Array((h,), "float32")} if sinks else {}
         binding = bind(op, {"q": q, "k": k, "v": v, **more, **arrays}, call.attrs)
         self.others = others
         self.call, self.is_packed, found = call, bool(offsets), plan(binding, {}, parse(arch))
@@ -206,7 +208,7 @@ def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) 
 def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
     call = call._replace(attrs={**call.attrs, "deterministic": True})
     run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
-    dout, lse, delta, right = _backward(call, (q, k, v), functions)
+    dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     config, rows, memory = dict(run.variant.settings), [run.rows(1), run.rows(2)], [lse, delta]
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     moved = [(q, 128), (k, config["tile_k"]), (v, config["tile_k"]), (dout, 128), (dq, 64)]
@@ -232,7 +234,7 @@ def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_
 
 def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
-    dout, lse, delta, right = _backward(call, (q, k, v), functions)
+    dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_q"]
     whole = ((0, 0), (0, 0), (0, -call.s % 128))
     logs = np.pad(np.where(lse > -np.inf, lse * np.float32(np.log2(np.e)), np.inf), whole, constant_values=np.inf)
@@ -249,7 +251,7 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
 
 
-def _backward(
+def with_cotangents(
     call: Call, given: Sequence[np.ndarray], functions: Functions
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Bounded]]:
     """A cotangent of the result, each row's log-sum-exp and delta, and what is right."""

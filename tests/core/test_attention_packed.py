@@ -65,6 +65,12 @@ class Case:
         lse[:, :, self.offsets[0][-1] :] = -np.inf
         return out, lse
 
+    def deltas(self, out: np.ndarray) -> np.ndarray:
+        """Sums of results and cotangents over each row; unknown behind the last sequence."""
+        delta = np.einsum("bshe,bshe->bhs", *(x.astype(np.float64) for x in (out, self.dout))) - self.dlse
+        delta[:, :, int(self.offsets[0][-1]) :] = np.nan
+        return delta.astype(np.float32)
+
     def check(self, found: dict[str, np.ndarray]) -> None:
         for i, lengths in enumerate(self.lengths):
             if i == UNKNOWN:
@@ -114,10 +120,7 @@ def test_gradients(which: str, tmp_path: Path) -> None:
     call = case.call._replace(attrs={**case.call.attrs, "deterministic": True})
     run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets)
     out, lse = case.results()
-    delta = np.einsum("bshe,bshe->bhs", *(x.astype(np.float64) for x in (out, case.dout))) - case.dlse
-    rest = int(case.offsets[0][-1])
-    delta[:, :, rest:] = np.nan
-    memory = [lse, delta.astype(np.float32)]
+    memory = [lse, case.deltas(out)]
     rows = [run.rows(1), struct.pack("<Q3q2q", 2 << 32, 1, call.h, call.s, call.h * call.s, call.s)]
     config, n = dict(run.variant.settings), len(case.lengths)
     dq, dk, dv = (np.full_like(x, np.nan) for x in (case.q, case.k, case.v))
@@ -177,3 +180,29 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     of_sums = struct.pack("<Q", 1 << 32) + of_sums[8:]
     around("round", [sums, dq], [of_sums, heads(2, dq)], call.h * length * call.d // 8)
     case.check({"dq": dq, "dk": dk, "dv": dv})
+
+
+@products.emulated
+def test_the_gradient_of_sinks_in_one_pass(tmp_path: Path) -> None:
+    """Deltas of rows are those of whole tiles of each sequence, and what lies between is NaN."""
+    rng, starts = np.random.default_rng(0), np.array([0, 70, 70, 200], np.int32)
+    call, tokens, tile = CALLS[0]._replace(s=203, t=203, attrs={}), 203, 64
+    run = Run(attention_packed_bwd, call, tmp_path, offsets=[starts, starts], sinks=True)
+    sinks, lse = rng.standard_normal(call.h), rng.standard_normal((1, call.h, tokens)) + 1
+    lse[0, 0, 5] = -np.inf
+    delta = rng.standard_normal((1, call.h, tokens))
+    slots = np.full((1, call.h, (tokens // tile + len(starts)) * tile), np.nan, np.float32)
+    for i, start in enumerate(starts):
+        end = starts[i + 1] if i + 1 < len(starts) else tokens
+        slot = (start // tile + i) * tile
+        slots[:, :, slot : slot + end - start] = delta[:, :, start:end]
+    found = np.full(call.h, np.nan, np.float32)
+    (text,) = (e for e in run.entries if "_sinks_cute" in e.partition("(")[0])
+    of_slots = struct.pack("<Q3q2q", 3 << 32, *slots.shape, slots[0].size, slots.shape[2])
+    ends = (struct.pack("<Qq", block << 32, call.h) for block in (1, 4))
+    offsets = (struct.pack("<Qq", block << 32, len(starts)) for block in (5, 6))
+    arguments = [next(ends), run.rows(2), of_slots, next(ends), *run.sizes, *offsets]
+    memory = [sinks.astype(np.float32), lse.astype(np.float32), slots, found, starts, starts]
+    ptx_cta.Kernel(run.head + text).run(call.h, arguments, [x.reshape(-1).view(np.uint8) for x in memory])
+    right = -np.where(lse > -np.inf, np.exp(sinks[:, None] - lse) * delta, 0).sum(axis=(0, 2))
+    np.testing.assert_allclose(found, right, rtol=2e-5)

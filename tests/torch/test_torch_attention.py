@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 import cute_ops_torch
 from cute_ops import mods
+from cute_ops.ops.attention import config
+from cute_ops.ops.attention.attention import declare
 from tests.ops.attention_calls import (
     Call,
     arrays,
@@ -38,7 +40,7 @@ def wide(tensors: Sequence[torch.Tensor | None]) -> list[np.ndarray | None]:
     return [None if x is None else x.detach().cpu().float().numpy() for x in tensors]
 
 
-def assert_right(call: Call, seed: int, device: str) -> None:
+def assert_right(call: Call, seed: int, device: str, attend: Callable[..., Any] = cute_ops_torch.attention) -> None:
     """Results and gradients are right, and have the same bits when they are computed again in poisoned memory, if asked
     to.
     """
@@ -49,7 +51,7 @@ def assert_right(call: Call, seed: int, device: str) -> None:
     runs = []
     for _ in range(2 if device == "cuda" else 1):
         leaves = [None if x is None else x.detach().requires_grad_() for x in given]
-        out, lse = cute_ops_torch.attention(*leaves, **call.attrs)
+        out, lse = attend(*leaves, **call.attrs)
         grads = torch.autograd.grad([out, lse], [x for x in leaves if x is not None], [dout, dlse])
         names = ("out", "lse", "dq", "dk", "dv", "dsinks")
         runs.append(dict(zip(names, (out, lse, *grads), strict=False)))
@@ -115,6 +117,15 @@ def test_drawn_calls_with_functions_on_a_gpu(part: int) -> None:
 def test_drawn_calls_on_a_gpu(part: int) -> None:
     for seed in range(part * 4, part * 4 + 4):
         assert_right(drawn(seed), seed, "cuda")
+
+
+@pytest.mark.gpu
+def test_kernels_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those by ``mma.sync``, which Hopper runs, too; ``--attention-by-warps`` runs all of attention's tests by them."""
+    monkeypatch.setattr(config, "by_warpgroups", lambda arch: False)
+    attend = cute_ops_torch.register(declare("attention_by_warps"))
+    for seed in range(100, 108):
+        assert_right(drawn(seed), seed, "cuda", attend)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ gradient is summed by one CTA in a fixed order. On Hopper warpgroups multiply, e
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
@@ -70,7 +70,7 @@ class AttentionBackward:
             use_pdl=self.pdl,
         )
         if const_expr(mSinks is not None):
-            self.sinks(mSinks, mLse, mDelta, mDsinks).launch(
+            self.sinks(mSinks, mLse, mDelta, mDsinks, packed).launch(
                 grid=[Int32(cute.size(mSinks)), 1, 1], block=[WARP * WARPS, 1, 1], stream=stream
             )
         inputs = mQ, mK, mV, mDout
@@ -127,17 +127,22 @@ class AttentionBackward:
                 store_if(there & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
 
     @cute.kernel
-    def sinks(self, mSinks, mLse, mDelta, mDsinks):
-        """A CTA for each head."""
+    def sinks(self, mSinks, mLse, mDelta, mDsinks, packed):
+        """A CTA for each head. ``packed``: sizes, where deltas are those of the tiles of packed sequences."""
         tidx, head = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         batches, seqlen = Int32(mLse.shape[0]), Int32(mLse.shape[2])
+        rows = seqlen if const_expr(packed is None) else Int32(mDelta.shape[2])
         sink, total = Float32(mSinks[head]), Float32(0.0)
         for batch in cutlass.range(batches, unroll=1):
-            for row in cutlass.range(tidx, seqlen, WARP * WARPS, unroll=1):
-                lse = mLse[batch, head, row]
+            for row in cutlass.range(tidx, rows, WARP * WARPS, unroll=1):
+                token, none = row, Boolean(False)
+                if const_expr(packed is not None):
+                    token, given = self.one_pass.tiles.token_of(row, Sizes(*packed))
+                    token, none = cutlass.min(token, seqlen - 1), ~given
+                lse = mLse[batch, head, token]
                 # A row whose lse is -inf has a sink of -inf: its share is 0.
                 share = exp2((sink - lse) * Float32(LOG2_E))
-                total += cutlass.select_(lse == -Float32.inf, Float32(0.0), share * mDelta[batch, head, row])
+                total += cutlass.select_(none | (lse == -Float32.inf), Float32(0.0), share * mDelta[batch, head, row])
         for offset in (16, 8, 4, 2, 1):
             total += cute.arch.shuffle_sync_bfly(total, offset=offset)
         sums = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16)

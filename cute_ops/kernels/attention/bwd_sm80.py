@@ -46,7 +46,7 @@ class GradientSm80:
         self.weights = Weights(mods, scale)
 
     def keeps_rows(self, sums, tile):
-        """Whether registers hold a warp's rows beside so many columns of sums, two tiles of scores and a rounded one."""
+        """Whether registers hold a warp's rows beside so many columns of sums, two tiles of scores, a rounded one."""
         return (self.d + self.dv) // 4 + sums // 2 + 5 * tile // 4 <= REGISTERS
 
     def held(self, dtype, tile):
@@ -66,8 +66,8 @@ class GradientSm80:
     def go_through(
         self, tiles: cutlass.Constexpr, some: cutlass.Constexpr, load: cutlass.Constexpr, multiply: cutlass.Constexpr
     ):  # fmt: skip
-        """``multiply(tile, stage)`` for each tile from a first to a last one for which ``some(tile)`` is true, after its
-        ``load(tile, stage)``.
+        """Do ``multiply(tile, stage)`` for each tile from a first to a last one for which ``some(tile)`` is true, after
+        its ``load(tile, stage)``.
         """
         (first, last), stage = tiles, Int32(0)
         index = first
@@ -170,8 +170,8 @@ class QueriesBackwardSm80(GradientSm80):
 class KeysBackwardSm80(GradientSm80):
     """``dk = ds.T @ q`` and ``dv = p.T @ dout``.
 
-    Tile: a CTA has ``block`` keys of one head, 16 for each warp, and goes through the queries of all heads that share it
-    in tiles of ``tile_q``. Scores are computed transposed, so that their weights stay in registers for the products
+    Tile: a CTA has ``block`` keys of one head, 16 for each warp, and goes through the queries of all heads that share
+    it in tiles of ``tile_q``. Scores are computed transposed, so that their weights stay in registers for the products
     with queries and cotangents.
     Shared memory: ``block x (d + dv)`` keys and values, whose place the results take; ``stages`` slots of ``tile_q x (d
     + dv)`` queries and cotangents; padded.

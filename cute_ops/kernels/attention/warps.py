@@ -170,7 +170,10 @@ def _load_rows(source: cutlass.Constexpr, sX, first, tidx, threads: cutlass.Cons
     # A thread has the same column each time, so many rows further down; or else it has any.
     regular, down = threads % across == 0, threads // across
     row, column = tidx // across, tidx % across
-    target, place = sX.iterator.toint() + (row * pitch + column * VECTOR_BYTES), source.address(first + row, column * VECTOR)
+    target, place = (
+        sX.iterator.toint() + (row * pitch + column * VECTOR_BYTES),
+        source.address(first + row, column * VECTOR),
+    )
     for i in cutlass.range_constexpr(-(-rows * across // threads)):
         offset = i * down * pitch
         if const_expr(not regular):
@@ -188,7 +191,7 @@ def _load_rows(source: cutlass.Constexpr, sX, first, tidx, threads: cutlass.Cons
 
 @cute.jit
 def following(index, end, step: cutlass.Constexpr, some: cutlass.Constexpr):
-    """The next of numbers in steps of 1 or -1 up to ``end`` for which ``some(number)`` is true, of all where it is None;
+    """The next of numbers in steps of 1 or -1 up to ``end`` for which ``some(number)`` is true, of all if it is None;
     one behind ``end`` if there is none.
     """
     index = index + step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cute_ops.declaration.config import Config, Problem
 from cute_ops.declaration.shapes import ITEMSIZE, Array
@@ -26,7 +26,8 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M
 from cute_ops.ops.attention import mods
 from cute_ops.ops.rows import threads_for
 
-T, C = TypeVar("T"), TypeVar("C", AttentionConfig, AttentionBackwardConfig)
+T = TypeVar("T")
+C = TypeVar("C", AttentionConfig, AttentionBackwardConfig)
 THREADS, UNROLL = 128, 4
 # Keys of a tile and warpgroups, by the most elements of a head.
 KEYS = {64: (128, 3), 128: (128, 2), 192: (96, 2), 256: (80, 2)}
@@ -35,8 +36,8 @@ ONE_PASS = {64: (64, 3), 128: (64, 2)}
 # By the most elements of a head, keys and slots of the gradient of queries, then queries and slots of that of keys and
 # values.
 BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: (64, 1, 32, 1)}
-# By ``mma.sync``, by the most elements of a head: warps, tiles of 16 queries of each, and keys of a tile; the first that
-# shared memory holds.
+# By ``mma.sync``, by the most elements of a head: warps, tiles of 16 queries of each, and keys of a tile; the first one
+# that shared memory holds.
 BY_WARPS = {
     64: ((4, 2, 64),), 128: ((4, 2, 64),), 192: ((8, 1, 64), (8, 1, 48)), 256: ((8, 1, 64), (4, 1, 48)),
 }  # fmt: skip
@@ -63,7 +64,7 @@ def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
     mask, bounds = _mask(own, problem)
     score = mods.score_of(problem.attrs["softcap"], own.score)
-    changes = {"mask": mask, "bounds": bounds, "score": score.text if score else ""}
+    changes: dict[str, Any] = {"mask": mask, "bounds": bounds, "score": score.text if score else ""}
     if by_warpgroups(problem.arch):
         tile_n, consumers = _of_size(KEYS, problem)
         return AttentionConfig(tile_n, problem.sm_count, consumers, **changes)
