@@ -1,5 +1,7 @@
 """Attention on any GPU from SM 8.0 on: cp.async and ``mma.sync``, an online softmax in registers."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
@@ -28,6 +30,28 @@ from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 
 VALUE_REGISTERS = 512  # with sums of values up to these, registers hold queries, too
+
+
+class Accumulated(NamedTuple):
+    """A warp's sums for 16 queries.
+
+    Attributes:
+        first: the first of the queries.
+        s: their place in shared memory.
+        queries: as an operand.
+        scores, weights: of a tile of keys; weights in 16 bits.
+        values: sums of weighted values.
+        largest, sums: of a thread's two rows, the largest score and the sum of weights so far.
+    """
+
+    first: Any
+    s: Any
+    queries: Any
+    scores: Any
+    weights: Any
+    values: Any
+    largest: Any
+    sums: Any
 
 
 class AttentionFwdSm80:
@@ -79,37 +103,49 @@ class AttentionFwdSm80:
         (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
         q, out = (source_of(m, tile.head, tile.batch, of_q, own.seqlen_q) for m in (moved[0], moved[3]))
         k, v = (source_of(m, kv_head, tile.batch, of_k, own.seqlen_k) for m in moved[1:3])
-        first, keys = self.tiles.keys_of(tile, own)
+        first, last = self.tiles.keys_of(tile, own)
         load_rows(q, sQ, tile.block * self.tile_q, tidx, self.threads)
-        if keys >= first:
-            load_rows(k, sK[None, None, 0], keys * self.tile_n, tidx, self.threads)
+        if last >= first:
+            load_rows(k, sK[None, None, 0], last * self.tile_n, tidx, self.threads)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
+        mine = [self._start(mma, sQ, tile, warp * self.tiles_m + i, lane) for i in range(self.tiles_m)]
+        operands = (k, sK, Operand.of(mma, sK, lane, False)), (v, sV, Operand.of(mma, sV, lane, True))
+        self._attend(mine, operands, (first, last), (tile, own, tidx))
+        let_next_start(self.pdl)
+        sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
+        for each in mine:
+            self._finish(each, sink, mLse, out, (tile, own, lane))
 
-        mine = [warp * self.tiles_m + i for i in range(self.tiles_m)]  # tiles of 16 queries
-        places = [cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)) for i in mine]
-        rows = [Rows.of(mma, s, lane, self.keeps_queries) for s in places]
-        of_keys, of_values = Operand.of(mma, sK, lane, False), Operand.of(mma, sV, lane, True)
-        scores = [accumulators(mma, self.tile_n) for _ in mine]
-        weights = [halves(self.tile_n, self.dtype) for _ in mine]
-        sums = [accumulators(mma, self.dv, 0.0) for _ in mine]
-        rMax, rSum = ([cute.make_rmem_tensor(2, Float32) for _ in mine] for _ in range(2))
-        for each in rMax:
-            each.fill(-Float32.inf)
-        for each in rSum:
-            each.fill(0.0)
+    def _start(self, mma, sQ, tile, number, lane):
+        """Sums of nothing of the 16 queries with this number in a block."""
+        s, largest, sums = cute.local_tile(sQ, (MMA_ROWS, self.d), (number, 0)), *by_two(-Float32.inf, 0.0)
+        return Accumulated(
+            tile.block * self.tile_q + number * MMA_ROWS, s, Rows.of(mma, s, lane, self.keeps_queries),
+            accumulators(mma, self.tile_n), halves(self.tile_n, self.dtype), accumulators(mma, self.dv, 0.0), largest,
+            sums,
+        )  # fmt: skip
+
+    @cute.jit
+    def _attend(
+        self, mine: cutlass.Constexpr, operands: cutlass.Constexpr, tiles: cutlass.Constexpr, at: cutlass.Constexpr
+    ):
+        """Go through the tiles of keys, of which the last one is there."""
+        ((k, sK, of_keys), (v, sV, of_values)), (tile, own, tidx) = operands, at
+        first, keys = tiles
+        scores, sums = [each.scores for each in mine], [each.values for each in mine]
 
         def some(index):
             return self.tiles.some(tile, own, tile.block, index)
 
         while keys >= first:
-            # Keys are there, and all warps have read the values of the tile before.
+            # All warps have read the values of the tile before.
             load_rows(v, sV[None, None, 0], keys * self.tile_n, tidx, self.threads)
             cute.arch.cp_async_commit_group()
             for each in scores:
                 each.fill(0.0)
-            of_keys.add_to(scores, lambda i, k: rows[i](k), 0)
+            of_keys.add_to(scores, lambda i, step: mine[i].queries(step), 0)
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
             # Values are there, and all warps have read the keys.
@@ -118,38 +154,47 @@ class AttentionFwdSm80:
                 load_rows(k, sK[None, None, 0], after * self.tile_n, tidx, self.threads)
             cute.arch.cp_async_commit_group()
             whole = self.tiles.whole(tile, own, tile.block, keys)
-            for i in cutlass.range_constexpr(self.tiles_m):
-                row = tile.block * self.tile_q + mine[i] * MMA_ROWS
-                place = place_of_warp(tile, row, lane, keys * self.tile_n, self.tile_n, own)
-                self._weigh(scores[i], place, whole, (rMax[i], rSum[i], sums[i]))
-                store_packed(scores[i], weights[i])
-            of_values.add_to(sums, lambda i, k: weights[i][None, None, k], 0)
+            for each in mine:
+                place = place_of_warp(tile, each.first, tidx % WARP, keys * self.tile_n, self.tile_n, own)
+                self._weigh(each, place, whole)
+            of_values.add_to(sums, lambda i, step: mine[i].weights[None, None, step], 0)
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
             keys = after
-        let_next_start(self.pdl)
-        for i in cutlass.range_constexpr(self.tiles_m):
-            row = tile.block * self.tile_q + mine[i] * MMA_ROWS
-            sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
-            lse, factors = self.softmax.finish(rMax[i], rSum[i], sink)
-            for r in cutlass.range_constexpr(2):
-                query = row + lane // 4 + 8 * r
-                if (lane % 4 == 0) & (query < own.seqlen_q):
-                    mLse[own.of_query(tile, query)] = lse[r]
-            self.softmax.rescale(sums[i], factors)
-            store_rows(sums[i], places[i], out, row, lane, self.dtype)
+
+    @cute.jit
+    def _weigh(self, mine: cutlass.Constexpr, place: cutlass.Constexpr, whole):
+        """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
+        if const_expr(self.mods.score is not None):
+            self.mods.change(by_row(mine.scores), place, self.scale)
+        if not whole:
+            self.mods.hide(by_row(mine.scores), place, -Float32.inf)
+        self.softmax.rescale(mine.values, self.softmax.add(mine.scores, mine.largest, mine.sums))
+        store_packed(mine.scores, mine.weights)
+
+    @cute.jit
+    def _finish(
+        self, mine: cutlass.Constexpr, sink: cutlass.Constexpr, mLse, out: cutlass.Constexpr, at: cutlass.Constexpr
+    ):
+        """Divide by the sums of 16 rows, and store these."""
+        tile, own, lane = at
+        lse, factors = self.softmax.finish(mine.largest, mine.sums, sink)
+        for r in cutlass.range_constexpr(2):
+            query = mine.first + lane // 4 + 8 * r
+            if (lane % 4 == 0) & (query < own.seqlen_q):
+                mLse[own.of_query(tile, query)] = lse[r]
+        self.softmax.rescale(mine.values, factors)
+        store_rows(mine.values, mine.s, out, mine.first, lane, self.dtype)
 
     def _shared(self):
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         sQ = padded_rows(smem, dtype, self.tile_q, self.d, max(self.d, self.dv))
         return sQ, *(padded_stages(smem, dtype, self.tile_n, width) for width in (self.d, self.dv))
 
-    @cute.jit
-    def _weigh(self, rS, place: cutlass.Constexpr, whole, found: cutlass.Constexpr):
-        """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
-        rMax, rSum, rO = found
-        if const_expr(self.mods.score is not None):
-            self.mods.change(by_row(rS), place, self.scale)
-        if not whole:
-            self.mods.hide(by_row(rS), place, -Float32.inf)
-        self.softmax.rescale(rO, self.softmax.add(rS, rMax, rSum))
+
+def by_two(*values):
+    """For each value a number of each of a thread's two rows, which it is at first."""
+    found = [cute.make_rmem_tensor(2, Float32) for _ in values]
+    for each, value in zip(found, values):
+        each.fill(value)
+    return found
