@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int16, Int32
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 from cute_ops.hardware import WARP
 from cute_ops.kernels.attention.config import PADDING
 from cute_ops.kernels.attention.softmax import pack
+from cute_ops.kernels.attention.warps import Operand
 from cute_ops.kernels.lib.copy import fragment, load
 
 BIAS = 127  # of float32's exponents
@@ -20,12 +20,10 @@ LOWEST_EXPONENT, EXPONENT, MAGNITUDE = 23, 0xFF << 23, (1 << 31) - 1  # its bits
 
 
 class Operands(NamedTuple):
-    """A warp's tiles of keys and values: loads from shared memory, what they load, registers."""
+    """A warp's tiles of keys and values, as :class:`cute_ops.kernels.attention.warps.Operand`."""
 
-    mma: Any
-    readers: tuple
-    sources: tuple
-    fragments: tuple
+    keys: Any
+    values: Any
 
 
 class Tiles16:
@@ -42,34 +40,15 @@ class Tiles16:
 
     def operands(self, mma, sK, sV, lane):
         """Of tiles (keys, units, stages)."""
-        mine, dtype = mma.get_slice(lane), sK.element_type
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (units, keys, stages)
-        readers, sources, fragments = [], [], []
-        for across, s in ((False, sK), (True, sVt)):
-            atom = cute.make_copy_atom(LdMatrix8x8x16bOp(across, 4), dtype)
-            readers.append(cute.make_tiled_copy_B(atom, mma).get_slice(lane))
-            sources.append(readers[-1].partition_S(s))
-            fragments.append(mma.make_fragment_B(mine.partition_B(s[None, None, 0])))
-        return Operands(mma, tuple(readers), tuple(sources), tuple(fragments))
-
-    def read(self, operands, i, k, stage):
-        """16 units of keys, or the values of 16 keys, in registers: ``(mma, n)``."""
-        reader, r = operands.readers[i], operands.fragments[i]
-        cute.copy(reader, operands.sources[i][None, None, k, stage], reader.retile(r)[None, None, k])
-        return r[None, None, k]
+        return Operands(Operand.of(mma, sK, lane, False), Operand.of(mma, sV, lane, True))
 
     def score(self, operands, queries, rows, stage):
         """Add the products of queries and keys to scores. ``queries(i, k)``: 16 elements of a tile of queries."""
-        for k in range(self.d // 16):
-            rK = self.read(operands, 0, k, stage)
-            for i, row in enumerate(rows):
-                cute.gemm(operands.mma, row.scores, queries(i, k), rK, row.scores)
+        operands.keys.add_to([row.scores for row in rows], queries, stage)
 
     def add_values(self, operands, rows, stage):
         """Add weighted values to sums."""
-        rV = self.read(operands, 1, 0, stage)
-        for row in rows:
-            cute.gemm(operands.mma, row.values, row.weights[None, None, 0], rV, row.values)
+        operands.values.add_to([row.values for row in rows], lambda i, k: rows[i].weights[None, None, k], stage)
 
     def column(self, lane, c):
         """The column of a thread's c-th sum of values in a row."""
@@ -91,11 +70,11 @@ class Tiles8(Tiles16):
 
     def score(self, operands, queries, rows, stage):
         for k in range(self.d // 32):
-            words = _words(self.read(operands, 0, k, stage))
+            words = _words(operands.keys.read(k, stage))
             for half in range(2):
                 rK = self._operand(words, half)
                 for i, row in enumerate(rows):
-                    cute.gemm(operands.mma, row.scores, queries(i, 2 * k + half), rK, row.scores)
+                    cute.gemm(operands.keys.mma, row.scores, queries(i, 2 * k + half), rK, row.scores)
 
     def _operand(self, words, half):
         """16 numbers of 16 keys: of each block of 8 keys a word."""
@@ -106,7 +85,7 @@ class Tiles8(Tiles16):
         return rX
 
     def add_values(self, operands, rows, stage):
-        words = _words(self.read(operands, 1, 0, stage))
+        words = _words(operands.values.read(0, stage))
         for block in range(self.e // 16):
             rX = cute.make_rmem_tensor(((2, 2), 2), Float16)
             to = cute.recast_tensor(rX, Int32)
@@ -117,7 +96,7 @@ class Tiles8(Tiles16):
             for row in rows:
                 layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
                 sums = cute.make_tensor(row.values.iterator + 8 * block, layout)
-                cute.gemm(operands.mma, sums, row.weights[None, None, 0], rX, sums)
+                cute.gemm(operands.values.mma, sums, row.weights[None, None, 0], rX, sums)
 
     def column(self, lane, c):
         block, c = c // 4, c % 4

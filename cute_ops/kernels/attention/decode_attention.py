@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
@@ -16,6 +15,7 @@ from cute_ops.kernels.attention.mods import Mods
 from cute_ops.kernels.attention.pages import Keys, load_tile, page_entry
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import Place, Sizes, Tile
+from cute_ops.kernels.attention.warps import Rows, mma_of_warp, queries_fit
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load, store
@@ -99,7 +99,7 @@ class DecodeAttention:
         self.softmax = OnlineSoftmax(1.0 if self.config.score else self.scale)
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
         # What stays in registers: queries, beside sums of values.
-        self.keeps_queries = self.config.tiles_m * (self.d + 2 * self.e) <= 512
+        self.keeps_queries = queries_fit(self.config.tiles_m, self.d, self.e)
         self.combine, self.tiles = Combine(self.e, self.pdl), tiles_of(self.config.itemsize, self.d, self.e)
 
     @cute.jit
@@ -107,9 +107,7 @@ class DecodeAttention:
         tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
         self.dtype = tensors.q.element_type
         self.product = self.tiles.product_dtype(self.dtype)
-        mma = cute.make_tiled_mma(
-            MmaF16BF16Op(self.product, Float32, (MMA_ROWS, 8, 16)), (1, 1, 1), permutation_mnk=(MMA_ROWS, 16, 16)
-        )
+        mma = mma_of_warp(self.product)
         batches, heads = (Int32(tensors.k_cache.shape[2]) if i else Int32(tensors.q.shape[0]) for i in range(2))
         splits = Int32(tensors.partial_lse.shape[1])
         blocks = -(-self.rows // self.config.rows)
@@ -205,15 +203,12 @@ class DecodeAttention:
             entry = page_entry(keys, tensors.k_cache, tile + warps, lane)
         self._load_queries(tensors.q, (sQ, sFactors), work, tidx)
         cute.arch.barrier()
-        mine = mma.get_slice(lane)
-        rows, fragments = [], []
+        rows, queries = [], []
         for i in cutlass.range_constexpr(self.config.tiles_m):
-            fragments.append(mma.make_fragment_A(mine.partition_A(cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)))))
-            if const_expr(self.keeps_queries):
-                self._read_queries(mma, sQ, fragments[i], i, lane)
+            queries.append(Rows.of(mma, cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)), lane, self.keeps_queries))
             rows.append(self._start(mma, work, i, lane))
             self._start_factors(rows[i], (tensors.k_scale, sFactors), work, i, lane)
-        operands, queries = self.tiles.operands(mma, sK, sV, lane), self._queries(mma, sQ, fragments, lane)
+        operands = self.tiles.operands(mma, sK, sV, lane)
         stage = Int32(0)
         for tile in cutlass.range(first, work.end, warps, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
@@ -225,7 +220,7 @@ class DecodeAttention:
             entry = page_entry(keys, tensors.k_cache, ahead + warps, lane)
             for row in rows:
                 row.scores.fill(0.0)
-            self.tiles.score(operands, queries, rows, stage)
+            self.tiles.score(operands, lambda i, k: queries[i](k), rows, stage)
             mask = masks[stage] if const_expr(keys.paged) else Int32(-1)
             for row in rows:
                 self._weigh(row, work, tile, mask, lane)
@@ -281,24 +276,6 @@ class DecodeAttention:
         """A row's number in the order of outputs."""
         token, head = self._of_row(row, work)
         return (Int64(work.batch) * self.queries + token) * (heads * self.shared_by) + head
-
-    def _queries(self, mma, sQ, fragments, lane):
-        """A function that gives 16 elements of a tile of queries, from registers or shared memory."""
-
-        def queries(i, k):
-            if not self.keeps_queries:
-                self._read_queries(mma, sQ, fragments[i], i, lane, k)
-            return fragments[i][None, None, k]
-
-        return queries
-
-    def _read_queries(self, mma, sQ, tSrQ, i, lane, k=None):
-        """Load a tile of queries from shared memory, or 16 of their elements."""
-        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.product)
-        reader = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
-        source = reader.partition_S(cute.local_tile(sQ, (MMA_ROWS, self.d), (i, 0)))
-        for each in range(self.d // 16) if k is None else (k,):
-            cute.copy(reader, source[None, None, each], reader.retile(tSrQ)[None, None, each])
 
     def _start(self, mma, work, i, lane):
         """Sums of nothing."""

@@ -23,13 +23,12 @@ from cute_ops.kernels.attention.warps import (
     padded_rows,
     padded_stages,
     place_of_warp,
+    queries_fit,
     source_of,
     store_rows,
 )
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-
-VALUE_REGISTERS = 512  # with sums of values up to these, registers hold queries, too
 
 
 class Accumulated(NamedTuple):
@@ -76,7 +75,7 @@ class AttentionFwdSm80:
         self.scale = attrs["scale"] or self.d**-0.5
         self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
         self.packed, self.pdl = "cu_seqlens_q" in variant.names, can_use_pdl(variant.arch)
-        self.keeps_queries = self.tiles_m * (self.d + 2 * self.dv) <= VALUE_REGISTERS
+        self.keeps_queries = queries_fit(self.tiles_m, self.d, self.dv)
 
     @cute.jit
     def __call__(self, mQ, mK, mV, *others):

@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import MMA_ROWS, PADDING
 from cute_ops.kernels.attention.latent import Latent, Tensors
 from cute_ops.kernels.attention.pages import copy_or_clear, of_lane
 from cute_ops.kernels.attention.softmax import by_row, exp2, pack
+from cute_ops.kernels.attention.warps import mma_of_warp
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
@@ -71,11 +72,8 @@ class MlaDecode(Latent):
     def __call__(self, *arguments):
         tensors, stream = named(Tensors, self.variant, arguments), arguments[-1]
         self.dtype = tensors.q.element_type
-        mma = cute.make_tiled_mma(
-            MmaF16BF16Op(self.dtype, Float32, (MMA_ROWS, 8, 16)), (1, 1, 1), permutation_mnk=(MMA_ROWS, 16, 16)
-        )
         splits = Int32(tensors.partial_lse.shape[1])
-        self.kernel(mma, tensors, splits).launch(
+        self.kernel(mma_of_warp(self.dtype), tensors, splits).launch(
             grid=[Int32(tensors.q.shape[0]) * splits * self.blocks, 1, 1], block=[self.threads, 1, 1], stream=stream,
             use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip

@@ -23,6 +23,11 @@ VECTOR = VECTOR_BYTES // 2  # elements
 STEP = 16  # elements of both operands that an instruction multiplies
 
 
+def queries_fit(tiles_m, d, dv):
+    """Whether registers hold so many tiles of 16 queries beside their sums of values."""
+    return tiles_m * (d + 2 * dv) <= 512
+
+
 def mma_of_warp(dtype):
     """Of 16 rows and 16 columns at a time, in two instructions."""
     return cute.make_tiled_mma(
