@@ -153,7 +153,7 @@ class QueriesBackwardSm80(GradientSm80):
             rP.fill(0.0)
             keys.add_to([rS], lambda _, i: of_q(i), stage)
             values.add_to([rP], lambda _, i: of_dout(i), stage)
-            place = place_of_warp(tile, first, lane, index * self.tile_k, self.tile_k, own)
+            place = place_of_warp(lane, tile, (first, index * self.tile_k, self.tile_k), own)
             self.weights.of_scores(rS, None, place, lse, self.tiles.whole(tile, own, tile.block, index))
             times_cotangents(rS, rP, delta)
             store_packed(rS, rDs)
@@ -235,7 +235,7 @@ class KeysBackwardSm80(GradientSm80):
                 self.load(sources, [s[None, None, stage] for s in held.tiles], index * self.tile_q, tidx)
 
             def multiply(index, stage):
-                place = place_of_warp(tile, first, lane, index * self.tile_q, self.tile_q, own, keys_down=True)
+                place = place_of_warp(lane, tile, (first, index * self.tile_q, self.tile_q), own, keys_down=True)
                 logs = [self.weights.of_lse(*each) for each in of_columns(rows[0], place, own)]
                 rS.fill(0.0)
                 of_q.add_to([rS], lambda _, k: of_k(k), stage)

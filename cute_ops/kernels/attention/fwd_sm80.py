@@ -154,7 +154,7 @@ class AttentionFwdSm80:
             cute.arch.cp_async_commit_group()
             whole = self.tiles.whole(tile, own, tile.block, keys)
             for each in mine:
-                place = place_of_warp(tile, each.first, tidx % WARP, keys * self.tile_n, self.tile_n, own)
+                place = place_of_warp(tidx % WARP, tile, (each.first, keys * self.tile_n, self.tile_n), own)
                 self._weigh(each, place, whole)
             of_values.add_to(sums, lambda i, step: mine[i].weights[None, None, step], 0)
             cute.arch.cp_async_wait_group(0)

@@ -210,11 +210,12 @@ def following(index, end, step: cutlass.Constexpr, some: cutlass.Constexpr):
     return index
 
 
-def place_of_warp(tile, row, lane, first, columns, sizes, keys_down=False):
-    """The place of a thread's accumulators of a warp's 16 rows, from ``row`` on, and of columns from ``first`` on."""
+def place_of_warp(lane, tile, first, sizes, keys_down=False):
+    """The place of a thread of a warp with 16 rows. ``first``: the warp's first row and column, and its columns."""
+    row, column, columns = first
     row = row + lane // 4
     offsets = tuple(8 * (c // 2) + c % 2 for c in range(columns // 4))
-    return Place(tile, (row, row + 8), first + lane % 4 * 2, offsets, keys_down, sizes)
+    return Place(tile, (row, row + 8), column + lane % 4 * 2, offsets, keys_down, sizes)
 
 
 def accumulators(mma, columns, value=None):
