@@ -206,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5, help="steps of one sample")
     parser.add_argument("--rounds", type=int, default=5, help="samples")
+    parser.add_argument("--warm", action="store_true", help="start all at once: what they compile is in caches")
     parser.add_argument("--cpu-smoke", action="store_true", help="a tiny model on the CPU: checks this file only")
     parser.add_argument("--one", choices=CONTENDERS, help="this contender alone, in this process")
     parser.add_argument("--in-turns", action="store_true", help=argparse.SUPPRESS)
@@ -224,13 +225,15 @@ def main(arguments: list[str] | None = None) -> int:
     passed_on = ["--batch", str(options.batch), "--seqlen", str(options.seqlen), "--steps", str(options.steps)]
     passed_on += ["--cpu-smoke"] if options.cpu_smoke else []
     starting: Iterable[Worker] = (Worker(contender, passed_on) for contender in options.contenders)
-    if not any("compile" in each or "autotune" in each for each in options.contenders):
+    if options.warm or not any("compile" in each or "autotune" in each for each in options.contenders):
         starting = list(starting)  # at once; but Inductor measures as it compiles
     workers, alive = [], []
     for worker in starting:
         workers.append(worker)
+        begin = time.perf_counter()
         if worker.ready():
             alive.append(worker)
+        console.print(f"{worker.contender}: waited {time.perf_counter() - begin:.0f} s for its first steps")
     for _ in range(options.rounds):
         alive = [worker for worker in alive if worker.sample()]
     losses = []
