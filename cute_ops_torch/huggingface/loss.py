@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -23,6 +23,7 @@ from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, 
 from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.attention import Bypassed
 from cute_ops_torch.huggingface.bypass import calls, is_plain_linear, reads, takes
+from cute_ops_torch.huggingface.counted_rows import CountedRows
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, Caps, LazyLogits, realised
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
@@ -53,6 +54,7 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
         known = self.loss_function is ForCausalLMLoss and computes_the_same()
         if labels is None or not (self.training and keeps_all and known and _has_plain_head(self, self.lm_head)):
             return NotImplemented
+        counted = CountedRows(labels)
         outputs = self.model(**given)  # in which a hook may change the head
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
         others = {name: value for name, value in kwargs.items() if name not in parameters.names}
@@ -65,8 +67,8 @@ def _make_forward(original: Any, *, keeps_logits: bool = False) -> Forward:
             logits = head(hidden)
             loss = _loss_of_logits(logits, labels, **others)
         else:
-            others["bias"] = head.bias
-            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, head, hidden), **others)
+            rows = _chunk_rows(self, head, hidden)
+            loss = _next_token_loss(head, hidden, labels, rows, counted, bias=head.bias, **others)
         return output(loss=loss, logits=logits, **{name: getattr(outputs, name) for name in parameters.copied})
 
     return forward
@@ -77,13 +79,14 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     computes_the_same, asks, find_head = reads(ForCausalLMLoss), _asks(original), _HeadFinder()
+    names = Parameters.of(original).names
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = find_head(self) if self.training and not torch.compiler.is_compiling() else ""
         function: Any = self.loss_function if asks and path else None
         if not path or (asks and function not in LOSS_MAPPING.values()):
             return NotImplemented
-        head = self.get_submodule(path)
+        head, counted = self.get_submodule(path), _counted(names, args, kwargs)
         if not _has_plain_head(self, head):
             return NotImplemented
 
@@ -96,8 +99,9 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
             rows, caps = _chunk_rows(self, head, logits.hidden), logits.caps
             if caps is None:
                 return None
+            hidden, target = counted.of(target, logits.hidden, target, options["ignore_index"], options["reduction"])
             options |= {"chunk_rows": rows, "softcap": caps.softcap, "logit_scale": caps.scale}
-            return linear_cross_entropy(logits.hidden, head.weight, target, logits.bias, **options)
+            return linear_cross_entropy(hidden, head.weight, target, logits.bias, **options)
 
         def of_logits(logits: LazyLogits, target: Tensor, **options: Any) -> Tensor | None:
             real = logits.narrow()
@@ -107,7 +111,9 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
             caps = logits.caps if isinstance(logits, LazyLogits) and not keeps_logits else None
             if caps is not None and logits.hidden.shape[:-1] == labels.shape:
                 rows = _chunk_rows(self, head, logits.hidden)
-                return _next_token_loss(head, logits.hidden, labels, rows, caps, bias=logits.bias, **options)
+                return _next_token_loss(
+                    head, logits.hidden, labels, rows, counted, caps=caps, bias=logits.bias, **options
+                )
             return function(logits, labels, *sizes, **options)  # type: ignore[no-any-return]
 
         parts = {path.partition(".")[0]: _stand_in(self, path, product)}
@@ -117,6 +123,11 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
         return _without_lazy(out, keeps_logits)
 
     return forward
+
+
+def _counted(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CountedRows:
+    """The labels of a call."""
+    return CountedRows(kwargs.get("labels", dict(zip(names, args, strict=False)).get("labels")))
 
 
 class _HeadFinder:
@@ -214,13 +225,16 @@ def _multiplies(hidden: Tensor, head: nn.Linear) -> bool:
 
 
 def _next_token_loss(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None, caps: Caps = PLAIN, *,
-    bias: Tensor | None, num_items_in_batch: Tensor | int | float | None = None, ignore_index: int = -100,
-    shift_labels: Tensor | None = None, **_: Any,
+    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None, counted: CountedRows, *,
+    caps: Caps = PLAIN, bias: Tensor | None, num_items_in_batch: Tensor | int | float | None = None,
+    ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """``ForCausalLMLoss`` of ``hidden @ head.weight.T + bias``, a chunk of logits at a time."""
     target = _next_tokens(labels, shift_labels, ignore_index, hidden)
-    given, count = (hidden, head.weight, target, bias, ignore_index), num_items_in_batch
+    count, reduction = num_items_in_batch, "mean" if num_items_in_batch is None else "sum"
+    if shift_labels is None:
+        hidden, target = counted.of(labels, hidden, target, ignore_index, reduction)
+    given = hidden, head.weight, target, bias, ignore_index
     if isinstance(count, int):
         count = hidden.new_full((), count, dtype=torch.int64)
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
@@ -228,9 +242,8 @@ def _next_token_loss(
             count.to(hidden.device), *given, chunk_rows=chunk_rows, softcap=caps.softcap, logit_scale=caps.scale
         )
     loss = linear_cross_entropy(
-        *given, reduction="mean" if count is None else "sum", chunk_rows=chunk_rows, softcap=caps.softcap,
-        logit_scale=caps.scale,
-    )  # fmt: skip
+        *given, reduction=reduction, chunk_rows=chunk_rows, softcap=caps.softcap, logit_scale=caps.scale
+    )
     return _divided(loss, count)
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import cute_ops_torch
+from cute_ops_torch.huggingface import loss
+from cute_ops_torch.huggingface.counted_rows import CountedRows
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, LazyLogits
 from tests.torch.test_torch_patch_families import make
 
@@ -171,6 +173,55 @@ def test_losses_of_masked_tokens_and_of_translations(name: str) -> None:
     assert got.logits is None and want.logits is not None
     model.eval()
     torch.testing.assert_close(model(**given).logits, want.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("llama", 0.2), ("gpt2", 0.5), ("bert", 0.15), ("bert", 0.9), ("bert", 0.0)]
+)
+def test_ignored_rows_are_not_multiplied(kind: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(kind).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    draw = torch.Generator().manual_seed(8)
+    tokens = torch.randint(3, 97, (16, 64), generator=draw)
+    labels = torch.where(torch.rand(tokens.shape, generator=draw) < part, tokens, -100)
+    rows: list[int] = []
+    plain = loss.linear_cross_entropy
+
+    def counting(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        rows.append(hidden.reshape(-1, hidden.shape[-1]).shape[0])
+        return plain(hidden, *args, **options)
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", counting)
+    found = []
+    for patched in (False, True):
+        if patched:
+            cute_ops_torch.patch(model)
+        model.zero_grad()
+        out = model(input_ids=tokens, labels=labels).loss
+        out.backward()
+        found.append(
+            (out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        )
+    assert rows == [{0.2: 256, 0.5: 512, 0.15: 256, 0.9: 1024, 0.0: 128}[part]]
+    if part:
+        close(found[1], found[0])
+    else:
+        assert found[0][0].isnan() and found[1][0].isnan()  # a mean over no rows
+
+
+def test_targets_that_are_not_the_labels_keep_all_rows() -> None:
+    labels = torch.where(torch.arange(1024) < 100, 1, -100)
+    hidden, counted = torch.randn(1024, 4), CountedRows(labels)
+    given: Any = labels, hidden, labels, -100
+    assert counted.of(*given, "mean")[0].shape == (128, 4)
+    assert counted.of(labels.view(8, -1), hidden, labels, -100, "sum")[1].shape == (128,)
+    for other in ((labels.clone(), *given[1:], "mean"), (*given[:3], 0, "mean"), (*given, "none")):
+        assert counted.of(*other)[0] is hidden
+    labels[:] = 1
+    assert counted.of(*given, "mean")[0] is hidden
+    assert CountedRows(None).of(*given, "mean")[0] is hidden
 
 
 def test_a_copy_keeps_its_loss() -> None:
