@@ -31,7 +31,7 @@ class Composite(NamedTuple):
     """A part of a layer.
 
     Attributes:
-        name: one of :data:`NAMES`.
+        name: one of :data:`NAMES`, or ``attention``.
         operands: its arguments.
         attrs: its attributes.
         roots: the nodes that it computes, which others read.
@@ -48,7 +48,7 @@ class Composite(NamedTuple):
 
     @property
     def text(self) -> str:
-        return ", ".join(self.operands)
+        return ", ".join([*self.operands, *filter(None, [self.attrs.get("said", "")])])
 
     @property
     def rows(self) -> Shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr, JaxprEqn
 
-# Makes the program of a jaxpr: a function with an attribute ``changed``.
-Make = Callable[[ClosedJaxpr], Any]
+# Makes the program of a jaxpr, a function with an attribute ``changed``. It is told which of the jaxpr's inputs are
+# inputs of the equation, the same at each run, by their numbers.
+Make = Callable[[ClosedJaxpr, Mapping[int, int]], Any]
 
 
 class Bodies:
@@ -45,7 +46,17 @@ def bodies_of(equation: JaxprEqn, make: Make) -> Bodies | None:
     closed = [each if isinstance(each, ClosedJaxpr) else _compat.closed(each) for each in jaxprs if each is not None]
     if len(closed) < len(jaxprs):
         return None
-    return Bodies(equation, [make(each) for each in closed], run)
+    return Bodies(equation, [make(each, _given(equation, each)) for each in closed], run)
+
+
+def _given(equation: JaxprEqn, body: ClosedJaxpr) -> Mapping[int, int]:
+    """Of the inputs of a body those of its equation that it gets as they are."""
+    name, count = equation.primitive.name, len(body.jaxpr.invars)
+    if name == "scan":
+        count = equation.params.get("num_consts", 0)
+    elif name in ("while", "shard_map"):
+        count = 0
+    return {i: i + (name == "cond") for i in range(count)}
 
 
 def _typed(program: Any) -> Callable[..., list[Any]]:

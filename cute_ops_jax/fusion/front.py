@@ -24,6 +24,8 @@ _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # Functions of JAX whose own derivative is that of their body.
 _KNOWN_RULES = ("relu", "silu", "softmax", "_softmax", "log_softmax")
 _VALUES = (*FLOATS, "bool")
+# Precisions by name that say what our products do anyway: products of 16 bits are summed in float32.
+_OWN_PRECISION = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
 # What a gather gives where its index is no element.
 _OUTSIDE = {"CLIP": "clip", "PROMISE_IN_BOUNDS": "clip"}
 
@@ -380,7 +382,9 @@ def _indexed(g: Graph, index: Node, shape: Any) -> Node | None:
 
 
 def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:
-    if params.get("precision") is not None or params.get("out_sharding") is not None:
+    precision = params.get("precision")
+    own = _OWN_PRECISION.get(args[0].dtype) == getattr(precision, "name", "") and args[0].dtype == args[1].dtype
+    if not (precision is None or own) or params.get("out_sharding") is not None:
         return None
     dims, batch = params["dimension_numbers"]
     dims, batch = tuple(map(tuple, dims)), tuple(map(tuple, batch))

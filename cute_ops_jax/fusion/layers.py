@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -13,8 +14,11 @@ from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import SIZES
+from cute_ops.fusion.attention import Read
+from cute_ops.fusion.changed_scores import with_reads
 from cute_ops.fusion.composite import Composite
-from cute_ops_jax.fusion.rotation import qkv_rope
+from cute_ops.ops.attention.attention import attention as plain
+from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
 
 Call = Callable[[Sequence[Any]], list[Any]]
@@ -35,15 +39,15 @@ def call_of_layer(found: Composite) -> Call:
 
 def _too_few_rows(found: Composite) -> str:
     """Why joining weights would cost more than a pass saves; empty where it does not. References join nothing."""
-    x = found.operands["x"]
-    sizes = [size for size in x.shape if isinstance(size, int)]
-    if jax.default_backend() != "gpu" or len(sizes) < len(x.shape):
+    if found.name not in ("gated_mlp", "qkv_rope") or jax.default_backend() != "gpu":
         return ""
-    rows, k = 1, sizes[-1]
-    for size in sizes[:-1]:
-        rows *= size
-    least = {"gated_mlp": 2 * k if "w_gate" in found.operands else 0, "qkv_rope": k}.get(found.name, 0)
-    return f"{rows} rows are too few: joining the weights would cost more than a pass" if rows < least else ""
+    sizes = [size for size in found.operands["x"].shape if isinstance(size, int)]
+    if len(sizes) < len(found.operands["x"].shape):
+        return ""
+    rows, k = prod(sizes[:-1]), sizes[-1]
+    least = {"w_gate": 2 * k, "w_q": k}
+    few = any(name in found.operands and rows < bound for name, bound in least.items())
+    return f"{rows} rows are too few: joining the weights would cost more than a pass" if few else ""
 
 
 def _gated_mlp(found: Composite) -> Callable[..., list[Any]]:
@@ -75,12 +79,12 @@ def _qkv_rope(found: Composite) -> Callable[..., list[Any]]:
     if size not in SIZES:
         raise ValueError(f"its heads have {size} columns, not {' or '.join(map(str, SIZES))}")
     columns = attrs["columns"]
-    heads, ends = sum(columns[:2]) // size, [sum(columns[:k]) for k in range(1, len(columns))]
+    of, ends = Projection(size, across, sum(columns[:2]) // size), [sum(columns[:k]) for k in range(1, len(columns))]
 
     def call(given: dict[str, Any]) -> list[Any]:
         weight = jnp.concatenate([given[name] for name in ("w_q", "w_k", "w_v") if name in given], int(across))
         cos, sin = (jnp.reshape(given[name], attrs["table"]) for name in ("cos", "sin"))
-        parts = jnp.split(qkv_rope(given["x"], weight, cos, sin, size, across, heads), ends, -1)
+        parts = jnp.split(qkv_rope(given["x"], weight, cos, sin, of), ends, -1)
         for k, turned in enumerate(attrs["turned"]):
             by_head = jnp.reshape(parts[k], (*parts[k].shape[:-1], -1, size))
             parts[k] = jnp.swapaxes(by_head, 1, 2) if turned else by_head
@@ -89,6 +93,31 @@ def _qkv_rope(found: Composite) -> Callable[..., list[Any]]:
     return call
 
 
+def _attention(found: Composite) -> Callable[..., list[Any]]:
+    if jax.default_backend() == "gpu" and float(getattr(jax.devices()[0], "compute_capability", "8.0")) < 8:
+        raise ValueError("attention has no kernel for this GPU")
+    parts, scores, reads = (found.attrs[name] for name in ("parts", "scores", "reads"))
+    attrs = {name: getattr(scores, name) for name in ("scale", "left", "right", "softcap")}
+    if scores.right == 0:
+        attrs |= {"causal": True, "right": -1}
+    function = register(plain if scores.expression is None else with_reads(scores, reads))
+    (sizes, order), (root,) = found.attrs["out"], found.roots
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in parts.items()]
+        captured = [_as_read(given[f"captured{i}"], read) for i, read in enumerate(reads)]
+        out, _ = function(*arrays, *captured, **attrs)
+        return [jnp.reshape(jnp.transpose(jnp.reshape(out, sizes), order), root.shape)]
+
+    return call
+
+
+def _as_read(array: Any, read: Read) -> Any:
+    whole = jnp.broadcast_to(jnp.reshape(array, read.shape), read.sizes)
+    return jnp.reshape(jnp.transpose(whole, read.order), read.merged)
+
+
 _MAKERS: dict[str, Callable[[Composite], Callable[..., list[Any]]]] = {
     "gated_mlp": _gated_mlp, "mlp": _mlp, "qkv_rope": _qkv_rope, "linear_add_rmsnorm": _linear_add_rmsnorm,
+    "attention": _attention,
 }  # fmt: skip

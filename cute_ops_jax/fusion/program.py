@@ -6,7 +6,7 @@ runs as it stands, with its own derivative, sharding and effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from cute_ops.expressions.reference import REFERENCE, evaluate
 from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.analyse import Found, analyse
+from cute_ops.fusion.attention import attentions
 from cute_ops.fusion.choose import Choice, choose, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node
@@ -25,8 +26,11 @@ from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
 from cute_ops_jax.fusion.calls import Call, call_of, call_of_named
 from cute_ops_jax.fusion.front import Front, Step, Value
+from cute_ops_jax.fusion.known import Input, KnownArrays
 from cute_ops_jax.fusion.layers import call_of_layer
 from cute_ops_jax.fusion.lookups import Lookup, lookup_of
+
+NOTHING: Mapping[int, Input] = {}
 
 
 class Part(NamedTuple):
@@ -45,10 +49,11 @@ class Program:
         analysis: what else was found.
         bodies: the programs of equations with jaxprs of their own, such as scans.
         lookups: what runs in place of gathers of a table's rows.
+        known: arrays that are known when the program is traced.
     """
 
-    def __init__(self, closed: ClosedJaxpr, exact: bool = False) -> None:
-        self.closed, self.exact = closed, exact
+    def __init__(self, closed: ClosedJaxpr, exact: bool = False, known: Mapping[int, Input] = NOTHING) -> None:
+        self.closed, self.exact, self._inputs = closed, exact, known
         whole: set[int] = set()
         first = Front(closed, exact=exact)
         passed = self._harmless() if first.stops else set()
@@ -67,13 +72,15 @@ class Program:
         for unit in self._order:
             if not isinstance(unit, Step):
                 continue
-            if (made := bodies_of(unit.equation, self._inner)) is not None:
+            if (made := bodies_of(unit.equation, partial(self._inner, unit.inputs))) is not None:
                 self.bodies[id(unit)] = made
             elif (lookup := lookup_of(unit.equation)) is not None:
                 self.lookups[id(unit)] = lookup
 
-    def _inner(self, closed: ClosedJaxpr) -> Program:
-        return Program(closed, self.exact)
+    def _inner(self, given: Sequence[Any], closed: ClosedJaxpr, inputs: Mapping[int, int]) -> Program:
+        """The program of a body; ``inputs``: of its inputs those that are inputs of the equation, by number."""
+        known = {i: partial(self.known.of_value, given[k]) for i, k in inputs.items()}
+        return Program(closed, self.exact, known)
 
     @property
     def changed(self) -> bool:
@@ -125,15 +132,22 @@ class Program:
 
     def _find(self) -> None:
         """Find the parts of layers, and what expressions and other ops compute of the rest."""
+        self.known = KnownArrays(self.front, self._inputs)
         graph, apart = self.front.graph, set[Node]()
         while True:
             self.analysis = analyse(graph, exact=self.exact, whole=apart)
-            found = [] if self.exact else composites(graph, self.analysis)
+            found = (
+                [] if self.exact else [*composites(graph, self.analysis), *attentions(graph, self.analysis, self.known)]
+            )
             layers = [_made(each, Choice("composite", each.name), partial(call_of_layer, each)) for each in found]
             run = [each for each, part in zip(found, layers, strict=True) if part.call]
             inside = {node for each in run for node in each.nodes}
             covered = {one for each in run for one in each.found}
-            others = {each: self._part(each, inside) for each in self.analysis.found if each not in covered}
+            others = {
+                each: self._part(each, inside)
+                for each in self.analysis.found
+                if each not in covered and not inside.issuperset(each.roots)
+            }
             more = {node for each, part in others.items() if not part.call for node in rotations_in(each)}
             more |= cuts(run, self.analysis)
             if more <= apart:

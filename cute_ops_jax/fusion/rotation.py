@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,33 +37,39 @@ def _backward(interleaved: bool, saved: Any, dout: Any) -> Any:
 rotated.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def qkv_rope(x: Any, weight: Any, cos: Any, sin: Any, size: int, transposed: bool, heads: int) -> Any:
-    """The projection to heads of so many columns, of which the first ``heads`` are rotated. Like :func:`rope` it has
-    gradients of cos and sin.
-    """
-    return register(projected.qkv_rope(size, transposed))(x, weight, cos, sin, heads=heads)
+class Projection(NamedTuple):
+    """A projection to heads: columns of each, the layout of the weight, and how many are rotated, the first ones."""
+
+    size: int
+    transposed: bool
+    heads: int
+
+    def __call__(self, x: Any, weight: Any, cos: Any, sin: Any) -> Any:
+        return register(projected.qkv_rope(self.size, self.transposed))(x, weight, cos, sin, heads=self.heads)
 
 
-def _project(x: Any, weight: Any, cos: Any, sin: Any, size: int, transposed: bool, heads: int) -> Any:
-    function = register(projected.qkv_rope(size, transposed))
-    out, back = jax.vjp(lambda x, weight: function(x, weight, cos, sin, heads=heads), x, weight)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def qkv_rope(x: Any, weight: Any, cos: Any, sin: Any, of: Projection) -> Any:
+    """The projection to rotated heads. Like :func:`rope` it has gradients of cos and sin."""
+    return of(x, weight, cos, sin)
+
+
+def _project(x: Any, weight: Any, cos: Any, sin: Any, of: Projection) -> Any:
+    out, back = jax.vjp(lambda x, weight: of(x, weight, cos, sin), x, weight)
     return out, (back, x, weight, cos, sin)
 
 
-def _project_back(size: int, transposed: bool, heads: int, saved: Any, dout: Any) -> Any:
+def _project_back(of: Projection, saved: Any, dout: Any) -> Any:
     back, x, weight, cos, sin = saved
+    n = of.heads * of.size
 
     def turned(cos: Any, sin: Any) -> Any:
-        product = x @ (weight[:, : heads * size] if transposed else weight[: heads * size].T)
-        by_head, tables = (
-            jnp.reshape(product, (*product.shape[:-1], heads, size)),
-            (cos[..., None, :], sin[..., None, :]),
-        )
-        made = declared.reference(jnp, by_head, *tables, interleaved=False)
+        product = x @ (weight[:, :n] if of.transposed else weight[:n].T)
+        by_head = jnp.reshape(product, (*product.shape[:-1], of.heads, of.size))
+        made = declared.reference(jnp, by_head, cos[..., None, :], sin[..., None, :], interleaved=False)
         return jnp.reshape(made, product.shape)
 
-    return (*back(dout), *jax.vjp(turned, cos, sin)[1](dout[..., : heads * size]))
+    return (*back(dout), *jax.vjp(turned, cos, sin)[1](dout[..., :n]))
 
 
 qkv_rope.defvjp(_project, _project_back)

@@ -1,0 +1,398 @@
+"""Attention as programs write it: a product of queries and keys, what is done to scores, a softmax, and a product with
+values.
+
+Dims are followed from the scores back to the three arrays, so any order of them, any nesting of ``vmap`` and grouped or
+repeated heads are one meaning. Masks that are known when a program is traced become ``causal`` or a window; all else
+that is done to a score becomes an expression of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+from cute_ops.expressions.graph import operands_of
+from cute_ops.expressions.primitives import PRIMITIVES
+from cute_ops.expressions.reads import BOOL, FLOAT
+from cute_ops.fusion.analyse import Analysis, Found
+from cute_ops.fusion.composite import Composite
+from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.fusion.graph import Graph as Program
+from cute_ops.fusion.graph import Node
+from cute_ops.fusion.region import live_nodes
+from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
+
+HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
+HEAD_SIZES = range(16, 257, 16)
+
+
+class Part(NamedTuple):
+    """One of the three arrays, and how it becomes ``[batch, sequence, heads, columns]``.
+
+    Attributes:
+        node: the array.
+        order: its dims, in the order of the batch, the sequence and the heads.
+        shape: the result's.
+    """
+
+    node: Node
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """An array that is read for each score, and how it becomes one of some of batch, head, query and key.
+
+    Attributes:
+        operand: its number among those of the scores' expression.
+        node: the array.
+        kind: of its elements.
+        shape: of it with all rows' dims and its columns, 1 where it has none.
+        sizes: to which these are expanded.
+        order: the dims in the order of batch, head, query and key.
+        merged: the result's shape.
+        dims: which of the four it has.
+    """
+
+    operand: int
+    node: Node
+    kind: str
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    merged: tuple[int, ...]
+    dims: tuple[int, ...]
+
+
+def attentions(graph: Program, analysis: Analysis, known: Known) -> Iterator[Composite]:
+    """The attentions of a program. Their operands are ``q``, ``k`` and ``v``, and what scores are computed from.
+
+    Attributes of each: ``parts``, a :class:`Part` for each of the three; ``scores``; ``reads``, a :class:`Read` for
+    each other operand; ``out``, the sizes and the order of dims that bring ``[batch, sequence, heads, columns]`` to the
+    root.
+    """
+    readers = _Readers(graph, analysis)
+    of_root = {found.roots[0]: found for found in analysis.found if len(found.roots) == 1}
+    for node in graph.nodes:
+        if node in readers.live and node.op == "contract" and node.dtype in HALVES:
+            for side in (0, 1):
+                found = of_root.get(node.args[side])
+                z = None if found is None else softmax_of(found.expression)
+                made = found and z is not None and _Attention(readers, found, z, node, side, known).found()
+                if made:
+                    yield made
+
+
+class _Readers:
+    """What reads a value of a program, through views of it."""
+
+    def __init__(self, graph: Program, analysis: Analysis) -> None:
+        self.live, self._plain, self._outputs = set(live_nodes(graph)), analysis.plain, set(graph.outputs)
+
+    def are(self, node: Node, allowed: Collection[Node]) -> bool:
+        """Whether nothing else than these nodes reads a value."""
+        waiting = [node]
+        while waiting:
+            each = waiting.pop()
+            if each in self._outputs:
+                return False
+            for user in each.users:
+                if user in allowed or user not in self.live:
+                    continue
+                if user not in self._plain:
+                    return False
+                waiting.append(user)
+        return True
+
+
+class _No(Exception):
+    """This is no attention that our op computes."""
+
+
+class _Attention:
+    """One softmax, and the product that reads it.
+
+    Rows of the scores are the dims of the softmax's rows. ``batch`` are those of the batch, ``of_query`` the one of
+    queries, ``of_group`` and ``of_head`` those of heads that share keys, and of these groups; each may be absent.
+    """
+
+    def __init__(self, readers: _Readers, found: Found, z: int, product: Node, side: int, known: Known) -> None:
+        self.readers, self.scores, self.z, self.product, self.side = readers, found, z, product, side
+        self.known, self.rows = known, found.rows
+
+    def found(self) -> Composite | None:
+        try:
+            return self._found()
+        except _No:
+            return None
+
+    def _found(self) -> Composite:
+        root, value = self.product.args[self.side], self.product.args[1 - self.side]
+        _require(set(self.scores.region.roots) == {root} and self.readers.are(root, {self.product}))
+        _require(all(isinstance(size, int) for node in (root, value, self.product) for size in node.shape))
+        _require(root.shape == (*self.rows, self.scores.n))
+        acc, leaf = self._acc()
+        contract, dims, factor, between = _before(leaf.node)
+        _require(contract.dtype in (*HALVES, "float32") and self.readers.are(leaf.node, self.scores.region.nodes))
+        chain = [leaf.node, *between]
+        _require(all(self.readers.are(node, {after}) for after, node in pairwise(chain)))
+        self._follow(contract, dims, leaf)
+        self._name_rows(acc)
+        queries, keys = contract.args[self.of_q], contract.args[1 - self.of_q]
+        values, rows = self._values(value)
+        parts = {"q": self._queries(queries, contract), "k": self._keys(keys, contract), "v": values}
+        if self.of_group is None and self.of_head is not None:
+            parts = _unrepeated(parts)
+        _require({node.dtype for node in (queries, keys, value)} == {self.product.dtype})
+        _require(parts["q"].shape[3] in HEAD_SIZES and parts["v"].shape[3] in HEAD_SIZES)
+        masks = Masks(self.scores, self.of_query, self.known)
+        scores = masks.scores(self.z, acc, (parts["q"].shape[1], parts["k"].shape[1]))
+        scores = scores._replace(scale=scores.scale * factor)
+        reads = [] if scores.expression is None else self._reads(scores)
+        parts["q"], scores = _unscaled(parts["q"], scores, contract, self.readers)
+        operands = {name: part.node for name, part in parts.items()}
+        operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
+        attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "said": scores.said}
+        nodes = (*chain, *self.scores.region.nodes, self.product)
+        return Composite("attention", operands, attrs, (self.product,), nodes, (self.scores,))
+
+    # Whose dims the scores' are
+
+    def _acc(self) -> tuple[int, Leaf]:
+        """The operand that is the product of queries and keys."""
+        used = sorted(operands_of(self.scores.expression, self.z))
+        found = [
+            (i, leaf) for i in used
+            if (leaf := self.scores.leaves[i]).rows == self.rows and _before(leaf.node)[0].op == "contract"
+            and not leaf.packed and COLUMNS in leaf.labels
+        ]  # fmt: skip
+        _require(len(found) == 1)
+        return found[0]
+
+    def _follow(self, contract: Node, dims: tuple[int, ...], leaf: Leaf) -> None:
+        """Where each row of the scores lies in the product of queries and keys."""
+        (left, right, batch), (a, b) = contract.attr, contract.args
+        _require(len(left) == 1)
+        free = [[i for i in range(len(x.shape)) if i not in (*over, *of_batch)]
+                for x, over, of_batch in zip((a, b), (left, right), batch, strict=True)]  # fmt: skip
+        sources = [("batch", i) for i in range(len(batch[0]))]
+        sources += [("left", i) for i in free[0]] + [("right", i) for i in free[1]]
+        at = {}
+        for place, label in enumerate(leaf.labels):
+            if label >= 0 or label == COLUMNS:
+                at[label] = sources[dims[place]]
+            else:
+                _require(leaf.node.shape[place] == 1)
+        _require(at[COLUMNS][0] != "batch")
+        keys = at.pop(COLUMNS)
+        self.key_axis = keys[1]
+        self.of_q = 0 if keys[0] == "right" else 1
+        _require(all(contract.args[1 - self.of_q].shape[i] == 1 for i in free[1 - self.of_q] if i != self.key_axis))
+        p_batch = self.product.attr[2][self.side]
+        over = self.product.attr[self.side]
+        _require(over == (len(self.rows),))
+        self.at: dict[int, int] = {}  # of each row: the place among the batch, or the dim of queries
+        self.batch: list[int] = []
+        self.queries: list[int] = []
+        for i, size in enumerate(self.rows):
+            if size == 1:
+                continue
+            _require(i in at)
+            _require((i in p_batch) == (at[i][0] == "batch"))
+            self.at[i] = at[i][1]
+            (self.batch if i in p_batch else self.queries).append(i)
+        _require(len(self.queries) <= 2)
+
+    def _name_rows(self, acc: int) -> None:
+        """Which row counts queries, which heads that share keys, and which of the batch these groups."""
+        self.of_query: int | None = None
+        self.of_group: int | None = None
+        if len(self.queries) == 2:
+            first, second = self.queries
+            labels = {label for i, leaf in enumerate(self.scores.leaves) if i != acc for label in leaf.labels}
+            named = [i for i in self.queries if i in labels]
+            of_query = named[0] if len(named) == 1 else max((first, second), key=lambda i: self.rows[i])
+            self.of_query, self.of_group = of_query, first + second - of_query
+        elif self.queries:
+            self.of_query = self.queries[0]
+        alone = len(self.batch) > 1 or (len(self.batch) == 1 and self.of_group is None)
+        self.of_head = self.batch[-1] if alone else None
+        self.lead = [i for i in self.batch if i != self.of_head]
+
+    def _size(self, *rows: int | None) -> int:
+        return prod(int(self.rows[i]) for i in rows if i is not None)
+
+    # The arrays
+
+    def _queries(self, node: Node, contract: Node) -> Part:
+        (over,), batch = contract.attr[self.of_q], contract.attr[2][self.of_q]
+        at = {i: batch[self.at[i]] if i in self.batch else self.at[i] for i in (*self.batch, *self.queries)}
+        order = [at[i] for i in (*self.lead, self.of_query, self.of_head, self.of_group) if i is not None]
+        heads = self._size(self.of_head, self.of_group)
+        return self._part(node, [*order, over], (self._size(self.of_query), heads, node.shape[over]))
+
+    def _keys(self, node: Node, contract: Node) -> Part:
+        (over,), batch = contract.attr[1 - self.of_q], contract.attr[2][1 - self.of_q]
+        order = [batch[self.at[i]] for i in self.lead] + [self.key_axis]
+        order += [] if self.of_head is None else [batch[self.at[self.of_head]]]
+        return self._part(node, [*order, over], (node.shape[self.key_axis], self._size(self.of_head), node.shape[over]))
+
+    def _values(self, node: Node) -> tuple[Part, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The values, and the sizes and the order of dims that bring a result to the product's."""
+        (over,), of_v = self.product.attr[1 - self.side], self.product.attr[2][1 - self.side]
+        of_p = self.product.attr[2][self.side]
+        free = [i for i in range(len(node.shape)) if i not in (over, *of_v)]
+        _require(len(free) > 0)
+        columns = max(free, key=lambda i: node.shape[i])
+        _require(all(node.shape[i] == 1 for i in free if i != columns))
+        order = [of_v[of_p.index(i)] for i in self.lead] + [over]
+        order += [] if self.of_head is None else [of_v[of_p.index(self.of_head)]]
+        heads = self._size(self.of_head)
+        part = self._part(node, [*order, columns], (node.shape[over], heads, node.shape[columns]))
+        # The product's dims without those of one element: batch, then free ones of both, in the order of its operands.
+        queries = [i for i in range(len(self.rows)) if i in self.queries]
+        after: list[Any] = [*queries, "columns"] if self.side == 0 else ["columns", *queries]
+        result = [i for i in of_p if i in self.batch] + after
+        ours: list[Any] = [i for i in (*self.lead, self.of_query, self.of_head, self.of_group) if i is not None]
+        sizes = (*(self._size(i) for i in ours), int(node.shape[columns]))
+        ours.append("columns")
+        return part, (sizes, tuple(ours.index(each) for each in result))
+
+    def _part(self, node: Node, order: list[int], shape: tuple[Any, ...]) -> Part:
+        ones = [i for i in range(len(node.shape)) if i not in order]
+        _require(all(node.shape[i] == 1 for i in ones))
+        return Part(node, (*ones, *order), (self._size(*self.lead), *map(int, shape)))
+
+    # The scores
+
+    def _reads(self, scores: Scores) -> list[Read]:
+        """The arrays that scores are computed from. Their gradients would cost more than attention saves."""
+        assert scores.expression is not None
+        nodes = scores.expression.nodes
+        waiting, seen = [scores.output], set[int]()
+        while waiting:
+            i = waiting.pop()
+            primitive = PRIMITIVES.get(nodes[i].primitive)
+            _require(
+                not (primitive and (primitive.reduces or primitive.grouped))
+                and nodes[i].primitive not in ("n", "column")
+            )
+            waiting += [arg for arg in nodes[i].args if arg not in seen]
+            seen.update(nodes[i].args)
+        return [self._read(i) for i in sorted(operands_of(scores.expression, scores.output)) if i != scores.acc]
+
+    def _read(self, operand: int) -> Read:
+        leaf = self.scores.leaves[operand]
+        _require(leaf.rows == self.rows and not leaf.packed)
+        _require(leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node))
+        rank = len(self.rows)
+        shape = places_of(leaf, rank)
+        groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),
+                  () if self.of_query is None else (self.of_query,), (rank,))  # fmt: skip
+        whole: tuple[Any, ...] = (*self.rows, self.scores.n)
+        sizes, dims, order, merged = list(shape), list[int](), list[int](), list[int]()
+        for dim, axes in enumerate(groups):
+            if any(shape[i] != 1 for i in axes):
+                dims.append(dim)
+                order += axes
+                merged.append(prod(int(whole[i]) for i in axes))
+                for i in axes:
+                    sizes[i] = whole[i]
+        others = [i for i in range(rank + 1) if i not in order]
+        _require(all(shape[i] == 1 for i in others) and len(dims) > 0)
+        kind = BOOL if leaf.node.dtype == "bool" else FLOAT
+        return Read(operand, leaf.node, kind, shape, tuple(sizes), (*others, *order), tuple(merged), tuple(dims))
+
+
+def _require(fits: bool) -> None:
+    if not fits:
+        raise _No
+
+
+def _before(node: Node) -> tuple[Node, tuple[int, ...], float, list[Node]]:
+    """A value before it was transposed, cast and multiplied by a positive number: that, which of its dims each dim is,
+    the number, and the nodes in between with it at the end.
+    """
+    dims, number, between = tuple(range(len(node.shape))), 1.0, list[Node]()
+    while True:
+        if node.op == "transpose":
+            node, dims = node.args[0], tuple(node.attr[i] for i in dims)
+        elif node.op == "cast" and node.dtype == "float32":
+            node = node.args[0]
+        elif (found := _multiplied(node)) is not None:
+            node, number = found[0], number * found[1]
+        else:
+            return node, dims, number, between
+        between.append(node)
+
+
+def _multiplied(node: Node) -> tuple[Node, float] | None:
+    """What a node multiplies by a positive number, and that."""
+    if (node.op, node.attr) == ("primitive", "multiply"):
+        for x, number in (node.args, node.args[::-1]):
+            while number.op in ("broadcast", "cast", "reshape"):
+                number = number.args[0]
+            known = number.op == "constant" and not isinstance(number.attr, bool) and number.attr > 0
+            if known and (x.shape, x.dtype) == (node.shape, node.dtype):
+                return x, float(number.attr)
+    return None
+
+
+def _may_have_gradient(node: Node) -> bool:
+    """Whether a float of the program's inputs may reach a node."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each.op == "input" and "float" in each.dtype:
+            return True
+        new = [arg for arg in each.args if arg not in seen and "float" in arg.dtype]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _unscaled(q: Part, scores: Scores, product: Node, readers: _Readers) -> tuple[Part, Scores]:
+    """Queries before they were multiplied by a number that only these scores read, and the scores with that."""
+    found = _multiplied(q.node) if scores.expression is None and readers.are(q.node, {product}) else None
+    return (q, scores) if found is None else (q._replace(node=found[0]), scores._replace(scale=scores.scale * found[1]))
+
+
+def _unrepeated(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Keys and values before each head was repeated for neighbouring heads of queries."""
+    k, v = (_before_repeat(parts[name]) for name in "kv")
+    if k is None or v is None or k[1] != v[1]:
+        return dict(parts)
+    return {"q": parts["q"], "k": k[0], "v": v[0]}
+
+
+def _before_repeat(part: Part) -> tuple[Part, int] | None:
+    node, order = part.node, part.order
+    while node.op == "transpose":
+        node, order = node.args[0], tuple(node.attr[i] for i in order)
+    axis = order[-2]
+    times = _times(node, axis)
+    if not times:
+        return None
+    wide = node.args[0]
+    x, kept = wide.args[0], [i for i in range(len(wide.shape)) if i != axis + 1]
+    batch, sequence, heads, columns = part.shape
+    shape = (batch, sequence, heads // times, columns)
+    if x.shape == tuple(wide.shape[i] for i in kept) and tuple(wide.attr) == tuple(kept):
+        return Part(x, order, shape), times
+    one = (*wide.shape[: axis + 1], 1, *wide.shape[axis + 2 :])
+    if x.shape == one and tuple(wide.attr) == tuple(range(len(one))):
+        return Part(x, (axis + 1, *(i + (i > axis) for i in order)), shape), times
+    return None
+
+
+def _times(node: Node, axis: int) -> int:
+    """How often each element along an axis is repeated there, by a broadcast to a dim behind it; 0 if it is not."""
+    wide = node.args[0] if node.op == "reshape" and node.args[0].op == "broadcast" else node
+    if len(wide.shape) != len(node.shape) + 1:
+        return 0
+    groups, times = wide.shape[axis : axis + 2]
+    joined = wide.shape[:axis] == node.shape[:axis] and wide.shape[axis + 2 :] == node.shape[axis + 1 :]
+    whole = isinstance(groups, int) and isinstance(times, int) and groups * times == node.shape[axis]
+    return times if joined and whole and isinstance(times, int) else 0

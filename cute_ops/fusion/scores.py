@@ -1,0 +1,197 @@
+"""What is done to the scores of an attention before the softmax: scale, soft cap, masks, or an expression of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
+from cute_ops.expressions.reference import evaluate
+from cute_ops.fusion.analyse import Found
+from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.fusion.graph import Node
+
+_HIDDEN = -1e4  # a score so low has no weight
+# The value of an array of the program that is known when it is traced; None of any other.
+Known = Callable[[Node], "np.ndarray[Any, Any] | None"]
+
+
+class Scores(NamedTuple):
+    """What is done to ``q @ k.T`` before the softmax.
+
+    Attributes:
+        scale, softcap, left, right: as attributes of ``attention``; 0 and -1 where there is none.
+        expression: what then takes the place of a score; None where that is the score.
+        output: its node.
+        acc: the operand that is the score.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    left: int = -1
+    right: int = -1
+    expression: Expression | None = None
+    output: int = 0
+    acc: int = 0
+
+    @property
+    def said(self) -> str:
+        """What a report says of it."""
+        sides = "causal" if (self.left, self.right) == (-1, 0) else f"left={self.left}, right={self.right}"
+        said = [sides] if (self.left, self.right) != (-1, -1) else []
+        said += [f"softcap={self.softcap:.6g}"] if self.softcap else []
+        return ", ".join([*said, *(["scores changed"] if self.expression is not None else [])])
+
+
+def softmax_of(expression: Expression) -> int | None:
+    """The node of which an expression's only output is the softmax; None of other expressions."""
+    nodes = expression.nodes
+    if len(expression.outputs) != 1 or nodes[expression.outputs[0]].primitive != "divide":
+        return None
+    weights, total = nodes[expression.outputs[0]].args
+    if nodes[weights].primitive != "exp" or (nodes[total].primitive, nodes[total].args) != ("sum", (weights,)):
+        return None
+    z = nodes[weights].args[0]
+    if nodes[z].primitive != "subtract":
+        return None
+    inner, largest = nodes[z].args
+    return inner if (nodes[largest].primitive, nodes[largest].args) == ("max", (inner,)) else None
+
+
+class Masks:
+    """The masks of scores that are known.
+
+    Args:
+        found: the softmax.
+        of_query: which of its rows counts queries; None if there is one query.
+        known: the values of arrays.
+    """
+
+    def __init__(self, found: Found, of_query: int | None, known: Known) -> None:
+        self.found, self.of_query, self.known = found, of_query, known
+
+    def scores(self, z: int, acc: int, sizes: tuple[int, int]) -> Scores:
+        """What is done to the scores.
+
+        Args:
+            z: the node whose softmax is taken.
+            acc: the operand that is the product of queries and keys.
+            sizes: how many queries and keys there are.
+        """
+        expression = self.found.expression
+        allowed, inner = self._without_masks(expression, z)
+        if allowed is not None and (sides := _band(allowed, *sizes)) is not None:
+            scores, z = Scores(left=sides[0], right=sides[1]), inner
+        else:
+            scores = Scores()
+        plain = _scaled(expression, z, acc)
+        if plain is not None:
+            return scores._replace(scale=plain[0], softcap=plain[1])
+        return scores._replace(expression=expression, output=z, acc=acc)
+
+    def _without_masks(self, expression: Expression, z: int) -> tuple[np.ndarray[Any, Any] | None, int]:
+        """Which scores no known mask hides, and the node of scores before these masks."""
+        allowed = None
+        while True:
+            node = expression.nodes[z]
+            if node.primitive == "where":
+                condition, yes, no = node.args
+                hides = [_is_hidden(expression, each) for each in (yes, no)]
+                seen = self._value(expression, condition) if any(hides) else None
+                inner = no if hides[0] else yes
+                seen = None if seen is None else ~seen if hides[0] else seen
+            elif node.primitive == "add":
+                inner, seen = self._without_addend(expression, node.args)
+            else:
+                return allowed, z
+            if seen is None:
+                return allowed, z
+            allowed, z = seen if allowed is None else allowed & seen, inner
+
+    def _without_addend(self, expression: Expression, args: tuple[int, ...]) -> tuple[int, Any]:
+        """A term, and where the other one is zero and not so low that it hides a score."""
+        for inner, other in (args, args[::-1]):
+            value = self._value(expression, other)
+            if value is not None and bool(np.all((value == 0) | (value <= _HIDDEN))):
+                return inner, value == 0
+        return args[0], None
+
+    def _value(self, expression: Expression, node: int) -> np.ndarray[Any, Any] | None:
+        """The value of a node, ``(queries, keys)``, if it is known and the same for all else."""
+        arrays: list[Any] = [np.zeros((), np.float32)] * len(expression.operands)
+        used = operands_of(expression, node)
+        for i in used:
+            leaf = self.found.leaves[i]
+            array = None if leaf.rows != self.found.rows or leaf.packed else self.known(leaf.node)
+            if array is None:
+                return None
+            arrays[i] = np.reshape(array.astype(np.float32), places_of(leaf, len(self.found.rows)))
+        graph = Graph(expression.operands)
+        one = graph.finish([copied(expression, graph)[node]])
+        found = evaluate(one, np, arrays)[0]
+        if any(size != 1 and i not in (len(self.found.rows), self.of_query) for i, size in enumerate(found.shape)):
+            return None
+        rows = 1 if self.of_query is None or found.ndim <= self.of_query else found.shape[self.of_query]
+        return np.reshape(found, (rows, found.shape[-1] if found.ndim else 1))
+
+
+def places_of(leaf: Leaf, rank: int) -> tuple[Any, ...]:
+    """A leaf's shape with all dims of the scores."""
+    sizes = {label: size for label, size in zip(leaf.labels, leaf.node.shape, strict=True) if size != 1}
+    return (*(sizes.get(i, 1) for i in range(rank)), sizes.get(COLUMNS, 1))
+
+
+def _is_hidden(expression: Expression, i: int) -> bool:
+    number = expression.nodes[i].number
+    return number is not None and not isinstance(number, bool) and number <= _HIDDEN
+
+
+def _band(allowed: np.ndarray[Any, Any], queries: int, keys: int) -> tuple[int, int] | None:
+    """How many keys before and after its own each query attends to, -1 for all of them; None if that is no band, or a
+    query may attend to nothing.
+    """
+    allowed = np.broadcast_to(allowed, (queries, keys))
+    if allowed.all():
+        return -1, -1
+    if queries > keys:
+        return None
+    ahead = np.arange(keys) - (np.arange(queries)[:, None] + (keys - queries))
+    seen = ahead[allowed]
+    if not seen.size or seen.min() > 0 or seen.max() < 0:
+        return None
+    low, high = int(seen.min()), int(seen.max())
+    if not np.array_equal(allowed, (ahead >= low) & (ahead <= high)):
+        return None
+    return (-1 if low == ahead.min() else -low), (-1 if high == ahead.max() else high)
+
+
+def _scaled(expression: Expression, i: int, acc: int) -> tuple[float, float] | None:
+    """The scale and the soft cap, if that is all that a node does to scores."""
+    if (scale := _multiple(expression, i, acc)) is not None:
+        return (scale, 0.0) if scale > 0 else None
+    cap, inner = _factor(expression, i)
+    if expression.nodes[inner].primitive != "tanh" or cap <= 0:
+        return None
+    scale = _multiple(expression, expression.nodes[inner].args[0], acc)
+    return None if scale is None or scale <= 0 else (scale * cap, cap)
+
+
+def _multiple(expression: Expression, i: int, acc: int) -> float | None:
+    number, inner = _factor(expression, i)
+    node = expression.nodes[inner]
+    return number if node.primitive == "operand" and node.operand == acc else None
+
+
+def _factor(expression: Expression, i: int) -> tuple[float, int]:
+    """The number by which a node multiplies another, and that."""
+    number = 1.0
+    while expression.nodes[i].primitive == "multiply":
+        one, other = expression.nodes[i].args
+        inner, constant = (one, other) if expression.nodes[other].primitive == "constant" else (other, one)
+        found = expression.nodes[constant].number
+        if found is None or isinstance(found, bool):
+            break
+        number, i = number * found, inner
+    return number, i

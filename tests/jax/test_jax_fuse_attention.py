@@ -1,0 +1,198 @@
+"""Attention in the forms that JAX programs write becomes our op, whatever the order of dims, masks and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops.testing import compare_one, limits_of
+
+B, T, H, KV, D = 2, 6, 4, 2, 16
+RNG = np.random.default_rng(5)
+Array = jax.Array
+
+
+def draw(*shape: int, rng: np.random.Generator = RNG) -> Array:
+    return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+
+Q, K, V, FEW_K, FEW_V = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D), draw(B, T, KV, D), draw(B, T, KV, D)
+# The second example attends to nothing: all its keys have one weight, as of finite scores that are equal.
+PADDING = jnp.asarray([[1, 1, 1, 1, 0, 0], [0] * T], bool)
+
+
+def wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def softmax(scores: Array, like: Array) -> Array:
+    return jax.nn.softmax(wide(scores), -1).astype(like.dtype)
+
+
+def lower(queries: int = T, keys: int = T) -> Array:
+    return jnp.tril(jnp.ones((queries, keys), bool))
+
+
+def dots(q: Array, k: Array) -> Array:
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.25
+
+
+def mixed(scores: Array, v: Array) -> Array:
+    return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores, v), v)
+
+
+def masked(mask: Array | None, fill: float = -1e9) -> Callable[..., Array]:
+    return lambda q, k, v: mixed(dots(q, k) if mask is None else jnp.where(mask, dots(q, k), fill), v)
+
+
+def causal(q: Array, k: Array, v: Array) -> Array:
+    return mixed(jnp.where(lower(), dots(q, k), -1e9), v)
+
+
+def windowed(q: Array, k: Array, v: Array) -> Array:
+    ahead = jnp.arange(T)[:, None] - jnp.arange(T)
+    return mixed(jnp.where((ahead >= 0) & (ahead < 3), dots(q, k), -jnp.inf), v)
+
+
+def grouped(q: Array, k: Array, v: Array) -> Array:
+    by_group = q.reshape(B, T, KV, H // KV, D)
+    scores = jnp.einsum("btkgd,bskd->bkgts", by_group, k) * 0.25
+    p = softmax(jnp.where(lower(), scores, -1e30), v)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, H, D)
+
+
+def heads_first(q: Array, k: Array, v: Array) -> Array:
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    scores = jnp.where(lower(), q @ k.transpose(0, 1, 3, 2) / 4, -1e9)
+    return (softmax(scores, v) @ v).transpose(0, 2, 1, 3).reshape(B, T, H * D)
+
+
+def capped(q: Array, k: Array, v: Array) -> Array:
+    return mixed(jnp.where(lower(), jnp.tanh(wide(dots(q, k)) / 50) * 50, -1e9), v)
+
+
+def vmapped(q: Array, k: Array, v: Array) -> Array:
+    def head(q: Array, k: Array, v: Array) -> Array:
+        return softmax(jnp.where(lower(), q @ k.T / 4, -1e9), v) @ v
+
+    return jax.vmap(jax.vmap(head, 1, 1))(q, k, v)
+
+
+def alibi(q: Array, k: Array, v: Array) -> Array:
+    slopes = (2.0 ** -jnp.arange(1, H + 1)).astype(wide(q).dtype)[:, None, None]
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)
+    return mixed(jnp.where(lower(), wide(dots(q, k)) - slopes * distance, -1e9), v)
+
+
+def additive(q: Array, k: Array, v: Array) -> Array:
+    return mixed(wide(dots(q, k)) + jnp.where(lower(), 0.0, -1e9).astype(wide(q).dtype), v)
+
+
+def one_head_of_keys(q: Array, k: Array, v: Array) -> Array:
+    scores = jnp.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) * 0.25
+    return jnp.einsum("bhqk,bkd->bqhd", softmax(jnp.where(lower(), scores, -1e9), v), v[:, :, 0])
+
+
+def in_a_scan(q: Array, k: Array, v: Array) -> Array:
+    """With a mask that is computed before it."""
+    mask = lower()
+    return jax.lax.scan(lambda x, _: (mixed(jnp.where(mask, dots(x, k), -1e9), v), None), q, None, length=2)[0]
+
+
+def repeated(q: Array, k: Array, v: Array) -> Array:
+    k, v = (jnp.repeat(x, H // KV, axis=2) for x in (k, v))
+    return causal(q, k, v)
+
+
+def chosen_by_head(q: Array, k: Array, v: Array) -> Array:
+    """With a mask of each head, which no band says."""
+    seen = jnp.arange(T)[:, None] * jnp.arange(T) < 9 * (1 + jnp.arange(H)[:, None, None])
+    return mixed(jnp.where(seen, dots(q, k), -1e9), v)
+
+
+FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
+    "no mask": (masked(None), (Q, K, V), ""),
+    "causal": (causal, (Q, K, V), "causal"),
+    "window": (windowed, (Q, K, V), "left=2, right=0"),
+    "jax.nn": (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), (Q, K, V), "causal"),
+    "jax.nn, grouped": (
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), (Q, FEW_K, FEW_V), "causal"
+    ),
+    "repeated heads": (repeated, (Q, FEW_K, FEW_V), "causal"),
+    "grouped": (grouped, (Q, FEW_K, FEW_V), "causal"),
+    "heads first": (heads_first, (Q, K, V), "causal"),
+    "softcap": (capped, (Q, K, V), "causal, softcap=50"),
+    "vmap of heads": (vmapped, (Q, K, V), "causal"),
+    "ALiBi": (alibi, (Q, K, V), "causal, scores changed"),
+    "added mask": (additive, (Q, K, V), "causal"),
+    "scaled queries": (lambda q, k, v: mixed(jnp.where(lower(), dots(q / 4, k), -1e9), v), (Q, K, V), "causal"),
+    "one head of keys": (one_head_of_keys, (Q, FEW_K, FEW_V), "causal"),
+    "scan": (in_a_scan, (Q, K, V), "causal"),
+    "fewer queries": (lambda q, k, v: masked(None)(q[:, :3], k, v), (Q, K, V), ""),
+    "padding": (lambda q, k, v, m: masked(m[:, None, None])(q, k, v), (Q, K, V, PADDING), "scores changed"),
+    "padding and causal": (
+        lambda q, k, v, m: masked(m[:, None, None] & lower())(q, k, v), (Q, K, V, PADDING), "scores changed"
+    ),
+    "mask of each head": (chosen_by_head, (Q, K, V), "scores changed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name: str) -> None:
+    function, args, said = FORMS[name]
+    (entry,) = cute_ops_jax.fuse.report(function, *args).replaced
+    given = ", ".join(f"captured{i}" for i in range(entry.what.count("captured")))
+    assert (entry.becomes, entry.what) == ("attention", ", ".join(filter(None, ["q, k, v", given, said])))
+    places = tuple(i for i, a in enumerate(args) if a.dtype != bool)
+
+    def results(function: Callable[..., Array], args: Any) -> Any:
+        def loss(*args: Array) -> Any:
+            out = function(*args)
+            return jnp.sum(jnp.sin(wide(out))), out
+
+        return jax.grad(loss, places, has_aux=True)(*args)
+
+    # The loss of 16 bits is measured on several inputs, of which the first are compared.
+    rng = np.random.default_rng([5, *name.encode()])
+    many = tuple(a if a.dtype == bool else jnp.concatenate([a[None], draw(7, *a.shape, rng=rng)]) for a in args)
+    axes = tuple(None if a.dtype == bool else 0 for a in args)
+    all_low = _arrays(jax.jit(jax.vmap(partial(results, function), (axes,)))(many))
+    with jax.enable_x64(True):
+        exact = tuple(a if a.dtype == bool else a.astype("float64") for a in many)
+        all_exact = _arrays(jax.jit(jax.vmap(partial(results, function), (axes,)))(exact))
+    given = {str(i): np.asarray(a) for i, a in enumerate(args) if a.dtype != bool}
+    each = [(given, tuple(a[k] for a in all_low), tuple(a[k] for a in all_exact)) for k in range(8)]
+    got = _arrays(jax.jit(partial(results, cute_ops_jax.fuse(function)))(args))
+    for i, (a, b, tolerance) in enumerate(zip(got, each[0][2], limits_of(*each[0], each[1:]), strict=True)):
+        compare_one(f"{name}, result {i}", a, b, tolerance)
+
+
+def _arrays(tree: Any) -> tuple[np.ndarray[Any, Any], ...]:
+    return tuple(map(np.asarray, jax.tree.leaves(tree)))
+
+
+def became(function: Callable[..., Any], *args: Any) -> list[str]:
+    return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
+
+
+def test_what_stays() -> None:
+    """Scores that have a gradient of their own, weights that something else reads, other dtypes and head sizes, and a
+    mask with which a query attends to nothing.
+    """
+    bias = draw(H, T, T)
+    assert became(lambda q, k, v, b: mixed(dots(q, k) + b, v), Q, K, V, bias) == ["fused"]
+    assert became(lambda q, k, v: (mixed(dots(q, k), v), softmax(dots(q, k), v).max()), Q, K, V) == ["fused"]
+    assert became(causal, *(x.astype("float32") for x in (Q, K, V))) == ["fused"]
+    assert became(causal, *(x[..., :12] for x in (Q, K, V))) == ["fused"]
+    longer = jnp.concatenate([Q, Q], 1)
+    assert became(lambda q, k, v: mixed(jnp.where(lower(2 * T, T), dots(q, k), -1e9), v), longer, K, V) == ["attention"]
+    assert became(lambda q, k, v: mixed(jnp.where(lower(2 * T, T)[::-1], dots(q, k), -1e9), v), longer, K, V) == [
+        "attention"
+    ]
