@@ -12,12 +12,14 @@ import torch
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
+from cute_ops.declaration.shapes import Array
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.recorded import recorded
 from cute_ops_torch.library import products
 from cute_ops_torch.library import program as programs
+from cute_ops_torch.library.copies import copied
 from cute_ops_torch.library.reference import run_reference
 from cute_ops_torch.library.tensors import DTYPES, absent_dtype
 
@@ -92,9 +94,8 @@ class KernelCall:
             if n not in self.copiers:
                 allocations.append(_new(n, array.shape, DTYPES[array.dtype], values, strides) + f".copy_({n})")
                 continue
-            values[f"_copy_{n}"] = self.copiers[n]
-            allocations.append(_new(f"_copied_{n}", array.shape, DTYPES[array.dtype], values, strides))
-            allocations += [f"_copy_{n}({n}, _copied_{n})", f"{n} = _copied_{n}"]
+            values |= {"_copied": copied, f"_copy_{n}": self._copies(n, array, strides)}
+            allocations.append(f"{n} = _copied({n}, _copy_{n})")
         for k, array in enumerate(self.chosen.workspaces.values()):
             allocations.append(_new(f"_work{k}", tuple(array.shape), DTYPES[array.dtype], values))
             arguments.append(f"_work{k}")
@@ -109,6 +110,17 @@ class KernelCall:
             arguments=", ".join([*arguments, *self.scalars]), outputs=returned,
         )  # fmt: skip
         made: Run = make(**values)
+        return made
+
+    def _copies(self, name: str, array: Array, strides: tuple[int, ...]) -> Run:
+        """``copy(x)`` of an input, with these strides."""
+        copy, new, dtype, shape = self.copiers[name], self.new, DTYPES[array.dtype], array.shape
+
+        def made(x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = new(shape, strides, dtype)
+            copy(x, out)
+            return out
+
         return made
 
     def _new_output(self, name: str, values: dict[str, Any]) -> str:

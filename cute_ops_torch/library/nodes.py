@@ -14,6 +14,7 @@ from torch.autograd.function import _SingleLevelFunction
 from cute_ops.constants import of_attributes
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
+from cute_ops_torch.library import copies
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.scaled_gradient import scaled_gradients
@@ -102,7 +103,12 @@ class Nodes:
             steps = [_Step.of(step, self._runs(step), named, absent, given) for step in chosen]
             steps += [_scaled(op, scaled)] if (scaled := [name for name in op.scaled if name in wanted]) else []
             saving = op.saved_by(kept, given)
-            forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given, saving)
+            # Products may copy what a composite, or an op with the framework's product as a fallback, reads.
+            copying = op.program is not None or (op.fallback is not None and bool(op.fallback.anywhere))
+            step = steps[0] if len(steps) == 1 else _chain(steps, copying)
+            forward, backward = _with_gradient(op, step, given, saving)
+            if copying:
+                forward = copies.saving(forward)
         else:
             saving, (forward, backward) = None, _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saving": saving}
@@ -151,8 +157,10 @@ class _Step(NamedTuple):
         return cls(op.inputs, outputs, run, attributes, tuple(op.scalars), resolve, shapes)
 
 
-def _chain(steps: Sequence[_Step]) -> _Step:
-    """Backward ops in order as one, each of which may read what earlier ones gave; also none at all."""
+def _chain(steps: Sequence[_Step], share_copies: bool) -> _Step:
+    """Backward ops in order as one, each of which may read what earlier ones gave; also none at all. With
+    ``share_copies`` an operand that several products read is copied once.
+    """
     made = {name for step in steps for name in step.outputs}
     every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
     # What one step requires, all get, and as the one that takes fewest ways to lie wants it.
@@ -165,9 +173,9 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     def run(*given: Any) -> tuple[Any, ...]:
         within = sharing.get(type(given[0])) if sharing and given else None
         if within is None:
-            return in_turn(given)
+            return turns(given)
         with within(often):
-            return in_turn(given)
+            return turns(given)
 
     # Where a value is among those given and what steps have made, in order: by names each step takes 1 us longer.
     place = {name: k for k, name in enumerate((*inputs, *scalars))}
@@ -184,8 +192,11 @@ def _chain(steps: Sequence[_Step]) -> _Step:
             found = tensors(values)
             raw = step(*found, *attributes, *numbers(values))
             values = (*values, *resolve(found, (raw,) if alone else raw))
+            if share_copies:
+                copies.kept.of = values
         return results(values)
 
+    turns = copies.sharing(in_turn) if share_copies else in_turn
     read = {name for step in steps for name in step.inputs.keys() - step.shapes}
     return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw, frozenset(inputs.keys() - read))
 

@@ -23,6 +23,8 @@ from cute_ops_torch.host import launch
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.library.copies import kept
+from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import takes_out
 from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.registry import define
@@ -125,6 +127,25 @@ def test_copies_of_operands(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert [key.row_align for key in compiled.variants[-1].args][:2] == [16, 16]
     assert compiled.variants[-1].config["form"] != "mma_sync"
     assert {variant.dims["n"] for variant in compiled.variants[:-1]} == {None}
+
+
+def test_a_backward_reads_the_copies_of_its_forward(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operand is copied once, a cotangent that both gradients read, too; a second derivative is refused."""
+    monkeypatch.setattr(choice, "THEIR_ODD", {1: (1.0, 1.0)})
+    compiled.ops.update({op.name: op for op in (linear, linear_dx, linear_dweight, row_copy())})
+    launchers = {op: Launcher(op).launch for op in (linear, linear_dx, linear_dweight)}
+    x, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((2, 50, 71), (33, 71)))
+    dout = torch.randn(2, 50, 33).bfloat16()
+    out = Nodes(linear, launchers.__getitem__).apply(launchers[linear], x, weight, "auto")
+    copied = {t.stride()[-2] for t in out.grad_fn.saved_tensors}
+    found = torch.autograd.grad(out, (x, weight), dout, retain_graph=True)
+    wanted = torch.autograd.grad(x.double() @ weight.double().t(), (x, weight), dout.double())
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0.2)
+    assert compiled.calls == ["row_copy", "row_copy", "linear", "row_copy", "linear_dx", "linear_dweight"]
+    assert copied == {72} and kept.copies == []
+    dx, _ = torch.autograd.grad(out, (x, weight), dout, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dx.sum(), weight)
 
 
 def test_values_through_kernels(compiled: Any) -> None:

@@ -30,8 +30,9 @@ THEIR_CLUSTERS, THEIR_SPLITS, LEAST_TERMS, ADD_CYCLES, ADD_RATE = ((1, 2), (2, 1
 OURS, THEIRS, PASS = (1600.0, 2.0, 7.8e8), (1875.0, 2.2, 7.5e8), (4e6, 1.5)
 # Up to so many rows memory is what ours waits for, while the clock is higher.
 SMALL_M, OURS_OF_SMALL_M = 512, (1750.0, 1.6, 7.8e8)
-# Without a pass that it saves, ours of so few rows gains less than the model errs: it must be this much ahead.
-UNSURE = 1.12
+# Ours must be this much ahead, where the model errs by more than ours would gain: of so few rows without a pass that it
+# saves; and with a pass.
+UNSURE, UNSURE_WITH_PASS = 1.12, 1.04
 HOST = 4.0  # microseconds that torch's own product takes the host
 # Of a product with n or k off a vector cuBLAS computes so many FLOP and moves so many bytes a microsecond at most, by
 # the elements that divide n and k; strides of whole vectors do not help it: 64 x 18944 x 11127 took 549 us with strides
@@ -61,14 +62,18 @@ def fallback(
             return None
         return _expected(config(problem), *of, after, problem.sm_count)
 
+    def margin(problem: Problem) -> float:
+        if after:
+            return UNSURE_WITH_PASS
+        return UNSURE if work is not None and work(problem)[0].m <= SMALL_M else 1.0
+
     def when(problem: Problem) -> str:
         if reason := fallback_reason(problem, config(problem).form):
             return reason
         ours, theirs = expected(problem) or (0.0, 0.0)
         if theirs and theirs < HOST and not after:
             return f"{theirs:.2g} us are expected, and the host takes longer for any call"
-        plain_of_small_m = work is not None and not after and work(problem)[0].m <= SMALL_M
-        if ours * (UNSURE if plain_of_small_m else 1) <= theirs:
+        if ours * margin(problem) <= theirs:
             return ""
         return f"{theirs:.3g} us are expected{' with a pass' if after else ''}, {ours:.3g} of our kernel"
 

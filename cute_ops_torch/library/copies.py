@@ -1,0 +1,86 @@
+"""Copies of operands that kernels cannot load where they lie, made once for a forward and all steps of its backward.
+
+A product copies operands off a vector into rows that begin at whole vectors. Its node saves these copies in place of
+the operands, so that the backward, which multiplies by the same ones, need not make them again, and the steps of a
+backward share the copies of a cotangent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Kept(threading.local):
+    """What this thread keeps while a forward or a backward runs.
+
+    Attributes:
+        of: the tensors whose copies are kept; no others, of which there may be many.
+        copies: these tensors and their copies.
+    """
+
+    of: Sequence[Any] = ()
+    copies: Copies = []  # noqa: RUF012 (never changed: nothing is kept of nothing)
+
+
+kept = Kept()
+
+
+def copied(x: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """``copy(x)``, or the copy that is kept."""
+    for known, made in kept.copies:
+        if known is x:
+            return made
+    made = copy(x)
+    if any(x is t for t in kept.of):
+        kept.copies.append((x, made))
+    return made
+
+
+def saving(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A node's forward that saves copies of its inputs in place of these."""
+
+    def forward_with_copies(ctx: Any, *args: Any) -> Any:
+        before, copies = _keep(args)
+        try:
+            out = forward(ctx, *args)
+        finally:
+            kept.of, kept.copies = before
+        if copies:
+            ctx.to_save = tuple(_instead(t, copies) for t in ctx.to_save)
+        return out
+
+    return forward_with_copies
+
+
+def sharing(steps: Callable[[tuple[Any, ...]], Any]) -> Callable[[tuple[Any, ...]], Any]:
+    """``steps(values)``, which share copies of values and of what they add to ``kept.of``."""
+
+    def steps_with_copies(values: tuple[Any, ...]) -> Any:
+        before, _ = _keep(values)
+        try:
+            return steps(values)
+        finally:
+            kept.of, kept.copies = before
+
+    return steps_with_copies
+
+
+def _keep(of: Sequence[Any]) -> tuple[tuple[Sequence[Any], Copies], Copies]:
+    """Keep copies of these tensors from now on; what was kept before, and the copies."""
+    before, copies = (kept.of, kept.copies), Copies()
+    kept.of, kept.copies = of, copies
+    return before, copies
+
+
+def _instead(x: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:
+    """What a node saves of a tensor. Second derivatives are refused of a copy, too: it needs a gradient as x does."""
+    for known, made in copies:
+        if known is x:
+            return made.requires_grad_() if known.requires_grad else made
+    return x
