@@ -7,7 +7,6 @@ backward share the copies of a cotangent.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,16 +15,18 @@ import torch
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Kept(threading.local):
-    """What this thread keeps while a forward or a backward runs.
+class Kept:
+    """What is kept while a forward or a backward runs. Where threads take turns, one may find that of another, which
+    holds none of its tensors: then it makes a copy that is there already.
 
     Attributes:
-        of: the tensors whose copies are kept; no others, of which there may be many.
-        copies: these tensors and their copies.
+        now: the tensors whose copies are kept, no others, of which there may be many; these tensors and their copies.
     """
 
-    of: Sequence[Any] = ()
-    copies: Copies = []  # noqa: RUF012 (never changed: nothing is kept of nothing)
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now: tuple[Sequence[Any], Copies] = (), []
 
 
 kept = Kept()
@@ -33,12 +34,13 @@ kept = Kept()
 
 def copied(x: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """``copy(x)``, or the copy that is kept."""
-    for known, made in kept.copies:
+    of, copies = kept.now
+    for known, made in copies:
         if known is x:
             return made
     made = copy(x)
-    if any(x is t for t in kept.of):
-        kept.copies.append((x, made))
+    if any(x is t for t in of):
+        copies.append((x, made))
     return made
 
 
@@ -46,11 +48,13 @@ def saving(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A node's forward that saves copies of its inputs in place of these."""
 
     def forward_with_copies(ctx: Any, *args: Any) -> Any:
-        before, copies = _keep(args)
+        before = kept.now
+        copies: Copies = []
+        kept.now = args, copies
         try:
             out = forward(ctx, *args)
         finally:
-            kept.of, kept.copies = before
+            kept.now = before
         if copies:
             ctx.to_save = tuple(_instead(t, copies) for t in ctx.to_save)
         return out
@@ -59,23 +63,21 @@ def saving(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sharing(steps: Callable[[tuple[Any, ...]], Any]) -> Callable[[tuple[Any, ...]], Any]:
-    """``steps(values)``, which share copies of values and of what they add to ``kept.of``."""
+    """``steps(values)``, which share copies of values and of what they :func:`add`."""
 
     def steps_with_copies(values: tuple[Any, ...]) -> Any:
-        before, _ = _keep(values)
+        before, kept.now = kept.now, (values, [])
         try:
             return steps(values)
         finally:
-            kept.of, kept.copies = before
+            kept.now = before
 
     return steps_with_copies
 
 
-def _keep(of: Sequence[Any]) -> tuple[tuple[Sequence[Any], Copies], Copies]:
-    """Keep copies of these tensors from now on; what was kept before, and the copies."""
-    before, copies = (kept.of, kept.copies), Copies()
-    kept.of, kept.copies = of, copies
-    return before, copies
+def add(values: Sequence[Any]) -> None:
+    """Keep copies of these tensors from now on, besides the copies that there are."""
+    kept.now = values, kept.now[1]
 
 
 def _instead(x: torch.Tensor | None, copies: Copies) -> torch.Tensor | None:

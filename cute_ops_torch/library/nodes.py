@@ -193,7 +193,7 @@ def _chain(steps: Sequence[_Step], share_copies: bool) -> _Step:
             raw = step(*found, *attributes, *numbers(values))
             values = (*values, *resolve(found, (raw,) if alone else raw))
             if share_copies:
-                copies.kept.of = values
+                copies.add(values)
         return results(values)
 
     turns = copies.sharing(in_turn) if share_copies else in_turn
