@@ -54,6 +54,7 @@ PRIMITIVES = {
     "exp2": Primitive("f", mufu=1, fma=0),
     "log": Primitive("f", fma=19),
     "log1p": Primitive("f", fma=18),
+    "log2": Primitive("f", mufu=1, fma=0),
     "tanh": Primitive("f", mufu=2, fma=12),
     "sigmoid": Primitive("f", mufu=2, fma=2),
     "softplus": Primitive("f", mufu=1, fma=17),

@@ -112,8 +112,8 @@ def _own(primitive: str, xp: Any, *args: Any) -> Any:
 
 # Primitives that are functions of the namespace.
 _OWN = (
-    "sqrt", "abs", "sign", "floor", "round", "sin", "cos", "exp", "exp2", "log", "log1p", "tanh", "minimum", "maximum",
-    "where", "logical_and", "logical_or", "logical_not",
+    "sqrt", "abs", "sign", "floor", "round", "sin", "cos", "exp", "exp2", "log", "log1p", "log2", "tanh", "minimum",
+    "maximum", "where", "logical_and", "logical_or", "logical_not",
 )  # fmt: skip
 # Functions of a namespace and of float32 or float64 arrays. astype also takes the name of a dtype, a primitive of
 # groups the columns of a group.

@@ -49,7 +49,7 @@ def test_device_functions_are_the_references(primitive: str, emitter: Any) -> No
     takes, rng = PRIMITIVES[primitive].takes, np.random.default_rng(0)
     near, far = rng.standard_normal(4000), rng.standard_normal(400) * 10.0 ** rng.integers(-12, 13, 400)
     floats = np.concatenate([near, far, [0.0, np.inf, -np.inf, np.nan]]).astype(np.float32)
-    if primitive in ("log", "log1p", "sqrt", "rsqrt"):
+    if primitive in ("log", "log1p", "log2", "sqrt", "rsqrt"):
         floats = np.abs(floats)
     given = [rng.permutation(floats) if i else floats for i in range(len(takes))]
     given = [x > 0 if letter == "b" else x for x, letter in zip(given, takes, strict=True)]

@@ -20,7 +20,8 @@ ROW = {"axis": -1, "keepdims": True}
 
 # Arguments are brought to where the function is smooth.
 NEAR = {
-    "exp": ["tanh"], "exp2": ["tanh"], "log": ["square", "plus"], "log1p": ["square"], "sqrt": ["square", "plus"],
+    "exp": ["tanh"], "exp2": ["tanh"], "log": ["square", "plus"], "log1p": ["square"],
+    "log2": ["square", "plus", "exp2"], "sqrt": ["square", "plus"],
     "rsqrt": ["square", "plus"], "reciprocal": ["square", "plus"],
 }  # fmt: skip
 

@@ -87,6 +87,7 @@ def primitives(torch: Any, jax: Any) -> dict[str, Primitive]:
         "exp2",
         "log",
         "log1p",
+        "log2",
         "tanh",
         "sqrt",
         "floor",

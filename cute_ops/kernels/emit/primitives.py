@@ -1,7 +1,8 @@
 """Device functions of an expression's primitives, in fp32, one element at a time.
 
-Reciprocals and roots are the hardware's, right to 2 units in the last place; denormal numbers may count as 0. exp,
-tanh, erf and logarithms are the math library's, because the hardware's lose bits of large arguments or small results.
+Reciprocals and roots are the hardware's, right to 2 units in the last place, and so are exp2 and log2, whose results
+near 0 are right to 2**-22; denormal numbers may count as 0. exp, tanh, erf, log and log1p are the math library's,
+because the hardware's lose bits of large arguments or small results.
 """
 
 import operator
@@ -102,6 +103,7 @@ DEVICE = {
     "exp2": exp2,
     "log": cute.math.log,
     "log1p": cute.math.log1p,
+    "log2": lambda x: cute.math.log2(x, fastmath=True),
     "tanh": cute.math.tanh,
     "sigmoid": sigmoid,
     "softplus": softplus,

@@ -164,7 +164,7 @@ class RowExpression(NamedTuple):
     @property
     def few(self) -> bool:
         """Whether a few special instructions and at most two stages leave a thread registers for what it keeps."""
-        return self.depth <= 2 and 0 < self.special < SLOW
+        return (self.depth or len(stages(self.expression))) <= 2 and 0 < self.special < SLOW
 
     @property
     def many(self) -> bool:

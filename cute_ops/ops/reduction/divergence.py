@@ -19,22 +19,32 @@ CASES = (
 )
 
 
-def _log_softmax(xp: Any, x: Any, temperature: float) -> Any:
-    x = x * (1 / temperature) if temperature != 1 else x
-    shifted = x - xp.max(x, **ROW)
-    return shifted - xp.log(xp.sum(xp.exp(shifted), **ROW))
+# No probability adds anything below it: what it is multiplied by is finite.
+LEAST = 2.0**-126
+
+
+def _softmax(xp: Any, x: Any, weight: float, temperature: float) -> tuple[Any, Any]:
+    """The weighted probabilities, and the logarithms to base 2 of those without a weight. Powers of 2 take one
+    instruction.
+    """
+    # A softmax does not change with what is subtracted.
+    shifted = (x - xp.stop_gradient(xp.max(x, **ROW))) * (math.log2(math.e) / temperature)
+    powers = xp.exp2(shifted)
+    total = xp.sum(powers, **ROW)
+    return powers * (weight / total), shifted - xp.log2(total)
 
 
 def _divergence(xp: Any, student: Any, teacher: Any, *, beta: float, temperature: float) -> Any:
-    q, p = (_log_softmax(xp, x, temperature) for x in (student, teacher))
+    q, log_q = _softmax(xp, student, 1 - beta if 0 < beta < 1 else 1.0, temperature)
+    p, log_p = _softmax(xp, teacher, beta or 1.0, temperature)
     if beta == 0:
-        return xp.sum(xp.exp(p) * (p - q), **ROW)
+        return xp.sum(p * (log_p - log_q), **ROW) * math.log(2)
+    # The gradients by way of logarithms are sums of q's, of which a softmax has none: only its factor's is left.
     if beta == 1:
-        return xp.sum(xp.exp(q) * (q - p), **ROW)
-    first, second = p + math.log(beta), q + math.log(1 - beta)
-    # log(beta * exp(p) + (1 - beta) * exp(q)), which never takes the logarithm of zero
-    mixed = xp.maximum(first, second) + xp.log1p(xp.exp(-xp.abs(first - second)))
-    return xp.sum(beta * xp.exp(p) * (p - mixed) + (1 - beta) * xp.exp(q) * (q - mixed), **ROW)
+        return xp.sum(q * xp.stop_gradient(log_q - log_p), **ROW) * math.log(2)
+    log_mixed = xp.log2(xp.maximum(p + q, LEAST))
+    from_q = q * xp.stop_gradient(log_q - log_mixed)
+    return xp.sum(p * xp.stop_gradient(log_p - log_mixed) + from_q, **ROW) * math.log(2)
 
 
 divergence = fused(
