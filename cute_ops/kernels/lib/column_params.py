@@ -52,6 +52,29 @@ def column_elements(mW, key, v, first, n):
     return rW
 
 
+def column_vector(mW, key, shifted, vec, first, n):
+    """A parameter's ``vec`` elements from column ``first`` on, zeros or any outside of the ``n``, by vectors where the
+    parameter starts on one. ``shifted``: whether ``first`` may be no multiple of ``vec``; ``n`` is None where dynamic.
+    """
+    rW, itemsize = fragment(mW.element_type, vec), ITEMSIZE[key.dtype]
+    address = mW.iterator.toint() + Int64(first) * itemsize
+    if key.align < min(vec * itemsize, VECTOR_BYTES) or n is None:
+        load_elements(rW, address, first, Int32(mW.shape[-1]))
+    elif not shifted:
+        load_masked(rW, address, first, Int32(n))
+    elif key.align < VECTOR_BYTES:
+        load_elements(rW, address, first, Int32(n))
+    else:
+        each = VECTOR_BYTES // itemsize
+        rLoaded, last = fragment(mW.element_type, (max(vec // each, 1) + 1) * each), (n - 1) // each
+        for i in range(cute.size(rLoaded) // each):
+            place = cutlass.min(cutlass.max((first >> each.bit_length() - 1) + i, Int32(0)), Int32(last))
+            rPart = cute.make_tensor(rLoaded.iterator + i * each, cute.make_layout(each))
+            _load_to_end(rPart, mW.iterator.toint() + Int64(place) * VECTOR_BYTES, place < last, n - last * each)
+        _select(rLoaded, rW, first & (each - 1))
+    return rW
+
+
 def _realigned(dtype, base, tile, first, ks):
     """Vectors that start at any element: aligned 16-byte loads, of which the words, and halves of words, are picked.
 

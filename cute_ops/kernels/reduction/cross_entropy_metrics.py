@@ -10,8 +10,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import WARP
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, load_elements
+from cute_ops.kernels.lib.column_params import column_vector
+from cute_ops.kernels.lib.copy import fragment, gmem_elements
 from cute_ops.kernels.lib.row_copy import number_or, store_number
+from cute_ops.kernels.lib.row_layout import Vectors
 from cute_ops.kernels.lib.row_reduce_lse import RowLogSum, exponentials, moved, origin
 from cute_ops.kernels.reduction.cross_entropy import (
     Settings,
@@ -140,23 +142,17 @@ class ClassWeights:
     """
 
     def __init__(self, variant):
-        self.absent = variant.tensors.get("weight") is None
+        self.key, self.n = variant.tensors.get("weight"), variant.dims["n"]
+        self.absent = self.key is None
+        self.shifted = Vectors(variant, ("logits", "dlogits"), self.n).shifted
 
     def of(self, mWeight):
         self.mWeight = mWeight
         return self
 
-    @property
-    def n(self):
-        return self.mWeight.shape[-1]
-
     def vector(self, first, vec):
-        """The weights of a vector's columns in fp32, zeros outside of the row."""
-        dtype = self.mWeight.element_type
-        rW = fragment(dtype, vec)
-        address = self.mWeight.iterator.toint() + Int64(first) * (dtype.width // 8)
-        load_elements(rW, address, first, Int32(self.n))
-        return rW.load().to(Float32)
+        """The weights of a vector's columns in fp32; those outside of the row are undefined."""
+        return column_vector(self.mWeight, self.key, self.shifted, vec, first, self.n).load().to(Float32)
 
     def at(self, target, known):
         """The weight of a class; 1 without weights, 0 if it is none."""
