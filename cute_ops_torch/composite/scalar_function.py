@@ -202,8 +202,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mul": _of(operator.mul), "div": _divided, "floor_divide": _floor_divided, "remainder": _remainder,
     "neg": _of(operator.neg), "abs": _of(abs), "pow": _of(operator.pow), "square": lambda xp, x: x * x,
     **{name: _named(name) for name in (
-        "exp", "exp2", "log", "log1p", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "floor", "round", "erf",
-        "sign", "relu", "silu", "reciprocal", "minimum", "maximum", "where", "logical_and", "logical_or", "logical_not",
+        "exp", "exp2", "log", "log1p", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "floor", "round",
+        "erf", "sign", "relu", "silu", "reciprocal", "minimum", "maximum", "where", "logical_and", "logical_or", "logical_not",
     )},
     "softplus": _named("softplus"),
     "bitwise_and": _named("logical_and"), "bitwise_or": _named("logical_or"), "bitwise_not": _named("logical_not"),
