@@ -644,7 +644,8 @@ ARCH = Known(
 MATH = Known(
     "cute.math",
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
-    exp2=lambda x, **_: np.exp2(x), log2=lambda x, **_: np.log2(x), exp=lambda x, **_: np.exp(x), absf=np.abs, log1p=np.log1p, tanh=np.tanh,
+    exp2=lambda x, **_: np.exp2(x), log2=lambda x, **_: np.log2(x),
+    exp=lambda x, **_: np.exp(x), absf=np.abs, log1p=np.log1p, tanh=np.tanh,
     floor=np.floor, roundeven=np.rint, sin=np.sin, cos=np.cos, erf=lambda x: Float32(np.vectorize(math.erf)(x)),
 )  # fmt: skip
 COPIES = Known(

@@ -203,7 +203,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "neg": _of(operator.neg), "abs": _of(abs), "pow": _of(operator.pow), "square": lambda xp, x: x * x,
     **{name: _named(name) for name in (
         "exp", "exp2", "log", "log1p", "log2", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "floor", "round",
-        "erf", "sign", "relu", "silu", "reciprocal", "minimum", "maximum", "where", "logical_and", "logical_or", "logical_not",
+        "erf", "sign", "relu", "silu", "reciprocal", "minimum", "maximum", "where", "logical_and", "logical_or",
+        "logical_not",
     )},
     "softplus": _named("softplus"),
     "bitwise_and": _named("logical_and"), "bitwise_or": _named("logical_or"), "bitwise_not": _named("logical_not"),
