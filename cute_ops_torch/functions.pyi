@@ -6,6 +6,7 @@ from torch import Tensor
 
 __all__ = [
     "adamw",
+    "add_layernorm",
     "add_rmsnorm",
     "add_rmsnorm_fp8",
     "append_kv",
@@ -323,6 +324,15 @@ def divergence(
     *,
     out: Tensor | None = None,
 ) -> Tensor: ...
+def add_layernorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-05,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def l2norm(x: Tensor, eps: float = 1e-06, *, out: Tensor | None = None) -> Tensor: ...
 def head_rmsnorm(
     x: Tensor,

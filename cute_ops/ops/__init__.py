@@ -16,6 +16,7 @@ from cute_ops.ops.attention.mla_decode import mla_decode
 from cute_ops.ops.conv.causal_conv1d import causal_conv1d
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
+from cute_ops.ops.norm.add_layernorm import add_layernorm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.norm.head_norm import head_layernorm, head_rmsnorm
 from cute_ops.ops.norm.l2norm import l2norm
@@ -51,6 +52,7 @@ MODELS: tuple[Op, ...] = (
     cross_entropy_of_slice,
     soft_cross_entropy,
     divergence,
+    add_layernorm,
     l2norm,
     head_rmsnorm,
     head_layernorm,

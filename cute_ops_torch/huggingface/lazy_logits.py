@@ -146,7 +146,7 @@ class LazyLogits:
         return self._like(hidden, lambda: apply(self.narrow()), self.dtype)
 
     def _like(self, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> LazyLogits:
-        """The same logits for rows of ``hidden``, or in another dtype."""
+        """These logits for rows of ``hidden``, or in another dtype."""
         return LazyLogits(hidden, self.head, compute, self._loss, self._scale, self._outer, dtype, self.bias)
 
     def _after(self, apply: Callable[[Tensor], Tensor], scale: tuple[Any, Any], outer: Any) -> LazyLogits:

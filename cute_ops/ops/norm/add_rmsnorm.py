@@ -54,8 +54,11 @@ def reference_bwd(
 
 def check_residual(binding: Binding) -> str | None:
     """Of the residual's dtype, and of the norm's attributes."""
-    if problem := norm.CHECK(binding):
-        return problem
+    return norm.CHECK(binding) or residual_problem(binding)
+
+
+def residual_problem(binding: Binding) -> str | None:
+    """What is wrong with the residual's dtype."""
     x, residual = binding.dtypes["T"], binding.dtypes["R"]
     if residual == x or ITEMSIZE[residual] > ITEMSIZE[x]:
         return None
