@@ -22,7 +22,8 @@ from cute_ops_jax.primitive.function import register
 _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.
 _LAZY = {
-    "attention": "composite.attention", "dot_product_attention": "composite.dot_product_attention",
+    "attention": "composite.attention", "decode_attention": "composite.attention",
+    "dot_product_attention": "composite.dot_product_attention",
     "export": "exporting", "fuse": "fusion", "fused": "composite.fused", "gated_linear": "composite.linear",
     "gated_mlp": "composite.block", "linear": "composite.linear", "linear_add_rmsnorm": "composite.block",
     "load": "loading", "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",

@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from cute_ops import __version__ as __version__
 from cute_ops_jax.composite.attention import attention as attention
+from cute_ops_jax.composite.attention import decode_attention as decode_attention
 from cute_ops_jax.composite.block import gated_mlp as gated_mlp
 from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnorm
 from cute_ops_jax.composite.block import mlp as mlp
@@ -154,19 +155,34 @@ def attention_packed(
     deterministic: bool = False,
     fused: str = "auto",
 ) -> tuple[Array, Array]: ...
-def decode_attention(
+def attention_cached(
     q: ArrayLike,
-    k_cache: ArrayLike,
-    v_cache: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     lengths: ArrayLike,
     page_table: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
-    k_scale: ArrayLike | None = None,
-    v_scale: ArrayLike | None = None,
     scale: float = 0.0,
-    window: int = 0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
     softcap: float = 0.0,
-    batch_invariant: bool = False,
+    fused: str = "auto",
+) -> tuple[Array, Array]: ...
+def attention_cached_packed(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    lengths: ArrayLike,
+    page_table: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    scale: float = 0.0,
+    causal: bool = False,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    fused: str = "auto",
 ) -> tuple[Array, Array]: ...
 def mla_decode(
     q: ArrayLike,

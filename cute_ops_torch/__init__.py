@@ -22,6 +22,7 @@ from cute_ops_torch.registry import register
 if TYPE_CHECKING:
     from cute_ops_torch import nn
     from cute_ops_torch.composite.attention import attention as attention
+    from cute_ops_torch.composite.attention import decode_attention as decode_attention
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
@@ -64,7 +65,8 @@ __all__ = [
 
 # Where functions are that no op of torch's needs, and that take time to import.
 _LAZY = {
-    "attention": "composite.attention", "flex_attention": "composite.flex_attention",
+    "attention": "composite.attention", "decode_attention": "composite.attention",
+    "flex_attention": "composite.flex_attention",
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",

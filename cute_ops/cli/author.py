@@ -49,6 +49,9 @@ _ROUTING = "tests/contract/test_routing.py draws calls of it"
 NOT_SWEPT = {
     "sorted_embedding_bwd": "it has classes; tests/torch/test_gpu_sweep.py sweeps embedding, which calls it",
     "attention": _DRAWN, "attention_bwd": _DRAWN, "attention_packed": _PACKED, "attention_packed_bwd": _PACKED,
+    **dict.fromkeys(
+        ("attention_cached", "attention_cached_packed"), "tests/torch/test_torch_attention_cached.py draws calls of it"
+    ),
     "decode_attention": "tests/torch/test_torch_decode.py draws calls of it",
     **dict.fromkeys(("topk_bwd", "route_bwd", "permute_tokens_bwd", "unpermute_tokens_bwd"), _ROUTING),
     "causal_conv1d_packed_bwd": "tests/contract/test_packed.py draws calls of it",

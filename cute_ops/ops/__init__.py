@@ -10,6 +10,7 @@ from cute_ops.ops.activation.silu_mul import silu_mul
 from cute_ops.ops.activation.unary import gelu, relu2, silu
 from cute_ops.ops.attention.append_kv import append_kv
 from cute_ops.ops.attention.attention import attention, attention_packed
+from cute_ops.ops.attention.attention_cached import attention_cached, attention_cached_packed
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
 from cute_ops.ops.attention.mla_decode import mla_decode
@@ -46,7 +47,15 @@ OPS: tuple[Op, ...] = (
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8, adamw, causal_conv1d, append_kv,
 )  # fmt: skip
 PRODUCTS: tuple[Op, ...] = (linear_gelu, linear_silu, linear_add, gated_linear)
-ATTENTION: tuple[Op, ...] = (attention, attention_packed, decode_attention, mla_decode, merge_states)
+ATTENTION: tuple[Op, ...] = (
+    attention,
+    attention_packed,
+    attention_cached,
+    attention_cached_packed,
+    decode_attention,
+    mla_decode,
+    merge_states,
+)
 MODELS: tuple[Op, ...] = (
     cross_entropy_metrics,
     cross_entropy_of_slice,

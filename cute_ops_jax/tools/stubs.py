@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 
 from cute_ops import __version__ as __version__
 from cute_ops_jax.composite.attention import attention as attention
+from cute_ops_jax.composite.attention import decode_attention as decode_attention
 from cute_ops_jax.composite.block import gated_mlp as gated_mlp
 from cute_ops_jax.composite.block import linear_add_rmsnorm as linear_add_rmsnorm
 from cute_ops_jax.composite.block import mlp as mlp

@@ -7,12 +7,15 @@ zeros, which copies. Dropout is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 import cute_ops_torch
 from cute_ops import mods
+from cute_ops.ops.attention.decode_attention import MOST_QUERIES
 from cute_ops_torch.compat.refusal import missing, only
 
 Tensor = torch.Tensor
@@ -88,15 +91,19 @@ def flash_attn_varlen_func(
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,): where each sequence begins and the last one ends.
         max_seqlen_q, max_seqlen_k: not needed, since a grid here does not depend on them: any value gives the same.
-        block_table: refused; :func:`flash_attn_with_kvcache` takes pages.
+        block_table: pages of each sequence; ``k`` and ``v`` are pools (pages, page size, heads, headdim) then, and
+            ``cu_seqlens_k`` says how many keys each sequence has. No gradient.
 
     Returns:
         ``out``; with ``return_attn_probs`` ``(out, lse, None)``, lse (heads, tokens).
     """
-    only("flash_attn_varlen_func", dropout_p=(dropout_p, 0.0), block_table=(block_table, None))
-    offsets = cu_seqlens_q, cu_seqlens_k
+    only("flash_attn_varlen_func", dropout_p=(dropout_p, 0.0))
+    where: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if block_table is not None:
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        where = {"cu_seqlens_q": cu_seqlens_q, "lengths": lengths, "page_table": block_table}
     out, lse = _attend(
-        q, k, v, offsets, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        q, k, v, where, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
@@ -110,9 +117,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_varlen_func` of (tokens, 2, heads, headdim), which is not copied."""
     only("flash_attn_varlen_kvpacked_func", dropout_p=(dropout_p, 0.0))
-    (k, v), offsets = kv.unbind(1), (cu_seqlens_q, cu_seqlens_k)
+    k, v = kv.unbind(1)
+    where = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     out, lse = _attend(
-        q, k, v, offsets, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        q, k, v, where, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
@@ -125,24 +133,22 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_varlen_func` of (tokens, 3, heads, headdim), which is not copied."""
     only("flash_attn_varlen_qkvpacked_func", dropout_p=(dropout_p, 0.0))
-    (q, k, v), offsets = qkv.unbind(1), (cu_seqlens, cu_seqlens)
+    q, k, v = qkv.unbind(1)
+    where = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     out, lse = _attend(
-        q, k, v, offsets, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        q, k, v, where, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor | None, Tensor | None] = (None, None), *,
+    q: Tensor, k: Tensor, v: Tensor, where: Mapping[str, Any] = MappingProxyType({}), *,
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
-    alibi_slopes: Tensor | None, deterministic: bool,
+    alibi_slopes: Tensor | None, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``where`` are the arguments of :func:`cute_ops_torch.attention` that say where sequences lie."""
     size, values = q.shape[-1], v.shape[-1]
-    given: dict[str, Any] = {}
-    if alibi_slopes is not None:
-        mod = mods.alibi if alibi_slopes.ndim == 1 else _alibi_of_each_example
-        given = {"score_mod": mod, "captured": (alibi_slopes,)}
     out, lse = cute_ops_torch.attention(
         _padded(q),
         _padded(k),
@@ -153,11 +159,18 @@ def _attend(
         right=-1 if causal else window_size[1],
         softcap=max(softcap, 0.0),
         deterministic=deterministic,
-        cu_seqlens_q=offsets[0],
-        cu_seqlens_k=offsets[1],
-        **given,
+        **where,
+        **_biased(alibi_slopes),
     )
     return out[..., :values], lse
+
+
+def _biased(alibi_slopes: Tensor | None) -> dict[str, Any]:
+    """The options of attention with these slopes."""
+    if alibi_slopes is None:
+        return {}
+    mod = mods.alibi if alibi_slopes.ndim == 1 else _alibi_of_each_example
+    return {"score_mod": mod, "captured": (alibi_slopes,)}
 
 
 def _alibi_of_each_example(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, slopes: Any) -> Any:
@@ -177,7 +190,8 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention of 1 to 16 new queries of each sequence to a cache, contiguous or in pages of any size.
+    """Attention of new queries of each sequence to a cache, contiguous or in pages of any size: by
+    :func:`cute_ops_torch.decode_attention` up to 16 that are causal, else by :func:`cute_ops_torch.attention`.
 
     With ``k`` and ``v`` the new keys and values are written into the cache behind ``cache_seqlens`` others first, in
     place, keys rotated where ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), are given; so are queries.
@@ -188,14 +202,8 @@ def flash_attn_with_kvcache(
     """
     name = "flash_attn_with_kvcache"
     only(
-        name, cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None),
-        alibi_slopes=(alibi_slopes, None), num_splits=(num_splits, 0),
+        name, cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None), num_splits=(num_splits, 0)
     )  # fmt: skip
-    left, right = window_size
-    if q.shape[1] > 1 and not causal and right != 0:
-        raise NotImplementedError(
-            f"{name}: causal=False with {q.shape[1]} queries is not implemented, only causal=True."
-        )
     _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -205,10 +213,17 @@ def flash_attn_with_kvcache(
         tables = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
         q = _appended(q, (k_cache, v_cache), (k, v), cache_seqlens, block_table, tables, rotary_interleaved)
         cache_seqlens = cache_seqlens + k.shape[1]
-    out, lse = cute_ops_torch.decode_attention(
-        q, k_cache, v_cache, cache_seqlens, block_table, scale=softmax_scale or 0.0, window=left + 1,
-        softcap=max(softcap, 0.0),
-    )  # fmt: skip
+    left, right = window_size
+    if q.shape[1] > MOST_QUERIES or not (causal or right == 0 or q.shape[1] == 1):
+        out, lse = _attend(
+            q, k_cache, v_cache, {"lengths": cache_seqlens, "page_table": block_table}, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+    else:
+        out, lse = cute_ops_torch.decode_attention(
+            q, k_cache, v_cache, cache_seqlens, block_table, scale=softmax_scale or 0.0, window=left + 1,
+            softcap=max(softcap, 0.0), **_biased(alibi_slopes),
+        )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
 

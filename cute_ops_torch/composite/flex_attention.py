@@ -124,7 +124,7 @@ def _call(score_mod: Function | None, mask_mod: Function | None) -> tuple[_Call,
     functions = {name: _placed(name, each, every) for name, each in made.items()}
     captured = tuple(Captured("", kind_of(str(x.dtype).partition(".")[2]), max(x.ndim, 1)) for x in every)
     run = attend.plain if not functions else attend.chosen(
-        functions.get("score_mod"), functions.get("mask_mod"), captured, 1, False
+        functions.get("score_mod"), functions.get("mask_mod"), captured, 1
     )  # fmt: skip
     places = [next((i for i, x in enumerate(referred) if x is own), -1) for own in every]
     if None in key or -1 in places:  # type: ignore[operator]

@@ -78,7 +78,9 @@ class Run:
         lse, captured = Array((*lead, h, s), "float32"), functions.captured
         given = [Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in captured.items()]
         if functions.options:
-            made = op_of_call(functions.score, functions.mask, tuple(given), packed=bool(offsets))
+            made = op_of_call(
+                functions.score, functions.mask, tuple(given), form="attention_packed" if offsets else "attention"
+            )
             op = made.steps[0] if "dout" in op.inputs else made
         more = {"out": out, "lse": lse, "dout": out, "dlse": lse} if "dout" in op.inputs else {}
         arrays = {name: Array(a.shape, str(a.dtype)) for name, a in captured.items()}

@@ -14,12 +14,14 @@ import pytest
 from cute_ops import testing
 from cute_ops.kernels.attention.combine import Combine
 from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
+from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
 from cute_ops.ops.attention.mla_decode import mla_decode
 from tests.emulator import products
 from tests.emulator.calls import EmulatedCall
-from tests.ops.decode_calls import Decoding, arrays, expected, latent, of_latent
+from tests.ops.attention_calls import NO_FUNCTIONS, Functions
+from tests.ops.decode_calls import Decoding, arrays, expected, functions_of, latent, of_latent
 
 CALLS = (
     Decoding((70, 0, 33), 1, 1, 4, 64, 64, 0, 70, attrs={"softcap": 5.0}, heads_first=True),
@@ -37,13 +39,21 @@ def check_shared(folder: Path, counted: int) -> None:
     assert counted - 64 <= taken <= counted + 64
 
 
-def run(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch: str = "sm_90a") -> dict[str, np.ndarray]:
-    emulated = EmulatedCall(decode_attention, given, call.attrs, folder, arch)
+def run(
+    call: Decoding, given: dict[str, np.ndarray], folder: Path, functions: Functions = NO_FUNCTIONS
+) -> dict[str, np.ndarray]:
+    op, captured = decode_attention, functions.captured
+    if functions.score:
+        read = tuple(Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in captured.items())
+        op = op_of_call(functions.score, None, read, form="decode_attention")
+    inputs = {name: {**given, **captured}[name] for name in op.inputs if name in {**given, **captured}}
+    emulated = EmulatedCall(op, inputs, call.attrs, folder)
     check_shared(folder, DecodeConfig.of(emulated.variant.config).shared(call.d, call.e))
     rows, splits = emulated.arrays["partial_lse"].shape
     blocks = -(-call.s * call.r // DecodeConfig.of(emulated.variant.config).rows)
     ctas = len(call.lengths) * call.g * splits * blocks
-    emulated.run("DecodeAttention", [*emulated.arrays], [struct.pack("<i", x) for x in (call.g, splits)], ctas)
+    names = [*(name for name in emulated.arrays if name not in captured), *captured]
+    emulated.run("DecodeAttention", names, [struct.pack("<i", x) for x in (call.g, splits)], ctas)
     if splits > 1:
         names = ["partial", "partial_lse", *["sinks"] * call.sinks, "out", "lse"]
         emulated.run("Combine", names, [struct.pack("<i", x) for x in (rows, splits)], -(-rows // Combine.warps))
@@ -56,6 +66,17 @@ def test_results(call: Decoding, tmp_path: Path) -> None:
     given = arrays(call, 0)
     right = expected(call, given)
     for name, found in run(call, given, tmp_path).items():
+        right[name].assert_holds(found.astype(np.float64), name)
+
+
+@products.emulated
+@pytest.mark.parametrize("number", [1, 5])
+def test_changes_of_scores(number: int, tmp_path: Path) -> None:
+    """Rows of a tile are queries of several heads, whose numbers a function reads by."""
+    call = CALLS[number]
+    given, functions = arrays(call, 0), functions_of(call, 0)
+    right = expected(call, given, functions)
+    for name, found in run(call, given, tmp_path, functions).items():
         right[name].assert_holds(found.astype(np.float64), name)
 
 

@@ -51,13 +51,13 @@ class EmulatedCall:
         parsed, blocks, packed = ptx_sm90.Kernel(self.head + text), [], {}
         for i, (name, a) in enumerate(self.arrays.items(), start=1):
             blocks.append((a if a.base is None else a.base).reshape(-1).view(np.uint8))
-            packed[name] = _parameter(a, self.variant.tensors[name], i << 32)
+            packed[name] = parameter(a, self.variant.tensors[name], i << 32)
         arguments = [*(packed[name] for name in tensors), *numbers]
         for index in range(ctas):
             ptx_sm90.Cluster(parsed, index, ctas, (1, 1), arguments, {}, blocks, in_a_row=True).run(seed=index)
 
 
-def _parameter(array: np.ndarray, key: TensorKey | None, address: int) -> bytes:
+def parameter(array: np.ndarray, key: TensorKey | None, address: int) -> bytes:
     """A tensor as kernels get it: pointer, and of shape and strides what is not known when they are compiled."""
     assert key is not None
     shape = [size for size, known in zip(array.shape, key.shape, strict=True) if known is None]

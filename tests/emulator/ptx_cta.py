@@ -40,8 +40,9 @@ COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equa
 COMPARE |= {f"{name}u": lambda a, b, f=f: f(a, b) | np.isnan(a) | np.isnan(b) for name, f in [*COMPARE.items()]}
 # Of float32: in float64, then rounded to the nearest.
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,
-    "abs": np.abs, "rcp": lambda a: 1 / a, "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "min": np.fmin,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "fma": lambda a, b, c: a * b + c, "neg": np.negative, "abs": np.abs, "rcp": lambda a: 1 / a, "ex2": np.exp2,
+    "lg2": np.log2, "sqrt": np.sqrt, "min": np.fmin,
     "max": np.fmax, "cvt": lambda a: a.clip(0, 1), "rsqrt": lambda a: 1 / np.sqrt(a),
     "copysign": lambda a, b: np.copysign(b, a),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from tests.ops.decode_calls import Decoding, arrays, drawn, drawn_latent, expected, latent, of_latent
+from tests.ops.attention_calls import NO_FUNCTIONS
+from tests.ops.decode_calls import Decoding, arrays, drawn, drawn_latent, expected, functions_of, latent, of_latent
 
 
 def given(call: Decoding, seed: int) -> dict[str, Any]:
@@ -22,8 +24,11 @@ def given(call: Decoding, seed: int) -> dict[str, Any]:
 def test_drawn_calls(part: int) -> None:
     for seed in range(300 + 3 * part, 303 + 3 * part):
         call = drawn(seed, longest=60)
-        found = jax.jit(lambda x, _call=call: cute_ops_jax.decode_attention(**x, **_call.attrs))(given(call, seed))
-        right = expected(call, arrays(call, seed))
+        functions = functions_of(call, seed) if seed % 2 else NO_FUNCTIONS
+        captured = {name: jnp.asarray(a) for name, a in functions.captured.items()}
+        run = partial(cute_ops_jax.decode_attention, score_mod=functions.score, **call.attrs)
+        found = jax.jit(lambda x, c, _run=run: _run(**x, captured=c))(given(call, seed), captured)
+        right = expected(call, arrays(call, seed), functions)
         for name, x in zip(("out", "lse"), found, strict=True):
             right[name].assert_holds(np.asarray(x, np.float64), f"{call.name}: {name}")
 

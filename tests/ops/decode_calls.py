@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cute_ops import testing
-from tests.ops.attention_calls import UNITS, Bounded
+from cute_ops import mods, testing
+from tests.ops.attention_calls import NO_FUNCTIONS, UNITS, Bounded, Functions
 
 DEFAULTS = {"scale": 0.0, "window": 0, "softcap": 0.0}
 
@@ -105,7 +105,22 @@ def arrays(call: Decoding, seed: int) -> dict[str, np.ndarray]:
     return given
 
 
-def expected(call: Decoding, given: dict[str, np.ndarray]) -> dict[str, Bounded]:
+def biased(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any, slopes: Any, keys: Any) -> Any:
+    """ALiBi and a number of each key; odd heads do not see every fifth key."""
+    changed = mods.alibi(xp, score, batch, head, q, k, slopes) + keys[batch, k]
+    return xp.where((head % 2 == 1) & (k % 5 == 3), -math.inf, changed)
+
+
+def functions_of(call: Decoding, seed: int) -> Functions:
+    """A change of scores for each other call, and what it reads."""
+    rng = np.random.default_rng(seed)
+    keys = rng.standard_normal((len(call.lengths), max(call.keys, 1))).astype(np.float32)
+    return Functions(biased, None, {"slopes": rng.random(call.g * call.r).astype(np.float32), "keys": keys})
+
+
+def expected(
+    call: Decoding, given: dict[str, np.ndarray], functions: Functions = NO_FUNCTIONS
+) -> dict[str, Bounded]:  # fmt: skip
     """Both results, query by query."""
     attrs, unit = {**DEFAULTS, **call.attrs}, UNITS[call.dtype]
     scale, cap, window = attrs["scale"] or call.d**-0.5, attrs["softcap"], attrs["window"]
@@ -120,6 +135,7 @@ def expected(call: Decoding, given: dict[str, np.ndarray]) -> dict[str, Bounded]
         last = length - call.s + j
         keys = [key for key in range(last + 1) if not window or key > last - window]
         places = [(i if table is None else int(table[i, key // size]), key % size) for key in keys]
+        keys = [key for key, (page, _) in zip(keys, places, strict=True) if 0 <= page < pages]
         places = [(page, slot) for page, slot in places if 0 <= page < pages]
         for head in range(h):
             k = np.array([k_cache[page, slot, head // call.r] for page, slot in places]).reshape(-1, call.d)
@@ -127,6 +143,9 @@ def expected(call: Decoding, given: dict[str, np.ndarray]) -> dict[str, Bounded]
             scores = k @ q[i, j, head] * scale
             in_float32 = 2.0**-22 * max(np.abs(scores).max(initial=1.0), 1.0) * math.sqrt(call.d)
             scores = cap * np.tanh(scores / cap) if cap else scores
+            if functions.score:
+                scores = np.asarray(functions.of(functions.score, scores, i, head, last, np.asarray(keys, int)))
+                in_float32 += 2.0**-21 * max(np.abs(scores[np.isfinite(scores)]).max(initial=1.0), 1.0)
             sink = float(given["sinks"][head]) if call.sinks else -math.inf
             highest = max(scores.max(initial=-math.inf), sink)
             weights = np.exp(scores - highest) if math.isfinite(highest) else scores

@@ -150,8 +150,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "flash_attn_func: dropout_p=0.1 is not implemented, only dropout_p=0.0."),
     (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, num_splits=4), NotImplementedError,
      "flash_attn_with_kvcache: num_splits=4 is not implemented, only num_splits=0."),
-    (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q), NotImplementedError,
-     "flash_attn_with_kvcache: causal=False with 2 queries is not implemented, only causal=True."),
     (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, Q, Q, causal=True), ValueError,
      "flash_attn_with_kvcache: cache_seqlens says behind how many keys k and v are written, and is not given."),
     (lambda: flash_attn.flash_attn_with_kvcache(Q, Q, Q, Q[:, :1], Q[:, :1], ONE[None], ONE[None], 0, causal=True),

@@ -151,6 +151,25 @@ def test_flash_attention_with_a_cache(queries: int, paged: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(("queries", "causal"), [(3, True), (3, False), (20, True), (20, False)])
+def test_caches_of_any_queries_and_slopes(queries: int, causal: bool) -> None:
+    """Are those of keys side by side, in a batch and packed."""
+    torch.manual_seed(0)
+    q, keys = torch.randn(2, queries, 4, 32).half(), 24
+    table = torch.tensor([[5, 0, 3], [1, 4, 2]], dtype=torch.int32)
+    pages = [torch.randn(6, 8, 2, 32).half() for _ in range(2)]
+    k, v = (x[table.long()].flatten(1, 2) for x in pages)
+    options: dict[str, Any] = {"causal": causal, "window_size": (11, 4), "alibi_slopes": torch.rand(4), "softcap": 3.0}
+    right = flash_attn.flash_attn_func(q, k, v, **options)
+    found = flash_attn.flash_attn_with_kvcache(q, *pages, cache_seqlens=keys, block_table=table, **options)
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=4e-3)
+    offsets = [torch.arange(3, dtype=torch.int32) * n for n in (queries, keys)]
+    packed = flash_attn.flash_attn_varlen_func(
+        q.flatten(0, 1), *pages, *offsets, queries, keys, block_table=table, **options
+    )
+    torch.testing.assert_close(packed.view_as(right), right, rtol=2e-2, atol=4e-3)
+
+
 def convolved(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, activation: str | None) -> Tensor:
     taps = weight.shape[1] - 1
     out = F.conv1d(torch.cat((before, x), -1), weight[:, None], bias, groups=len(weight))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import cute_ops_torch
 from cute_ops import testing
 from cute_ops.ops.attention.merge_states import merge_states
-from tests.ops.decode_calls import Decoding, arrays, drawn, drawn_latent, expected, latent, of_latent
+from tests.ops.attention_calls import NO_FUNCTIONS, Functions
+from tests.ops.decode_calls import Decoding, arrays, drawn, drawn_latent, expected, functions_of, latent, of_latent
 
 
 def tensors(call: Decoding, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -33,7 +35,10 @@ def tensors(call: Decoding, seed: int, device: str = "cpu") -> dict[str, torch.T
 
 
 def check(call: Decoding, seed: int, device: str) -> None:
-    check_results(call, seed, cute_ops_torch.decode_attention, tensors(call, seed, device), arrays(call, seed))
+    given, functions = tensors(call, seed, device), functions_of(call, seed) if seed % 3 == 1 else NO_FUNCTIONS
+    captured = {name: torch.from_numpy(a).to(device) for name, a in functions.captured.items()}
+    op = partial(cute_ops_torch.decode_attention, score_mod=functions.score, captured=captured)
+    check_results(call, seed, op, given, arrays(call, seed), functions)
 
 
 def check_latent(seed: int, longest: int, device: str) -> None:
@@ -44,9 +49,12 @@ def check_latent(seed: int, longest: int, device: str) -> None:
     check_results(call, seed, cute_ops_torch.mla_decode, of_dtype, given)
 
 
-def check_results(call: Decoding, seed: int, op: Any, given: dict[str, torch.Tensor], known: dict[str, Any]) -> None:
+def check_results(
+    call: Decoding, seed: int, op: Any, given: dict[str, torch.Tensor], known: dict[str, Any],
+    functions: Functions = NO_FUNCTIONS,
+) -> None:  # fmt: skip
     """Results are right, and have the same bits when they are computed again in poisoned memory."""
-    right = of_latent(call, known) if "latent_cache" in known else expected(call, known)
+    right = of_latent(call, known) if "latent_cache" in known else expected(call, known, functions)
     runs, device = [], given["q"].device
     for _ in range(2 if device.type == "cuda" else 1):
         runs.append(op(**given, **call.attrs))

@@ -11,13 +11,13 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.cache_tiles import tiles_of
 from cute_ops.kernels.attention.combine import Combine, Results
 from cute_ops.kernels.attention.config import KEYS_OF_TILE, MMA_ROWS, PADDING, DecodeConfig
-from cute_ops.kernels.attention.mods import Mods
+from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.pages import Keys, load_tile, page_entry
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import Place, Sizes, Tile
 from cute_ops.kernels.attention.warps import Rows, mma_of_warp, queries_fit
 from cute_ops.kernels.lib.activation import LOG2_E
-from cute_ops.kernels.lib.arguments import named
+from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.copy import fragment, load, store
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 
@@ -50,6 +50,7 @@ class Work(NamedTuple):
         split, splits: which part of the keys, and how many there are.
         keys: of the sequence.
         begin, end: its tiles of keys.
+        sizes: of the sequence, and what a change of scores reads.
     """
 
     batch: Any
@@ -60,11 +61,13 @@ class Work(NamedTuple):
     keys: Any
     begin: Any
     end: Any
+    sizes: Any
 
 
 class Accumulated(NamedTuple):
     """A warp's sums for a tile of queries: scores, weights in 16 bits, values; largest scores and sums of weights; the
-    first key that each of a thread's rows attends to, and the last one; and what scores are multiplied by, or None.
+    first key that each of a thread's rows attends to, and the last one; the queries and the heads of these rows; and
+    what scores are multiplied by, or None.
     """
 
     scores: Any
@@ -74,6 +77,8 @@ class Accumulated(NamedTuple):
     sums: Any
     low: Any
     high: Any
+    tokens: Any
+    heads: Any
     factors: Any
 
 
@@ -111,7 +116,9 @@ class DecodeAttention:
         batches, heads = (Int32(tensors.k_cache.shape[2]) if i else Int32(tensors.q.shape[0]) for i in range(2))
         splits = Int32(tensors.partial_lse.shape[1])
         blocks = -(-self.rows // self.config.rows)
-        self.kernel(mma, tensors, heads, splits).launch(
+        given = by_name(self.variant, arguments)
+        captured = by_index([given[name] for name in given if name not in Tensors._fields], self.mods)
+        self.kernel(mma, tensors, captured, heads, splits).launch(
             grid=[batches * heads * splits * blocks, 1, 1], block=[self.threads, 1, 1], stream=stream,
             use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
@@ -120,12 +127,12 @@ class DecodeAttention:
             self.combine(results, splits, stream)
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, tensors, heads: Int32, splits: Int32):
+    def kernel(self, mma: cute.TiledMma, tensors, captured, heads: Int32, splits: Int32):
         tidx = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(tidx // WARP)
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        work = self._work(tensors, heads, splits)
+        work = self._work(tensors, captured, heads, splits)
         smem = cutlass.utils.SmemAllocator()
         rows = self.config.rows
         sQ = smem.allocate_tensor(self.product, cute.make_layout((rows, self.d), stride=(self.d + PADDING, 1)), 16)
@@ -138,7 +145,7 @@ class DecodeAttention:
             if row < self.rows:
                 tensors.partial_lse[self._place(row, work, heads), work.split] = -Float32.inf
 
-    def _work(self, tensors, heads, splits):
+    def _work(self, tensors, captured, heads, splits):
         """The CTA's part; row blocks that read the same keys run together."""
         bidx, blocks = cute.arch.block_idx()[0], -(-self.rows // self.config.rows)
         index = bidx // blocks
@@ -159,7 +166,10 @@ class DecodeAttention:
             tiles = cute.ceil_div(cute.ceil_div(end - begin, splits), self.config.warps) * self.config.warps
             begin = begin + split * tiles
             end = cutlass.min(end, begin + tiles)
-        return Work(batch, head - batch * heads, bidx - index * blocks, split, splits, keys, begin, end)
+        sizes = Sizes(
+            Int32(self.queries), keys, heads * self.shared_by, self.shared_by, Int32(tensors.q.shape[0]), captured
+        )  # fmt: skip
+        return Work(batch, head - batch * heads, bidx - index * blocks, split, splits, keys, begin, end, sizes)
 
     def _ring(self, smem, warp):
         """A warp's tiles of keys and values, (keys, units of 16 bits, stages), its masks of keys, and the memory of all
@@ -295,7 +305,9 @@ class DecodeAttention:
         scores = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, KEYS_OF_TILE)), Float32)
         weights = cute.make_rmem_tensor(((2, 2, 2), 1, 1), self.product)
         factors = cute.make_rmem_tensor(2, Float32) if self.tiles.scaled else None
-        return Accumulated(scores, weights, values, *rows, *keys, factors)
+        both = [work.block * self.config.rows + i * MMA_ROWS + lane // 4 + 8 * r for r in range(2)]
+        tokens, heads = zip(*(self._of_row(row, work) for row in both))
+        return Accumulated(scores, weights, values, *rows, *keys, tokens, heads, factors)
 
     def _start_factors(self, row, scales, work, i, lane):
         """What scores are multiplied by: a row's factor of queries and the cache's scale."""
@@ -314,7 +326,7 @@ class DecodeAttention:
         if const_expr(row.factors is not None):
             self.softmax.rescale(row.scores, row.factors)
         if const_expr(self.mods.score is not None):
-            place = Place(Tile(0, 0, 0), (0, 0), 0, (0, 1, 8, 9), False, Sizes(0, 0, 0, 0, 0))
+            place = Place(Tile(0, row.heads, work.batch), row.tokens, start, (0, 1, 8, 9), False, work.sizes)
             self.mods.change(scores, place, self.scale)
         # All queries attend to all keys of a tile, if it is none of the last or of the window's first ones.
         before = work.keys - self.queries

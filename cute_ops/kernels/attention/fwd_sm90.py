@@ -214,9 +214,10 @@ class AttentionFwd:
                 multiply(*score, (0, slot.index))
                 self._end_turn(group)
                 warpgroup.wait_group(0)
+                there = self._there(ring_k, slot)
                 ring_k.consumer_release(slot)
                 slot.advance()
-                self._change(rS, (tile, own, tidx), last)
+                self._change(rS, (tile, own, tidx, there), last)
                 self.softmax.add(rS, rMax, rSum)
                 store_packed(rS, rP)
                 for i in cutlass.range(1, last - first + 1, unroll=1):
@@ -229,9 +230,10 @@ class AttentionFwd:
                         multiply_weights(*value, before.index)
                         self._end_turn(group)
                         warpgroup.wait_group(1)
+                        there = self._there(ring_k, slot)
                         ring_k.consumer_release(slot)
                         slot.advance()
-                        self._change(rS, (tile, own, tidx), keys)
+                        self._change(rS, (tile, own, tidx, there), keys)
                         factors = self.softmax.add(rS, rMax, rSum)
                         # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                         if rSum[0] + rSum[1] < 0.0:
@@ -269,13 +271,21 @@ class AttentionFwd:
     @cute.jit
     def _change(self, rS, at: cutlass.Constexpr, keys):
         """Change a tile's scores as a mod says, and hide those that are left out."""
-        (tile, sizes, tidx), scores = at, by_row(rS)  # (rows, columns)
+        (tile, sizes, tidx, there), scores = at, by_row(rS)  # (rows, columns)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
         if const_expr(self.mods.score is not None):
             self.mods.change(scores, place, self.scale)
         if not self.tiles.whole(tile, sizes, tile.block, keys):
             self.mods.hide(scores, place, -Float32.inf)
+        self._hide_missing(scores, there, tidx)
+
+    def _there(self, ring_k, slot):
+        """Which keys of a slot are there; None where all are."""
+        return None
+
+    def _hide_missing(self, scores, there, tidx):
+        """Hide keys that are not there."""
 
     @cute.jit
     def _finish(

@@ -130,10 +130,10 @@ class Mods:
 
     def change(self, scores, place, scale):
         """Replace scores, which are scaled first."""
-        loaded = {}
+        loaded = [{}, {}] if place.heads_by_row else [{}] * 2
         for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
             given = scores[r, c] * Float32(scale), *coordinates
-            scores[r, c] = self.score.emit(*self.score.operands(given, place.sizes.captured, loaded, at))[0]
+            scores[r, c] = self.score.emit(*self.score.operands(given, place.sizes.captured, loaded[r], at))[0]
 
     def hide(self, values, place, hidden):
         """Replace values of keys that a query does not attend to, and of what lies behind the last key."""

@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
         offsets: the first token of each packed sequence and the end of the last one, of queries and of keys; or None.
         starts: the first token of a tile's sequence, of queries and of keys; None where they are not packed.
         slots: the number of its first tile among all sequences'.
+        keys: how many each sequence has in a cache, which has room for ``seqlen_k``; None where keys lie in no cache.
     """
 
     seqlen_q: Any
@@ -41,6 +42,7 @@ class Sizes(NamedTuple):
     offsets: Any = None
     starts: Any = None
     slots: Any = None
+    keys: Any = None
 
     @property
     def lengths(self):
@@ -95,7 +97,7 @@ class Place(NamedTuple):
     """The coordinates of a thread's accumulators: two rows, and columns from a first one on.
 
     Attributes:
-        tile: batch and head.
+        tile: batch and head, or a tuple of the heads of both rows.
         rows, start, columns: of the thread.
         keys_down: whether rows are keys and columns queries.
         sizes: of the call.
@@ -108,6 +110,11 @@ class Place(NamedTuple):
     keys_down: bool
     sizes: Any
 
+    @property
+    def heads_by_row(self):
+        """Whether rows are of different heads."""
+        return isinstance(self.tile.head, tuple)
+
     def each(self, down=False):
         """Of each score row and column; both as the numbers of a query and a key; and, in float32, its coordinates
         (batch, head, q, k) and their sizes. The last query stands beside the last key.
@@ -115,14 +122,15 @@ class Place(NamedTuple):
         Args:
             down: whether columns are gone through one after another, so that what is read for one is not kept.
         """
-        batch, head, counts = Float32(self.tile.batch), Float32(self.tile.head), self.sizes.counts
+        batch, counts = Float32(self.tile.batch), self.sizes.counts
+        heads = [Float32(head) for head in (self.tile.head if self.heads_by_row else [self.tile.head] * 2)]
         shifts = (Int32(0), self.sizes.shift) if self.keys_down else (self.sizes.shift, Int32(0))
         start, rows = Float32(self.start + shifts[1]), [Float32(row + shifts[0]) for row in self.rows]
         every = [(r, c) for r in range(len(rows)) for c in range(len(self.columns))]
         for r, c in sorted(every, key=lambda at: at[::-1]) if down else every:
             across = start + Float32(self.columns[c])
             at, place = ((c, r), (across, rows[r])) if self.keys_down else ((r, c), (rows[r], across))
-            yield r, c, at, (batch, head, *place, *counts)
+            yield r, c, at, (batch, heads[r], *place, *counts)
 
 
 def first_row(tidx):
@@ -284,18 +292,24 @@ class Tiles:
         """The tile of a block of queries, 0, or of keys, 1, and the sizes of its sequence. An empty block has nothing
         to attend to.
         """
+        if sizes.keys is not None and (axis == 1 or sizes.offsets is None):
+            return Tile(block, head, batch), sizes._replace(seqlen_k=keys_of(sizes, batch))
         if sizes.offsets is None:
             return Tile(block, head, batch), sizes
         tile = (self.tile_q, self.tile_k)[axis]
         number, first = self.sequence_of(block, sizes, axis)
-        own, other = (extent(sizes.offsets[i], number, sizes.lengths[i]) for i in (axis, 1 - axis))
+        own = extent(sizes.offsets[axis], number, sizes.lengths[axis])
+        if sizes.keys is None:
+            other = extent(sizes.offsets[1 - axis], number, sizes.lengths[1 - axis])
+        else:
+            other = Int32(0), keys_of(sizes, number)
         block = block - cutlass.min(first, block)
         rest = number == sizes.batches
         length = Int32(cutlass.select_(rest, sizes.lengths[axis] - own[0], own[1]))
         nothing = rest | (block * tile >= length)
         others = Int32(cutlass.select_(nothing, Int32(0), other[1]))
         starts, lengths = (own[0], other[0]), (length, others)
-        slots = first, other[0] // (self.tile_k, self.tile_q)[axis] + number
+        slots = first, other[0] // (self.tile_k, self.tile_q)[axis] + (number if sizes.keys is None else 0)
         if axis == 1:
             starts, lengths, slots = (each[::-1] for each in (starts, lengths, slots))
         own_sizes = sizes._replace(seqlen_q=lengths[0], seqlen_k=lengths[1], starts=starts, slots=slots)
@@ -357,6 +371,16 @@ class Tiles:
                         first, last = cutlass.min(first, index), cutlass.max(last, index)
             first, last = _over_warp(first, last)
         return cute.arch.make_warp_uniform(first), cute.arch.make_warp_uniform(last)
+
+
+@cute.jit
+def keys_of(sizes: cutlass.Constexpr, number):
+    """How many keys a sequence has in a cache: none behind the last one, at most all that there is room for."""
+    found = Int32(0)
+    if number < sizes.batches:
+        # In 64 bits, before it is cut: a length may be any number.
+        found = Int32(cutlass.max(cutlass.min(Int64(sizes.keys[number]), Int64(sizes.seqlen_k)), Int64(0)))
+    return found
 
 
 def extent(mOffsets, number, tokens):

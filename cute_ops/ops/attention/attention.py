@@ -22,7 +22,7 @@ from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
 from cute_ops.expressions.reference import evaluate
 from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.captured import captured_bwd
-from cute_ops.ops.attention.sequences import Sequences, fill_offsets
+from cute_ops.ops.attention.sequences import Sequences, Where, fill_offsets
 from cute_ops.ops.attention.softmax import softmax
 
 HALVES = ("bfloat16", "float16")
@@ -61,9 +61,9 @@ def reference(
         lse = xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=xp.float32, **beside(xp, q))
         return xp.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, **beside(xp, q)), lse
     unknown = None if sequences is None else (sequences.unknown((q,), (k,)), sequences.unknown((), (v,)))
-    q, k, v = (x if sequences is None else _finite(xp, x) for x in (q, k, v))
-    weights, lse, _ = _weights(xp, (q, k, sinks), attrs, own, captured, sequences)
-    out = _ungrouped(xp, weights @ _grouped(xp, *widen(xp, v)), q)
+    q, k, v = (x if sequences is None else finite(xp, x) for x in (q, k, v))
+    weights, lse, _ = weights_of(xp, (q, k, sinks), attrs, own, captured, sequences)
+    out = ungrouped(xp, weights @ grouped(xp, *widen(xp, v)), q)
     lse = xp.reshape(lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]))
     if sequences is not None and unknown is not None:
         of_scores, of_values = (each[sequences.q.number] for each in unknown)
@@ -86,10 +86,10 @@ def reference_bwd(
     g, scale = k.shape[-2], attrs["scale"] or q.shape[-1] ** -0.5
     unknown = None if sequences is None else sequences.unknown((q, out, dout), (k, v))
     if sequences is not None:
-        q, k, v, out, dout = (_finite(xp, x) for x in (q, k, v, out, dout))
-    weights, row_lse, operands = _weights(xp, (q, k, sinks), attrs, own, captured, sequences)
-    wide_q, wide_o, wide_do = (_grouped(xp, x, g) for x in widen(xp, q, out, dout))
-    wide_k, wide_v = (_grouped(xp, x) for x in widen(xp, k, v))
+        q, k, v, out, dout = (finite(xp, x) for x in (q, k, v, out, dout))
+    weights, row_lse, operands = weights_of(xp, (q, k, sinks), attrs, own, captured, sequences)
+    wide_q, wide_o, wide_do = (grouped(xp, x, g) for x in widen(xp, q, out, dout))
+    wide_k, wide_v = (grouped(xp, x) for x in widen(xp, k, v))
     delta = xp.sum(wide_o * wide_do, axis=-1)
     if dlse is not None:
         delta = delta - xp.reshape(*widen(xp, dlse), delta.shape)
@@ -97,7 +97,7 @@ def reference_bwd(
     if (change := mods.score_of(attrs["softcap"], own.score)) is not None:
         (changed,) = evaluate(mods.gradient_of(change), xp, [*operands, dscores])
         dscores = xp.where(dscores == 0, dscores, changed)  # what is hidden may have no derivative
-    dq = _ungrouped(xp, dscores @ wide_k * scale, q)
+    dq = ungrouped(xp, dscores @ wide_k * scale, q)
     dk, dv = (
         _kv(xp, xp.sum(xp.matrix_transpose(x) @ y, axis=2), like)
         for x, y, like in ((dscores, wide_q * scale, k), (weights, wide_do, v))
@@ -124,13 +124,13 @@ def _sequences(
     return Sequences(xp, more[:2], (q.shape[-3], k.shape[-3])), more[2:]
 
 
-def _finite(xp: Any, x: Any) -> Any:
+def finite(xp: Any, x: Any) -> Any:
     return xp.where(xp.isfinite(x), x, xp.zeros_like(x))
 
 
-def _weights(
+def weights_of(
     xp: Any, given: tuple[Any, Any, Any], attrs: Mapping[str, Any], own: mods.Own, captured: Sequence[Any],
-    sequences: Sequences | None,
+    sequences: Where | None,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
     """The weights (batch, kv heads, heads of one, s, t), the log-sum-exp of each row, and the operands of a change of
     scores.
@@ -138,7 +138,7 @@ def _weights(
     q, k, sinks = given
     (h, d), (t, g) = q.shape[-2:], k.shape[-3:-1]
     wide_q, wide_k, sink = widen(xp, q, k, sinks)
-    scores = _grouped(xp, wide_q, g) @ xp.matrix_transpose(_grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
+    scores = grouped(xp, wide_q, g) @ xp.matrix_transpose(grouped(xp, wide_k)) * (attrs["scale"] or d**-0.5)
     arrays = _by_batch(xp, own, captured, scores.shape[0])
     at, operands = coordinates(xp, scores, t), [scores]
     if sequences is not None:
@@ -179,14 +179,14 @@ def _by_batch(xp: Any, own: mods.Own, captured: Sequence[Any], batch: Any) -> li
     return found
 
 
-def _grouped(xp: Any, x: Any, groups: int | None = None) -> Any:
+def grouped(xp: Any, x: Any, groups: int | None = None) -> Any:
     """(*lead, seqlen, heads, d) as (batch, groups, heads of one, seqlen, d)."""
     *lead, s, h, d = x.shape
     groups = groups or h
     return xp.permute_dims(xp.reshape(x, (math.prod(lead), s, groups, h // groups, d)), (0, 2, 3, 1, 4))
 
 
-def _ungrouped(xp: Any, x: Any, q: Any) -> Any:
+def ungrouped(xp: Any, x: Any, q: Any) -> Any:
     return xp.reshape(xp.permute_dims(x, (0, 3, 1, 2, 4)), (*q.shape[:-1], x.shape[-1]))
 
 
@@ -196,12 +196,17 @@ def _kv(xp: Any, x: Any, like: Any) -> Any:
 
 
 def check(binding: Binding) -> str | None:
-    dims, attrs = binding.dims, binding.attrs
+    dims = binding.dims
+    if any(isinstance(dims[name], int) and dims[name] > LONGEST for name in ("s", "t")):
+        return f"a sequence has at most {LONGEST} tokens, got s={dims['s']}, t={dims['t']}."
+    return check_sizes(dims, binding.attrs)
+
+
+def check_sizes(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+    """What is wrong with heads and attributes."""
     for name in ("d", "e"):
         if not 16 <= dims[name] <= 256 or dims[name] % 16:
             return f"a head has 16, 32 ... 256 elements, got {name}={dims[name]}."
-    if any(isinstance(dims[name], int) and dims[name] > LONGEST for name in ("s", "t")):
-        return f"a sequence has at most {LONGEST} tokens, got s={dims['s']}, t={dims['t']}."
     if attrs["causal"] and attrs["right"] >= 0:
         return f"causal=True is right=0, got right={attrs['right']}, too."
     if attrs["scale"] < 0 or attrs["softcap"] < 0:
@@ -273,10 +278,11 @@ PACKED_DOC = (
 )  # fmt: skip
 
 
-def _by_framework(
-    reference: Callable[..., tuple[Any, ...]], names: Sequence[str], outputs: Sequence[str]
+def by_framework(
+    reference: Callable[..., tuple[Any, ...]], names: Sequence[str], outputs: Sequence[str],
+    when: Callable[[Problem], str | bool] = lambda problem: False,
 ) -> Fallback:  # fmt: skip
-    """The definition in the framework's functions: for float32."""
+    """The definition in the framework's functions: for float32, and ``when`` it is to run in other dtypes."""
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         import array_api_compat  # start-up time
@@ -286,7 +292,7 @@ def _by_framework(
             zip(outputs, reference(array_api_compat.array_namespace(inputs["q"]), *given, **attrs), strict=True)
         )
 
-    return Fallback(Program(run), lambda problem: False, WIDE)
+    return Fallback(Program(run), when, WIDE)
 
 
 @cache
@@ -329,7 +335,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         outputs={"dq": _output(q), "dk": _output(k), "dv": _output(v), "dsinks": Tensor("g*r", "S", given="sinks")},
         **common,
         reference=backward,
-        fallback=_by_framework(backward, [*read_and_sinks], ("dq", "dk", "dv", "dsinks")),
+        fallback=by_framework(backward, [*read_and_sinks], ("dq", "dk", "dv", "dsinks")),
         kernel=Kernel("cute_ops.kernels.attention.bwd:AttentionBackward"),
         tuning=Tuning(partial(config.attention_bwd, own), workspace=partial(config.workspace_bwd, own)),
         doc=BACKWARD_DOC.replace("attention`", "attention_packed`") if packed else BACKWARD_DOC,
@@ -340,7 +346,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         outputs={"out": out, "lse": lse},
         **common,
         reference=forward,
-        fallback=_by_framework(forward, [*given], ("out", "lse")),
+        fallback=by_framework(forward, [*given], ("out", "lse")),
         kernel=Kernel("cute_ops.kernels.attention.fwd:attention_fwd"),
         tuning=Tuning(partial(config.attention, own), workspace=partial(config.workspace, own)),
         grad=(bwd, captured_bwd(f"{name}_bwd_captured", own, read, {**common, "dtypes": wide})) if wanted else bwd,

@@ -1,7 +1,8 @@
-"""The op that a call of ``attention`` with functions of its own runs: it follows from these and from what they read.
+"""The op that a call of ``attention`` or ``decode_attention`` with functions of its own runs: it follows from these and
+from what they read.
 
-There is one op for each pair of expressions and the kinds and declared shapes of captured arrays. Its name follows from
-these alone, so it is the same in every process.
+There is one op for each form, each pair of expressions and the kinds and declared shapes of captured arrays. Its name
+follows from these alone, so it is the same in every process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from functools import partial
 from inspect import Parameter
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,8 +18,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import Array
 from cute_ops.errors import header_of, meant
 from cute_ops.expressions.reads import BOOL, FLOAT, INT, Mod
-from cute_ops.ops.attention import mods
-from cute_ops.ops.attention.attention import declare
+from cute_ops.ops.attention import attention, attention_cached, decode_attention, mods
 from cute_ops.ops.expression import many
 from cute_ops.ops.expression.call import digest, readable, remembered
 
@@ -27,7 +28,33 @@ OPTIONS = {"score_mod": 6, "mask_mod": 5}
 # Names of inputs that an op has for something else, and those that it may not have.
 _TAKEN = re.compile(
     r"d?(q|k|v|sinks|out|lse|delta)|scale|causal|left|right|softcap|xp|ctx|type|stream|_.*|c\d+d\d+|C_.*"
+    r"|[kv]_(cache|scale)|lengths|page_table|partial(_lse)?|window|batch_invariant"
 )
+
+
+class Form(NamedTuple):
+    """What kind of call an op is for.
+
+    Attributes:
+        declare: ``declare(name, own)``: makes the op.
+        called: the function that messages name.
+        by_sequence: whether sequences are a dim ``b`` of their own, by which functions read captured arrays; else the
+            leading dims of queries are.
+    """
+
+    declare: Callable[[str, mods.Own], Op]
+    called: str
+    by_sequence: bool
+
+
+# By the name of the op without functions.
+FORMS = {
+    "attention": Form(attention.declare, "attention", False),
+    "attention_packed": Form(partial(attention.declare, packed=True), "attention", True),
+    "attention_cached": Form(attention_cached.declare, "attention", True),
+    "attention_cached_packed": Form(partial(attention_cached.declare, packed=True), "attention", True),
+    "decode_attention": Form(decode_attention.declare, "decode_attention", True),
+}
 _log = logging.getLogger("cute_ops")
 _known: dict[Hashable, Mod] = {}
 
@@ -53,7 +80,7 @@ def kind_of(dtype: str) -> str:
 
 def op_of(
     score_mod: Function | None = None, mask_mod: Function | None = None, captured: Mapping[str, Array] | None = None,
-    lead: int = 1,
+    lead: int = 1, form: str = "attention",
 ) -> Op:  # fmt: skip
     """The op that ``attention`` runs for calls with these functions, which read arrays of these shapes and dtypes:
 
@@ -63,14 +90,13 @@ def op_of(
     :func:`op_of_call`.
     """
     arrays = (captured or {}).items()
-    return op_of_call(
-        score_mod, mask_mod, tuple(Captured(name, kind_of(a.dtype), len(a.shape)) for name, a in arrays), lead
-    )
+    given = tuple(Captured(name, kind_of(a.dtype), len(a.shape)) for name, a in arrays)
+    return op_of_call(score_mod, mask_mod, given, lead, form)
 
 
 def op_of_call(
     score_mod: Function | None, mask_mod: Function | None, captured: tuple[Captured, ...] = (), lead: int = 1,
-    packed: bool = False,
+    form: str = "attention",
 ) -> Op:  # fmt: skip
     """The op of a call.
 
@@ -78,28 +104,28 @@ def op_of_call(
         score_mod, mask_mod: its functions; None where it has none.
         captured: its captured arrays.
         lead: how many leading dims its queries have.
-        packed: whether it is of packed sequences, which are its batch.
+        form: one of :data:`FORMS`.
 
     Raises:
         TypeError: a function takes other arguments than these; an array is captured that none reads.
         TraceError: a function does what an expression cannot say.
         ValueError: an array has another number of dims than it is read by.
     """
-    functions = {"score_mod": score_mod, "mask_mod": mask_mod}
+    functions, (declare, called, by_sequence) = {"score_mod": score_mod, "mask_mod": mask_mod}, FORMS[form]
     given = {option: function for option, function in functions.items() if function is not None}
-    arrays = {option: _arrays(option, function, captured) for option, function in given.items()}
-    _check_read(captured, arrays)
+    arrays = {option: _arrays(called, option, function, captured) for option, function in given.items()}
+    _check_read(called, captured, arrays)
     made = {option: _traced(option, function, captured, arrays[option]) for option, function in given.items()}
     names = _names(captured, given, arrays)
-    shapes = mods.declared([*made.values()], names, lambda problem: _refuse(ValueError, problem))
+    shapes = mods.declared([*made.values()], names, lambda problem: _refuse(called, ValueError, problem))
     for array, name, shape in zip(captured, names, shapes, strict=True):
-        _check_dims(array, name, shape, 1 if packed else lead)
+        _check_dims(called, array, name, shape, 1 if by_sequence else lead)
     score, mask = (made[option].text if option in made else "" for option in OPTIONS)
     own = mods.Own(
         score,
         mask,
         tuple(
-            (name, array.kind, " ".join(_of_sequences(shape) if packed else shape))
+            (name, array.kind, " ".join(_of_sequences(shape) if by_sequence else shape))
             for name, array, shape in zip(names, captured, shapes, strict=True)
         ),
     )
@@ -107,13 +133,12 @@ def op_of_call(
         _log.info("attention: tiles of the mask %s are not skipped where they depend on %s, which has no bounds",
                   _name(mask_mod), ", ".join(unbounded))  # fmt: skip
     ending = digest(own.score, own.mask, *map(str, own.captured))
-    first = "attention_packed" if packed else "attention"
-    return declare("_".join([first, *(readable(_name(f)) for f in given.values()), ending]), own, packed)
+    return declare("_".join([form, *(readable(_name(f)) for f in given.values()), ending]), own)
 
 
-def _check_read(captured: tuple[Captured, ...], arrays: Mapping[str, Collection[int]]) -> None:
+def _check_read(called: str, captured: tuple[Captured, ...], arrays: Mapping[str, Collection[int]]) -> None:
     if unread := set(range(len(captured))) - {i for chosen in arrays.values() for i in chosen}:
-        _refuse(TypeError, f"`captured` has {_named(captured, min(unread))}, which no function reads.")
+        _refuse(called, TypeError, f"`captured` has {_named(captured, min(unread))}, which no function reads.")
 
 
 def _of_sequences(shape: list[str]) -> list[str]:
@@ -121,7 +146,7 @@ def _of_sequences(shape: list[str]) -> list[str]:
     return ["b" if word == "*m" else word for word in shape]
 
 
-def _check_dims(array: Captured, name: str, shape: list[str], lead: int) -> None:
+def _check_dims(called: str, array: Captured, name: str, shape: list[str], lead: int) -> None:
     """Refuse an array of another number of dims than it is read by."""
     by_batch = shape[:1] == ["*m"]
     dims = len(shape) - 1 + lead if by_batch else len(shape)
@@ -129,14 +154,14 @@ def _check_dims(array: Captured, name: str, shape: list[str], lead: int) -> None
         more = by_batch and lead != 1
         leading = f", the first of them by the batch, of which queries have {lead} dims" if more else ""
         what = f"`{name}` has {array.ndim} dims, but is read by {len(shape)} indices{leading}"
-        _refuse(ValueError, f"{what}: expected {dims}.")
+        _refuse(called, ValueError, f"{what}: expected {dims}.")
 
 
-def _arrays(option: str, function: Function, captured: Sequence[Captured]) -> list[int]:
+def _arrays(called: str, option: str, function: Function, captured: Sequence[Captured]) -> list[int]:
     """The captured arrays that a function gets, by number, in the order of its parameters."""
     first, what = OPTIONS[option], f"{option} {_name(function)}"
     parameters = [
-        p for p in header_of(function, f"cute.attention: argument `{option}`").parameters.values()
+        p for p in header_of(function, f"cute.{called}: argument `{option}`").parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
     ]  # fmt: skip
     every = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -144,19 +169,19 @@ def _arrays(option: str, function: Function, captured: Sequence[Captured]) -> li
     if len(parameters) < first and not every:
         coordinates = ", ".join(["xp", *mods.SCORE, *mods.COORDINATES][-first if first == 6 else 0 :])
         expected = coordinates if option == "score_mod" else "xp, batch, head, q, k"
-        _refuse(TypeError, f"{what} must take ({expected}, *captured), takes {len(parameters)} arguments.")
+        _refuse(called, TypeError, f"{what} must take ({expected}, *captured), takes {len(parameters)} arguments.")
     if captured and captured[0].name:
         by_name = {array.name: i for i, array in enumerate(captured)}
         lacking = [p.name for p in own if p.name not in by_name and p.default is Parameter.empty]
         if lacking:
             near = meant(lacking[0], by_name)
-            _refuse(TypeError, f"{what} reads `{lacking[0]}`, which `captured` does not have{near}.")
+            _refuse(called, TypeError, f"{what} reads `{lacking[0]}`, which `captured` does not have{near}.")
         return [by_name[p.name] for p in own if p.name in by_name]
     least = sum(p.default is Parameter.empty for p in own)
     if not least <= len(captured) <= (len(captured) if every else len(own)):
         names = ", ".join(f"`{p.name}`" for p in own) or "no arrays"
         more = "; a dict gives each function those that its parameters name" if len(captured) > len(own) else ""
-        _refuse(TypeError, f"{what} reads {names}, but `captured` has {len(captured)}{more}.")
+        _refuse(called, TypeError, f"{what} reads {names}, but `captured` has {len(captured)}{more}.")
     return [*range(len(captured))]
 
 
@@ -194,5 +219,5 @@ def _name(function: Function) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).rpartition(".")[2]
 
 
-def _refuse(error: type[Exception], problem: str) -> NoReturn:
-    raise error(f"cute.attention: {problem}")
+def _refuse(called: str, error: type[Exception], problem: str) -> NoReturn:
+    raise error(f"cute.{called}: {problem}")

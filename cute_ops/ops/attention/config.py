@@ -72,6 +72,17 @@ def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     return _that_fits(configs, problem)
 
 
+def attention_cached(own: mods.Own, problem: Problem) -> AttentionConfig:
+    """Two warpgroups, which leave registers for the one that copies, and tiles of which its warps copy whole rows."""
+    dims = problem.dims
+    size, narrow = _headdim(problem), dims["d"] % 32 or dims["e"] % 32
+    tile_n = 128 if size <= 128 else 96 if size <= 192 and not narrow else 64
+    mask, bounds = _mask(own, problem)
+    score = mods.score_of(problem.attrs["softcap"], own.score)
+    text = score.text if score else ""
+    return AttentionConfig(tile_n, problem.sm_count, 2, mask=mask, bounds=bounds, score=text)
+
+
 def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     """Tiles of as many keys and queries as registers and shared memory hold."""
     score = mods.score_of(problem.attrs["softcap"], own.score)
@@ -110,6 +121,14 @@ def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Arra
     return _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_n})
 
 
+def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
+    """Tables as of :func:`workspace`: of packed queries in one row, of the keys of each sequence."""
+    dims, chosen = problem.dims, AttentionConfig.of(config)
+    keys = dims["c"] * (dims["t"] if "page_table" in problem.dtypes else 1)
+    queries = (1 if _is_packed(problem) else dims["b"], _blocks(problem, "s", chosen.block))
+    return _tables_of(own, problem, {"queries": queries, "keys": (dims["b"], -(-keys // chosen.tile_n))})
+
+
 def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
     """Numbers for each row of each head: the sum of its output times its cotangent, in one pass its log-sum-exp, too,
     of whole tiles; there the sums of the gradient of queries; and tables of what the mask reads, over the tiles of each
@@ -134,14 +153,23 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
 
 
 def _tables(own: mods.Own, problem: Problem, tiles: Mapping[str, int]) -> dict[str, Array | None]:
-    """For each tile of queries and of keys the least and the largest number of each read of the mask."""
+    """Tables of tiles of so many queries and keys."""
+    blocks = {
+        name: (problem.m, _blocks(problem, dim, tile)) for (name, tile), dim in zip(tiles.items(), "st", strict=True)
+    }
+    return _tables_of(own, problem, blocks)
+
+
+def _tables_of(own: mods.Own, problem: Problem, blocks: Mapping[str, tuple[int, int]]) -> dict[str, Array | None]:
+    """For each tile of queries and of keys, so many of so many batches, the least and the largest number of each read
+    of the mask.
+    """
     attrs, dims = problem.attrs, problem.dims
     mask = mods.mask_of(attrs["left"], 0 if attrs["causal"] else attrs["right"], own.mask)
     heads = dims["g"] * dims["r"] if mask and mods.reads_by_head(mask) else 1
     found: dict[str, Array | None] = {}
-    for (name, tile), length, reads in zip(tiles.items(), "st", ranged(mask) if mask else ([], []), strict=True):
-        shape = 2 * len(reads), problem.m, heads, _blocks(problem, length, tile)
-        found[f"ranges_of_{name}"] = Array(shape, "float32") if reads else None
+    for (name, (batches, tiles)), reads in zip(blocks.items(), ranged(mask) if mask else ([], []), strict=True):
+        found[f"ranges_of_{name}"] = Array((2 * len(reads), batches, heads, tiles), "float32") if reads else None
     return found
 
 
@@ -159,7 +187,7 @@ def merge_states(_: Problem) -> MergeConfig:
     return MergeConfig(THREADS)
 
 
-def decode_attention(problem: Problem) -> DecodeConfig:
+def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     """The most stages with which :data:`RESIDENT` CTAs fit an SM, or one CTA, of fewer warps, where heads are long."""
     dims, attrs = problem.dims, problem.attrs
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
@@ -171,7 +199,7 @@ def decode_attention(problem: Problem) -> DecodeConfig:
     form = "contiguous"
     if "page_table" in problem.dtypes:
         form = "any_pages" if dims["c"] % KEYS_OF_TILE else "whole_pages"
-    keys, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"])
+    keys, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"], own.score)
     text = score.text if score else ""
     configs = (
         (resident, DecodeConfig(form, tiles_m, warps, stages, itemsize, keys, text))

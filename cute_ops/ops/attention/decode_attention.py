@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
-from cute_ops import mods
 from cute_ops.declaration.array_api import beside, widen
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
@@ -15,8 +15,11 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.attention import config
-from cute_ops.ops.attention.attention import HALVES, LONGEST
+from cute_ops.expressions.captured import operands_on
+from cute_ops.expressions.reads import Mod
+from cute_ops.expressions.reference import evaluate
+from cute_ops.ops.attention import config, mods
+from cute_ops.ops.attention.attention import DTYPES, HALVES, LONGEST
 from cute_ops.ops.attention.softmax import softmax
 
 MOST_QUERIES, FP8 = 16, "float8_e4m3fn"
@@ -41,11 +44,14 @@ CASES = (
 
 
 def reference(
-    xp: Any, q: Any, k_cache: Any, v_cache: Any, lengths: Any, page_table: Any = None, sinks: Any = None,
-    k_scale: Any = None, v_scale: Any = None,
-    *, scale: float, window: int, softcap: float, batch_invariant: bool,
+    xp: Any, q: Any, k_cache: Any, v_cache: Any, lengths: Any, *more: Any, own: mods.Own = mods.NONE, scale: float,
+    window: int, softcap: float, batch_invariant: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
+    """``more`` are captured arrays, and pages, sinks and scales or None."""
     del batch_invariant  # about the order of sums alone
+    count = len(own.captured)
+    captured, optional = more[:count], (*more[count:], *[None] * 4)[:4]
+    page_table, sinks, k_scale, v_scale = optional
     (b, s, h, d), (g, e) = q.shape, v_cache.shape[2:]
     here, r = beside(xp, q), h // max(g, 1)
     if 0 in (b, s, h):
@@ -60,10 +66,12 @@ def reference(
     wide_k, wide_v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (k, v))
     grouped = xp.reshape(xp.permute_dims(wide_q, (0, 2, 1, 3)), (b, g, r * s, d))
     scores = grouped @ xp.permute_dims(wide_k, (0, 2, 3, 1)) * (scale or d**-0.5)
-    if softcap:
-        scores = mods.softcap(softcap)(xp, scores, None, None, None, None)
     scores = xp.reshape(scores, (b, h, s, keys))
     place = place_of_queries(xp, lengths, key, s)
+    if (change := mods.score_of(softcap, own.score)) is not None:
+        at = _coordinates(xp, scores, place)
+        (changed,) = evaluate(change.expression, xp, operands_on(change, xp, [scores, *at], captured))
+        scores = xp.broadcast_to(changed, scores.shape)
     seen = xp.logical_and(there[:, None, :], key <= place[..., None])
     if window:
         seen = xp.logical_and(seen, key > place[..., None] - window)
@@ -72,6 +80,17 @@ def reference(
     weights = xp.reshape(weights, (b, g, r * s, keys))
     out = xp.reshape(weights @ xp.permute_dims(wide_v, (0, 2, 1, 3)), (b, h, s, e))
     return xp.astype(xp.permute_dims(out, (0, 2, 1, 3)), q.dtype), xp.reshape(lse, (b, h, s))
+
+
+def _coordinates(xp: Any, scores: Any, place: Any) -> list[Any]:
+    """Batch, head, q and k of scores (batch, heads, s, keys), and their sizes; ``place``: the last key that each query
+    attends to.
+    """
+    (b, h, s, keys), dtype, here = scores.shape, scores.dtype, beside(xp, scores)
+    numbers = (xp.reshape(xp.arange(n, dtype=dtype, **here), (-1, *[1] * (3 - i))) for i, n in ((0, b), (1, h)))
+    q, k = xp.astype(place, dtype)[:, None, :, None], xp.arange(keys, dtype=dtype, **here)
+    sizes = [xp.asarray(n, dtype=dtype, **here) for n in (b, h, s)]
+    return [*numbers, q, k, *sizes, q[:, :, -1:] + 1]
 
 
 def side_by_side(xp: Any, caches: Sequence[Any], lengths: Any, page_table: Any) -> tuple[tuple[Any, ...], Any, Any]:
@@ -152,30 +171,7 @@ def _cache(shape: str) -> Tensor:
     return Tensor(shape, "C", align=16)
 
 
-decode_attention = Op(
-    "decode_attention",
-    inputs={
-        "q": Tensor("b s g*r d", "T", align=16, otherwise="copy"),
-        "k_cache": _cache("p c g d"),
-        "v_cache": _cache("p c g e"),
-        "lengths": Tensor("b", "I"),
-        "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
-        "sinks": Tensor("g*r", "S", optional=True),
-        **{name: Tensor("g", "float32", optional=True, contiguous=()) for name in SCALES},
-    },
-    outputs={"out": Tensor("b s g*r e", "T"), "lse": Tensor("b g*r s", "float32")},
-    dtypes={"T": HALVES, "C": (*HALVES, FP8), "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS},
-    attrs={"scale": 0.0, "window": 0, "softcap": 0.0, "batch_invariant": False},
-    static=("d", "e", "r", "s"),
-    sharding=Sharding(parallel=("g",)),
-    check=check,
-    cases=CASES,
-    reference=reference,
-    kernel="cute_ops.kernels.attention.decode_attention:DecodeAttention",
-    tuning=Tuning(config.decode_attention, workspace=config.decode_workspace),
-    arrange=fill_pages,
-    inference_only="caches have no gradient: train with the framework's attention.",
-    doc="""Attention of a few new queries of each sequence to its cached keys and values.
+DOC = """Attention of a few new queries of each sequence to its cached keys and values.
 
     ``out = softmax(scores) @ v`` with ``scores = softcap(scale * q @ k.T)`` over the keys of a sequence, and ``lse =
     log(sum(exp(scores)))``. The last query stands at the last key: query i attends to the keys up to ``length - s +
@@ -214,5 +210,45 @@ decode_attention = Op(
 
     Source: Dao et al., Flash-Decoding, 2023; Kwon et al., Efficient Memory Management for Large Language Model Serving
     with PagedAttention, 2023.
-    """,
-)
+    """
+
+
+@cache
+def declare(name: str, own: mods.Own = mods.NONE) -> Op:
+    """The op with a call's own change of scores; the same op every time."""
+    functions = [Mod.parse(own.score)] if own.score else []
+    of_head = mods.depends_on_head(functions, [shape for _, _, shape in own.captured])
+    forward = partial(reference, own=own) if functions else reference
+    return Op(
+        name,
+        inputs={
+            "q": Tensor("b s g*r d", "T", align=16, otherwise="copy"),
+            "k_cache": _cache("p c g d"),
+            "v_cache": _cache("p c g e"),
+            "lengths": Tensor("b", "I"),
+            **{array: Tensor(shape, f"C_{array}") for array, _, shape in own.captured},
+            "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
+            "sinks": Tensor("g*r", "S", optional=True),
+            **{scale: Tensor("g", "float32", optional=True, contiguous=()) for scale in SCALES},
+        },
+        outputs={"out": Tensor("b s g*r e", "T"), "lse": Tensor("b g*r s", "float32")},
+        dtypes={
+            "T": HALVES, "C": (*HALVES, FP8), "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS,
+            **{f"C_{array}": DTYPES[kind] for array, kind, _ in own.captured},
+        },
+        attrs={"scale": 0.0, "window": 0, "softcap": 0.0, "batch_invariant": False},
+        static=("d", "e", "r", "s"),
+        sharding=Sharding(parallel=() if of_head else ("g",)),
+        check=check,
+        cases=() if functions else CASES,
+        called="decode_attention" if functions else "",
+        reference=forward,
+        kernel="cute_ops.kernels.attention.decode_attention:DecodeAttention",
+        tuning=Tuning(partial(config.decode_attention, own), workspace=config.decode_workspace),
+        arrange=fill_pages,
+        inference_only="caches have no gradient: train with the framework's attention.",
+        doc=DOC,
+    )  # fmt: skip
+
+
+decode_attention = declare("decode_attention")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from cute_ops.declaration.array_api import beside, count_up_to
 
@@ -27,6 +27,16 @@ class Side(NamedTuple):
     length: Any
 
 
+class Where(Protocol):
+    """What scores are of, where these are not all of a batch's queries and keys."""
+
+    def coordinates(self, head: Any, heads: Any) -> list[Any]:
+        """Batch, head, q and k of scores, and their sizes, in the dtype of ``head``, which is given."""
+
+    def seen(self) -> Any:
+        """Which scores there are."""
+
+
 class Sequences:
     """The sequences of a call.
 
@@ -38,9 +48,10 @@ class Sequences:
 
     def __init__(self, xp: Any, offsets: tuple[Any, Any], tokens: tuple[Any, Any]) -> None:
         self.xp, self.count = xp, offsets[0].shape[0] - 1
-        self.q, self.k = (self._side(*each) for each in zip(offsets, tokens, strict=True))
+        self.q, self.k = (self.side(*each) for each in zip(offsets, tokens, strict=True))
 
-    def _side(self, offsets: Any, tokens: Any) -> Side:
+    def side(self, offsets: Any, tokens: Any) -> Side:
+        """The tokens of packed sequences."""
         xp = self.xp
         offsets = xp.astype(offsets, xp.int32)
         token = xp.arange(tokens, dtype=xp.int32, **beside(xp, offsets))

@@ -1,0 +1,170 @@
+"""Attention to caches on Hopper: see :mod:`cute_ops.ops.attention.attention_cached`."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as hopper
+
+from cute_ops.kernels.attention.cache_loads import CacheLoads, CopyRing
+from cute_ops.kernels.attention.fwd_sm90 import AttentionFwd
+from cute_ops.kernels.attention.mods import by_index
+from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, tma_copies
+from cute_ops.kernels.attention.ranges import Ranges
+from cute_ops.kernels.attention.tiles import Moved, Sizes, by_sequence, partition, ring, slots, view
+from cute_ops.kernels.lib.arguments import by_name
+from cute_ops.kernels.lib.matrix import folded
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
+
+REGISTERS = RegisterBudget(load=40, multiply=232)
+OWN_NAMES = {"q", "k", "v", "cu_seqlens_q", "lengths", "page_table", "sinks", "out", "lse"}
+
+
+class AttentionCached(AttentionFwd):
+    """:class:`AttentionFwd` of keys and values in caches, of which each sequence has so many as its length says.
+
+    A whole warpgroup loads keys and values, by ``cp.async``, because pages may have any size: a lane looks up the page
+    of one key, a tile ahead. Keys of pages outside of the pool are not there: the loading warps say which are.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.registers, self.variant = REGISTERS, variant
+
+    @cute.jit
+    def __call__(self, *arguments):
+        stream, given = arguments[-1], by_name(self.variant, arguments)
+        captured = [given[name] for name in given if name not in OWN_NAMES and not name.startswith("ranges_of_")]
+        mK, mV, mLengths, mTable = (given.get(name) for name in ("k", "v", "lengths", "page_table"))
+        mQ, mOut = view(given["q"]), view(given["out"])  # (seqlen, d, heads, batch)
+        self.dtype = dtype = mQ.element_type
+        capacity = Int32(mK.shape[1])
+        if const_expr(mTable is not None):
+            capacity = capacity * Int32(mTable.shape[1])
+        offsets = (given["cu_seqlens_q"], None) if const_expr(self.packed) else None
+        heads, kv_heads = Int32(cute.size(mQ, mode=[2])), Int32(mK.shape[2])
+        tables = given["ranges_of_queries"], given["ranges_of_keys"]
+        sizes = Sizes(
+            Int32(cute.size(mQ, mode=[0])), capacity, heads, heads // kv_heads, Int32(cute.size(mLengths)),
+            by_index(captured, self.mods), tables, offsets, keys=mLengths,
+        )  # fmt: skip
+        if const_expr(self.packed):
+            mQ, mOut = by_sequence(mQ), by_sequence(mOut)
+        row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+        mma_qk = mma_of_scores(dtype, self.tile_n, self.consumers)
+        mma_pv = mma_of_weights(dtype, self.dv, self.consumers)
+        layouts = (
+            hopper.make_smem_layout_a(row, (self.tile_m, self.tile_n, self.d), dtype, 1),
+            hopper.make_smem_layout_b(row, (self.tile_m, self.tile_n, self.d), dtype, self.stages),
+            hopper.make_smem_layout_b(column, (self.tile_m, self.dv, self.tile_n), dtype, self.stages),
+            hopper.make_smem_layout_epi(dtype, row, (MMA_M, self.dv), self.consumers),
+        )
+        moved = tma_copies(
+            (mQ, mOut), (layouts[0], layouts[3]), ((self.tile_m, self.d), (MMA_M, self.dv)), stored=1
+        )  # fmt: skip
+        Ranges(self.tiles).launch(sizes, stream)
+        ctas = cutlass.min(self._count(sizes), Int32(self.sms))
+        mLse = folded(given["lse"], own=2)
+        self.cached_kernel(
+            (mma_qk, mma_qk, mma_pv), (moved, layouts), (mK, mV, mTable), given.get("sinks"), mLse, tuple(sizes)
+        ).launch(
+            grid=[ctas, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def cached_kernel(self, mmas, moved, caches, mSinks, mLse, sizes):
+        mma_first, mma_qk, mma_pv = mmas
+        ((q_moved, out_moved), layouts), sizes = moved, Sizes(*sizes)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for tma, _ in (q_moved, out_moved):
+                cpasync.prefetch_descriptor(tma)
+        smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
+        sQ, sK, sV = (slots(smem, dtype, layout) for layout in layouts[:3])
+        if const_expr(self.shares_memory):
+            start = cute.recast_ptr(sQ.iterator, layouts[3].inner, dtype)
+            sOut = cute.make_tensor(start, layouts[3].outer)
+        else:
+            sOut = slots(smem, dtype, layouts[3])
+        held = Moved(*q_moved, sQ), Moved(None, None, sK), Moved(None, None, sV), Moved(*out_moved, sOut)
+        ring_q = ring(smem, dtype, layouts[0], 1, self.consumers)
+        paged = const_expr(caches[2] is not None)
+        copied = [CopyRing(smem, self.stages, self.consumers, marked=marked) for marked in (paged, False)]
+        if warp == 0:
+            with cute.arch.elect_one():
+                for each in copied:
+                    each.start()
+            cute.arch.mbarrier_init_fence()
+        pipeline_init_arrive(cute.make_layout((1, 1, 1)), is_relaxed=True)
+        pipeline_init_wait(cute.make_layout((1, 1, 1)))
+        cute.arch.barrier()
+        wait_for_previous(True)
+        rings = ring_q, *copied
+
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(self.registers.load)
+            self._load_cached(rings, held, caches, sizes)
+        else:
+            cute.arch.setmaxregister_increase(self.registers.multiply)
+            mma_first.set(warpgroup.Field.ACCUMULATE, False)
+            for mma in (mma_qk, mma_pv):
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            self._attend(rings, (mma_first, mma_qk, mma_pv), held, mSinks, mLse, sizes)
+
+    @cute.jit
+    def _load_cached(
+        self, rings: cutlass.Constexpr, held: cutlass.Constexpr, caches: cutlass.Constexpr, sizes: cutlass.Constexpr
+    ):  # fmt: skip
+        """Load the queries of each block, then the keys and the values of its tiles."""
+        (ring_q, ring_k, ring_v), (q, k, v, _), (mK, mV, mTable) = rings, held, caches
+        loads = CacheLoads(self.tile_n, mTable)
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        q_slot = make_pipeline_state(PipelineUserType.Producer, 1)
+        slot = make_pipeline_state(PipelineUserType.Producer, self.stages)
+        for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
+            tile, own = self._tile(index, sizes)
+            kv_head = tile.head // sizes.heads_per_kv
+            first, last = self.tiles.keys_of(tile, own)
+            page, place = loads.find(mK, tile.batch, last, own.seqlen_k)
+            if warp == 0:
+                tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), own.rows[0])
+                ring_q.producer_acquire(q_slot)
+                cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
+            q_slot.advance()
+            for i in cutlass.range(last - first + 1, unroll=1):
+                keys = last - i
+                found = page, place
+                page, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
+                if self.tiles.some(tile, own, tile.block, keys):
+                    ring_k.producer_acquire(slot)
+                    ring_k.mark(slot, found[0] >= 0, warp, lane)
+                    loads.copy(mK, kv_head, k.s, slot.index, found)
+                    ring_k.producer_commit(slot)
+                    ring_v.producer_acquire(slot)
+                    loads.copy(mV, kv_head, v.s, slot.index, found)
+                    ring_v.producer_commit(slot)
+                    slot.advance()
+        let_next_start(True)
+
+    def _there(self, ring_k, slot):
+        return None if ring_k.marks is None else ring_k.marked(slot)
+
+    @cute.jit
+    def _hide_missing(self, scores, there: cutlass.Constexpr, tidx):
+        """Hide keys of pages outside of the pool, of which a word for each loading warp says that they are there."""
+        if const_expr(there is not None):
+            of_warp, lane = self.tile_n // len(there), tidx % 32
+            every = Int32(-1 if of_warp == 32 else (1 << of_warp) - 1)
+            whole = cutlass.Boolean(True)
+            for word in there:
+                whole = whole & ((word & every) == every)
+            if not whole:
+                for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    column = 8 * (c // 2)
+                    bits = there[column // of_warp] >> (column % of_warp + lane % 4 * 2 + c % 2)
+                    for r in cutlass.range_constexpr(2):
+                        scores[r, c] = cutlass.select_((bits & 1) != 0, scores[r, c], -Float32.inf)

@@ -1,0 +1,100 @@
+"""The kernel of attention to caches, in the emulator of PTX: pages of any size, holes, packed queries, functions.
+
+NaN stands in caches wherever no key of a sequence does: nothing of it spreads.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops.kernels.attention.config import AttentionConfig
+from cute_ops.ops.attention.attention_cached import attention_cached, attention_cached_packed
+from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
+from tests.emulator import products, ptx_cta, ptx_sm90
+from tests.emulator.calls import EmulatedCall, parameter
+from tests.ops.attention_calls import Functions
+from tests.ops.cached_calls import Cached, biased, documents
+from tests.ops.decode_calls import Decoding
+
+DESCRIPTOR = bytes(128)
+TILE_Q, ROWS = 128, 64
+LONG = np.random.default_rng(0)
+CALLS = {
+    "pages of one": Cached(
+        Decoding((150, 0, 33), 1, 1, 2, 64, 64, 1, 150, holes=True), (40, 40, 40), False, {"causal": True}
+    ),
+    "packed": Cached(
+        Decoding((200, 0, 129), 1, 2, 1, 128, 64, 16, 208, holes=True), (70, 9, 129), True,
+        {"causal": True, "left": 100}, rest=3,
+    ),
+    "contiguous": Cached(
+        Decoding((130, 300), 1, 1, 1, 80, 96, 0, 310, heads_first=True, sinks=True), (60, 60), False, {"softcap": 5.0}
+    ),
+    "long heads": Cached(Decoding((100,), 1, 1, 1, 256, 256, 24, 120), (20,), False, {"causal": True}),
+    "functions": Cached(
+        Decoding((140, 90), 1, 2, 1, 64, 64, 7, 140, holes=True), (50, 90), True, {"causal": True},
+        Functions(biased, None, {"slopes": LONG.random(2).astype(np.float32),
+                                 "keys": LONG.standard_normal((2, 141)).astype(np.float32)}),
+    ),
+    "documents": Cached(
+        Decoding((300, 170), 1, 2, 1, 64, 64, 16, 304), (100, 100), False, {"causal": True},
+        Functions(None, documents, {"document": np.cumsum(LONG.random((2, 301)) < 0.02, axis=1).astype(np.int32)}),
+    ),
+}  # fmt: skip
+
+
+class Emulated(EmulatedCall):
+    """A call whose queries and outputs TMA moves."""
+
+    def __init__(self, call: Cached, given: dict[str, np.ndarray], folder: Path) -> None:
+        op = attention_cached_packed if call.packed else attention_cached
+        own = call.functions
+        if own.options:
+            read = tuple(Captured(name, kind_of(str(a.dtype)), a.ndim) for name, a in own.captured.items())
+            op = op_of_call(own.score, own.mask, read, form=op.name)
+        super().__init__(op, given, call.attrs, folder)
+        self.call, self.config = call, AttentionConfig.of(self.variant.config)
+
+    def attend(self) -> dict[str, np.ndarray]:
+        packed, a, c = self.call.packed, self.arrays, self.call.caches
+        q, out = (a[name][None] if packed else a[name] for name in ("q", "out"))
+        (b, s, h, _), lengths = q.shape, a["lengths"]
+        room = a["k"].shape[1] * (a["page_table"].shape[1] if "page_table" in a else 1)
+        arguments, maps = [b"0"] * 3, {}
+        for array, rows in ((q, TILE_Q), (out, ROWS)):
+            columns = next(n for n in (64, 32, 16) if array.shape[-1] % n == 0)
+            maps[len(arguments)] = ptx_sm90.Map(array.transpose(0, 2, 1, 3), rows, columns, set())
+            arguments += [DESCRIPTOR, struct.pack("<i", h) if packed else struct.pack("<3i", s, h, b)]
+        names = [*a]
+        place = {name: i << 32 for i, name in enumerate(names, start=1)}
+        of = {name: parameter(a[name], self.variant.tensors[name], place[name]) for name in names if name != "lse"}
+        form, sizes = ("<Qq3i4xq", (1, h, s, h * s, s)) if packed else ("<Q3q2q", (b, h, s, h * s, s))
+        numbers = [struct.pack("<i", x) for x in (s, room, h, c.r, len(lengths))]
+        behind = [*self.call.functions.captured, *(n for n in a if n.startswith("ranges")), *["cu_seqlens_q"] * packed,
+                  "lengths"]  # fmt: skip
+        rest = [*numbers, *(of[name] for name in behind)]
+        arguments += [of[name] for name in ("k", "v", "page_table", "sinks") if name in a]
+        arguments += [struct.pack(form, place["lse"], *sizes), *rest]
+        blocks = [(x if x.base is None else x.base).reshape(-1).view(np.uint8) for x in a.values()]
+        for entry in self.entries:
+            if "Ranges" in entry.partition("(")[0]:
+                ptx_cta.Kernel(self.head + entry).run(8, rest, blocks)
+        (text,) = (entry for entry in self.entries if "cached_kernel" in entry.partition("(")[0])
+        kernel = ptx_sm90.Kernel(self.head + text)
+        for index in range(2):
+            ptx_sm90.Cluster(kernel, index, 2, (1, 1), arguments, maps, blocks, in_a_row=True).run(seed=index)
+        return {name: a[name] for name in ("out", "lse")}
+
+
+@products.emulated
+@pytest.mark.parametrize(
+    "which", [*(pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in CALLS)]
+)
+def test_results(which: str, tmp_path: Path) -> None:
+    call = CALLS[which]
+    given = call.arrays(0)
+    call.assert_right(given, Emulated(call, given, tmp_path).attend(), which)
