@@ -10,7 +10,7 @@ from typing import Any
 from cute_ops.declaration.array_api import beside, widen
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.config import Problem, Tuning
 from cute_ops.declaration.kernel import Kernel
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import FUSED, Fallback, Program
