@@ -33,9 +33,10 @@ CASES = (
 
 
 def reference(
-    xp: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any, cos: Any = None, sin: Any = None,
-    *, interleaved: bool,
-) -> tuple[Any, Any]:  # fmt: skip
+    xp: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any, *more: Any, interleaved: bool
+) -> tuple[Any, Any]:
+    """``more`` are cosines and sines, or None."""
+    cos, sin = (*more, None, None)[:2]
     if cos is not None:
         k = rope.reference(xp, k, cos, sin, interleaved=interleaved)
     pages, size = k_cache.shape[:2]
