@@ -26,7 +26,8 @@ _LAZY = {
     "dot_product_attention": "composite.dot_product_attention",
     "export": "exporting", "fuse": "fusion", "fused": "composite.fused", "gated_linear": "composite.linear",
     "gated_mlp": "composite.block", "linear": "composite.linear", "linear_add_rmsnorm": "composite.block",
-    "load": "loading", "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
+    "group_norm": "composite.layouts", "load": "loading", "mlp": "composite.block", "qkv_rope": "composite.block",
+    "rmsnorm_linear": "composite.block",
     **dict.fromkeys(
         ("linear_distillation_loss", "linear_log_probs", "linear_policy_loss", "linear_preference_loss"),
         "composite.training",

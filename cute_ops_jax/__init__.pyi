@@ -14,6 +14,7 @@ from cute_ops_jax.composite.block import rmsnorm_linear as rmsnorm_linear
 from cute_ops_jax.composite.dot_product_attention import dot_product_attention as dot_product_attention
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
+from cute_ops_jax.composite.layouts import group_norm as group_norm
 from cute_ops_jax.composite.linear import gated_linear as gated_linear
 from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_entropy

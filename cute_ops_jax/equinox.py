@@ -92,6 +92,37 @@ class LayerNorm(Layered, eqx.Module):
         return self._run(x)
 
 
+class GroupNorm(Layered, eqx.Module):
+    """:func:`cute_ops_jax.group_norm` of one example, ``[c *s]``, with a learned weight and bias.
+
+    Args:
+        groups: of channels.
+        channels: the size of the dim of channels.
+        eps: added to the variance.
+        channelwise_affine: learn a weight and a bias.
+        dtype: of the parameters; it need not be that of the input.
+        channels_last: whether the last dim has the channels, not the first.
+    """
+
+    weight: Array | None
+    bias: Array | None
+    groups: int = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+    channels_last: bool = eqx.field(static=True)
+
+    @suggesting
+    def __init__(
+        self, groups: int, channels: int, eps: float = 1e-5, channelwise_affine: bool = True, dtype: Any = jnp.float32,
+        *, channels_last: bool = False,
+    ) -> None:  # fmt: skip
+        self.weight = jnp.ones(channels, dtype) if channelwise_affine else None
+        self.bias = jnp.zeros(channels, dtype) if channelwise_affine else None
+        self.groups, self.eps, self.channels_last = groups, eps, channels_last
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        return self._run(x[None])[0]
+
+
 class HeadRMSNorm(Layered, eqx.Module):
     """:func:`cute_ops_jax.head_rmsnorm` with a learned weight for each head.
 

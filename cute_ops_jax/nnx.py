@@ -141,6 +141,36 @@ class LayerNorm(_Layer, nnx.Module):
         return self._run(x)
 
 
+class GroupNorm(_Layer, nnx.Module):
+    """:func:`cute_ops_jax.group_norm` of channels in the last dim, with a learned scale and bias.
+
+    Args:
+        num_features: channels.
+        num_groups: groups of channels.
+        epsilon: added to the variance.
+        param_dtype: a float dtype; it need not be that of the input.
+        use_bias: learn a bias.
+        use_scale: learn a scale.
+        bias_init, scale_init: of the parameters.
+        rngs: keys for the initializers.
+    """
+
+    channels_last = True
+
+    @suggesting
+    def __init__(
+        self, num_features: int, num_groups: int = 32, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32,
+        use_bias: bool = True, use_scale: bool = True, bias_init: Initializer = zeros, scale_init: Initializer = ones,
+        rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        self.num_features, self.groups, self.epsilon = num_features, num_groups, epsilon
+        self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
+        self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self._run(x)
+
+
 class HeadRMSNorm(_Layer, nnx.Module):
     """:func:`cute_ops_jax.head_rmsnorm` with a learned scale for each head.
 

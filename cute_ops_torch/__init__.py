@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
+    from cute_ops_torch.composite.layouts import group_norm
     from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
     from cute_ops_torch.composite.training import (
         linear_distillation_loss,
@@ -43,6 +44,7 @@ __all__ = [
     "flex_attention",
     "fused",
     "gated_mlp",
+    "group_norm",
     "linear",
     "linear_add_rmsnorm",
     "linear_cross_entropy",
@@ -71,7 +73,7 @@ _LAZY = {
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
     "scaled_dot_product_attention": "composite.scaled_dot_product", "unpatch": "huggingface.patch",
-    "warm_up": "huggingface.warm_up",
+    "warm_up": "huggingface.warm_up", "group_norm": "composite.layouts",
     **dict.fromkeys(
         ("linear_distillation_loss", "linear_log_probs", "linear_policy_loss", "linear_preference_loss"),
         "composite.training",

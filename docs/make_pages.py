@@ -37,6 +37,7 @@ _WRITTEN = [
     "RMSNorm",
     "AddRMSNorm",
     "LayerNorm",
+    "GroupNorm",
     "Linear",
     "LinearGELU",
     "LinearSiLU",

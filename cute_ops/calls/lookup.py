@@ -33,6 +33,7 @@ def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
     # Start-up time: a program with an op of its own may need none of ours.
     from cute_ops.composite import qkv_rope
+    from cute_ops.composite.group_norm import group_norm_first, group_norm_last
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
     from cute_ops.composite.models import MODELS
     from cute_ops.ops import ATTENTION, OPS, PARTS, PRODUCTS
@@ -42,12 +43,14 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.mlp_products import parts
     from cute_ops.ops.gemm.row_copy import row_copy
     from cute_ops.ops.gemm.sums import column_sum
+    from cute_ops.ops.norm import group_norm
     from cute_ops.ops.routing.topk import topk_step
 
     by_layout: tuple[Callable[[bool], Op], ...] = gated_dgrad, gated_dgrad_again, linear_add_rstd
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
     inside += (*parts(False), *parts(True), column_sum(), row_copy(), topk_step)
+    inside += (group_norm_first, group_norm_last, *group_norm.PARTS)
     every = (*OPS, *PRODUCTS, *ATTENTION, *MODELS, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}
 

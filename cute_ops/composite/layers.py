@@ -62,6 +62,10 @@ LAYERS = {
     "RMSNorm": _layer("rmsnorm", "x weight bias", NORM, "eps weight_offset"),
     "AddRMSNorm": _layer("add_rmsnorm", "x residual weight bias", NORM, "eps weight_offset"),
     "LayerNorm": _layer("layernorm", "x weight bias", NORM, "eps"),
+    "GroupNorm": _layer(
+        "group_norm", "x weight bias", {"weight": Learned("channels", 1.0), "bias": Learned("channels", 0.0)},
+        "groups eps channels_last",
+    ),
     "HeadRMSNorm": _layer("head_rmsnorm", "x weight", {"weight": Learned("heads n", 1.0)}, "eps weight_offset"),
     "HeadLayerNorm": _layer(
         "head_layernorm", "x weight bias", {"weight": Learned("heads n", 1.0), "bias": Learned("heads n", 0.0)}, "eps"

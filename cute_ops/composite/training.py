@@ -28,7 +28,7 @@ class Training(Generic[Array]):
     """
 
     def __init__(self, xp: Any, losses: Callable[..., Any], register: Callable[..., Any]) -> None:
-        self._xp, self._losses, self._register = xp, losses, register
+        self._xp, self._losses, self._distillation = xp, losses, register(linear_distillation_rows)
 
     def linear_log_probs(
         self, hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, average: bool = False,
@@ -207,7 +207,7 @@ class Training(Generic[Array]):
         if hard and target is None:
             problem = f"option `hard` is {hard}, which needs the argument `target`."
             raise ValueError(f"cute.linear_distillation_loss: {problem}")
-        rows = self._register(linear_distillation_rows)(
+        rows = self._distillation(
             hidden, weight, teacher_hidden, teacher_weight, bias, beta, temperature, "float32", chunk_rows
         )
         if target is None:

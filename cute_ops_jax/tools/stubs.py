@@ -9,7 +9,7 @@ from cute_ops.composite.models import MODELS
 from cute_ops.declaration.headers import module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_jax.composite import attention, block, linear, training
+from cute_ops_jax.composite import attention, block, layouts, linear, training
 from cute_ops_jax.primitive.function import signature
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ _IMPORTS = {
     "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
     "Given": "from cute_ops.composite.attention import Function, Given",
 }  # fmt: skip
-MODULES = {"attention": attention, "block": block, "linear": linear, "training": training}
+MODULES = {"attention": attention, "block": block, "layouts": layouts, "linear": linear, "training": training}
 _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
 
 from jax import Array
@@ -36,6 +36,7 @@ from cute_ops_jax.composite.block import rmsnorm_linear as rmsnorm_linear
 from cute_ops_jax.composite.dot_product_attention import dot_product_attention as dot_product_attention
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
+from cute_ops_jax.composite.layouts import group_norm as group_norm
 from cute_ops_jax.composite.linear import gated_linear as gated_linear
 from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_entropy

@@ -9,6 +9,7 @@ from torch import nn
 
 from cute_ops.errors import suggesting
 from cute_ops_torch import functions
+from cute_ops_torch.composite.layouts import group_norm
 from cute_ops_torch.nn.layered import Layered
 
 Device = torch.device | str | None
@@ -93,3 +94,39 @@ class LayerNorm(_Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions.layernorm(x, self.weight, self.bias, self.eps)
+
+
+class GroupNorm(Layered):
+    """:func:`cute_ops_torch.group_norm` with a learned weight and bias.
+
+    Args:
+        num_groups: groups of channels.
+        num_channels: the size of the dim of channels.
+        eps: added to the variance.
+        affine: learn a weight and a bias.
+        device: where the parameters are.
+        dtype: a float dtype; it need not be that of the input.
+        channels_last: whether the last dim has the channels, not the second.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @suggesting
+    def __init__(
+        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, *, channels_last: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(f"cute.GroupNorm: num_groups is {num_groups}, no divisor of num_channels={num_channels}.")
+        self.groups, self.num_channels, self.eps, self.channels_last = num_groups, num_channels, eps, channels_last
+        self._learn("weight", num_channels if affine else None, device, dtype)
+        self._learn("bias", num_channels if affine else None, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return group_norm(x, self.weight, self.bias, self.groups, self.eps, channels_last=self.channels_last)
+
+    def extra_repr(self) -> str:
+        last = ", channels_last=True" if self.channels_last else ""
+        return f"{self.groups}, {self.num_channels}, eps={self.eps}, affine={self.weight is not None}{last}"

@@ -10,7 +10,7 @@ from cute_ops.composite.models import MODELS
 from cute_ops.declaration.headers import header, module_stub, stub
 from cute_ops.declaration.op import Op
 from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_torch.composite import attention, block, linear, training
+from cute_ops_torch.composite import attention, block, layouts, linear, training
 from cute_ops_torch.library.schema import takes_out
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ _IMPORTS = {
     "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
     "Given": "from cute_ops.composite.attention import Function, Given",
 }  # fmt: skip
-MODULES = {"attention": attention, "block": block, "linear": linear, "training": training}
+MODULES = {"attention": attention, "block": block, "layouts": layouts, "linear": linear, "training": training}
 _HEADER = '''"""Made by ``python -m cute_ops_torch.tools.stubs``; edit the declarations instead."""
 
 from collections.abc import Sequence

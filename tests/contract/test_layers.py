@@ -13,15 +13,18 @@ from cute_ops import mods
 from cute_ops.composite.layers import LAYERS
 
 NORMS, HEADS = ("RMSNorm", "AddRMSNorm", "LayerNorm"), ("HeadRMSNorm", "HeadLayerNorm")
-SIZES = {"n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2}
+SIZES = {
+    "n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2, "channels": 24,
+}  # fmt: skip
 MADE_OF = {
     **dict.fromkeys((*NORMS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
-    **dict.fromkeys(HEADS, (2, 24)), "QKVRope": (24, 2, 1, 64), "Attention": (2,),
+    **dict.fromkeys(HEADS, (2, 24)), "GroupNorm": (4, 24), ("flax", "GroupNorm"): (24, 4),
+    "QKVRope": (24, 2, 1, 64), "Attention": (2,),
 }  # fmt: skip
 GIVEN = {
     "x": (3, 24), "residual": (3, 24), "q": (3, 2, 24), "k": (3, 1, 24), "cos": (3, 12), "sin": (3, 12),
     ("QKVRope", "cos"): (3, 32), ("QKVRope", "sin"): (3, 32), ("LinearAddRMSNorm", "residual"): (3, 256),
-    **{(name, "x"): (3, 2, 24) for name in HEADS},
+    **{(name, "x"): (3, 2, 24) for name in HEADS}, ("GroupNorm", "x"): (3, 24, 24),
     **{("Attention", x): (1, 5, h, 32) for x, h in (("q", 2), ("k", 1), ("v", 1))},
 }  # fmt: skip
 
@@ -48,6 +51,9 @@ class Torch:
     def array(self, a: np.ndarray) -> Any:
         return importlib.import_module("torch").from_numpy(a)
 
+    def called(self, module: Any) -> Any:
+        return module
+
 
 class Equinox:
     """Modules of equinox."""
@@ -57,7 +63,7 @@ class Equinox:
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         key = importlib.import_module("jax").random.key(0)
-        keyless = (*NORMS, *HEADS, "QKNormRope", "Attention")
+        keyless = (*NORMS, *HEADS, "GroupNorm", "QKNormRope", "Attention")
         return {name: {} if name in keyless else {"key": key} for name in LAYERS}
 
     def read(self, module: Any, name: str) -> Any:
@@ -69,11 +75,18 @@ class Equinox:
     def array(self, a: np.ndarray) -> Any:
         return a
 
+    def called(self, module: Any) -> Any:
+        """Of images it takes one."""
+        return importlib.import_module("jax").vmap(module) if type(module).__name__ == "GroupNorm" else module
+
 
 class Nnx(Equinox):
     """Modules of flax, whose kernels are transposed."""
 
     library, names = "cute_ops_jax.nnx", {"GatedMLP": "PackedGatedMLP"}
+
+    def called(self, module: Any) -> Any:
+        return module
 
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
@@ -118,7 +131,7 @@ def test_a_layer_follows_its_row(library: str, name: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
     row, of, rng = LAYERS[name], LIBRARIES[library](), np.random.default_rng(0)
     cls = getattr(importlib.import_module(of.library), of.names.get(name, name))
-    module = cls(*MADE_OF.get(name, (24, 256)), **of.flags.get(name, {}))
+    module = cls(*MADE_OF.get((library, name), MADE_OF.get(name, (24, 256))), **of.flags.get(name, {}))
     assert len(of.parameters(module)) == len(row.learned)
     held = {place: of.read(module, place) for place in row.learned}
     for place, (dims, start) in row.learned.items():
@@ -135,7 +148,7 @@ def test_a_layer_follows_its_row(library: str, name: str) -> None:
         *({**held, **drawn}[argument] for argument in row.arguments),
         **{option: of.read(module, option) for option in row.options},
     )
-    found = module(*drawn.values())
+    found = of.called(module)(*drawn.values())
     for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
         one, other = (np.asarray(a.detach() if library == "torch" else a) for a in (one, other))
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -136,6 +136,15 @@ def test_distillation(adapter: Adapter, chunk_rows: int, beta: float) -> None:
     compare(adapter, ours, [hidden, weight], by_hand)
 
 
+def test_distillation_is_compiled(adapter: Adapter) -> None:
+    arrays = [np.random.default_rng(0).standard_normal(s).astype(np.float32) for s in ((3, 8), (9, 8), (3, 4), (9, 4))]
+    given = adapter.arrays(arrays)
+    found = adapter.compiled(adapter.ours.linear_distillation_loss)(*given)
+    np.testing.assert_allclose(
+        adapter.numpy(found), adapter.numpy(adapter.ours.linear_distillation_loss(*given)), rtol=1e-5
+    )
+
+
 def test_log_probabilities(adapter: Adapter) -> None:
     hidden, weight, target, _ = problem(5)
     tokens, kept = tokens_by_hand(*map(torch.from_numpy, (hidden, weight)), torch.from_numpy(target), 2.0)

@@ -20,6 +20,8 @@ class Texts(NamedTuple):
         shared: of these tensors, those of which the rows of an example share one row: ``gain dgain``.
         turns: whether rows take turns with the rows that are shared, as tokens' heads do, instead of examples following
             on each other.
+        stretched: of these tensors, those whose elements each serve as many neighbouring columns: ``weight bias`` of
+            channels that come before positions.
     """
 
     expression: str
@@ -28,6 +30,7 @@ class Texts(NamedTuple):
     kinds: str
     shared: str = ""
     turns: bool = False
+    stretched: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class FusedConfig(KernelConfig):
     kinds: str
     shared: str = ""
     turns: bool = False
+    stretched: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,3 +73,4 @@ class FusedRowConfig(RowConfig):
     kinds: str
     shared: str = ""
     turns: bool = False
+    stretched: str = ""

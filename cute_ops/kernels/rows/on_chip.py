@@ -28,7 +28,7 @@ from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, clus
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.rows.config import FusedRowConfig
 from cute_ops.kernels.rows.exchange import exchanges
-from cute_ops.kernels.rows.pieces import RowPieces, Shown, combined
+from cute_ops.kernels.rows.pieces import RowPieces, Shown, combined, wide
 
 # Vectors of a row in shared memory for which row vectors are loaded together.
 BATCH = 4
@@ -102,7 +102,7 @@ class HeldRows(RowPieces):
 
     def _elements(self, read, columns, k):
         """From j to the operands' j-th elements of the k-th vectors, by node."""
-        held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in columns)]
+        held = [*zip(self.tiles, read(k)), *((each, wide(rW[k])) for each, rW in columns)]
         return lambda j: {i: vector[j] for (i, _), vector in held}
 
     def _emit(self, values, elements, targets, coord, k, valid=None):
@@ -167,6 +167,7 @@ class RowsInRegisters(HeldRows):
         wait_for_previous(self.pdl)
         held = self._load(tensors, coord)
         columns = self._columns(tensors, first, [each for each in self.vectors if each not in self.late])
+        columns += self.stretches(tensors, row, first, self.n)
         values = self.emit.begin(self.row_numbers(tensors, row, valid), self.n)
         let_next_start(self.pdl)
         self._ready()
@@ -308,7 +309,7 @@ class RowsInRing(HeldRows):
             if const_expr(self.config.clusters == 0):
                 let_next_start(self.pdl)
             stage, shift = step % self.config.stages, self.tile.v.shift(row, self.n)
-            held = Slot(self, tensors, slots, stage, rank * self.tile.span + t, shift)
+            held = Slot(self, tensors, slots, stage, rank * self.tile.span + t, shift, row)
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
             self._reduced(values, totals, step, shared)
             if row < count:
@@ -448,8 +449,8 @@ class Slot:
         vectors: how many of them begin inside the row or before it.
     """
 
-    def __init__(self, rows, tensors, slots, stage, begin, shift):
-        tile = rows.tile
+    def __init__(self, rows, tensors, slots, stage, begin, shift, row):
+        tile, self.row = rows.tile, row
         self.rows, self.tensors, self.slots, self.stage, self.shift = rows, tensors, slots, stage, shift
         self.begin = begin  # the first of them
         left = rows.n + shift - begin * tile.vec
@@ -470,10 +471,11 @@ class Slot:
         for i, piece in rows.vectors:
             mW = rows.column(self.tensors, piece, rows.n)
             found.append((i, column_elements(mW, rows.keys[piece], rows.tile.v, first, Int32(rows.n))))
-        return found
+        stretches = rows.stretches(self.tensors, self.row, (first,), rows.n)
+        return found + [(i, stretch[0]) for (i, _), stretch in stretches]
 
     def elements(self, k, columns):
         """From j to the operands' j-th elements of the k-th vectors, by node."""
         held = [(i, vector) for (i, _), vector in zip(self.rows.tiles, self.read(k))]
-        held += [(i, widen(rW)) for i, rW in columns]
+        held += [(i, wide(rW)) for i, rW in columns]
         return lambda j: {i: vector[j] for i, vector in held}

@@ -168,4 +168,5 @@ class RowPass:
                 self.rows.column(self.tensors, piece, self.n), self.rows.keys[piece], self.rows.tile.v, first, self.n
             )
             held.append((i, widen(rW)))
+        held += [(i, s[0]) for (i, _), s in self.rows.stretches(self.tensors, self.row, (first,), self.n)]
         return lambda j: {i: vector[j] for i, vector in held}

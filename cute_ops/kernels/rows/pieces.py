@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.emit.row_emitter import RowEmitter
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, trim
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, trim, widen
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.rows.config import FusedRowConfig
@@ -31,6 +31,7 @@ class RowPieces:
         emit: the expression.
         tiles, vectors, numbers: operands that are read, as (node, piece): with rows and columns, with columns only, and
             without columns.
+        stretched: operands with rows, of which an element serves several columns.
         outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, piece).
         awaited: how many stages of reductions outputs with columns wait for. Others come last: numbers alone need them.
         keys: descriptions of the pieces of tiles and of vectors, by piece.
@@ -48,7 +49,9 @@ class RowPieces:
             operand = operands[node.operand]
             name, half = names[node.operand], int(node.half == "[n:]")
             read.append((i, Piece(name, half, 1 + operand.packed, *operand.kind[:2], name in shared)))
-        self.tiles = [(i, piece) for i, piece in read if piece.tile]
+        stretched = config.stretched.split()
+        self.tiles = [(i, piece) for i, piece in read if piece.tile and piece.name not in stretched]
+        self.stretched = [(i, piece) for i, piece in read if piece.name in stretched]
         self.vectors = [(i, piece) for i, piece in read if piece.columns and not piece.rows]
         self.numbers = [(i, piece) for i, piece in read if not piece.columns]
         self.outputs = outputs_of(config)
@@ -151,6 +154,13 @@ class RowPieces:
         mW = tensors[piece.name]
         return Column(mW.element_type, mW.iterator + n * piece.index if piece.index else mW.iterator)
 
+    def stretches(self, tensors, row, first, n):
+        """The stretched operands in a row of n columns, at the vectors that begin at the columns ``first``."""
+        return [
+            ((i, piece), Stretch(self, tensors[piece.name], piece, self.row_of(tensors, piece, row), first, n))
+            for i, piece in self.stretched
+        ]
+
     def row_numbers(self, tensors, row, valid):
         """The operands of which a row has one number, in fp32, by node."""
         return {
@@ -235,11 +245,44 @@ class ExampleWalk(NamedTuple):
         return cutlass.select_((step < self.steps) & (row < self.end), row, count)
 
 
+class Stretch(NamedTuple):
+    """A row of a shared operand of which each element serves as many neighbouring columns: a thread's vectors of it.
+
+    Elements are loaded where they are used, from L1: one for a vector, where no other's columns begin inside of it.
+    """
+
+    rows: object
+    tensor: object
+    piece: object
+    row: object
+    first: object
+    n: object
+
+    def __getitem__(self, k):
+        """The k-th vector, a list of fp32 numbers; of columns outside of the row those of its ends."""
+        rows, mW, first = self.rows, self.tensor, self.first[k]
+        count, itemsize, vec = mW.shape[-1], mW.element_type.width // 8, rows.tile.vec
+        address = row_address(mW, rows.variant.tensors[self.piece.name], self.row, count)
+        each = self.n // count
+        alike = isinstance(each, int) and each % vec == 0 and not rows.tile.v.masked
+        found = []
+        for j in range(1 if alike else vec):
+            column = cutlass.min(cutlass.max(first + j, 0), self.n - 1)
+            place = address + Int64(column // each) * itemsize
+            found.append(gmem_elements(mW.element_type, place, 1)[0].to(Float32))
+        return found * (vec // len(found))
+
+
 class Shown:
     """Pieces of tensors, as :class:`Vectors` and :class:`RowAccess` take a variant's."""
 
     def __init__(self, tensors):
         self.tensors = tensors
+
+
+def wide(x):
+    """A fragment in fp32; the numbers of a :class:`Stretch` as they are."""
+    return x if isinstance(x, list) else widen(x)
 
 
 def combined(combine, rX):

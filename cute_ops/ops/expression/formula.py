@@ -48,6 +48,7 @@ class Formula(NamedTuple):
         tile: the name of a tile among the inputs.
         shared: the names of tensors of which the rows of an example, ``*b m n``, share one row.
         turns: whether rows ``*m h n`` take turns with those of the shared tensors, ``h n``, instead.
+        stretched: of the shared tensors, those of which an element serves as many neighbouring columns, ``h d``.
     """
 
     expression: Expression
@@ -58,6 +59,7 @@ class Formula(NamedTuple):
     tile: str
     shared: tuple[str, ...] = ()
     turns: bool = False
+    stretched: tuple[str, ...] = ()
 
     def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
         """The heuristic: that of rows, or one vector per thread. Vectors of 4-byte elements have half as many, so a CTA
@@ -91,6 +93,9 @@ class Formula(NamedTuple):
         """An operand, beside rows of n columns."""
         if key not in self.shared:
             return _of_rows(xp, array, shape, n)
+        if key in self.stretched:
+            each = n // array.shape[-1]
+            return xp.reshape(xp.broadcast_to(array[..., None], (*array.shape, each)), (*array.shape[:-1], n))
         return array if self.turns else array[..., None, :]
 
     @property
@@ -104,6 +109,7 @@ class Formula(NamedTuple):
         nodes, operands = self.expression.nodes, self.expression.operands
         read = {self.reads[node.operand] + node.half for node in nodes if node.primitive == "operand"}
         tiles = {name for name, operand in zip(self.reads, operands, strict=True) if all(operand.kind[:2])}
+        tiles -= {*self.stretched}
         read = {name for name in read if name.partition("[")[0] in tiles}
         written = [name.partition("[") for name, kind in zip(self.writes, self.kinds, strict=True) if kind == "t"]
         packed = {name for name, half, _ in written if half} | {n.partition("[")[0] for n in read if "[" in n}
@@ -115,8 +121,9 @@ class Formula(NamedTuple):
     def _texts(self) -> Texts:
         written = {name.partition("[")[0] for name in self.writes}
         shared = " ".join(name for name in self.shared if name in {*self.reads, *written})
-        turns = self.turns and bool(shared)
-        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds, shared, turns)
+        turns, stretched = self.turns and bool(shared), " ".join(n for n in self.stretched if n in self.reads)
+        text, reads, writes = text_of(self.expression), " ".join(self.reads), " ".join(self.writes)
+        return Texts(text, reads, writes, self.kinds, shared, turns, stretched)
 
 
 def declare(
@@ -285,7 +292,7 @@ def summed(
 def shape_of(shape: str) -> str:
     """A tensor's shape as expressions know it; of an example's own vector or number that of what all rows share."""
     shape = shape.replace("*b m", "*m").replace("*b ", "").replace("*m h", "*m").removeprefix("h ")
-    return "" if shape == "1" else "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape
+    return "" if shape == "1" else "*m 1" if shape == COLUMN else "*m n" if period(shape) or shape == "d" else shape
 
 
 def period(shape: str) -> int:

@@ -60,7 +60,8 @@ def fused(
             column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own. A dtype may stand
             before the shape, ``float32 *m n``; ``any *m n`` is a tile of any dtype, on which no output's depends.
             ``h n`` is what the same head of all tokens shares: tiles are then declared ``*m n`` and have heads,
-            ``*m h n``; ``*b n`` is what the rows of each example share, ``*b m n``.
+            ``*m h n``; ``h d`` likewise, of which each element serves n/d neighbouring columns, without a gradient.
+            ``*b n`` is what the rows of each example share, ``*b m n``.
         name: the op's name, the function's by default.
         outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
         attrs: as in :class:`Op`; Python sees their values, and each combination has a kernel of its own.
@@ -120,14 +121,17 @@ ANY = "any"
 # Shapes of what all rows of an example share, with the shapes that the expression sees.
 SHARED = {"*b n": f"{ANY} *m n", "*b 2n": f"{ANY} *m 2n", "*b 1": "*m 1"}
 EXAMPLES = (Case("odd", {"b": (3,), "m": 5, "n": 999}), Case("aligned", {"b": (4,), "m": 16, "n": 4096}))
-# Of what the same head of all tokens shares; tiles are then ``*m h n``.
-OF_HEADS = {"h n": f"{ANY} *m n"}
+# Of what the same head of all tokens shares; tiles are then ``*m h n``. Each element of the second serves n/d columns.
+STRETCHED = "h d"
+OF_HEADS = {"h n": f"{ANY} *m n", STRETCHED: f"{ANY} *m n"}
 HEADS = (Case("odd", {"m": (3, 5), "h": 3, "n": 77}), Case("aligned", {"m": (64,), "h": 8, "n": 128}))
 
 
 def _check_rows(binding: Any) -> str | None:
     """What is wrong with the rows of all examples, which kernels count in 32 bits."""
     dims = binding.dims
+    if isinstance(dims.get("d", 1), int) and isinstance(dims["n"], int) and dims["n"] % max(dims.get("d", 1), 1):
+        return f"heads have n={dims['n']} elements, expected a multiple of d={dims['d']}."
     if "h" in dims:
         what, rows = "tokens have {} heads", math.prod(dims["m"]) * dims["h"]
     else:
@@ -190,8 +194,8 @@ class _Fused:
         squeezed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
-        self._share(operands)
         self.no_gradient = tuple(no_gradient)
+        self._share(operands)
         self.number = COLUMN if squeezed else "*m 1"
         self.operands = {key: shape_of(operand) for key, operand in operands.items()}
         self.dtypes = {key: _dtype(key, operand) for key, operand in operands.items()}
@@ -218,6 +222,9 @@ class _Fused:
         self.turns = any(operand in OF_HEADS for operand in self.shared.values())
         if self.turns and any(operand in SHARED for operand in self.shared.values()):
             self._refuse("operands of examples, '*b n', and of heads, 'h n', do not go together")
+        self.stretched = tuple(key for key, operand in self.shared.items() if operand == STRETCHED)
+        if wrong := [key for key in self.stretched if key not in self.no_gradient]:
+            self._refuse(f"operand `{wrong[0]}` of shape {STRETCHED!r} has no gradient: name it in `no_gradient`")
         if self.shared and self.cases is CASES:
             self.cases = HEADS if self.turns else EXAMPLES
 
@@ -266,7 +273,7 @@ class _Fused:
         return {
             "attrs": self.attrs, "cases": self.cases, "config": Formula.config_alone,
             "check": _check_rows if self.shared else None,
-            "static": ("n",) if counts and not forward.by_rows else WhileFew("n"),
+            "static": ("n",) if counts and not forward.by_rows else WhileFew(*("nd" if self.stretched else "n")),
             "sharding": Sharding(parallel=(*self._devices, *(() if whole else ("n",)))),
         }  # fmt: skip
 
@@ -347,7 +354,7 @@ class _Fused:
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
         return Formula(
             expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile, tuple(self.shared),
-            self.turns,
+            self.turns, self.stretched,
         )  # fmt: skip
 
     def _output_dtype(self, expression: Expression, place: int) -> str:
@@ -381,7 +388,9 @@ class _Fused:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         tile = next((f"d{out}" for out, shape in self.outputs.items() if shape == "*m n"), self.tile)
         shared = (*self.shared, *(f"d{key}" for key in self.shared))
-        return Formula(found.expression, by_rows, reads, writes, kinds, tile, shared, self.turns)
+        return Formula(
+            found.expression, by_rows, reads, writes, kinds, tile, shared, self.turns, self.stretched
+        )  # fmt: skip
 
     def _kind(self, key: str) -> str:
         """The kind of an operand's gradient: what rows share has a sum over them."""

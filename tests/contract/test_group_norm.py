@@ -1,0 +1,82 @@
+"""Group norm in both frameworks against torch's in float64: drawn shapes, dtypes, channels first and last."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import testing
+from cute_ops.testing import EPS
+from tests.contract.adapters import Adapter
+
+SEED = int(os.environ.get("CUTE_OPS_SEED", "43"))
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("number", range(4))
+def test_values_and_gradients(adapter: Adapter, number: int, last: bool) -> None:
+    torch = pytest.importorskip("torch")
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, number, last))
+    groups, each = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+    positions = tuple(int(n) for n in rng.integers(1, 12, number))
+    channels, dtype = groups * each, ("float32", "bfloat16", "float16")[number % 3]
+    shape = (3, channels, *positions)
+    kind = testing.numpy_dtype(dtype)
+    # A mean that is large beside the deviations from it.
+    x, dout = (rng.standard_normal(shape) + m for m in (20.0, 0.0))
+    x, dout = x.astype(kind), dout.astype(kind)
+    parameters = [rng.standard_normal(channels).astype(np.float32) for _ in range(2)]
+    given = parameters[: number % 3 if number < 3 else 2]
+    leaves = [torch.from_numpy(a.astype(np.float64)).requires_grad_() for a in (x, *given)]
+    exact = torch.nn.functional.group_norm(leaves[0], groups, *leaves[1:], eps=1e-3)
+    wanted = [exact.detach().numpy()]
+    wanted += [g.numpy() for g in torch.autograd.grad(exact, leaves, torch.from_numpy(dout.astype(np.float64)))]
+
+    def ours(x: Any, *given: Any) -> Any:
+        return adapter.ours.group_norm(x, *given, groups=groups, eps=1e-3, channels_last=last)
+
+    def moved(a: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(np.moveaxis(a, 1, -1)) if last and a.ndim == len(shape) else a
+
+    arrays = [adapter.array(moved(a)) for a in (x, *given)]
+    values, slopes = adapter.value_and_gradients(adapter.usual(ours), arrays, [moved(dout)])
+    for got, right in zip((*values, *slopes), wanted, strict=True):
+        right = moved(right)
+        unit, scale = EPS[str(got.dtype)], max(1.0, np.abs(right).max())
+        assert got.shape == right.shape
+        assert np.abs(got.astype(np.float64) - right).max() <= 8 * max(unit, 20 * EPS["float32"]) * scale
+
+
+def test_programs_and_batches(adapter: Adapter) -> None:
+    """Compiled and under vmap a call is what it is; no example is no error."""
+    rng = np.random.default_rng(0)
+    for last in (False, True):
+        x = rng.standard_normal((2, 3, 4, 4)).astype(np.float32)
+        weight = adapter.array(rng.standard_normal(4).astype(np.float32))
+
+        def run(x: Any, weight: Any = weight, last: bool = last) -> Any:
+            return adapter.ours.group_norm(x, weight, groups=2, channels_last=last)
+
+        each = [adapter.numpy(run(adapter.array(a))) for a in x]
+        compiled, mapped = adapter.compiled(run)(adapter.array(x[0])), adapter.vmap(run)(adapter.array(x))
+        np.testing.assert_allclose(adapter.numpy(compiled), each[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(adapter.numpy(mapped), np.stack(each), rtol=1e-5, atol=1e-5)
+        assert run(adapter.array(x[0, :0])).shape == (0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "text"),
+    [
+        ((6,), {}, "argument `x` has 1 dims, expected at least 2"),
+        ((2, 6, 3), {"groups": 4}, "attribute `groups` is 4, expected a divisor of the c=6 channels"),
+        ((2, 6, 0), {"groups": 2}, "argument `x` has s=0, expected at least one position"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(adapter: Adapter, shape: tuple[int, ...], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        adapter.ours.group_norm(adapter.array(np.ones(shape, np.float32)), **options)

@@ -1,0 +1,60 @@
+"""Steps of group norm on NumPy arrays, for drawn groups, positions, layouts and dtypes; and as machine code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops import Op, fused, testing
+from cute_ops.declaration.binding import bind
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.ops.norm.group_norm import PARTS
+from cute_ops.testing import kernel_calls
+from cute_ops.testing.kernel_calls import LAYOUTS
+from cute_ops.tools import sass
+
+SEED = int(os.environ.get("CUTE_OPS_SEED", "41"))
+
+
+@pytest.mark.parametrize("op", PARTS, ids=lambda op: op.name)
+def test_kernels_of_any_groups(op: Op) -> None:
+    """Rows in registers, in shared memory and read again; channels of whole vectors and others."""
+    print("seed", SEED)
+    rng = np.random.default_rng((SEED, *op.name.encode()))
+    shape = next(iter(op.inputs.values())).shape
+    fixed = [(3, 4, 10, 64), (2, 1, 5, 12000), (3, 2, 3, 343)]
+    drawn = [tuple(int(rng.integers(1, most)) for most in (9, 5, 17, 200)) for _ in range(3)]
+    for rows, groups, channels, positions in fixed + drawn:
+        if "h" in shape.split():
+            sizes = {"n": channels * positions, "h": groups, "d": channels}
+        elif "*b" in shape:
+            sizes = {"n": groups * channels, "m": min(positions, 300)}
+        else:
+            sizes = {"n": positions}
+        dtype, layout = str(rng.choice(["bfloat16", "float32", "float16"])), str(rng.choice(LAYOUTS))
+        n = sizes.pop("n")
+        kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, rng, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", PARTS, ids=lambda op: op.name)
+def test_every_case_compiles_without_spills(op: Op, tmp_path: Path) -> None:
+    for case in op.cases[1:]:
+        variant = plan(bind(op, testing.specs(op, case, "bfloat16"), dict(op.attrs)), {}, parse("sm_90a")).variant
+        worker.compile(variant, tmp_path / "kernel.cubin")
+        assert all(each.local == 0 for each in sass.resources(tmp_path / "kernel.cubin")), case
+
+
+def test_stretched_operands_without_a_gradient_are_declared() -> None:
+    shapes = {"x": "*m n", "weight": "h d"}
+    with pytest.raises(ValueError, match="operand `weight` of shape 'h d' has no gradient: name it in `no_gradient`"):
+        fused(lambda xp, x, weight: x * weight, name="stretched", operands=shapes)
+    op = fused(lambda xp, x, weight: x * weight, name="stretched", operands=shapes, no_gradient=("weight",))
+    arrays = {n: kernel_calls.Array(s, "float32") for n, s in {"x": (3, 2, 7), "weight": (2, 3)}.items()}
+    with pytest.raises(ValueError, match="heads have n=7 elements, expected a multiple of d=3"):
+        bind(op, arrays)
