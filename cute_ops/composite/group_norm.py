@@ -121,10 +121,10 @@ def _last_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     pull, push = (
         _grouped(inputs[name] * wide, groups).mean(-1) / positions for name in ("product", "total")
     )  # fmt: skip
-    given = {"mean": inputs["mean"], "pull": rstd * rstd * pull, "push": rstd * push}
-    shared = {name: _by_channel(xp, a, channels) for name, a in given.items()}
-    scale = _by_channel(xp, rstd, channels) * wide
-    return {"dx": call(steps.group_norm_affine_dx, {"x": x, "dy": inputs["dout"], "scale": scale, **shared}, {})["out"]}
+    numbers = rstd, inputs["mean"], rstd * rstd * pull, rstd * push
+    scale, mean, pull, push = (_by_channel(xp, a, channels) for a in numbers)
+    shared = {"scale": scale * wide, "line": xp.joined((mean, pull), -1), "push": push}
+    return {"dx": call(steps.group_norm_affine_dx, {"x": x, "dy": inputs["dout"], **shared}, {})["out"]}
 
 
 def _last_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:

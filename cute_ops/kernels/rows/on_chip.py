@@ -308,8 +308,8 @@ class RowsInRing(HeldRows):
             cute.arch.cp_async_wait_group(self.config.stages - 1)
             if const_expr(self.config.clusters == 0):
                 let_next_start(self.pdl)
-            stage, shift = step % self.config.stages, self.tile.v.shift(row, self.n)
-            held = Slot(self, tensors, slots, stage, rank * self.tile.span + t, shift, row)
+            stage = step % self.config.stages
+            held = Slot(self, tensors, slots, stage, rank * self.tile.span + t, row)
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
             self._reduced(values, totals, step, shared)
             if row < count:
@@ -449,9 +449,10 @@ class Slot:
         vectors: how many of them begin inside the row or before it.
     """
 
-    def __init__(self, rows, tensors, slots, stage, begin, shift, row):
-        tile, self.row = rows.tile, row
-        self.rows, self.tensors, self.slots, self.stage, self.shift = rows, tensors, slots, stage, shift
+    def __init__(self, rows, tensors, slots, stage, begin, row):
+        tile, shift = rows.tile, rows.tile.v.shift(row, rows.n)
+        self.rows, self.tensors, self.slots, self.stage, self.row = rows, tensors, slots, stage, row
+        self.shift = shift
         self.begin = begin  # the first of them
         left = rows.n + shift - begin * tile.vec
         apart = tile.threads_per_row * tile.vec

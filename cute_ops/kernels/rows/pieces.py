@@ -42,14 +42,9 @@ class RowPieces:
         config = FusedRowConfig.of(variant.config)
         self.variant, self.n = variant, variant.dims["n"]
         self.emit = RowEmitter(config.expression, device_for(variant, config.writes), self._narrow(config))
-        operands, nodes = self.emit.expression.operands, self.emit.expression.nodes
-        names, read, shared = config.reads.split(), [], {*config.shared.split()}
-        for i in self.emit.read:
-            node = nodes[i]
-            operand = operands[node.operand]
-            name, half = names[node.operand], int(node.half == "[n:]")
-            read.append((i, Piece(name, half, 1 + operand.packed, *operand.kind[:2], name in shared)))
-        stretched = config.stretched.split()
+        nodes = self.emit.expression.nodes
+        names, shared, stretched = config.reads.split(), {*config.shared.split()}, config.stretched.split()
+        read = [(i, self._piece(nodes[i], names, shared)) for i in self.emit.read]
         self.tiles = [(i, piece) for i, piece in read if piece.tile and piece.name not in stretched]
         self.stretched = [(i, piece) for i, piece in read if piece.name in stretched]
         self.vectors = [(i, piece) for i, piece in read if piece.columns and not piece.rows]
@@ -59,18 +54,28 @@ class RowPieces:
         self.shared, self.turns = config.shared.split(), config.turns
         self.sums_of_examples = not {*self.shared}.isdisjoint(word.partition("[")[0] for word in config.writes.split())
         self.awaited = self.emit.awaited(config.kinds)
-        rows = [piece for _, piece in (*self.tiles, *self.outputs["t"])]
-        rows = sorted(rows, key=lambda piece: piece.shared)
-        if (
-            not rows or rows[0].shared
-        ):  # outputs without columns, computed from row vectors: a tile gives the number of rows
-            tile = next(i for i, o in enumerate(operands) if all(o.kind[:2]) and names[i] not in shared)
-            rows = [Piece(names[tile], 0, 1 + operands[tile].packed), *rows]
+        rows = self._rows_first(names, shared)
         self.tile_piece = rows[0]
         self.keys = {piece: self._key(piece) for piece in (*rows, *(piece for _, piece in self.vectors))}
         # What rows are laid out by, as Vectors takes it.
         self.names = [self.keys[piece].name for piece in rows]
         self.tensors = {self.keys[piece].name: self.keys[piece] for piece in rows}
+
+    def _piece(self, node, names, shared):
+        """The piece that an operand's node reads."""
+        name, operand = names[node.operand], self.emit.expression.operands[node.operand]
+        return Piece(name, int(node.half == "[n:]"), 1 + operand.packed, *operand.kind[:2], name in shared)
+
+    def _rows_first(self, names, shared):
+        """The pieces of tiles, a tile first that has all rows."""
+        operands = self.emit.expression.operands
+        rows = [piece for _, piece in (*self.tiles, *self.outputs["t"])]
+        rows = sorted(rows, key=lambda piece: piece.shared)
+        if rows and not rows[0].shared:
+            return rows
+        # Outputs without columns, computed from row vectors: a tile gives the number of rows.
+        tile = next(i for i, o in enumerate(operands) if all(o.kind[:2]) and names[i] not in shared)
+        return [Piece(names[tile], 0, 1 + operands[tile].packed), *rows]
 
     def _narrow(self, config):
         """Whether all tiles have 16 bits."""

@@ -68,8 +68,9 @@ def _affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
     return (x - mean) * scale + shift
 
 
-def _affine_dx(xp: Any, x: Any, dy: Any, mean: Any, scale: Any, pull: Any, push: Any) -> Any:
-    return dy * scale - (x - mean) * pull - push
+def _affine_dx(xp: Any, x: Any, dy: Any, scale: Any, line: Any, push: Any) -> Any:
+    n = x.shape[-1]
+    return dy * scale - (x - line[..., :n]) * line[..., n:] - push
 
 
 def _moments(xp: Any, x: Any, pivot: Any) -> Any:
@@ -103,9 +104,9 @@ group_norm_affine = fused(
     doc="``(x - mean) * scale + shift``, of numbers that an example's positions share.",
 )  # fmt: skip
 group_norm_affine_dx = fused(
-    _affine_dx, name="group_norm_affine_dx", cases=POSITIONS, no_gradient=("mean", "scale", "pull", "push"),
-    operands={"x": "*m n", "dy": "*m n", "mean": "*b n", "scale": "*b n", "pull": "*b n", "push": "*b n"},
-    doc="``dy * scale - (x - mean) * pull - push``, of numbers that an example's positions share.",
+    _affine_dx, name="group_norm_affine_dx", cases=POSITIONS, no_gradient=("scale", "line", "push"),
+    operands={"x": "*m n", "dy": "*m n", "scale": "*b n", "line": "*b 2n", "push": "*b n"},
+    doc="``dy * scale - (x - mean) * pull - push``, ``line``: [mean | pull], which positions share.",
 )  # fmt: skip
 PARTS = (
     group_norm_rows, group_norm_rows_dx, group_norm_channel_sums, group_norm_moments, group_norm_slopes,
