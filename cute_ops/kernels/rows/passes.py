@@ -54,8 +54,8 @@ class RowsInPasses(RowPieces):
         n = Int32(long_n)
         steps, start, stride = Int32((count - group + (groups - 1)) // Int64(groups)), Int64(group), Int64(groups)
         if const_expr(self.sums_of_examples):
-            walk = self.walk_of_example(tensors, group, groups, 1)
-            steps, start, stride = walk.steps, walk.start, Int64(walk.stride)
+            steps, start, stride, *_ = self.walk_of_example(tensors, group, groups, 1)
+            stride = Int64(stride)
         wait_for_previous(self.pdl)
         if const_expr(len(self.sums) == 0):
             let_next_start(self.pdl)
