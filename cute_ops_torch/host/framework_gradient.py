@@ -20,6 +20,9 @@ from cute_ops_torch.library.products import autocast
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, memory
 
+# Elements of a cotangent up to which torch may sum it up to the gradient of a bias. Ours sums up more in less time:
+# 28 us instead of 37 for 8224 x 5120.
+MOST_SUMMED = 2**21
 # What was found of calls, by these and by the inputs whose gradients are wanted.
 Known = dict[tuple[CompiledCall, tuple[str, ...]], bool]
 
@@ -51,7 +54,9 @@ def _products_are_faster(
     places |= {f"d{name}": Memory(compact(a.shape), 0) for name, a in binding.outputs.items() if a is not None}
     arch = target.of_device(next(t.device.index or 0 for t in tensors if t is not None))
     for step in op.backward(wanted, tuple(op.inputs)):
-        if product.bias and list(step.outputs) == [f"d{product.bias}"]:  # a sum over rows
+        if product.bias and list(step.outputs) == [f"d{product.bias}"]:
+            if binding.rows * binding.dims["n"] > MOST_SUMMED:
+                return False
             continue
         if step.fallback is None or not _alone(step.fallback.program) or not known.keys() >= step.inputs.keys():
             return False

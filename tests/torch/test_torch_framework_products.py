@@ -212,6 +212,17 @@ def test_a_gradient_that_a_kernel_computes_takes_a_node(
         assert not type(call(*others_frozen, *others).grad_fn).__name__.startswith("cute")
 
 
+def test_long_sums_of_a_bias_are_ours(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bias that needs no gradient nothing is summed up."""
+    for most, ours in ((7 * 16, False), (7 * 16 - 1, True)):
+        monkeypatch.setattr(framework_gradient, "MOST_SUMMED", most)
+        call = fast(BIASED)
+        x, weight, bias = (t.requires_grad_() for t in made(BIASED, (7,)))
+        assert weight.shape[0] == 16
+        assert type(call(x, weight, bias).grad_fn).__name__.startswith("cute") == ours
+        assert not type(call(x, weight, bias.detach()).grad_fn).__name__.startswith("cute")
+
+
 def test_weights_of_many_sizes_that_read_one_x_are_all_known(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys, gate and head of a model, with gradients and without, also by another `fused`."""
     call = fast(linear.linear)
