@@ -11,6 +11,7 @@ from typing import Any
 import formulas
 import fp8
 import layers
+import models
 import torch
 import torch.nn.functional as F
 from problems import BY_NAME, Buffers
@@ -185,6 +186,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         "sum": lambda x: x.sum(-1),
         "mean": lambda x: x.mean(-1),
         **fp8.in_torch(attrs, EPS),
+        **models.in_torch(attrs),
         **formulas.in_torch(),
     }[op]
 
@@ -214,6 +216,7 @@ def _quack(op: str, attrs: Mapping[str, Any]) -> Call | None:
         "add_rmsnorm": add_rmsnorm,
         "cross_entropy": cross_entropy,
         "softmax": softmax,
+        **models.in_quack(attrs),
     }
     return calls.get(op)
 
@@ -303,7 +306,7 @@ def _ours_jax(op: str, attrs: Mapping[str, Any]) -> Call:
 
 def _with_attributes(function: Call, op: str, attrs: Mapping[str, Any]) -> Call:
     full = {"eps": EPS, **attrs} if "norm" in op else dict(attrs)
-    if op == "cross_entropy":
+    if op.endswith(("cross_entropy", "cross_entropy_metrics")):
         full["reduction"] = "none"
     return (lambda *tensors: function(*tensors, **full)) if full else function
 
@@ -414,6 +417,7 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "sum": lambda x: jnp.sum(x.astype(jnp.float32), -1).astype(x.dtype),
         "mean": lambda x: jnp.mean(x.astype(jnp.float32), -1).astype(x.dtype),
         **fp8.in_jax(attrs, EPS),
+        **models.in_jax(attrs),
         **formulas.in_jax(),
-    }[op]
-    return jax.checkpoint(function, policy=kept, prevent_cse=False)
+    }.get(op)
+    return function and jax.checkpoint(function, policy=kept, prevent_cse=False)

@@ -108,12 +108,15 @@ def expected(problem: Problem, direction: str, buffers: Buffers) -> list[torch.T
 
 
 def error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest error of any output, relative to that output's largest value."""
-    if len(got) != len(wanted):
+    """The largest error of any output, relative to that output's largest value. Of columns and experts only the number
+    counts: of equal numbers any may be found.
+    """
+    if len(got) != len(wanted) or any(g.shape != w.shape for g, w in zip(got, wanted, strict=True)):
         return math.inf
     return max(
-        ((g.float() - w.float()).abs().max() / w.float().abs().max()).item() if g.shape == w.shape else math.inf
+        ((g.float() - w.float()).abs().max() / w.float().abs().max()).item()
         for g, w in zip(got, wanted, strict=True)
+        if w.is_floating_point()
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import formulas
+import models
 import torch
 
 from cute_ops.declaration.binding import Binding, bind
@@ -16,7 +17,7 @@ from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.ops import OPS, cross_entropy_step, rope_bwd_joined, swiglu_again
 from cute_ops_torch.tools.measure import random_input
 
-BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *formulas.OPS)}
+BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *models.OPS, *formulas.OPS)}
 DIRECTIONS = ("fwd", "bwd")
 FIRST = ("rmsnorm", "add_rmsnorm", "silu_mul")
 MAX_SETS = 256
@@ -72,7 +73,10 @@ class Problem:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        return DIRECTIONS if self.declaration.grad else DIRECTIONS[:1]
+        """Of an op that also returns columns or experts only the forward: autograd is asked for all outputs."""
+        op = self.declaration
+        whole = any(op.outputs[name].dtype.startswith("int") for name in op.shown)
+        return DIRECTIONS if op.grad and not whole else DIRECTIONS[:1]
 
     @property
     def layout(self) -> str:
@@ -152,6 +156,14 @@ class Problem:
                     order = torch.arange(tensor.bound(sizes), device=device).reshape(shape[0], -1)[:, : shape[1]]
                 made[name] = order.flatten()[: self.rows].reshape(shape).to(getattr(torch, dtype))
                 continue
+            if name == "index":
+                experts = dict(self.attrs)["experts"]
+                made[name] = torch.randint(experts, shape, generator=generator, device=device)
+                continue
+            if name == "place":
+                order = torch.randperm(math.prod(shape), generator=generator, device=device)
+                made[name] = order.to(torch.int32).reshape(shape)
+                continue
             values = random_input(self.declaration, name, Array(full, dtype), sizes, generator)
             made[name] = values if stretch == 1 else values.narrow(sliced, 0, shape[sliced])
         return made
@@ -213,6 +225,9 @@ def smoke(ops: Sequence[str]) -> list[Problem]:
         if op == "append_kv":
             found += [_append((6,), 2, 16, 8, pairs=6), _append((2, 3), 2, 16, pairs=8, strided=True)]
         attrs = (("eps", 0.1),) if op == "adamw" else ()
+        if op in TINY:
+            found.append(TINY[op])
+            continue
         found += [
             Problem(op, 6, 64, lead=lead, sizes=sizes, attrs=attrs),
             Problem(op, 6, 64 if sizes else 33, dtype="float32", strided=True, lead=lead, sizes=sizes, attrs=attrs),
@@ -260,6 +275,28 @@ def _append(
     return Problem("append_kv", tokens, heads * (headdim + e), lead=lead, sizes=sizes, **more)
 
 
+def _topk(rows: int, n: int, k: int, **more: Any) -> Problem:
+    return Problem("topk", rows, n, attrs=(("k", k),), **more)
+
+
+def permuted(op: str, rows: int, n: int, each: int, experts: int = 0, **more: Any) -> Problem:
+    """Tokens, each of which ``each`` of so many experts get."""
+    sizes = (("r", rows), ("k", each), ("t", rows * each))
+    return Problem(op, rows, n, sizes=sizes, attrs=(("experts", experts),) if experts else (), **more)
+
+
+def rotated_at(rows: int, heads: int, headdim: int, **more: Any) -> Problem:
+    """Tokens at positions of a table of 8192."""
+    sizes = (("h", heads), ("d", headdim), ("r", headdim // 2), ("p", 8192))
+    return Problem("rope_at", rows, heads * headdim, lead=(rows,), sizes=sizes, **more)
+
+
+# On a CPU, of the ops whose sizes are more than a row's length.
+TINY = {
+    "permute_tokens": permuted("permute_tokens", 6, 33, 2, 4),
+    "unpermute_tokens": permuted("unpermute_tokens", 6, 33, 2),
+    "rope_at": rotated_at(6, 2, 16), "topk": _topk(6, 33, 3),
+}  # fmt: skip
 _ROWS = ((16384, 8192), (32768, 4096), (65536, 1024), (262144, 128), (4096, 32768), (16384, 4097), (64, 4096))
 _EXACT = (("approximate", "none"),)
 _PROBLEMS: dict[str, tuple[Problem, ...]] = {
@@ -328,6 +365,23 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _append((64,), 2, 64), _append((32768,), 8, 128, pairs=64), _append((4, 8192), 8, 128),
         _append((4, 8192), 8, 128, pairs=64), _append((4, 8192), 8, 128, pairs=64, strided=True),
         _append((256,), 8, 128, pairs=64), _append((64, 1), 8, 128, pairs=64),
+    ),
+    # Routing of Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; sampling from Llama 3 and Qwen3.
+    "topk": (
+        _topk(65536, 128, 8), _topk(524288, 128, 8), _topk(1048576, 64, 4), _topk(262144, 256, 8, dtype="float32"),
+        _topk(1024, 128256, 8), _topk(512, 151936, 50, dtype="float32"), _topk(8, 128256, 50),
+    ),
+    "route": (Problem("route", 65536, 128, attrs=(("k", 8),)), Problem("route", 262144, 8, attrs=(("k", 2),))),
+    "permute_tokens": (permuted("permute_tokens", 8192, 4096, 2, 8), permuted("permute_tokens", 16384, 2048, 8, 128)),
+    "unpermute_tokens": (permuted("unpermute_tokens", 8192, 4096, 2), permuted("unpermute_tokens", 16384, 2048, 8)),
+    "l2norm": (Problem("l2norm", 524288, 128), Problem("l2norm", 131072, 768), Problem("l2norm", 32768, 4096)),
+    "rope_at": (rotated_at(32768, 32, 128), rotated_at(32768, 8, 128)),
+    "divergence": (Problem("divergence", 8192, 32000), Problem("divergence", 2048, 128256)),
+    "soft_cross_entropy": (Problem("soft_cross_entropy", 131072, 1000), Problem("soft_cross_entropy", 4096, 32000)),
+    "cross_entropy_metrics": (
+        Problem("cross_entropy_metrics", 8192, 32000),
+        Problem("cross_entropy_metrics", 8192, 32000, attrs=(("label_smoothing", 0.1),)),
+        Problem("cross_entropy_metrics", 2048, 128256),
     ),
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ import torch
 from common import Table, first_line, markdown, read
 from formulas import FUNCTIONS
 from layers import LAYERS, Product
-from problems import Problem
+from problems import TINY, Problem, permuted, rotated_at
 from rich.console import Console
 from rich.progress import track
 from summary import BEHIND, COMPILED, OURS, XLA
@@ -53,8 +54,14 @@ MOST_ROWS = 32768
 ROW_BYTES = (128 << 20, 640 << 20)  # of a point of rows and of expressions: past the caches, short enough for many
 ROW_OPS = (
     "rmsnorm", "add_rmsnorm", "layernorm", "softmax", "log_softmax", "cross_entropy", "sum", "mean", "silu_mul",
-    "gelu_mul", "swiglu", "geglu", "silu", "gelu", "quantize_fp8", "rmsnorm_fp8", "silu_mul_fp8",
+    "gelu_mul", "swiglu", "geglu", "silu", "gelu", "quantize_fp8", "rmsnorm_fp8", "silu_mul_fp8", "l2norm",
+    "divergence", "soft_cross_entropy", "cross_entropy_metrics", "topk", "route", "permute_tokens", "unpermute_tokens",
+    "rope_at",
 )  # fmt: skip
+# Experts of mixtures, and how many a token takes; classes to sample from, and of how many; heads.
+EXPERTS, CHOSEN = (8, 16, 32, 60, 64, 128, 160, 256, 384, 512), (1, 2, 4, 6, 8)
+VOCABULARIES, SAMPLED = (32000, 50257, 128256, 151936, 201088), (1, 20, 50, 100)
+HEADS = (1, 8, 12, 32, 40, 64)
 LONGEST = 262144  # elements of a drawn row
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 
@@ -105,10 +112,26 @@ def draw_row(rng: random.Random, op: str) -> Problem:
     """An op on rows of any length, of so many rows that it moves between the bounds."""
     dtype = "bfloat16" if op.endswith("_fp8") else rng.choice(DTYPES)
     n = rng.choice((rng.choice(MODEL_SIZES), round(2 ** rng.uniform(6, math.log2(LONGEST)))))
-    weight = rng.choice((None, "float32")) if "norm" in op else None
-    one, two = (Problem(op, rows, n, dtype=dtype, weight=weight).bytes("fwd") for rows in (1, 2))
+    weight = rng.choice((None, "float32")) if "norm" in op and op != "l2norm" else None
+    make = of_rows(rng, op) or partial(Problem, op, n=n, weight=weight)
+    one, two = (make(rows=rows, dtype=dtype).bytes("fwd") for rows in (1, 2))
     rows = round(2 ** rng.uniform(*map(math.log2, ROW_BYTES)) / (two - one))
-    return Problem(op, max(rows, 1), n, dtype=dtype, weight=weight)
+    return make(rows=max(rows, 1), dtype=dtype)
+
+
+def of_rows(rng: random.Random, op: str) -> Callable[..., Problem] | None:
+    """The problems of an op whose sizes are more than a row's length, by their rows and dtype; None for other ops."""
+    experts, chosen, heads = rng.choice(EXPERTS), rng.choice(CHOSEN), rng.choice(HEADS)
+    if op in ("topk", "route"):
+        found = partial(Problem, op, n=experts, attrs=(("k", chosen),))
+        classes = partial(Problem, op, n=rng.choice(VOCABULARIES), attrs=(("k", rng.choice(SAMPLED)),))
+        return found if op == "route" or rng.random() < 0.6 else classes
+    if op.endswith("permute_tokens"):
+        size = rng.choice([n for n in MODEL_SIZES if n <= 8192])
+        return partial(permuted, op, n=size, each=chosen, experts=0 if op.startswith("un") else experts)
+    if op == "rope_at":
+        return partial(rotated_at, heads=heads, headdim=rng.choice((64, 96, 128)))
+    return None
 
 
 DRAWN: Mapping[str, Callable[[random.Random], Any]] = {
@@ -126,6 +149,8 @@ CONTENDERS = {
 def shrunk(point: Point) -> Point:
     """A point of a size that a CPU takes in no time."""
     problem = point.problem
+    if getattr(problem, "op", "") in TINY:
+        return point._replace(problem=TINY[problem.op])
     small = {"m": 5, "n": 24, "k": 40} if isinstance(problem, Product) else {"rows": 6, "n": 33 + problem.n % 2}
     return point._replace(problem=replace(problem, **small))
 
