@@ -28,6 +28,7 @@ from cute_ops.fusion.express import Leaf
 from cute_ops.jit import target
 from cute_ops.jit.plan import signature
 from cute_ops.ops.gemm import mlp_products
+from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Refused
 from cute_ops_torch.inductor.fusion_choice import asked_for
 from cute_ops_torch.inductor.fx import hint
@@ -75,7 +76,7 @@ class Chooser:
         Raises:
             Refused: none are.
         """
-        tensors = [None if node is None else node.meta["example_value"] for node in call.arrays]
+        tensors = [None if node is None else example(node) for node in call.arrays]
         return _gain(call.op, tensors, call.attrs)
 
     def choose_composite(self, found: Composite, device: str) -> Choice:
@@ -92,7 +93,7 @@ class Chooser:
         Raises:
             Refused: none are, or the product has so few rows that joining weights costs as much as a pass saves.
         """
-        given = dict(zip(call.op.inputs, (node and node.meta["example_value"] for node in call.arrays), strict=True))
+        given = dict(zip(call.op.inputs, (node and example(node) for node in call.arrays), strict=True))
         x = given["x"]
         rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
         least = {"gated_mlp": 2 * k if "w_gate" in given else 0, "qkv_rope": k}.get(name, 0)

@@ -194,7 +194,7 @@ class DynamoFront(Front):
             return parts(self.graph, args, kwargs, value)
         if not isinstance(value, torch.Tensor) or not args or self._moves(node):
             return None
-        kinds = _kinds(args) | _kinds(kwargs.values()) if kwargs else _kinds(args)
+        kinds = kinds_of(args) | kinds_of(kwargs.values()) if kwargs else kinds_of(args)
         if kinds and any(issubclass(kind, (torch.Tensor, Node)) for kind in kinds):
             return None
         if kinds and name not in _TAKES_SIZES and any(issubclass(kind, _SYMBOLS) for kind in kinds):
@@ -242,7 +242,7 @@ def sweep(graph: FxGraph) -> None:
             graph.erase_node(node)
 
 
-def _kinds(given: Iterable[Any]) -> set[type]:
+def kinds_of(given: Iterable[Any]) -> set[type]:
     """The types of what is among arguments and in lists of them, besides values and constants."""
     found: set[type] = set()
     for each in given:
@@ -250,7 +250,7 @@ def _kinds(given: Iterable[Any]) -> set[type]:
         if kind in _PLAIN:
             continue
         if isinstance(each, (tuple, list)):
-            found |= _kinds(each)
+            found |= kinds_of(each)
         else:
             found.add(kind)
     return found

@@ -1,4 +1,4 @@
-"""Effects of a node of Dynamo's graph besides its result: writes in place, random numbers, and modes that it switches.
+"""Effects of a node of a graph besides its result: writes in place, random numbers, and modes that it switches.
 
 What a function may do at all is worked out once for each function; most nodes have no effect and are not looked at.
 """
@@ -24,8 +24,11 @@ _RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "
 
 
 def example(node: Any) -> Any:
-    """The value that Dynamo made a node with."""
-    return node.meta.get("example_value") if isinstance(node, Node) else None
+    """The value that a node was traced with, by AOTAutograd or by Dynamo."""
+    if not isinstance(node, Node):
+        return None
+    meta = node.meta
+    return meta["val"] if "val" in meta else meta.get("example_value")
 
 
 @cache

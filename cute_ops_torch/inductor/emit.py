@@ -7,7 +7,7 @@ has changed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -32,9 +32,11 @@ from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import by_call
+from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
 from cute_ops_torch.registry import define
 
+NOTHING: Mapping[str, Any] = {}
 _OPS = {op.name: op for op in OPS}
 _SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": ""}
 
@@ -68,6 +70,8 @@ class Emitter:
         lookup: the node that holds a value there; None if none does.
         order: the order of the values' leading dims in which results lie row by row; empty for the usual one.
     """
+
+    key = "example_value"  # of a node's value in its ``meta``
 
     def __init__(
         self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None], order: tuple[int, ...] = ()
@@ -103,7 +107,7 @@ class Emitter:
                 "linear_add_rmsnorm": self._linear_add_rmsnorm,
             }  # fmt: skip
             given = {name: self.array(value) for name, value in found.operands.items()}
-            if any(type(node.meta["example_value"]) is not FakeTensor for node in given.values()):
+            if any(type(example(node)) is not FakeTensor for node in given.values()):
                 raise Refused("an operand is a DTensor or another subclass, of which products are torch's own")
             call = makers[found.name](found, given)
             gain = judge(found.name, call)
@@ -133,26 +137,33 @@ class Emitter:
             self.graph.erase_node(node)
         self.made.clear()
 
-    def function(self, target: Any, *args: Any) -> Node:
+    def function(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of a function with its value."""
-        return self._made(self.graph.call_function, target, target, args)
+        return self._made(self.graph.call_function, target, target, args, kwargs)
 
     def method(self, name: str, *args: Any) -> Node:
         """A call of a tensor's method with its value."""
         return self._made(self.graph.call_method, name, getattr(torch.Tensor, name), args)
 
-    def _made(self, create: Callable[..., Node], target: Any, run: Callable[..., Any], args: tuple[Any, ...]) -> Node:
-        given = torch.fx.map_arg(args, lambda node: node.meta["example_value"])
+    def _made(
+        self, create: Callable[..., Node], target: Any, run: Callable[..., Any], args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] = NOTHING,
+    ) -> Node:  # fmt: skip
+        given = torch.fx.map_arg(args, example)
         fakes = (each for each in torch.utils._pytree.tree_leaves(given) if isinstance(each, FakeTensor))
         mode = next((fake.fake_mode for fake in fakes), nullcontext())
         # As Dynamo runs functions: else torch 2.11 guards sizes.
         with torch.no_grad(), torch._C._DisableAutocast(), mode, enable_python_dispatcher():
-            value = run(*given)
+            value = run(*given, **kwargs)
         with self.graph.inserting_before(self.before):
-            node = create(target, args)
-        node.meta = {**{key: self.before.meta[key] for key in _KEPT if key in self.before.meta}, "example_value": value}
+            node = create(target, args, dict(kwargs))
+        node.meta = {**{key: self.before.meta[key] for key in _KEPT if key in self.before.meta}, self.key: value}
         self.made.append(node)
         return node
+
+    def part(self, array: Node, axis: int, start: int, stop: int, step: int) -> Node:
+        """A slice of a tensor."""
+        return self.function(operator.getitem, array, (slice(None),) * axis + (slice(start, stop, step),))
 
     # The three kinds of calls
 
@@ -206,7 +217,7 @@ class Emitter:
         return Call(op, (given["x"], weight, *tables), (heads, "auto"), (0,))
 
     def _table(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> Node:
-        if array.meta["example_value"].requires_grad:
+        if example(array).requires_grad:
             raise Refused("its angles have a gradient")
         return self._aligned(self._reshaped(array, before, after))
 
@@ -243,9 +254,7 @@ class Emitter:
         if value.op == "transpose":
             return self.method("permute", self.array(value.args[0]), tuple(value.attr))
         if value.op == "slice" and all(isinstance(each, int) for each in value.attr):
-            axis, start, stop, step = value.attr
-            index = (slice(None),) * axis + (slice(start, stop, step),)
-            return self.function(operator.getitem, self.array(value.args[0]), index)
+            return self.part(self.array(value.args[0]), *value.attr)
         if value.op == "contract" and value.attr[2] == ((), ()) and len(value.args[1].shape) == 2:
             left, right = map(self.array, value.args)
             if value.attr[0] == (len(value.args[0].shape) - 1,):
@@ -292,7 +301,7 @@ class Emitter:
         return self.method("reshape", array, _sizes(after))
 
     def _aligned(self, array: Node) -> Node:
-        value = array.meta["example_value"]
+        value = example(array)
         if value.ndim and value.shape[-1] != 1 and value.stride(-1) != 1:
             raise Refused("an operand's rows are not contiguous")
         return array
@@ -302,7 +311,7 @@ class Emitter:
         if self.order:
             place = [self.order.index(i) for i in range(len(self.order))]
             out = self.method("permute", out, (*place, len(place)))
-        shape = shape_of(out.meta["example_value"])
+        shape = shape_of(example(out))
         if shape != root.shape:
             if root.shape[-1:] != shape[-1:] and len(root.shape) == len(shape):
                 raise Refused("the program repeats what is computed once per row")
@@ -310,7 +319,7 @@ class Emitter:
         if root.dtype == "bool":
             return self.function(operator.ne, out, 0)
         dtype = getattr(torch, root.dtype)
-        return out if out.meta["example_value"].dtype == dtype else self.method("to", out, dtype)
+        return out if example(out).dtype == dtype else self.method("to", out, dtype)
 
 
 # What an inserted node takes over from the one before which it stands.

@@ -25,7 +25,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cute_ops import env
 from cute_ops.declaration.op import Op
+from cute_ops_torch.inductor import kept
 from cute_ops_torch.library.reference import traced_reference
 
 log = logging.getLogger("cute_ops")
@@ -53,7 +55,12 @@ _measuring = False
 
 def asked_for(device: torch.device) -> bool:
     """Whether this compilation wants the faster form at the price of compiling more."""
-    return (config.max_autotune or config.max_autotune_pointwise) and device.type in DEVICES and not _measuring
+    asked = config.max_autotune or config.max_autotune_pointwise or asked_by_environment()
+    return asked and device.type in DEVICES and not _measuring
+
+
+def asked_by_environment() -> bool:
+    return env.TUNE.read() == "1"
 
 
 def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> Any:
@@ -152,18 +159,42 @@ def _is_view(node: Node) -> bool:
 
 def measured(op: Op, overload: Any, subgraph: Subgraph) -> tuple[float, float]:
     """Milliseconds of the subgraph with our kernel and as Inductor fuses it, for the sizes first seen."""
-    global _measuring
     module, values = _extracted(subgraph), [_concrete(n.meta["val"]) for n in subgraph.inputs]
-    key = f"{torch.cuda.get_device_name() if torch.cuda.is_available() else ''} {module.code} {values}"
-    if key not in _known:
+    return _timed((module, values), (_Decomposed(module, op, overload), values), module.code)
+
+
+def compared(ours: Subgraph, theirs: Subgraph) -> tuple[float, float]:
+    """Milliseconds of two parts of a graph of which one computes what the other does, for the sizes first seen."""
+    forms = [(_extracted(part), [_concrete(n.meta["val"]) for n in part.inputs]) for part in (ours, theirs)]
+    return _timed(*forms, "\n".join(module.code for module, _ in forms))
+
+
+def part_of(nodes: Sequence[Node], outputs: Sequence[Node], order: Mapping[Node, int]) -> Subgraph:
+    """The part of a graph with these nodes that makes these outputs."""
+    members = sorted(nodes, key=order.__getitem__)
+    inside = set(members)
+    inputs = dict.fromkeys(each for node in members for each in node.all_input_nodes if each not in inside)
+    return Subgraph(members, list(inputs), list(dict.fromkeys(outputs)))
+
+
+Form = tuple[Callable[..., Any], list[Any]]  # what runs, and what it is called with
+
+
+def _timed(ours: Form, theirs: Form, code: str) -> tuple[float, float]:
+    """Milliseconds of both forms: as they were measured before, in this process or another one, or now."""
+    global _measuring
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    key = kept.key_of(device, code, ours[1], theirs[1])
+    known = _known.get(key) or kept.recall(key)
+    if known is None:
         _measuring = True
         try:
-            _known[key] = tuple(  # type: ignore[assignment]
-                _milliseconds(form, values) for form in (module, _Decomposed(module, op, overload))
-            )
+            known = _milliseconds(*ours), _milliseconds(*theirs)
         finally:
             _measuring = False
-    return _known[key]
+        kept.keep(key, known)
+    _known[key] = known
+    return known
 
 
 class _Like(NamedTuple):

@@ -27,6 +27,7 @@ from cute_ops.errors import meant, suggesting
 from cute_ops.fusion.report import Entry, Report
 from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
+from cute_ops_torch.inductor.after_autograd import ReplaceAfter, passes
 from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.calls import replace_call
 from cute_ops_torch.inductor.choice import KNOWN, Chooser
@@ -99,6 +100,10 @@ def enable(
     if timing:
         # Before torch looks for compiled code: the pass makes the ops that such code calls.
         config.pre_grad_pass_timing = "early"
+    key = repr((cache_key.package(), chosen, tuple(devices), exact))
+    config.post_grad_custom_pre_pass = ReplaceAfter(
+        chosen, tuple(devices), exact, config.post_grad_custom_pre_pass, _entries, replaced, key
+    )
     _entries.clear()
     return Enabled()
 
@@ -110,6 +115,9 @@ def disable() -> None:
         config.pre_grad_custom_pass = now.previous
         if now.timing:
             config.pre_grad_pass_timing = now.timing  # type: ignore[assignment]
+    after = config.post_grad_custom_pre_pass
+    if isinstance(after, ReplaceAfter):
+        config.post_grad_custom_pre_pass = after.previous
 
 
 def report() -> Report:
@@ -192,9 +200,7 @@ class Replace(CustomGraphPass):
         return hashlib.sha256(repr(what).encode()).digest()
 
     def _earlier(self) -> tuple[Any, ...]:
-        if self.previous is None:
-            return ()
-        return tuple(self.previous) if isinstance(self.previous, (list, tuple)) else (self.previous,)
+        return passes(self.previous)
 
 
 def _without_masks(graph: Graph) -> list[Entry]:

@@ -6,7 +6,7 @@ later, all of it runs in one mode, and no random number or write in place change
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from cute_ops.fusion.analyse import Analysis, Found, analyse
 from cute_ops.fusion.choose import Choice, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
+from cute_ops.fusion.graph import Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
 from cute_ops_torch.inductor.effects import example
@@ -40,6 +41,22 @@ class Choosing(Protocol):
         """The microseconds that the call of a part of a layer saves; raises :class:`Refused`."""
 
 
+class Reading(Protocol):
+    """A graph that was read: what a front end knows of its nodes."""
+
+    graph: Graph
+    values: dict[Node, Any]
+    holders: Mapping[Value, list[Holder]]
+    barriers: list[int]
+    mode: Mapping[Node, int]
+
+    def stable(self, holder: Holder) -> bool:
+        """Whether nothing writes to what a node holds, from then on."""
+
+    def device_of(self, value: Value) -> str:
+        """The type of the device that a value lies on; empty where no node holds it."""
+
+
 class Part(NamedTuple):
     """An expression that was found, what became of it, and the microseconds that this is expected to save."""
 
@@ -59,7 +76,7 @@ class Rewritten(NamedTuple):
 
     parts: list[Part]
     analysis: Analysis
-    front: DynamoFront
+    front: Reading
 
 
 class Unreadable(Exception):
@@ -74,10 +91,10 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     """
     try:
         front = DynamoFront(module, exact)
-        analysis, parts_of_layers, chosen = _chosen(front, choosing, exact)
+        analysis, parts_of_layers, chosen = chosen_in(front, choosing, exact)
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
-    work, parts = _Rewriting(module, front, choosing), []
+    work, parts = Rewriting(module, front, choosing), []
     covered: set[Found] = set()
     inside: set[Value] = set()
     for composite, choice in parts_of_layers:
@@ -95,7 +112,7 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     return Rewritten(parts, analysis, front)
 
 
-class _Chosen(NamedTuple):
+class Chosen(NamedTuple):
     """What is found in a graph, and what each part of a layer and each expression becomes."""
 
     analysis: Analysis
@@ -103,7 +120,7 @@ class _Chosen(NamedTuple):
     expressions: list[tuple[Found, Choice]]
 
 
-def _chosen(front: DynamoFront, choosing: Choosing, exact: bool) -> _Chosen:
+def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
     whole: set[Value] = set()
     while True:
         analysis = analyse(front.graph, exact=exact, whole=whole)
@@ -116,12 +133,20 @@ def _chosen(front: DynamoFront, choosing: Choosing, exact: bool) -> _Chosen:
         apart = {node for found, choice in chosen if not choice.kind for node in rotations_in(found)}
         apart |= cuts([part for part, choice in kept if choice.kind], analysis)
         if apart <= whole:
-            return _Chosen(analysis, kept, chosen)
+            return Chosen(analysis, kept, chosen)
         whole |= apart
 
 
-class _Rewriting:
-    def __init__(self, module: GraphModule, front: DynamoFront, choosing: Choosing) -> None:
+class Rewriting:
+    """Puts ops into a graph.
+
+    Attributes:
+        emitter: what makes nodes of such a graph.
+    """
+
+    emitter: type[Emitter] = Emitter
+
+    def __init__(self, module: GraphModule, front: Reading, choosing: Choosing) -> None:
         self.graph, self.front, self.choosing = module.graph, front, choosing
         self.nodes = list(module.graph.nodes)
         self.instead: dict[Node, Node] = {}
@@ -146,7 +171,7 @@ class _Rewriting:
         place = self._place(found, choice, min(holder.since for each in roots for holder in each))
 
         def emitter(order: tuple[int, ...] = ()) -> Emitter:
-            return Emitter(self.graph, self.nodes[place], lambda value: self._held(value, place), order)
+            return self.emitter(self.graph, self.nodes[place], lambda value: self._held(value, place), order)
 
         if isinstance(found, Composite):
             emits = emitter()
@@ -163,10 +188,22 @@ class _Rewriting:
             if wrong:
                 emits.undo()
                 raise Refused(wrong)
+        gain = self.settled(found, choice, emits, roots, made, gain)
         for holders, new in zip(roots, made, strict=True):
             for holder in holders:
                 self.instead[holder.node] = new
                 holder.node.replace_all_uses_with(new)
+        return gain
+
+    def settled(
+        self, found: Found | Composite, choice: Choice, emits: Emitter, roots: list[list[Holder]], made: list[Node],
+        gain: float | None,
+    ) -> float | None:  # fmt: skip
+        """What a part is expected to save, now that its nodes exist beside those that they replace.
+
+        Raises:
+            Refused: the part is to stay as it is.
+        """
         return gain
 
     def finish(self) -> None:
@@ -208,7 +245,7 @@ class _Rewriting:
 
     def _place(self, found: Found | Composite, choice: Choice, first: int) -> int:
         """Where an expression is computed: before the first node of it that comes after all operands."""
-        last = max((self._known(value) for value in _operands(found, choice)), default=-1)
+        last = max((self._known(value) for value in operands_of(found, choice)), default=-1)
         nodes = found.nodes if isinstance(found, Composite) else found.region.nodes
         inside = [holder for node in nodes for holder in self.front.holders.get(node, ())]
         modes = {self.front.mode[holder.node] for holder in inside}
@@ -232,7 +269,7 @@ class _Rewriting:
         return max((self._known(arg) for arg in value.args), default=-1)
 
 
-def _operands(found: Found | Composite, choice: Choice) -> Iterable[Value]:
+def operands_of(found: Found | Composite, choice: Choice) -> Iterable[Value]:
     """What a part reads; of a product that it computes, the product's operands."""
     if isinstance(found, Composite):
         yield from found.operands.values()

@@ -359,7 +359,7 @@ def test_recognition_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compile(model, backend=lambda module, inputs: graphs.append(module) or module)(torch.randn(4, 32))
     (module,) = graphs
     chooser = choice.Chooser(choice.KNOWN, ("cpu",), exact=False)
-    rewrite._chosen(DynamoFront(module), chooser, exact=False)  # what is made once in a process
+    rewrite.chosen_in(DynamoFront(module), chooser, exact=False)  # what is made once in a process
     monkeypatch.setattr(repeated, "_kept", {})
     calls = 0
 
@@ -369,7 +369,7 @@ def test_recognition_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sys.setprofile(count)
     try:
-        rewrite._chosen(DynamoFront(module), chooser, exact=False)
+        rewrite.chosen_in(DynamoFront(module), chooser, exact=False)
     finally:
         sys.setprofile(None)
     assert calls < CALLS * len(module.graph.nodes)

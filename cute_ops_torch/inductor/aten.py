@@ -1,0 +1,111 @@
+"""Graphs of ATen operators that AOTAutograd gives to Inductor, the forward's and the backward's, read and written.
+
+They are functional, except that results are copied to inputs which the program writes to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from cute_ops.fusion.graph import Graph
+from cute_ops.fusion.graph import Node as Value
+from cute_ops_torch.inductor.dynamo import Holder, kinds_of, storage_of
+from cute_ops_torch.inductor.effects import example, has_effects, is_random, written_by
+from cute_ops_torch.inductor.emit import Emitter, Refused
+from cute_ops_torch.inductor.front import COPIES, VIEWS, Front
+
+_aten = torch.ops.aten
+_TAKES_SIZES = VIEWS | COPIES | {"expand", "full", "slice", "cat", "permute"}
+
+
+class AtenFront(Front):
+    """The neutral graph of a graph after autograd.
+
+    Attributes:
+        holders: by value the nodes that hold it.
+        written: by storage the places at which it is written to.
+        barriers: places of nodes that others must not be moved across.
+        mode: by node the mode in which it runs, which is one for all.
+    """
+
+    def __init__(self, module: GraphModule, exact: bool = False) -> None:
+        self.holders: dict[Value, list[Holder]] = defaultdict(list)
+        self.written: dict[int, list[int]] = defaultdict(list)
+        self.barriers: list[int] = []
+        self.mode: dict[Node, int] = defaultdict(int)
+        self._effects: list[Value] = []
+        self._place = -1
+        super().__init__(module, Graph(exact))
+        self.graph.outputs += self._effects
+
+    def stable(self, holder: Holder) -> bool:
+        """Whether nothing writes to what a node holds, from then on."""
+        return not self.written or not self.written.get(storage_of(example(holder.node)))
+
+    def device_of(self, value: Value) -> str:
+        """The type of the device that a value lies on; empty where no node holds it."""
+        holders = self.holders.get(value)
+        return example(holders[0].node).device.type if holders else ""
+
+    def _value(self, node: Node) -> Any:
+        self._place += 1
+        made = example(node)
+        if has_effects(node):
+            writes = written_by(node)
+            if writes or is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+                self.barriers.append(self._place)
+            for each in writes:
+                self.written[storage_of(example(each))].append(self._place)
+            value = self._opaque(node, made)
+        else:
+            value = super()._value(node)
+        if not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+            self.barriers.append(self._place)
+            self._effects += [each for arg in node.all_input_nodes if isinstance(each := self.values[arg], Value)]
+        if isinstance(value, Value) and isinstance(made, torch.Tensor):
+            self.holders[value].append(Holder(node, self._place))
+        return value
+
+    def _translated(self, node: Node, value: Any) -> Any:
+        name = str(getattr(node.target, "_opname", ""))
+        if name not in _TAKES_SIZES and any(
+            issubclass(kind, (torch.SymInt, torch.SymFloat, torch.SymBool)) for kind in self._kinds(node)
+        ):
+            return None
+        source = node.args[0] if node.args else None
+        if name in VIEWS and isinstance(source, Node) and example(source).dtype != value.dtype:
+            return None  # the bits as they are
+        return super()._translated(node, value)
+
+    def _kinds(self, node: Node) -> set[type]:
+        given = torch.fx.map_arg((node.args, node.kwargs), self._read)
+        return kinds_of([*given[0], *given[1].values()])
+
+
+class AtenEmitter(Emitter):
+    """Puts calls of ATen's operators before a node of a graph after autograd."""
+
+    key = "val"
+
+    def method(self, name: str, *args: Any) -> Node:
+        x, *rest = args
+        if name == "to":
+            return self.function(torch.ops.prims.convert_element_type.default, x, *rest)
+        if name == "contiguous":
+            return self.function(_aten.clone.default, x, memory_format=torch.contiguous_format)
+        if name == "expand_as":
+            return self.function(_aten.expand.default, x, list(example(rest[0]).shape))
+        return self.function(getattr(_aten, name).default, x, list(rest[0]))
+
+    def function(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        if target in (torch.matmul, torch.nn.functional.linear):
+            raise Refused("the program has no tensor of a product")
+        return super().function(_aten.ne.Scalar if target is operator.ne else target, *args, **kwargs)
+
+    def part(self, array: Node, axis: int, start: int, stop: int, step: int) -> Node:
+        return self.function(_aten.slice.Tensor, array, axis, start, stop, step)
