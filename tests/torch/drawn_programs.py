@@ -1,7 +1,8 @@
 """Random PyTorch programs: products, functions of elements and rows, casts, views, dropout, writes in place and modes.
 
 A program is a list of steps on a pool of tensors, so that it means the same however often it runs. By hand:
-``python tests/torch/drawn_programs.py SEED COUNT`` compares COUNT programs, compiled on our ops, with eager.
+``python tests/torch/drawn_programs.py SEED COUNT`` compares COUNT programs, compiled on our ops, with eager, and
+``... SEED COUNT after`` those whose graphs are rewritten after autograd alone.
 """
 
 from __future__ import annotations
@@ -149,10 +150,12 @@ class Program:
         return f"program {self.seed}: {', '.join(self.steps)}"
 
 
-def compare(program: Program, backend: Any, dynamic: bool | None = None) -> None:
-    """Raise AssertionError where outputs or gradients of the compiled program are not those of the eager one."""
+def compare(program: Program, backend: Any, dynamic: bool | None = None, beside: Any = "eager") -> None:
+    """Raise AssertionError where outputs or gradients of the program on a backend are not those of another one."""
     results: list[list[Tensor]] = []
-    for function in (program, torch.compile(program.__call__, backend=backend, fullgraph=True, dynamic=dynamic)):
+    for each in (beside, backend):
+        torch._dynamo.reset()
+        function = torch.compile(program.__call__, backend=each, fullgraph=True, dynamic=dynamic)
         given = program.inputs()
         torch.manual_seed(program.seed)
         outputs = function(*given)
@@ -184,24 +187,43 @@ def through_autograd(module: torch.fx.GraphModule, inputs: Any) -> Any:
     return aot_eager(only_the_pass(module, inputs), inputs)
 
 
+def with_graphs_after_autograd(rewritten: bool) -> Any:
+    """A backend that runs the graphs which Inductor gets, with or without the pass after autograd."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        if rewritten:
+            torch._inductor.config.post_grad_custom_pre_pass(module.graph)
+            module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(
+        fw_compiler=run, decompositions=select_decomp_table(), partition_fn=min_cut_rematerialization_partition
+    )
+
+
 @contextmanager
 def enabled(**options: Any) -> Iterator[None]:
     with inductor.enable(devices=("cpu",), **options):
         yield
 
 
-def main(seed: int, count: int) -> int:
+def main(seed: int, count: int, after: bool = False) -> int:
     wrong = 0
     with enabled():
         for k in range(seed, seed + count):
             torch._dynamo.reset()
-            program = Program(k)
+            program = Program(k, 9 if after else 6)
+            dynamic = k % 3 == 0 or None
             try:
-                compare(
-                    program,
-                    through_autograd if k % 2 and not program.is_random else only_the_pass,
-                    dynamic=k % 3 == 0 or None,
-                )
+                if after:
+                    beside, rewritten = map(with_graphs_after_autograd, (False, True))
+                    compare(program, rewritten, dynamic, beside)
+                else:
+                    backend = through_autograd if k % 2 and not program.is_random else only_the_pass
+                    compare(program, backend, dynamic)
             except Exception as error:
                 wrong += 1
                 print(program, type(error).__name__, str(error)[:600], flush=True)
@@ -212,4 +234,4 @@ def main(seed: int, count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*map(int, sys.argv[1:3]), after=sys.argv[3:] == ["after"]))
