@@ -93,6 +93,7 @@ class Analysis(NamedTuple):
         calls: rotations and losses.
         reasons: of nodes that no expression computes, why not; products have no reason.
         plain: views and casts of what no region computes.
+        live: the nodes that outputs need.
         visits: how often a node was looked at.
     """
 
@@ -100,6 +101,7 @@ class Analysis(NamedTuple):
     calls: list[Call]
     reasons: dict[Node, str]
     plain: set[Node]
+    live: set[Node]
     visits: int
 
     def products(self, found: Found) -> list[int]:
@@ -118,7 +120,7 @@ class Analysis(NamedTuple):
             for user in each.users:
                 if user in self.plain:
                     waiting.append(user)
-                else:
+                elif user in self.live:
                     readers.add(user)
         return readers
 
@@ -154,4 +156,4 @@ def analyse(graph: Graph, *, exact: bool = False, whole: Container[Node] = ()) -
             if any(node.primitive not in ("operand", "constant") for node in one.expression.nodes):
                 found.append(one)
     calls = [Call(call, node) for node, call in graph.named.items() if call.op in _CALLS and node in reasons]
-    return Analysis(found, calls, reasons, parts.plain, parts.visits)
+    return Analysis(found, calls, reasons, parts.plain, parts.live, parts.visits)

@@ -45,13 +45,15 @@ class Graph:
 
     Attributes:
         exact: constants stay as the program rounds them.
+        flat: values are rows of one matrix where that is possible, as after autograd, and what a region computes ends
+            before views of it.
         nodes: all of them.
         outputs: what the program returns, or keeps.
         named: by opaque node the op that it is.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self.exact = exact
+    def __init__(self, exact: bool = False, flat: bool = False) -> None:
+        self.exact, self.flat = exact, flat
         self.named: dict[Node, named.Named] = {}
         self.nodes: list[Node] = []
         self.outputs: list[Node] = []
@@ -161,6 +163,8 @@ class Graph:
         """Another shape. A product of rows that were joined before, with or without a bias, is that of the rows as they
         were, and pairs of which each was turned are the primitive ``rotate_pairs``.
         """
+        if self.flat and x.op == "reshape" and x.args[0].shape[-1:] == shape[-1:]:
+            x = x.args[0]
         if x.shape == shape:
             return x
         if x.op == "concat" and (turned := _turned_pairs(x, shape)) is not None:
@@ -177,7 +181,7 @@ class Graph:
 
     def _of_rows(self, x: Node, shape: Shape) -> Node | None:
         """The product of rows as they were before they were joined for it, in this shape; None of what is none."""
-        if x.op != "contract" or x.args[0].op != "reshape" or x.attr[2] != ((), ()):
+        if self.flat or x.op != "contract" or x.args[0].op != "reshape" or x.attr[2] != ((), ()):
             return None
         left, right = x.args
         rows = left.args[0]

@@ -40,6 +40,7 @@ class Partition(NamedTuple):
         plain: views and casts of what no region computes; each region that reads one looks through it.
         facts: what was noted of the graph's nodes.
         reasons: by node; products have none.
+        live: the nodes that outputs need.
         visits: how often a node was looked at, which a test compares with the size of the graph.
     """
 
@@ -47,6 +48,7 @@ class Partition(NamedTuple):
     plain: set[Node]
     facts: Facts
     reasons: dict[Node, str]
+    live: set[Node]
     visits: int
 
 
@@ -70,9 +72,11 @@ def partition(graph: Graph, whole: Container[Node] = ()) -> Partition:
                 facts.elementwise.add(node)
     level = _levels(live, soft | plain, set(graph.outputs))
     leader = _connected(live, soft, level)
+    if graph.flat:
+        soft -= _last_views(live, soft, leader)
     groups = _groups(graph, live, soft, level, leader)
     regions = sorted(groups.values(), key=lambda each: (level[each.roots[0]], each.roots[0].index))
-    return Partition(regions, plain, facts, reasons, 4 * len(live))
+    return Partition(regions, plain, facts, reasons, set(live), 4 * len(live))
 
 
 def _groups(
@@ -88,6 +92,17 @@ def _groups(
             if node in outputs or any(user not in soft or leader(user) is not leader(node) for user in inside):
                 group.roots.append(node)
     return groups
+
+
+def _last_views(live: Sequence[Node], soft: set[Node], leader: Callable[[Node], Node]) -> set[Node]:
+    """Views of what a region computes that nothing in it reads."""
+    found: set[Node] = set()
+    for node in reversed(live):
+        if node in soft and node.op == "reshape" and node.args[0] in soft:
+            inside = (user for user in node.users if user in soft and user not in found)
+            if all(leader(user) is not leader(node) for user in inside):
+                found.add(node)
+    return found
 
 
 class Facts:

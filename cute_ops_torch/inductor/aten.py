@@ -5,6 +5,7 @@ They are functional, except that results are copied to inputs which the program 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from typing import Any
@@ -17,7 +18,7 @@ from cute_ops.fusion.graph import Node as Value
 from cute_ops_torch.inductor.dynamo import Holder, kinds_of, storage_of
 from cute_ops_torch.inductor.effects import example, has_effects, is_random, written_by
 from cute_ops_torch.inductor.emit import Emitter, Refused
-from cute_ops_torch.inductor.front import COPIES, VIEWS, Front
+from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, shape_of
 
 _aten = torch.ops.aten
 _TAKES_SIZES = VIEWS | COPIES | {"expand", "full", "slice", "cat", "permute"}
@@ -40,7 +41,9 @@ class AtenFront(Front):
         self.mode: dict[Node, int] = defaultdict(int)
         self._effects: list[Value] = []
         self._place = -1
-        super().__init__(module, Graph(exact))
+        # Rows of one matrix that were computed instead of a program's values of more dims.
+        self._flat: set[Value] = set()
+        super().__init__(module, Graph(exact, flat=True))
         self.graph.outputs += self._effects
 
     def stable(self, holder: Holder) -> bool:
@@ -69,6 +72,8 @@ class AtenFront(Front):
             self._effects += [each for arg in node.all_input_nodes if isinstance(each := self.values[arg], Value)]
         if isinstance(value, Value) and isinstance(made, torch.Tensor):
             self.holders[value].append(Holder(node, self._place))
+            if value.op == "reshape" and value.args[0] in self._flat:
+                self.holders[value.args[0]].append(Holder(node, self._place))
         return value
 
     def _translated(self, node: Node, value: Any) -> Any:
@@ -80,7 +85,34 @@ class AtenFront(Front):
         source = node.args[0] if node.args else None
         if name in VIEWS and isinstance(source, Node) and example(source).dtype != value.dtype:
             return None  # the bits as they are
-        return super()._translated(node, value)
+        flat = self._flattened(node, name, value)
+        return super()._translated(node, value) if flat is None else flat
+
+    def _flattened(self, node: Node, name: str, value: Any) -> Value | None:
+        """What functions of elements and sums of rows compute, as rows of one matrix; None of other values."""
+        if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[-1] == 1:
+            return None
+        joined = math.prod(value.shape[:-1])
+        rows: Any = joined if isinstance(joined, int) else str(joined.node.expr)
+        shape, (args, kwargs) = shape_of(value), torch.fx.map_arg((node.args, node.kwargs), self._read)
+        given: list[Any] = []
+        for arg in args:
+            if not isinstance(arg, Value) or len(arg.shape) < 2:
+                given.append(arg)
+            elif arg.shape[:-1] == shape[:-1] and arg.shape[-1] in (1, shape[-1]):
+                given.append(self.graph.reshape(arg, (rows, arg.shape[-1])))
+            else:
+                return None
+        if not any(isinstance(arg, Value) and len(arg.shape) == 2 for arg in given):
+            return None
+        if name in COPIES:
+            made: Value | None = self.graph.cast(given[0], dtype_of(value))
+        else:
+            made = self.of_elements(name, given, kwargs, (rows, shape[-1]), dtype_of(value))
+        if made is None or made.shape != (rows, shape[-1]):
+            return None
+        self._flat.add(made)
+        return self.graph.reshape(made, shape)
 
     def _kinds(self, node: Node) -> set[type]:
         given = torch.fx.map_arg((node.args, node.kwargs), self._read)
@@ -91,6 +123,28 @@ class AtenEmitter(Emitter):
     """Puts calls of ATen's operators before a node of a graph after autograd."""
 
     key = "val"
+
+    def array(self, value: Value) -> Node:
+        held = super().array(value)
+        return held if shape_of(example(held)) == value.shape else self._reshaped(held, (), value.shape)
+
+    def as_held(self, made: Node, holder: Node) -> Node:
+        """A new tensor in the shape of one that a node holds."""
+        shape = shape_of(example(holder))
+        return made if shape_of(example(made)) == shape else self._reshaped(made, (), shape)
+
+    def _reshaped(self, array: Node, before: tuple[Any, ...], after: tuple[Any, ...]) -> Node:
+        if before == after:
+            return array
+        if sum(isinstance(size, str) for size in after) < 2:
+            return super()._reshaped(array, before, after)
+        known = {
+            str(size.node.expr): node for node in self.graph.nodes if isinstance(size := example(node), torch.SymInt)
+        }
+        sizes = [known.get(size, -1) if isinstance(size, str) else size for size in after]
+        if sizes.count(-1) > 1:
+            raise Refused("a reshape to several sizes that are not known")
+        return self.function(_aten.reshape.default, array, sizes)
 
     def method(self, name: str, *args: Any) -> Node:
         x, *rest = args

@@ -131,6 +131,10 @@ class Emitter:
         several = len(call.op.outputs) > 1
         return [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
 
+    def as_held(self, made: Node, holder: Node) -> Node:
+        """A new tensor as what a node holds that it takes the place of."""
+        return made
+
     def undo(self) -> None:
         """Remove the nodes that were made."""
         for node in reversed(self.made):

@@ -133,6 +133,10 @@ class Front:
         translate = _TRANSLATIONS.get(name)
         if translate is not None:
             return translate(self.graph, args, kwargs, shape, dtype)
+        return self.of_elements(name, args, kwargs, shape, dtype)
+
+    def of_elements(self, name: str, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
+        """The value of a function of elements; None of another one."""
         if dtype not in VALUES or any(isinstance(arg, Value) and arg.dtype not in VALUES for arg in args):
             return None
         if name in _PRIMITIVES:

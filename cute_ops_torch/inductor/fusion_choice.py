@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._inductor import config
+from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import process_subgraph_nodes
@@ -263,7 +264,7 @@ def _milliseconds(form: Callable[..., Any], values: Sequence[Any]) -> float:
         module = make_fx(call, decomposition_table=select_decomp_table())(*fakes)
         graph = GraphLowering(module, example_inputs=fakes, is_inference=True, name="cute_ops_choice")
     quick = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "cpp_wrapper": False}
-    with V.set_fake_mode(mode), V.set_graph_handler(graph), config.patch(quick):
+    with V.set_fake_mode(mode), V.set_graph_handler(graph), V.set_debug_handler(DebugContext()), config.patch(quick):
         graph.run(*fakes)
         compiled = graph.compile_to_module().call
     with _disable_current_modes(), torch.no_grad():

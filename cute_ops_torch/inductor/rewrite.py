@@ -180,6 +180,7 @@ class Rewriting:
             order = _order(found, [example(holders[0].node) for holders in roots]) if choice.kind != "linear" else ()
             emits = emitter(order)
             made, gain = emits.emit(found, choice, self.choosing.judge)
+        made = [emits.as_held(new, holders[0].node) for holders, new in zip(roots, made, strict=True)]
         for holders, new in zip(roots, made, strict=True):
             wrong = _differs(new, holders[0].node)
             if not wrong and not lies_alike(new, holders[0].node):
@@ -191,8 +192,8 @@ class Rewriting:
         gain = self.settled(found, choice, emits, roots, made, gain)
         for holders, new in zip(roots, made, strict=True):
             for holder in holders:
-                self.instead[holder.node] = new
-                holder.node.replace_all_uses_with(new)
+                self.instead[holder.node] = here = emits.as_held(new, holder.node)
+                holder.node.replace_all_uses_with(here)
         return gain
 
     def settled(

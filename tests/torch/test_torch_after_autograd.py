@@ -1,0 +1,216 @@
+"""The pass after autograd: products with their regions in the graphs that Inductor gets, and the measured choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor import config
+
+from cute_ops_torch import inductor
+from cute_ops_torch.inductor import fusion_choice, kept
+from tests.torch.drawn_programs import Program, compare, enabled, with_graphs_after_autograd
+
+Tensor = torch.Tensor
+N = 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with enabled():
+        yield
+
+
+def became(where: str = "") -> list[str]:
+    """The expressions that became something of ours, ``t1: expression`` with the number of the product's readers."""
+    return sorted(entry.what for entry in inductor.report().replaced if where in entry.where)
+
+
+def check(function: Callable[..., Any], *tensors: Tensor, dynamic: bool = False, bound: float = 3e-5) -> None:
+    """The compiled function has the values and the gradients of the eager one."""
+    results = []
+    backend = with_graphs_after_autograd(rewritten=True)
+    for run in (function, torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)):
+        given = [each.clone().requires_grad_(each.requires_grad) for each in tensors]
+        made = run(*given)
+        outputs = made if isinstance(made, tuple) else (made,)
+        wanted = [each for each in given if each.requires_grad]
+        gradients = torch.autograd.grad(sum(out.float().cos().sum() for out in outputs), wanted) if wanted else ()
+        results.append([*outputs, *gradients, *given])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+        torch.testing.assert_close(got.float(), want.float(), rtol=bound, atol=bound)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, train: bool = True) -> Tensor:
+    return (torch.randn(shape) * (N**-0.5 if len(shape) == 2 else 1)).to(dtype).requires_grad_(train)
+
+
+def test_gradients_of_several_products_of_one_input_are_added_by_the_last() -> None:
+    check(lambda x, q, k, v: (x @ q).sin() + (x @ k).flip(-1) + (x @ v).cumsum(-1),
+          draw(2, 3, N), draw(N, N), draw(N, N), draw(N, N))  # fmt: skip
+    assert became("backward") == ["e1(t,t,t) add 0 1; add 2 3 -> 4"]
+
+
+def test_what_the_backward_needs_is_another_output() -> None:
+    """GELU's gradient reads the product with its bias, which one kernel writes beside the activation."""
+    check(lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh").cumsum(-1),
+          draw(2, 3, N), draw(32, N), draw(32))  # fmt: skip
+    (forward,) = became("forward")
+    assert forward in ("e1(t,r) add 0 1; gelu_tanh 2 -> 2 3", "e1(t,r) add 0 1; gelu_tanh 2 -> 3 2")
+
+
+def test_an_activations_gradient_follows_a_product_of_the_backward() -> None:
+    check(lambda x, w: F.linear(torch.tanh(x.cumsum(-1)), w).sin(), draw(2, 3, N), draw(32, N))
+    assert became("backward") == ["e1(t,t) square 0; subtract 1.0 2; multiply 1 3 -> 4"]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_product_that_others_read_is_an_output(order: str) -> None:
+    def function(x: Tensor, w: Tensor, r: Tensor) -> Any:
+        y = x @ w
+        other = y.flip(-1)
+        made = F.silu(y * r) + 1
+        return (made, other) if order == "before" else (other, made)
+
+    check(function, draw(3, N, train=False), draw(N, N, train=False), draw(N, train=False))
+    (text,) = became()
+    assert text == "e1(t,r) multiply 0 1; silu 2; add 3 1.0 -> 4 0"
+
+
+def test_a_product_whose_other_reader_comes_first_stays() -> None:
+    """The epilogue reads a cumulated sum of the product: computing both at once would be a circle."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return F.silu(y) * y.cumsum(-1) + y
+
+    check(function, draw(3, N, train=False), draw(N, N, train=False))
+    assert became() == []
+
+
+def test_a_sum_of_products_that_share_a_row_vector() -> None:
+    check(lambda x, w, v, r: F.silu((x @ w) * r) * (x @ v), *(draw(N, N, train=False) for _ in range(3)),
+          draw(N, train=False))  # fmt: skip
+    assert len(became()) == 1
+
+
+def test_inputs_that_are_written_to() -> None:
+    def function(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        y = F.silu(x @ w) * r
+        r.add_(1)
+        x.mul_(2)
+        return y + F.relu(x @ w) * r
+
+    check(function, draw(3, N, train=False), draw(N, N, train=False), draw(N, train=False))
+
+
+def test_dtypes_of_sixteen_bits() -> None:
+    tensors = [draw(2, 3, N, dtype=torch.bfloat16), *(draw(N, N, dtype=torch.bfloat16) for _ in range(2))]
+    check(lambda x, w, v: F.silu(x @ w).float().cumsum(-1) + (x @ v).float() * 2, *tensors, bound=0.06)
+    assert became()
+
+
+def test_rows_of_any_number() -> None:
+    function = lambda x, w, r: F.gelu(F.linear(x, w) + r) * 2  # noqa: E731
+    check(function, draw(5, 3, N), draw(32, N), draw(32), dynamic=True)
+    assert became("forward")
+
+
+def test_products_that_are_not_of_rows_stay() -> None:
+    """The gradient of a weight, whose left operand is transposed."""
+    check(lambda x, w: (x.t() @ w) * 2 + 1, draw(N, 4, train=False), draw(N, 8, train=False))
+    assert became() == []
+
+
+@pytest.mark.parametrize("seed", range(3000, 3006))
+def test_drawn_programs(seed: int) -> None:
+    """With random numbers, in-place writes and views, beside the graphs as they are."""
+    compare(
+        Program(seed, 9), with_graphs_after_autograd(True), seed % 3 == 0 or None, with_graphs_after_autograd(False)
+    )
+
+
+# The measured choice
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """What timing says, in order: of our form, and of Inductor's."""
+    said: list[float] = []
+    monkeypatch.setattr(fusion_choice, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(fusion_choice, "_known", {})
+    monkeypatch.setattr(fusion_choice, "_milliseconds", lambda form, values: said.pop(0))
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path))
+    return said
+
+
+def one_product(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return F.silu(x @ w) * r + 1
+
+
+def rows(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    return torch.softmax(x * 2, -1) * r
+
+
+TENSORS = (torch.randn(3, N), torch.randn(N, N), torch.randn(N))
+
+
+@pytest.mark.parametrize("function", [one_product, rows])
+@pytest.mark.parametrize("how", ["max-autotune", "CUTE_OPS_TUNE"])
+def test_the_faster_form_is_taken_and_kept(
+    function: Callable[..., Any], how: str, times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "CUTE_OPS_TUNE":
+        monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    with config.patch(max_autotune=how == "max-autotune"):
+        times += [1.0, 2.0]
+        check(function, *TENSORS)
+        assert times == []
+        (entry,) = inductor.report().replaced
+        assert entry.gain == pytest.approx(1000)
+        monkeypatch.setattr(fusion_choice, "_known", {})  # as in another process
+        inductor.enable(devices=("cpu",))
+        torch._dynamo.reset()
+        check(function, *TENSORS)
+        assert len(inductor.report().replaced) == 1
+
+
+@pytest.mark.parametrize("function", [one_product, rows])
+def test_the_slower_form_is_not_taken(function: Callable[..., Any], times: list[float]) -> None:
+    times += [2.0, 1.99]
+    with config.patch(max_autotune=True):
+        check(function, *TENSORS)
+    assert became() == []
+    assert "1.99e+03 us were measured, 2e+03 of our kernel" in {entry.why for entry in inductor.report()}
+
+
+def test_rows_stay_unless_both_forms_are_timed() -> None:
+    check(rows, *TENSORS)
+    assert became() == []
+
+
+def test_both_forms_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Compiled and timed as they are, by Inductor on a CPU."""
+    monkeypatch.setattr(fusion_choice, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(fusion_choice, "_known", {})
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path))
+    with config.patch(max_autotune=True):
+        check(one_product, *TENSORS)
+    ((ours, theirs),) = fusion_choice._known.values()
+    assert ours > 0
+    assert theirs > 0
+
+
+def test_what_is_kept_and_cannot_be_read_is_measured_again(times: list[float], tmp_path: Path) -> None:
+    kept.keep("key", (1.0, 2.0))
+    assert kept.recall("key") == (1.0, 2.0)
+    (tmp_path / "choices" / "key.json").write_text('{"ours_ms": "fast"}')
+    assert kept.recall("key") is None
+    assert kept.recall("other") is None
