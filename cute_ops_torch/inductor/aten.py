@@ -94,7 +94,8 @@ class AtenFront(Front):
             return None
         joined = math.prod(value.shape[:-1])
         rows: Any = joined if isinstance(joined, int) else str(joined.node.expr)
-        shape, (args, kwargs) = shape_of(value), torch.fx.map_arg((node.args, node.kwargs), self._read)
+        both: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
+        shape, (args, kwargs) = shape_of(value), both
         given: list[Any] = []
         for arg in args:
             if not isinstance(arg, Value) or len(arg.shape) < 2:
@@ -115,7 +116,7 @@ class AtenFront(Front):
         return self.graph.reshape(made, shape)
 
     def _kinds(self, node: Node) -> set[type]:
-        given = torch.fx.map_arg((node.args, node.kwargs), self._read)
+        given: Any = torch.fx.map_arg((node.args, node.kwargs), self._read)
         return kinds_of([*given[0], *given[1].values()])
 
 

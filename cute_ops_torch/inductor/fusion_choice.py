@@ -166,8 +166,8 @@ def measured(op: Op, overload: Any, subgraph: Subgraph) -> tuple[float, float]:
 
 def compared(ours: Subgraph, theirs: Subgraph) -> tuple[float, float]:
     """Milliseconds of two parts of a graph of which one computes what the other does, for the sizes first seen."""
-    forms = [(_extracted(part), [_concrete(n.meta["val"]) for n in part.inputs]) for part in (ours, theirs)]
-    return _timed(*forms, "\n".join(module.code for module, _ in forms))
+    one, other = ((_extracted(part), [_concrete(n.meta["val"]) for n in part.inputs]) for part in (ours, theirs))
+    return _timed(one, other, f"{one[0].code}\n{other[0].code}")
 
 
 def part_of(nodes: Sequence[Node], outputs: Sequence[Node], order: Mapping[Node, int]) -> Subgraph:

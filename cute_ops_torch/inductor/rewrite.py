@@ -46,9 +46,15 @@ class Reading(Protocol):
 
     graph: Graph
     values: dict[Node, Any]
-    holders: Mapping[Value, list[Holder]]
     barriers: list[int]
-    mode: Mapping[Node, int]
+
+    @property
+    def holders(self) -> Mapping[Value, list[Holder]]:
+        """By value the nodes that hold it."""
+
+    @property
+    def mode(self) -> Mapping[Node, int]:
+        """By node the mode in which it runs."""
 
     def stable(self, holder: Holder) -> bool:
         """Whether nothing writes to what a node holds, from then on."""
