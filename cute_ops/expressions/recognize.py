@@ -36,7 +36,8 @@ class _Graph(Protocol):
 def recognize(g: _Graph, primitive: str, args: tuple[int, ...]) -> int | None:
     """The node that the written-out primitive stands for, None where it stands for itself."""
     if primitive == "multiply":
-        return _gated(g, args)
+        gated = next((x for x, gate in (args, args[::-1]) if g.arg(gate, "sigmoid") == x), None)
+        return _gated(g, args) if gated is None else g.add("silu", gated)
     if primitive == "maximum":
         return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.nodes[j].value == "0.0"), None)
     if primitive == "divide":
@@ -74,9 +75,6 @@ def _one_plus_exp(g: _Graph, i: int) -> int | None:
 
 def _gated(g: _Graph, args: tuple[int, ...]) -> int | None:
     """``x`` times a function of ``x`` that goes from 0 to 1: silu and both forms of gelu."""
-    whole = next((x for x, gate in (args, args[::-1]) if g.arg(gate, "sigmoid") == x), None)
-    if whole is not None:  # which may be a product itself
-        return g.add("silu", whole)
     scale, factors = _scale_and_factors(g, args)
     if len(factors) != 2 or scale not in (0.5, 1):
         return None

@@ -151,7 +151,7 @@ class ReplaceAfter(CustomGraphPass):
     """
 
     def __init__(
-        self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, entries: list[Entry],
+        self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, *, entries: list[Entry],
         replaced: Counter[str], key: str,
     ) -> None:  # fmt: skip
         self.ops, self.devices, self.exact, self.previous, self.key = ops, devices, exact, previous, key

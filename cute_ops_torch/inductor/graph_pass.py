@@ -102,7 +102,7 @@ def enable(
         config.pre_grad_pass_timing = "early"
     key = repr((cache_key.package(), chosen, tuple(devices), exact))
     config.post_grad_custom_pre_pass = ReplaceAfter(
-        chosen, tuple(devices), exact, config.post_grad_custom_pre_pass, _entries, replaced, key
+        chosen, tuple(devices), exact, config.post_grad_custom_pre_pass, entries=_entries, replaced=replaced, key=key
     )
     _entries.clear()
     return Enabled()
