@@ -48,12 +48,8 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
         exact: whether the program's own roundings are kept; ours that round elsewhere are left out then.
     """
     expression = found.expression
-    arrays = [*(leaf.node for leaf in found.leaves), *found.roots]
-    wrong = next((node.dtype for node in arrays if node.dtype not in (*FLOATS, "bool")), None)
-    if wrong is not None:
-        return Choice("", why=f"no op of ours takes {wrong}")
-    if not any(leaf.operand.kind.rows and leaf.operand.kind.columns for leaf in found.leaves):
-        return Choice("", why="it reads no tile")
+    if why := _obstacle(found):
+        return Choice("", why=why)
     primitives = [
         node.primitive for node in expression.nodes if node.primitive in PRIMITIVES and node.primitive != "astype"
     ]
@@ -68,6 +64,16 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
     if len(primitives) < 2:
         return Choice("", why="one primitive alone: there is no pass to save")
     return Choice("fused", "fused")
+
+
+def _obstacle(found: Found) -> str:
+    """Why no op of ours computes an expression, whatever it says; empty if one may."""
+    arrays = [*(leaf.node for leaf in found.leaves), *found.roots]
+    wrong = next((node.dtype for node in arrays if node.dtype not in (*FLOATS, "bool")), None)
+    if wrong is not None:
+        return f"no op of ours takes {wrong}"
+    tiles = (leaf.operand.kind.rows and leaf.operand.kind.columns for leaf in found.leaves)
+    return "" if any(tiles) else "it reads no tile"
 
 
 def rotations_in(found: Found) -> set[Node]:

@@ -28,6 +28,14 @@ class Node:
         self.index = -1
         self.users: list[Node] = []
 
+    def become(self, other: Node) -> None:
+        """Let all that read this node read another one, which comes before them."""
+        for user in dict.fromkeys(self.users):
+            user.args = tuple(other if arg is self else arg for arg in user.args)
+            if user not in other.users:
+                other.users.append(user)
+        self.users.clear()
+
     def __repr__(self) -> str:
         said = "" if self.attr is None else f" {self.attr}"
         return f"<{self.index} {self.op}{said} {self.dtype}{list(self.shape)}>"

@@ -21,6 +21,7 @@ _PRIMITIVES = {
     "and": "logical_and", "or": "logical_or", "not": "logical_not",
 }  # fmt: skip
 _REDUCTIONS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
 # Functions of JAX whose own derivative is that of their body.
 _KNOWN_RULES = ("relu", "silu", "softmax", "_softmax", "log_softmax")
 _VALUES = (*FLOATS, "bool")
@@ -122,12 +123,12 @@ class Front:
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-        body = _inlined(equation)
-        if body is not None:
+        name = equation.primitive.name
+        if name in _CALLS and (body := _inlined(equation)) is not None:
             return self._run(body, inputs)
-        if _has_known_rule(equation) and id(equation) not in self._whole:
+        if name == "custom_jvp_call" and _has_known_rule(equation) and id(equation) not in self._whole:
             return self._of_call(equation, inputs)
-        return self._step(equation, inputs)
+        return self._step(name, equation, inputs)
 
     def _of_call(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         """The equations of a call with a derivative of its own, which only expressions may compute."""
@@ -137,36 +138,36 @@ class Front:
         self._call = before
         return made
 
-    def _step(self, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
-        made = self._translated(equation, inputs)
+    def _step(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+        made = self._translated(name, equation, inputs)
         if made is None:
             args = [a.node for a in inputs if isinstance(a, Value)]
-            name = equation.primitive.name
             made = [self.graph.opaque(name, args, _shape(v.aval), _dtype(v.aval)) for v in equation.outvars]
         step = Step(equation, tuple(inputs), self._call)
         self.steps.append(step)
         return [self._value(node, step, i) for i, node in enumerate(made)]
 
-    def _translated(self, equation: JaxprEqn, inputs: list[Any]) -> list[Node] | None:
-        name, params = equation.primitive.name, equation.params
-        if len(equation.outvars) != 1 and name != "split":
+    def _translated(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> list[Node] | None:
+        outputs = equation.outvars
+        if (len(outputs) != 1 and name != "split") or equation.effects or not hasattr(outputs[0].aval, "dtype"):
             return None
-        aval = equation.outvars[0].aval
-        if equation.effects or not hasattr(aval, "dtype"):
-            return None
-        if any(not isinstance(a, Value) and np.ndim(a) for a in inputs):
-            return None
+        for each in inputs:
+            if not isinstance(each, Value) and np.ndim(each):
+                return None
+        aval = outputs[0].aval
+        if (primitive := _PRIMITIVES.get(name)) is not None:
+            dtype = _dtype(aval)
+            if dtype not in _VALUES:
+                return None
+            return [self.graph.primitive(primitive, [self._node(each) for each in inputs], _shape(aval), dtype)]
+        if (translate := _TRANSLATIONS.get(name)) is not None:
+            nodes = [self._node(each) for each in inputs]
+            return translate(self.graph, nodes, equation.params, _shape(aval), _dtype(aval))
         if name == "stop_gradient":
             return self._stop(equation, inputs[0])
         if name == "iota":
-            return [self.graph.iota(params["dimension"], _shape(aval), _dtype(aval))]
-        translate, shape, dtype = _TRANSLATIONS.get(name), _shape(aval), _dtype(aval)
-        if name in _PRIMITIVES:
-            known = dtype in _VALUES
-            return (
-                [self.graph.primitive(_PRIMITIVES[name], [*map(self._node, inputs)], shape, dtype)] if known else None
-            )
-        return translate and translate(self.graph, [*map(self._node, inputs)], params, shape, dtype)
+            return [self.graph.iota(equation.params["dimension"], _shape(aval), _dtype(aval))]
+        return None
 
     def _stop(self, equation: JaxprEqn, x: Any) -> list[Node] | None:
         if not isinstance(x, Value):
@@ -179,10 +180,8 @@ class Front:
 
 
 def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a call that says nothing but its body."""
+    """The body of a call that says nothing but its body; None of another one."""
     params = equation.params
-    if equation.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
-        return None
     body = params.get("jaxpr") or params.get("call_jaxpr")
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
@@ -193,7 +192,7 @@ def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 def _has_known_rule(equation: JaxprEqn) -> bool:
     """Whether a call with a derivative of its own is one of JAX's functions whose derivative is their body's."""
-    if equation.primitive.name != "custom_jvp_call" or equation.params.get("symbolic_zeros"):
+    if equation.params.get("symbolic_zeros"):
         return False
     where = getattr(equation.params["call_jaxpr"].jaxpr, "debug_info", None)
     name, file = getattr(where, "func_name", ""), getattr(where, "func_filename", None) or ""
@@ -201,7 +200,11 @@ def _has_known_rule(equation: JaxprEqn) -> bool:
 
 
 def _shape(aval: Any) -> tuple[Any, ...]:
-    return tuple(size if isinstance(size, int) else str(size) for size in np.shape(aval))
+    shape: tuple[Any, ...] = getattr(aval, "shape", ())
+    for size in shape:
+        if not isinstance(size, int):
+            return tuple([size if isinstance(size, int) else str(size) for size in shape])
+    return shape
 
 
 def _dtype(aval: Any) -> str:

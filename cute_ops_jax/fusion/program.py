@@ -12,15 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from cute_ops.expressions.reference import REFERENCE, evaluate
+from cute_ops.expressions.reference import REFERENCE
 from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.analyse import Found, analyse
 from cute_ops.fusion.attention import attentions
 from cute_ops.fusion.choose import Choice, choose, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node
+from cute_ops.fusion.region import live_nodes
+from cute_ops.fusion.shifts import is_without_effect
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr
 from cute_ops_jax.fusion.bodies import Bodies, bodies_of
@@ -56,9 +57,9 @@ class Program:
         self.closed, self.exact, self._inputs = closed, exact, known
         whole: set[int] = set()
         first = Front(closed, exact=exact)
-        passed = self._harmless() if first.stops else set()
+        passed = self._let_through(first) if first.stops else set[int]()
         while True:
-            self.front = Front(closed, whole, passed, exact) if whole or passed else first
+            self.front = Front(closed, whole, passed, exact) if whole else first
             self._find()
             self._replaced = {root: part for part in self.parts if part.call for root in part.found.roots}
             self._order = list(self._ordered())
@@ -164,24 +165,21 @@ class Program:
         choice = choose(found, products, exact=self.exact)
         return _made(found, choice, partial(call_of, found, choice))
 
-    def _harmless(self) -> set[int]:
-        """The equations of ``stop_gradient`` that change no derivative: what is computed with the number that they
-        stop does not depend on it, as a softmax does not on the number that it subtracts.
+    def _let_through(self, first: Front) -> set[int]:
+        """Let the program see through each ``stop_gradient`` that changes no derivative, and return their equations'
+        ids: what is computed with the number that they stop does not depend on it, as a softmax does not on the number
+        that it subtracts.
         """
-        front = Front(self.closed)
-        analysis = analyse(front.graph)
-        readers: dict[Node, list[Found]] = {stop: [] for stop in front.stops}
-        for found in analysis.found:
-            for stop in {leaf.node for leaf in found.leaves} & readers.keys():
-                readers[stop].append(found)
+        live, outputs = set(live_nodes(first.graph)), set(first.graph.outputs)
         passed: set[int] = set()
         kept: set[int] = set()
-        for stop, equation in front.stops.items():
-            inside = {node for found in readers[stop] for node in found.region.nodes}
-            alone = stop not in front.graph.outputs and analysis.readers(stop) <= inside
-            harmless = alone and inside and all(_is_invariant(found, stop) for found in readers[stop])
-            (passed if harmless else kept).add(id(equation))
-        return passed - kept
+        for stop, equation in first.stops.items():
+            (passed if is_without_effect(stop, live, outputs) else kept).add(id(equation))
+        passed -= kept
+        for stop, equation in first.stops.items():
+            if id(equation) in passed:
+                stop.become(stop.args[0])
+        return passed
 
     def _ordered(self) -> Iterator[Any]:
         """Equations, parts and nodes that the outputs need, and equations with effects, each after what it reads."""
@@ -265,18 +263,3 @@ def _of_primitives(node: Node, args: Sequence[Any]) -> Any:
     if node.op == "broadcast":
         return jax.lax.broadcast_in_dim(args[0], node.shape, node.attr)
     return jnp.reshape(args[0], node.shape).astype(node.dtype)
-
-
-def _is_invariant(found: Found, stop: Node) -> bool:
-    """Whether an expression does not depend on this leaf, which is no input of anything else in it."""
-    rng = np.random.default_rng(0)
-    arrays: list[Any] = []
-    for leaf in found.leaves:
-        kind, width = leaf.operand.kind, 12 if leaf.packed else 6
-        shape = (*(3,) * kind.rows, *((width if kind.columns else 1,) if kind.rows or kind.columns else ()))
-        arrays.append(rng.uniform(0.5, 1.5, shape))
-    if any(node.primitive in ("rotate_half", "group_sum", "group_max") for node in found.expression.nodes):
-        return False
-    moved = [array + 0.75 * (leaf.node is stop) for array, leaf in zip(arrays, found.leaves, strict=True)]
-    pairs = zip(evaluate(found.expression, np, arrays), evaluate(found.expression, np, moved), strict=True)
-    return all(np.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in pairs)
