@@ -130,6 +130,8 @@ def append_kv(
     slots: ArrayLike,
     cos: ArrayLike | None = None,
     sin: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     interleaved: bool = False,
 ) -> tuple[Array, Array]: ...
 def linear_gelu(

@@ -180,6 +180,8 @@ def append_kv(
     slots: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     interleaved: bool = False,
 ) -> None: ...
 def linear_gelu(

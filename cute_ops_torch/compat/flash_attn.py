@@ -255,7 +255,7 @@ def _appended(
         cos, sin = tables[0][places], tables[1][places]
         q = cute_ops_torch.rope(q, cos, sin, interleaved)
     slots = _slots(places, caches[0].shape[1], block_table)
-    cute_ops_torch.append_kv(*caches, *new, slots, cos, sin, interleaved)
+    cute_ops_torch.append_kv(*caches, *new, slots, cos, sin, interleaved=interleaved)
     return q
 
 

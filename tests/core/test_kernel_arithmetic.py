@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -279,8 +280,9 @@ def appending(rng: np.random.Generator) -> kernel_calls.Call:
         "v": (*lead, heads, e),
     }  # fmt: skip
     arrays = {name: rng.standard_normal(tuple(map(int, shape))).astype(dtype) for name, shape in shapes.items()}
+    eights = rng.random() < 0.4
     for name in APPEND.mutates:
-        arrays[name][...] = np.nan
+        arrays[name] = np.full_like(arrays[name], np.nan, dtype=ml_dtypes.float8_e4m3fn if eights else dtype)
     outside = [-1, -pages * size, pages * size, pages * size + 5, np.iinfo(index).min, np.iinfo(index).max]
     free = [*rng.permutation(int(pages * size)), *rng.choice(outside, tokens)]
     arrays["slots"] = rng.permutation(np.array(free[:tokens], index)).reshape(lead)
@@ -292,6 +294,10 @@ def appending(rng: np.random.Generator) -> kernel_calls.Call:
             arrays[name] = rng.standard_normal(table).astype(numpy_dtype(str(rng.choice(FLOATS))))
             arrays[name] = arrays[name].astype(arrays["cos"].dtype)
             where[name] = spread(rng, table, arrays[name].itemsize)
+    for name in ("k_scale", "v_scale"):
+        if rng.random() < (0.7 if eights else 0.2):
+            arrays[name] = rng.uniform(0.001, 2, heads).astype(np.float32)
+            where[name] = kernel_calls.Place((int(rng.integers(1, 3)),))
     attrs = {"interleaved": bool(rng.integers(2))} if turned else {}
     config = APPEND_CONFIGS[rng.integers(4)]
     said = ", ".join(f"{name} {a.dtype}{list(a.shape)} {where[name]}" for name, a in arrays.items())
@@ -303,10 +309,15 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(seed: int) -> None:
     """Bit by bit. The interpreter raises at a store beside the caches' own elements."""
     call = appending(np.random.default_rng(seed))
     expected, k = [call.arrays[name].copy() for name in APPEND.mutates], call.arrays["k"]
+    eights = expected[0].dtype != k.dtype
     if "cos" in call.arrays:
+        k = k.astype(np.float32) if eights or "k_scale" in call.arrays else k  # rounded once
         tables = {name: call.arrays[name] for name in ("cos", "sin")}
         (k,) = testing.run_reference(ROPE, {"x": k, **tables}, {"interleaved": False} | call.attrs)
-    for cache, new in zip(expected, (k, call.arrays["v"]), strict=True):
+    for cache, new, name in zip(expected, (k, call.arrays["v"]), ("k_scale", "v_scale"), strict=True):
+        if name in call.arrays:
+            new = new.astype(np.float32) * (1 / call.arrays[name])[:, None]
+        new = (new.astype(np.float32).clip(-448, 448) if eights else new).astype(cache.dtype)
         pages, size = cache.shape[:2]
         for token in np.ndindex(call.arrays["slots"].shape):
             slot = int(call.arrays["slots"][token])

@@ -132,7 +132,7 @@ def test_strided_caches_and_slices_do_not_spill(arch: str, compiled: Compiled) -
     caches, new = Memory((2 * 16 * 8 * 128, 8 * 128, 128, 1)), Memory((3 * 8 * 128, 128, 1))
     memory = {"k_cache": caches, "v_cache": caches, "k": new, "v": new}
     for absent, loads in ((("cos", "sin"), 8), ((), 12)):
-        variant = variant_of(append_kv, "bfloat16", 1, arch, memory, absent)
+        variant = variant_of(append_kv, "bfloat16", 1, arch, memory, (*absent, "k_scale", "v_scale"))
         assert {variant.tensors[name].layout for name in memory} == {"strided"}
         path = compiled(variant)
         assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
@@ -232,7 +232,7 @@ def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Call
     if any(t.dims and not t.unread for t in op.inputs.values()):
         assert re.search(r"LDG\.E\S*\.128|LDGSTS\S*\.128|UBLKCP", code), "no 16-byte load"
     # Narrower outputs take as many elements at a time as the inputs.
-    narrow = min(ITEMSIZE[kind] for t in op.results.values() for kind in op.dtype_choices(t)) < 2
+    narrow = min(ITEMSIZE[op.dtype_near(t, dtype)] for t in op.results.values()) < 2
     width = 16 * 8 // ITEMSIZE[dtype] if narrow else 128
     # A thread of the gradient of a convolution has registers for so many channels.
     width = min(width, 8 * ITEMSIZE[dtype] * variant_of(op, dtype, wanted.n, "sm_90a").config.get("channels", 128))

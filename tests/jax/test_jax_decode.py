@@ -33,6 +33,23 @@ def test_drawn_calls(part: int) -> None:
             right[name].assert_holds(np.asarray(x, np.float64), f"{call.name}: {name}")
 
 
+def test_float8_caches_are_written_and_read() -> None:
+    """Numbers are divided by their head's scale, and rounded to the nearest."""
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((2, 7, 2, 32), np.float32) for _ in range(2))
+    caches = [jnp.zeros((2, 9, 2, 32), jnp.float8_e4m3fn) for _ in range(2)]
+    slots, scale = jnp.arange(2)[:, None] * 9 + jnp.arange(7), np.array([0.01, 0.02], np.float32)
+    write = jax.jit(cute_ops_jax.append_kv, donate_argnums=(0, 1))
+    caches = write(*caches, k, v, slots, k_scale=scale, v_scale=scale)
+    for cache, new in zip(caches, (k, v), strict=True):
+        right = (new * (1 / scale)[:, None]).clip(-448, 448).astype(cache.dtype)
+        assert np.array_equal(np.asarray(cache)[:, :7].view(np.uint8), right.view(np.uint8))
+    q = jnp.asarray(rng.standard_normal((2, 1, 4, 32)), jnp.bfloat16)
+    out, _ = cute_ops_jax.decode_attention(q, *caches, jnp.array([7, 7]), k_scale=scale, v_scale=scale)
+    plain, _ = cute_ops_jax.decode_attention(q, *(jnp.asarray(x, jnp.bfloat16) for x in (k, v)), jnp.array([7, 7]))
+    assert np.abs(np.asarray(out - plain, np.float32)).max() < 0.2
+
+
 def test_latent_attention() -> None:
     for seed in range(300, 302):
         call = drawn_latent(seed, longest=60)

@@ -189,19 +189,40 @@ def test_pages_are_those_of_append_kv() -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
 
 
-def test_caches_in_float8_are_those_of_append_kv() -> None:
-    """Two numbers of 8 bits are copied as one of 16."""
-    torch.manual_seed(0)
-    new = [torch.randn(2, 7, 2, 32) for _ in range(2)]
-    scales = [x.abs().amax((0, 1, 3)) / 448 for x in new]
-    eights = [(x / scale[:, None]).to(torch.float8_e4m3fn) for x, scale in zip(new, scales, strict=True)]
-    caches = [torch.zeros(2, 9, 2, 32, dtype=torch.float8_e4m3fn) for _ in range(2)]
-    slots = torch.arange(2)[:, None] * 9 + torch.arange(7)
-    cute_ops_torch.append_kv(*(x.view(torch.bfloat16) for x in (*caches, *eights)), slots)
-    q, lengths = torch.randn(2, 1, 4, 32, dtype=torch.bfloat16), torch.tensor([7, 7])
-    found, _ = cute_ops_torch.decode_attention(q, *caches, lengths, k_scale=scales[0], v_scale=scales[1])
-    right, _ = cute_ops_torch.decode_attention(q, *(x.bfloat16() for x in new), lengths)
-    torch.testing.assert_close(found.float(), right.float(), atol=0.08, rtol=0.1)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_append_kv_rounds_to_float8(device: str, rotated: bool, kind: torch.dtype) -> None:
+    """To the bits of torch: of each head's scale, or of one; heads may stand before slots, infinities become 448."""
+    draw = torch.Generator().manual_seed(0)
+    new = [(torch.randn(2, 7, 3, size, generator=draw) * 2).to(device, kind) for size in (32, 64)]
+    new[0][0, 1, 2, 3], new[1][0, 2, 0, :2] = math.nan, torch.tensor([math.inf, -math.inf])
+    tables = [torch.randn(7, 8, generator=draw).to(device) for _ in range(2)] if rotated else [None, None]
+    scales = [torch.rand(3, generator=draw).to(device) / 40, torch.tensor(0.003, device=device).expand(3)]
+    slots = (torch.arange(2)[:, None] * 9 + torch.arange(7)).to(device)
+    slots[1, 4] = -1
+    caches = [torch.zeros(2, 3, 9, x.shape[-1], device=device).to(torch.float8_e4m3fn).transpose(1, 2) for x in new]
+    cute_ops_torch.append_kv(*caches, *new, slots, *tables, *scales)
+    if rotated:
+        new[0] = cute_ops_torch.rope(new[0].float(), *tables)
+    for x, cache, scale in zip(new, caches, scales, strict=True):
+        right = torch.zeros(cache.shape, device=device)
+        right[:, :7] = (x.float() * (1 / scale)[:, None]).clamp(-448, 448)
+        right[1, 4] = 0
+        torch.testing.assert_close(cache.float(), right.to(cache.dtype).float(), rtol=0, atol=0, equal_nan=True)
+    found, _ = cute_ops_torch.decode_attention(
+        torch.randn(2, 1, 6, 32).to(device, torch.bfloat16), *caches, torch.tensor([0, 4], device=device),
+        k_scale=scales[0], v_scale=scales[1],
+    )  # fmt: skip
+    assert found.isfinite().all()
+
+
+def test_caches_of_other_dtypes_are_refused() -> None:
+    new, slots = torch.zeros(1, 2, 32), torch.zeros(1, dtype=torch.int64)
+    caches = [torch.zeros(1, 1, 2, 32, dtype=torch.float16) for _ in range(2)]
+    said = "caches are in the dtype of k and v or in float8_e4m3fn, got float16 for float32."
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cute_ops_torch.append_kv(*caches, new, new, slots)
 
 
 def test_latent_attention_is_that_of_the_heads_own_keys_and_values() -> None:

@@ -4,13 +4,14 @@ import math
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.arguments import named
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
+from cute_ops.kernels.lib.fp8 import to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
 from cute_ops.kernels.lib.row_layout import extent, row_count, strided_offset
@@ -18,7 +19,7 @@ from cute_ops.kernels.rotary.layout import Rotary, wide
 
 
 class Tensors(NamedTuple):
-    """The op's arguments; without a rotation the tables are None."""
+    """The op's arguments; without a rotation the tables are None, and so are scales that the call does not have."""
 
     k_cache: Any
     v_cache: Any
@@ -27,6 +28,8 @@ class Tensors(NamedTuple):
     slots: Any
     cos: Any
     sin: Any
+    k_scale: Any
+    v_scale: Any
 
 
 class Work(NamedTuple):
@@ -56,7 +59,7 @@ class Heads:
 
 class AppendKV:
     """``k_cache[slots[token]] = k[token]``, and v likewise, for each token whose slot is in the cache; k is rotated if
-    there are tables of cosines and sines.
+    there are tables of cosines and sines. Where there are scales, numbers are divided by that of their head.
 
     Tile: ``threads_per_token`` threads copy a segment of one token's keys or values, ``unroll`` vectors each, and a CTA
     takes the same segment of several tokens. All loads of a segment are issued before the token's slot is known. A
@@ -75,7 +78,7 @@ class AppendKV:
         rotated = self.keys.get("cos") is not None
         self.rotary = Rotary(variant, ("k", "k_cache"), variant.attrs["interleaved"]) if rotated else None
         self.pairs = max(self.unroll // 2, 1)
-        self.pdl = can_use_pdl(variant.arch)
+        self.pdl, self.float8 = can_use_pdl(variant.arch), ITEMSIZE[self.keys["k_cache"].dtype] == 1
 
     def _elements(self, name):
         """Elements of a vector."""
@@ -128,16 +131,17 @@ class AppendKV:
             if segment < of_keys:
                 work = Work(token, slot, segment)
                 if const_expr(self.rotary is None):
-                    self._append("k", tensors.k, tensors.k_cache, work)
+                    self._append("k", (tensors.k, tensors.k_cache, tensors.k_scale), work)
                 else:
                     self._append_rotated(tensors, work)
             else:
-                self._append("v", tensors.v, tensors.v_cache, Work(token, slot, segment - of_keys))
+                values = tensors.v, tensors.v_cache, tensors.v_scale
+                self._append("v", values, Work(token, slot, segment - of_keys))
 
-    def _append(self, name, mX, mCache, work):
+    def _append(self, name, tensors, work):
         """Copy a segment of a token's heads to its slot, if the cache has that slot."""
         lane, _, _ = cute.arch.thread_idx()
-        token, slot, segment = work
+        (mX, mCache, mScale), (token, slot, segment) = tensors, work
         size, vec, count = self.size[name], self.vec[name], self._vectors(mX, name)
         source, held = Heads(mX, self.keys[name], token, size), []
         for u in range(self.unroll):
@@ -149,20 +153,22 @@ class AppendKV:
         target = Heads(mCache, self.keys[f"{name}_cache"], slot, size)
         wanted = self._has_slot(slot, mCache)
         for rX, there, head, column in held:
+            if const_expr(self.float8 or mScale is not None):
+                rX = self._rounded(rX.load().to(Float32) * self._inverse(mScale, there, head), mCache, vec)
             store_if(there & wanted, rX, target.address(head, column))
 
     def _append_rotated(self, tensors, work):
         """Rotate a segment of a token's keys by the token's angles and copy it to the token's slot."""
         lane, _, _ = cute.arch.thread_idx()
         mK, mCache, (token, slot, segment) = tensors.k, tensors.k_cache, work
-        rotary, dtype, count = self.rotary, mK.element_type, self._chunks(mK)
+        rotary, dtype, count = self.rotary, mCache.element_type, self._chunks(mK)
         d, r = rotary.sizes(mK, tensors.cos)
         source, held = Heads(mK, self.keys["k"], token, d), []
         for u in range(self.pairs):
             index = (segment * self.pairs + u) * self.lanes + lane
             head = index // rotary.chunks(d, r)
             chunk = rotary.chunk(index - head * rotary.chunks(d, r), d, r)
-            rX = rotary.load(dtype, source.address(head, 0), index < count, chunk)
+            rX = rotary.load(mK.element_type, source.address(head, 0), index < count, chunk)
             held.append((rX, index < count, head, chunk))
         # As they are: to widen one would wait for it before the next one is asked for.
         row, tables = rotary.row(tensors.cos, token), []
@@ -173,7 +179,26 @@ class AppendKV:
         for (rX, there, head, chunk), rTables in zip(held, tables):
             rX = wide(rX)
             rotary.rotate(rX, *map(wide, rTables), chunk.rotated)
+            if const_expr(tensors.k_scale is not None):
+                rX.store(rX.load() * self._inverse(tensors.k_scale, there, head))
             rotary.store(rX, dtype, target.address(head, 0), there & wanted, chunk, streaming=False)
+
+    @cute.jit
+    def _inverse(self, mScale, there, head):
+        """What numbers of a head are multiplied by on their way to the cache."""
+        inverse = Float32(1.0)
+        if const_expr(mScale is not None):
+            if there:
+                inverse = 1.0 / mScale[head]
+        return inverse
+
+    def _rounded(self, x, mCache, vec):
+        """A vector as a fragment of the cache's numbers."""
+        if self.float8:
+            return to_fp8(x, vec)
+        rX = fragment(mCache.element_type, vec)
+        rX.store(x.to(mCache.element_type))
+        return rX
 
     def _has_slot(self, slot, mCache):
         """Whether the cache has the slot."""

@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, load_if, store_if
+from cute_ops.kernels.lib.fp8 import to_fp8
 from cute_ops.kernels.lib.row_layout import row_address, row_count, strided_offset
 
 # CTAs in the second dimension of a grid.
@@ -122,8 +123,11 @@ class Rotary:
         return wide(rWeight)
 
     def store(self, rWide, dtype, address, valid, chunk, streaming=True):
-        rX = fragment(dtype, 2 * self.vec)
-        rX.store(rWide.load().to(dtype))
+        if dtype.width == 8:
+            rX = to_fp8(rWide.load(), 2 * self.vec)
+        else:
+            rX = fragment(dtype, 2 * self.vec)
+            rX.store(rWide.load().to(dtype))
         halves = self._halves(rX)
         itemsize = dtype.width // 8
         store_if(valid, halves[0], address + Int64(chunk.first) * itemsize, streaming)

@@ -56,6 +56,7 @@ WAVE_SHARE, LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS = 0.85, 256, 128, 512
 
 def append_kv(problem: Problem) -> AppendConfig:
     """A token has the fewest threads that copy its keys, and its values, at once."""
+    _check_float8("append_kv", problem)
     vectors = max(_vectors(problem, "k", "d"), _vectors(problem, "v", "e"))
     return AppendConfig(THREADS, threads_for(vectors, UNROLL, THREADS), UNROLL)
 
@@ -192,9 +193,7 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     dims, attrs = problem.dims, problem.attrs
     d, e, rows = dims["d"], dims["e"], dims["r"] * dims["s"]
     itemsize = ITEMSIZE[problem.dtypes["k_cache"]]
-    if itemsize == 1 and sm(problem.arch) < LEAST_SM_OF_FP8:
-        what = f"argument `k_cache` is float8_e4m3fn, which needs SM 8.9 or newer, the target is {problem.arch}"
-        raise NotImplementedError(f"cute.decode_attention: {what}.")
+    _check_float8("decode_attention", problem)
     tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
     form = "contiguous"
     if "page_table" in problem.dtypes:
@@ -207,6 +206,13 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
         for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
     return next(config for resident, config in configs if _resident(problem, config) >= resident)
+
+
+def _check_float8(op: str, problem: Problem) -> None:
+    """Raise NotImplementedError for caches in float8 where the target has no such numbers."""
+    if ITEMSIZE[problem.dtypes["k_cache"]] == 1 and sm(problem.arch) < LEAST_SM_OF_FP8:
+        what = f"argument `k_cache` is float8_e4m3fn, which needs SM 8.9 or newer, the target is {problem.arch}"
+        raise NotImplementedError(f"cute.{op}: {what}.")
 
 
 def _resident(problem: Problem, config: DecodeConfig) -> int:
@@ -307,5 +313,7 @@ def _mask(own: mods.Own, problem: Problem) -> tuple[str, str]:
 def _vectors(problem: Problem, name: str, dim: str) -> int:
     """Vectors of a token's heads, as wide as their alignment allows, here and in the cache."""
     size = problem.dims[dim]
-    aligned = min(VECTOR_BYTES, problem.aligns[name], problem.aligns[f"{name}_cache"])
-    return int(problem.dims["h"] * (size // math.gcd(size, aligned // ITEMSIZE[problem.dtypes[name]])))
+    aligned = [
+        min(VECTOR_BYTES, problem.aligns[each]) // ITEMSIZE[problem.dtypes[each]] for each in (name, f"{name}_cache")
+    ]
+    return int(problem.dims["h"] * (size // math.gcd(size, min(aligned))))
