@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
 from cute_ops.tools import sass
 
 ALL = [each for op in MODELS if not op.program for each in (op, *op.steps)] + [topk_step]
+GATHERED = gathered_sum, gathered_dots
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {
     "cross_entropy": [{}, SMOOTHED, {"softcap": 3.0, **SMOOTHED}, {"logit_scale": 0.5, "label_smoothing": 0.2}],
@@ -51,7 +54,7 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, case) for op in ALL for case in op.cases], ids=lambda v: v.name
+    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED) for case in op.cases], ids=lambda v: v.name
 )  # fmt: skip
 def test_every_case_compiles_without_spills(op: Op, case: Case, tmp_path: Path) -> None:
     """A stack is allowed to gradients of expressions of two tiles only; nothing is spilled to local memory."""
@@ -95,3 +98,21 @@ def test_the_largest_of_many_equal_numbers(n: int, k: int, dtype: str) -> None:
         part = slice(start // SEGMENT * k, start // SEGMENT * k + k)
         np.testing.assert_array_equal(found[:, part], expected + start)
         np.testing.assert_array_equal(values[:, part].astype(np.float64), np.take_along_axis(wide, expected, -1))
+
+
+@pytest.mark.parametrize("op", GATHERED, ids=lambda op: op.name)
+def test_rows_that_an_index_names(op: Op) -> None:
+    rng = np.random.default_rng(7)
+    for i in range(12):
+        dims = dict(zip("trk", map(int, rng.integers(1, (30, 20, 9))), strict=True))
+        dims["n"] = (1, 7, 64, 255, 1000, 2056)[i % 6]
+        kinds = {"I": ("int32", "int64")[i % 2], "W": FLOATS[i // 2 % 3]}
+        case = Case("", dims, {v: kind for v, kind in kinds.items() if v in op.dtypes})
+        draw = partial(testing.inputs, op, case, FLOATS[i % 3])
+        arrays = draw(i)
+        if i % 4 == 0:
+            arrays["weights"] = None
+        where = {
+            name: kernel_calls.place(op.inputs[name], a, LAYOUTS[i % 4]) for name, a in arrays.items() if a is not None
+        }
+        kernel_calls.check(kernel_calls.Call(op, {n: arrays[n] for n in op.inputs}, where, {}, "", draw))

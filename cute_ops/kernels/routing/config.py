@@ -1,9 +1,10 @@
-"""How rows are cut for the search of their largest numbers."""
+"""How rows are cut for the search of their largest numbers, and how sums of rows spread over threads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.lib.row_config import RowConfig
 
 # Columns of a segment, of which each gives its k largest: 16 bits of a key count them backwards.
@@ -19,3 +20,12 @@ class TopkConfig(RowConfig):
     """
 
     groups: int = 0
+
+
+@dataclass(frozen=True)
+class GatherConfig(KernelConfig):
+    """``threads`` of a CTA; ``threads_per_row`` share a row, ``unroll`` vectors each of every named row at a time."""
+
+    threads: int
+    threads_per_row: int
+    unroll: int

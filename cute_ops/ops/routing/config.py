@@ -1,15 +1,21 @@
-"""How the search of the largest numbers is configured."""
+"""How the search of the largest numbers, and sums of rows that are named by an index, are configured."""
 
 from __future__ import annotations
 
+import math
+
 from cute_ops.declaration.config import Problem
-from cute_ops.hardware import WARP
-from cute_ops.kernels.routing.config import SEGMENT, TopkConfig
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.kernels.routing.config import SEGMENT, GatherConfig, TopkConfig
+from cute_ops.ops.rows import threads_for
 
 # Columns of a thread. Of rows that are sorted the most columns, and the most numbers that are asked for.
 THREAD_COLUMNS, SORTED_ROW, SORTED_MOST = 32, 1024, 16
 # Threads of a CTA that sorts; the most of one that selects, and how many such threads an SM has.
 SORT_THREADS, SELECT_THREADS, SELECT_SM_THREADS = 128, 256, 1024
+# Vectors of a thread that adds up rows.
+GATHERED_VECTORS = 4
 
 
 def topk(problem: Problem) -> TopkConfig:
@@ -20,6 +26,26 @@ def topk(problem: Problem) -> TopkConfig:
         return TopkConfig("sort", SORT_THREADS, threads_per_row=min(threads, WARP))
     threads = max(threads, WARP)
     return TopkConfig("select", threads, resident=SELECT_SM_THREADS // threads, groups=max(_power(2 * k), threads))
+
+
+def gathered_sum(problem: Problem) -> GatherConfig:
+    """As many threads of a row as have :data:`GATHERED_VECTORS` in flight, of all rows that they add up."""
+    return _gathered(problem, 2 * SORT_THREADS)
+
+
+def gathered_dots(problem: Problem) -> GatherConfig:
+    """At most a warp for each row, which exchanges sums by shuffles."""
+    return _gathered(problem, WARP)
+
+
+def _gathered(problem: Problem, most: int) -> GatherConfig:
+    rows = [name for name in ("y", "out", "dout") if name in problem.aligns]
+    wide = min(min(problem.aligns[name], VECTOR_BYTES) for name in rows) // ITEMSIZE[problem.dtypes["y"]]
+    n = problem.dims["n"]
+    vectors = -(-n // math.gcd(n, max(wide, 1)))
+    unroll = max(GATHERED_VECTORS // problem.dims["k"], 1)
+    share = threads_for(vectors, unroll, most)
+    return GatherConfig(max(SORT_THREADS // share, 1) * share, share, unroll)
 
 
 def _power(number: int) -> int:

@@ -10,6 +10,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum
 
 Arrays = Mapping[str, Any]
 Call = Callable[..., Any]
@@ -23,38 +24,33 @@ def _permute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x, index = inputs["x"], inputs["index"]
     keys, order = xp.sort(xp.classes_of(index.reshape(-1), attrs["experts"]))
     order = xp.whole(order)
-    out = xp.rows_of(x, order // index.shape[-1])
+    out = _gathered(call, x, (order // index.shape[-1])[:, None], None)
     place = xp.whole(xp.sort(order)[1]).reshape(index.shape)
     return {"out": out, "place": place, "ends": xp.ends(keys, attrs["experts"])}
 
 
 def _permute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    return {"dx": _summed(xp, inputs["dout"], inputs["place"], None)}
+    return {"dx": _gathered(call, inputs["dout"], inputs["place"], None)}
 
 
-def _summed(xp: Any, y: Any, place: Any, weights: Any) -> Any:
+def _gathered(call: Call, y: Any, index: Any, weights: Any) -> Any:
     """The sums of each token's rows, in float32, rounded once."""
-    rows = xp.rows_of(y, place)
-    if weights is not None:
-        wide = xp.ones((), y)
-        rows = xp.cast(rows, wide) * xp.cast(weights, wide)[..., None]
-    return xp.sums(rows, (-2,), y)
+    return call(gathered_sum, {"y": y, "index": index, "weights": weights}, {})["out"]
 
 
 def _unpermute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    return {"out": _summed(xp, inputs["y"], inputs["place"], inputs["weights"])}
+    return {"out": _gathered(call, inputs["y"], inputs["place"], inputs["weights"])}
 
 
 def _unpermute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     y, place, weights, dout = (inputs[name] for name in ("y", "place", "weights", "dout"))
-    wide = xp.ones((), y)
     order = xp.whole(xp.sort(place.reshape(-1))[1])
-    dy = xp.rows_of(dout, order // place.shape[-1])
+    token = (order // place.shape[-1])[:, None]
     if weights is None:
-        return {"dy": dy, "dweights": None}
-    by_row = xp.rows_of(weights.reshape(-1, 1), order)
-    products = xp.cast(xp.rows_of(y, place), wide) * xp.cast(dout, wide)[..., None, :]
-    return {"dy": xp.cast(xp.cast(dy, wide) * xp.cast(by_row, wide), y), "dweights": xp.sums(products, (-1,), weights)}
+        return {"dy": _gathered(call, dout, token, None), "dweights": None}
+    dots = call(gathered_dots, {"y": y, "index": place, "dout": dout}, {})["dots"]
+    dy = _gathered(call, dout, token, xp.rows_of(weights.reshape(-1, 1), order))
+    return {"dy": dy, "dweights": xp.cast(dots, weights)}
 
 
 TOKENS, INDEX = Tensor("r n", "T"), Tensor("r k", "I")
@@ -70,7 +66,7 @@ permute_tokens_bwd = Op(
     "permute_tokens_bwd",
     inputs={"x": TOKENS._replace(unread=True), "place": PLACE, "dout": SORTED},
     outputs={"dx": TOKENS},
-    kernel=Program(_permute_bwd),
+    kernel=Program(_permute_bwd, (gathered_sum,)),
     doc="""Gradient of :func:`permute_tokens`: the sums of each token's rows.""",
     **{**_SORTING, "dtypes": {"T": FLOATS}},
 )
@@ -80,7 +76,7 @@ permute_tokens = Op(
     inputs={"x": TOKENS, "index": INDEX},
     outputs={"out": SORTED, "place": Tensor("r k", "int32"), "ends": Tensor("e", "int32")},
     derived={**_T, "e": lambda dims, attrs: attrs["experts"]},
-    kernel=Program(_permute),
+    kernel=Program(_permute, (gathered_sum,)),
     grad=permute_tokens_bwd,
     doc="""Tokens in the order of their experts, as grouped products want them.
 
@@ -108,7 +104,7 @@ unpermute_tokens_bwd = Op(
     "unpermute_tokens_bwd",
     inputs={"y": SORTED, "place": PLACE, "dout": TOKENS, "weights": WEIGHTS},
     outputs={"dy": SORTED, "dweights": WEIGHTS._replace(optional=False, given="weights")},
-    kernel=Program(_unpermute_bwd),
+    kernel=Program(_unpermute_bwd, (gathered_sum, gathered_dots)),
     doc="""Gradients of :func:`unpermute_tokens`: each token's cotangent times its weights, and their dot products.""",
     **_SUMMING,
 )
@@ -117,7 +113,7 @@ unpermute_tokens = Op(
     "unpermute_tokens",
     inputs={"y": SORTED, "place": PLACE, "weights": WEIGHTS},
     outputs={"out": TOKENS},
-    kernel=Program(_unpermute),
+    kernel=Program(_unpermute, (gathered_sum,)),
     grad=unpermute_tokens_bwd,
     cases=(Case("odd-small", {"r": 15, "n": 7, "k": 3, "t": 45}),),
     doc="""Sums of the rows that a token's experts made, each times its weight.

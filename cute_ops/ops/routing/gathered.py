@@ -1,0 +1,97 @@
+"""Sums of rows that are named by an index, and dot products with them: declarations, reference maths, cases. The
+programs of tokens call them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.split import Sharding
+from cute_ops.declaration.tensor import Tensor
+from cute_ops.ops.routing import config
+
+CASES = (
+    Case("odd-small", {"t": 9, "r": 5, "k": 3, "n": 7}),
+    Case("mixtral-8x7b", {"t": 66, "r": 33, "k": 2, "n": 4096}),
+    Case("qwen3-moe-again", {"t": 17, "r": 136, "k": 1, "n": 2048}, absent=("weights",)),
+    Case("odd", {"t": 40, "r": 21, "k": 8, "n": 257}),
+)
+
+
+def reference(xp: Any, y: Any, index: Any, weights: Any = None) -> Any:
+    rows = xp.reshape(xp.take(y, xp.reshape(index, (-1,)), axis=0), (*index.shape, y.shape[-1]))
+    rows, wide = widen(xp, rows, weights)
+    return xp.astype(xp.sum(rows if wide is None else rows * wide[..., None], axis=-2), y.dtype)
+
+
+def reference_dots(xp: Any, y: Any, index: Any, dout: Any) -> Any:
+    rows, wide = widen(xp, xp.reshape(xp.take(y, xp.reshape(index, (-1,)), axis=0), (*index.shape, y.shape[-1])), dout)
+    return xp.sum(rows * wide[..., None, :], axis=-1)
+
+
+_INPUTS = {"y": Tensor("t n", "T"), "index": Tensor("r k", "I", upper_bound="t")}
+_COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "I": ("int64", "int32"), "W": FLOATS}, "static": ("n", "k"),
+    "inference_only": "the programs that call it have theirs",
+}  # fmt: skip
+
+gathered_sum = Op(
+    "gathered_sum",
+    inputs={**_INPUTS, "weights": Tensor("r k", "W", optional=True)},
+    outputs={"out": Tensor("r n", "T")},
+    sharding=Sharding(parallel=("r", "n")),
+    reference=reference,
+    kernel="cute_ops.kernels.routing.gathered:GatheredSum",
+    tuning=Tuning(config.gathered_sum),
+    cases=CASES,
+    doc="""Sums of rows that are named by an index, each times its weight: a step of :func:`unpermute_tokens`.
+
+    ``out[i] = sum_j weights[i, j] * y[index[i, j]]``
+
+    Args:
+        y: ``T[t n]``; float32, float16 or bfloat16; any row stride.
+        index: ``I[r k]``, int64 or int32: rows of y, which exist.
+        weights: ``W[r k]``, a float dtype of its own; ones where None.
+
+    Returns:
+        ``T[r n]``. Summed in float32 in the order of j, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous.
+    """,
+    **_COMMON,
+)
+
+gathered_dots = Op(
+    "gathered_dots",
+    inputs={**_INPUTS, "dout": Tensor("r n", "T")},
+    outputs={"dots": Tensor("r k", "float32")},
+    sharding=Sharding(parallel=("r",)),
+    reference=reference_dots,
+    kernel="cute_ops.kernels.routing.gathered:GatheredDots",
+    tuning=Tuning(config.gathered_dots),
+    cases=tuple(case._replace(absent=()) for case in CASES),
+    doc="""Dot products with rows that an index names: the gradient of :func:`unpermute_tokens` to its weights.
+
+    ``dots[i, j] = sum(y[index[i, j]] * dout[i])``
+
+    Args:
+        y: ``T[t n]``; float32, float16 or bfloat16; any row stride.
+        index: ``I[r k]``, int64 or int32: rows of y, which exist.
+        dout: ``T[r n]``; any row stride.
+
+    Returns:
+        float32 ``[r k]``. Deterministic.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous.
+    """,
+    **{**_COMMON, "dtypes": {"T": FLOATS, "I": ("int64", "int32")}},
+)
