@@ -60,7 +60,7 @@ def test_results(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_results(*modded(number), tmp_path)
 

@@ -53,6 +53,9 @@ def modded(number: int) -> tuple[Call, Functions]:
         call = Call(2, 140, 150, 2, 1, 64, 64, "bfloat16", {}, False, False)
         place = np.cumsum(rng.random((2, 150)) < 0.02, axis=1).astype(np.int32)
         return call, Functions(mask=document, captured={"document": place})
+    if number == 2:  # tiles where each distance keeps its sign, and such where it does not
+        call = Call(1, 70, 150, 2, 2, 64, 64, "bfloat16", {}, False, False)
+        return call, Functions(mods.alibi, None, {"slopes": np.array([0.5, -0.01], np.float32)})
     call = Call(1, 70, 140, 2, 2, 64, 64, "bfloat16", {"softcap": 20.0, "left": 90}, False, False)
     numbers = {"table": (2, 281), "slopes": (2,), "keys": (1, 140)}
     return call, Functions(tables, None, {n: rng.random(shape, np.float32) for n, shape in numbers.items()})
@@ -178,7 +181,7 @@ def test_results(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_results_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_results(*modded(number), tmp_path)
 
@@ -202,7 +205,7 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_gradients(*modded(number), tmp_path)
 
@@ -229,7 +232,7 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(3))
 def test_gradients_in_one_pass_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_one_pass(*modded(number), tmp_path)
 
@@ -239,7 +242,10 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_q"]
     whole = ((0, 0), (0, 0), (0, -call.s % 128))
-    logs = np.pad(np.where(lse > -np.inf, lse * np.float32(np.log2(np.e)), np.inf), whole, constant_values=np.inf)
+    # Less the offset of scores, which a soft cap leaves out: its scores are 2 cap / (1 + exp(-2 x)) - cap.
+    cap = np.float32(call.attrs.get("softcap", 0.0) if functions.score is None else 0.0)
+    logs = np.where(lse > -np.inf, (lse + cap) * np.float32(np.log2(np.e)), np.inf)
+    logs = np.pad(logs, whole, constant_values=np.inf)
     sums = np.zeros((call.batch, call.h, call.s, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]

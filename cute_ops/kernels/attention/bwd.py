@@ -37,8 +37,8 @@ class AttentionBackward:
         config, dims = AttentionBackwardConfig.of(variant.config), variant.dims
         self.dv, self.packed = dims["e"], "cu_seqlens_q" in variant.names
         self.lanes = 1 << (-(-self.dv // VECTOR) - 1).bit_length()  # that have a row's delta
-        self.mods = mods = Mods(config.score, config.mask, config.bounds, config.dscore)
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
+        self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
         of_queries, of_keys = QueriesBackward, KeysBackward
         if config.warps:

@@ -16,7 +16,6 @@ from cute_ops.kernels.attention.pages import Keys, load_tile, page_entry
 from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import Place, Sizes, Tile
 from cute_ops.kernels.attention.warps import Rows, mma_of_warp, queries_fit
-from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.copy import fragment, load, store
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -100,8 +99,9 @@ class DecodeAttention:
         self.d, self.e, self.shared_by, self.queries = (dims[name] for name in "ders")
         self.rows = self.shared_by * self.queries  # of a head of the caches
         self.window, self.itemsize = attrs["window"], ITEMSIZE[keys["q"].dtype]
-        self.mods, self.scale = Mods(self.config.score), attrs["scale"] or self.d**-0.5
-        self.softmax = OnlineSoftmax(1.0 if self.config.score else self.scale)
+        self.scale = attrs["scale"] or self.d**-0.5
+        self.mods = Mods(self.scale, self.config.score)
+        self.softmax = OnlineSoftmax(*self.mods.outer)
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
         # What stays in registers: queries, beside sums of values.
         self.keeps_queries = queries_fit(self.config.tiles_m, self.d, self.e)
@@ -327,7 +327,7 @@ class DecodeAttention:
             self.softmax.rescale(row.scores, row.factors)
         if const_expr(self.mods.score is not None):
             place = Place(Tile(0, row.heads, work.batch), row.tokens, start, (0, 1, 8, 9), False, work.sizes)
-            self.mods.change(scores, place, self.scale)
+            self.mods.change(scores, place)
         # All queries attend to all keys of a tile, if it is none of the last or of the window's first ones.
         before = work.keys - self.queries
         whole = ((tile + 1) * KEYS_OF_TILE <= before + 1) & (mask == -1)
@@ -355,7 +355,7 @@ class DecodeAttention:
             for offset in (2, 1):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             if lane % 4 == 0:
-                sSums[0, at, warp] = row.largest[r] * Float32(self.softmax.scale * LOG2_E)
+                sSums[0, at, warp] = self.softmax.log2(row.largest[r])
                 sSums[1, at, warp] = total
             for c in cutlass.range_constexpr(self.e // 4):
                 sValues[at, self.tiles.column(lane, c), warp] = values[r, c]

@@ -70,10 +70,9 @@ class AttentionFwdSm80:
         self.d, self.dv, self.tile_n, self.tiles_m = dims["d"], dims["e"], config.tile_n, config.tiles_m
         self.warps, self.tile_q = config.warps, config.block
         self.threads = WARP * self.warps
-        self.mods = Mods(config.score, config.mask, config.bounds)
+        self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_q, self.tile_n, self.mods)
-        self.scale = attrs["scale"] or self.d**-0.5
-        self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
+        self.softmax = OnlineSoftmax(*self.mods.outer)
         self.packed, self.pdl = "cu_seqlens_q" in variant.names, can_use_pdl(variant.arch)
         self.keeps_queries = queries_fit(self.tiles_m, self.d, self.dv)
 
@@ -165,7 +164,7 @@ class AttentionFwdSm80:
     def _weigh(self, mine: cutlass.Constexpr, place: cutlass.Constexpr, whole):
         """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
         if const_expr(self.mods.score is not None):
-            self.mods.change(by_row(mine.scores), place, self.scale)
+            self.mods.change(by_row(mine.scores), place)
         if not whole:
             self.mods.hide(by_row(mine.scores), place, -Float32.inf)
         self.softmax.rescale(mine.values, self.softmax.add(mine.scores, mine.largest, mine.sums))

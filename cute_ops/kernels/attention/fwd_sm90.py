@@ -66,10 +66,9 @@ class AttentionFwd:
         self.d, self.dv, self.tile_n, self.sms = dims["d"], dims["e"], config.tile_n, config.sms
         self.consumers, self.tile_m = config.consumers, config.consumers * MMA_M
         self.registers = REGISTERS[config.consumers]
-        self.mods = Mods(config.score, config.mask, config.bounds)
+        self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
-        self.scale = attrs["scale"] or self.d**-0.5
-        self.softmax = OnlineSoftmax(1.0 if self.mods.score else self.scale)
+        self.softmax = OnlineSoftmax(*self.mods.outer)
         self.packed = "cu_seqlens_q" in variant.names
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
@@ -275,7 +274,7 @@ class AttentionFwd:
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
         if const_expr(self.mods.score is not None):
-            self.mods.change(scores, place, self.scale)
+            self.mods.change(scores, place)
         if not self.tiles.whole(tile, sizes, tile.block, keys):
             self.mods.hide(scores, place, -Float32.inf)
         self._hide_missing(scores, there, tidx)

@@ -2,14 +2,17 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_ops.expressions.reads import SIZE, Mod, known, ranged
 from cute_ops.expressions.text import text_of
+from cute_ops.kernels.attention.folding import Folded, Scaled
 from cute_ops.kernels.emit.emitter import Emitter
 from cute_ops.kernels.emit.primitives import DEVICE
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.matrix import folded
+
+Q, K = 2, 3  # of coordinates
 
 
 def exp(x):
@@ -17,7 +20,7 @@ def exp(x):
 
 
 def tanh(x):
-    """``1 - 2 / (1 + exp(2 x))``: right to 2e-7 absolutely, which is what a score's weight asks for."""
+    """``1 - 2 / (1 + exp(2 x))``: right to 2e-7 absolutely, which is what a mask asks for."""
     return 1.0 - 2.0 * cute.arch.rcp_approx(exp(x * 2.0) + 1.0)
 
 
@@ -60,6 +63,16 @@ class Evaluated:
             found.append(loaded[key])
         return found
 
+    def along(self, operands, place, c):
+        """The operands of one score of a change, with the coordinate of its column as a step along a row."""
+        at = 1 + (Q if place.keys_down else K)
+        return [*operands[:at], place.along(c), *operands[at + 1 :]]
+
+    def varying(self, place):
+        """The operands of a change of scores that differ between columns of a row, besides the column's coordinate."""
+        reads = range(len(self.mod.reads))
+        return {0, *(self.mod.given + i for i in reads if self.mod.depends(i)[0 if place.keys_down else 1])}
+
     def read(self, i, operands, captured):
         """An element of an array, or its size, by the operands before it."""
         read = self.mod.reads[i]
@@ -87,13 +100,19 @@ class Mods:
     """A mask, its bounds over a tile and a change of scores; each may be absent.
 
     Attributes:
+        scale: of products of queries and keys.
+        outer: a factor and an offset that make scores of the numbers that a change leaves, or of the products.
         by_query, by_key: the reads of the mask that have bounds over a tile of queries, of keys.
     """
 
-    def __init__(self, score, mask="", bounds="", dscore=""):
+    def __init__(self, scale, score="", mask="", bounds="", dscore=""):
+        self.scale = scale
         self.mask, self.score = (Evaluated(Mod.parse(text)) if text else None for text in (mask, score))
         self._bounds = Emitter(bounds, FAST) if bounds else None
-        self._dscore = Emitter(dscore, FAST) if dscore else None
+        self._score, self._dscore = (
+            Folded(text, FAST) if text else None for text in (self.score and text_of(self.score.mod.expression), dscore)
+        )
+        self.outer = self._score.outer() if self._score else (scale, 0.0)
         self.by_query, self.by_key = ranged(self.mask.mod) if self.mask else ([], [])
 
     def bounds(self, tile, place, tiles, sizes):
@@ -128,12 +147,40 @@ class Mods:
         place = sizes.first_slots[axis] + tiles[axis]
         return [table[2 * number + which, batch, head, place] for which in (0, 1)]
 
-    def change(self, scores, place, scale):
-        """Replace scores, which are scaled first."""
-        loaded = [{}, {}] if place.heads_by_row else [{}] * 2
+    @cute.jit
+    def change(self, scores, place: cutlass.Constexpr):
+        """Replace products of queries and keys by numbers that :attr:`outer` makes scores of."""
+        loaded, same, signs = [{}, {}] if const_expr(place.heads_by_row) else [{}] * 2, Boolean(True), {}
+        for (r, i), along in self._absolutes(place, loaded).items():
+            keeps, signs[r, i] = along.between(place.columns)
+            same = same & keeps
+        if const_expr(len(signs) == 0):
+            self._change(scores, place, loaded, {})
+        elif cute.arch.vote_all_sync(same):
+            self._change(scores, place, loaded, signs)
+        else:
+            self._change(scores, place, loaded, {})
+
+    def _change(self, scores, place, loaded, signs):
+        """``signs``: of what absolute values are taken of, by row and node, where all of a warp's columns keep them."""
+        loaded = [{**loaded[0]}, {**loaded[1]}] if place.heads_by_row else [{**loaded[0]}] * 2
         for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
-            given = scores[r, c] * Float32(scale), *coordinates
-            scores[r, c] = self.score.emit(*self.score.operands(given, place.sizes.captured, loaded[r], at))[0]
+            given = Scaled(self.scale, scores[r, c]), *coordinates
+            operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded[r], at), place, c)
+            own = {i: sign for (row, i), sign in signs.items() if row == r}
+            scores[r, c] = self._score(operands, self.score.varying(place), own)
+
+    def _absolutes(self, place, loaded):
+        """The arguments of absolute values that change along a row by a step, by row and node."""
+        found = {}
+        if self._score.absolute:
+            for r, c, at, coordinates in place.each():
+                if c == 0:
+                    given = Scaled(1.0, Float32(0.0)), *coordinates
+                    operands = self.score.operands(given, place.sizes.captured, loaded[r], at)
+                    along = self._score.along(self.score.along(operands, place, c), self.score.varying(place))
+                    found |= {(r, i): each for i, each in along.items()}
+        return found
 
     def hide(self, values, place, hidden):
         """Replace values of keys that a query does not attend to, and of what lies behind the last key."""
@@ -145,15 +192,18 @@ class Mods:
                 kept = kept & self.mask.emit(*operands)[0]
             values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
 
-    def derive(self, cotangents, scores, place):
-        """Multiply cotangents of changed scores by the derivative of the change; scores are scaled. One that is 0 stays
-        so: what is hidden may have no derivative.
+    def derive(self, cotangents, products, place):
+        """Multiply cotangents of changed scores by the derivative of the change, of products of queries and keys. One
+        that is 0 stays so: what is hidden may have no derivative.
         """
         loaded = {}
         for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
-            operands = self.score.operands((scores[r, c], *coordinates), place.sizes.captured, loaded, at)
+            given = Scaled(self.scale, products[r, c]), *coordinates
+            operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
             before = cotangents[r, c]
-            cotangents[r, c] = cutlass.select_(before == 0.0, before, self._dscore(*operands, before)[0])
+            varying = {*self.score.varying(place), len(operands)}
+            after = self._dscore([*operands, before], varying)
+            cotangents[r, c] = cutlass.select_(before == 0.0, before, after)
 
 
 def min_size(x, size):

@@ -57,11 +57,16 @@ class OnlineSoftmax:
     that one FMA scales and shifts.
 
     Args:
-        scale: of scores, a positive number.
+        scale, offset: scores are ``scale * x + offset`` of the numbers that are given; the scale is positive.
     """
 
-    def __init__(self, scale):
-        self.scale = scale
+    def __init__(self, scale, offset=0.0):
+        self.scale, self.offset = scale, offset
+
+    def log2(self, largest):
+        """The largest score, of base 2."""
+        score = largest * Float32(self.scale * LOG2_E)
+        return score + Float32(self.offset * LOG2_E) if self.offset else score
 
     @cute.jit
     def add(self, rS, rMax, rSum):
@@ -106,7 +111,7 @@ class OnlineSoftmax:
         """
         lse, factors = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in range(2):
-            total, highest = rSum[r], rMax[r] * Float32(self.scale * LOG2_E)
+            total, highest = rSum[r], self.log2(rMax[r])
             for offset in (2, 1):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
             share = Float32(1.0)
@@ -134,8 +139,12 @@ class Weights:
         self.mods, self.scale = mods, scale
 
     def of_lse(self, lse, given):
-        """A row's log-sum-exp, of base 2; infinite where the row has no key or is not ``given``: its weights are 0."""
-        return cutlass.select_(given & (lse > -Float32.inf), lse * Float32(LOG2_E), Float32.inf)
+        """A row's log-sum-exp, of base 2, less the offset of scores; infinite where the row has no key or is not
+        ``given``: its weights are 0.
+        """
+        log = lse * Float32(LOG2_E)
+        log = log - Float32(self.mods.outer[1] * LOG2_E) if self.mods.outer[1] else log
+        return cutlass.select_(given & (lse > -Float32.inf), log, Float32.inf)
 
     def of_rows(self, rows, first, tile, sizes):
         """The log-sum-exp, of base 2, and the delta of a thread's rows, ``first`` and 8 further down, as functions of
@@ -162,16 +171,17 @@ class Weights:
         scores = by_row(rS)
         rRaw = cute.make_rmem_tensor_like(rS) if cutlass.const_expr(self.mods.score is not None) else None
         if cutlass.const_expr(rRaw is not None):
-            rRaw.store(rS.load() * Float32(self.scale))
-            self.mods.change(scores, place, self.scale)
-        scale = Float32(LOG2_E if cutlass.const_expr(rRaw is not None) else self.scale * LOG2_E)
+            rRaw.store(rS.load())
+            self.mods.change(scores, place)
+        scale = Float32(self.mods.outer[0] * LOG2_E)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
-                log = lse(r, c)
-                weight = exp2(scores[r, c] * scale - log)
-                if cutlass.const_expr(rRaw is not None):  # behind the last row a changed score may be NaN
-                    weight = cutlass.select_(log == Float32.inf, Float32(0.0), weight)
-                scores[r, c] = weight
+                scores[r, c] = exp2(scores[r, c] * scale - lse(r, c))
+        if cutlass.const_expr(rRaw is not None):
+            if place.last_query >= place.sizes.seqlen_q:  # behind the last row a changed score may be NaN
+                for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    for r in cutlass.range_constexpr(2):
+                        scores[r, c] = cutlass.select_(lse(r, c) == Float32.inf, Float32(0.0), scores[r, c])
         if not whole:
             self.mods.hide(scores, place, 0.0)
         if cutlass.const_expr(rWeights is not None):

@@ -8,6 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
+from cute_ops.kernels.attention.folding import Along
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.tensor_core.sizes import WARPGROUP, RegisterBudget
 
@@ -115,6 +116,25 @@ class Place(NamedTuple):
         """Whether rows are of different heads."""
         return isinstance(self.tile.head, tuple)
 
+    @property
+    def shifts(self):
+        """What is added to rows and to columns for their coordinates."""
+        return (Int32(0), self.sizes.shift) if self.keys_down else (self.sizes.shift, Int32(0))
+
+    @property
+    def first(self):
+        """The coordinate of the column from which on those of the thread are counted."""
+        return Float32(self.start + self.shifts[1])
+
+    @property
+    def last_query(self):
+        """The last of the thread's queries."""
+        return self.start + self.columns[-1] if self.keys_down else self.rows[-1]
+
+    def along(self, c):
+        """The coordinate of a column."""
+        return Along(self.first, 1.0, float(self.columns[c]))
+
     def each(self, down=False):
         """Of each score row and column; both as the numbers of a query and a key; and, in float32, its coordinates
         (batch, head, q, k) and their sizes. The last query stands beside the last key.
@@ -124,8 +144,7 @@ class Place(NamedTuple):
         """
         batch, counts = Float32(self.tile.batch), self.sizes.counts
         heads = [Float32(head) for head in (self.tile.head if self.heads_by_row else [self.tile.head] * 2)]
-        shifts = (Int32(0), self.sizes.shift) if self.keys_down else (self.sizes.shift, Int32(0))
-        start, rows = Float32(self.start + shifts[1]), [Float32(row + shifts[0]) for row in self.rows]
+        start, rows = self.first, [Float32(row + self.shifts[0]) for row in self.rows]
         every = [(r, c) for r in range(len(rows)) for c in range(len(self.columns))]
         for r, c in sorted(every, key=lambda at: at[::-1]) if down else every:
             across = start + Float32(self.columns[c])
