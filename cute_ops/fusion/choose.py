@@ -7,7 +7,7 @@ product's result, or over values between several primitives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.primitives import PRIMITIVES
@@ -27,16 +27,18 @@ class Choice(NamedTuple):
     """What an expression becomes.
 
     Attributes:
-        kind: ``"op"``, ``"fused"``, ``"linear"``, or empty: it stays.
+        kind: ``"op"``, ``"fused"``, ``"linear"``, ``"own"``, or empty: it stays.
         name: the op, or ``"fused"`` or ``"linear"``.
         why: the reason if it stays.
-        product: of ``"linear"`` the leaf that is the product.
+        product: the leaf that is a product which is computed, too; -1 if there is none.
+        own: of ``"own"`` how an op of the user's computes it.
     """
 
     kind: str
     name: str = ""
     why: str = ""
     product: int = -1
+    own: Any = None
 
 
 def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -> Choice:

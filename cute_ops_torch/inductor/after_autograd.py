@@ -25,6 +25,7 @@ from cute_ops.fusion.analyse import Found, is_linear
 from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node as Value
+from cute_ops.fusion.own import Meanings
 from cute_ops.fusion.report import Entry, entry_of
 from cute_ops_torch.inductor import fusion_choice
 from cute_ops_torch.inductor.aten import AtenEmitter, AtenFront
@@ -145,15 +146,16 @@ class ReplaceAfter(CustomGraphPass):
     """The pass. It first runs the ones that were set before it.
 
     Attributes:
-        ops, devices, exact: as :class:`Replace <cute_ops_torch.inductor.graph_pass.Replace>` has them.
+        ops, devices, exact, own: as :class:`Replace <cute_ops_torch.inductor.graph_pass.Replace>` has them.
         previous: the pass, or passes, that were set before.
         key: what identifies it in Inductor's caches.
     """
 
     def __init__(
         self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, *, entries: list[Entry],
-        replaced: Counter[str], key: str,
+        replaced: Counter[str], key: str, own: Meanings,
     ) -> None:  # fmt: skip
+        self.own = own
         self.ops, self.devices, self.exact, self.previous, self.key = ops, devices, exact, previous, key
         self._entries, self._replaced = entries, replaced
 
@@ -165,7 +167,7 @@ class ReplaceAfter(CustomGraphPass):
             return
         where = "the backward" if any(node.name.startswith("tangents") for node in graph.nodes) else "the forward"
         try:
-            parts = rewrite_after(owner, ChooserAfter(self.ops, self.devices, self.exact), self.exact)
+            parts = rewrite_after(owner, ChooserAfter(self.ops, self.devices, self.exact, self.own), self.exact)
         except Exception as error:  # a model must compile, whatever it is written with
             log.warning("torch.compile: a graph stays as it is: %s: %s", type(error).__name__, error)
             self._entries.append(Entry("", "a graph", f"{type(error).__name__}: {error}", "", where, 1))
@@ -202,13 +204,13 @@ def rewrite_after(module: torch.fx.GraphModule, choosing: ChooserAfter, exact: b
     work, parts = RewritingAfter(module, front, choosing), []
     outputs, taken = set(front.graph.outputs), set[Value]()
     for found, choice in chosen:
-        if choice.kind == "linear" and found.leaves[choice.product].node in (outputs | taken):
+        if choice.product >= 0 and (found.leaves[choice.product].node in outputs | taken):
             choice = choosing.choose(found, [], front.device_of(found.roots[0]))
-        if choice.kind != "linear":
+        if choice.product < 0 and choice.kind != "own":
             found, choice = _sharing(found, choice, choosing, front, taken)
         part = work.part(found, choice)
         parts.append(part)
-        if part.choice.kind == "linear":
+        if part.choice.product >= 0:
             taken.add(found.leaves[choice.product].node)
     work.finish()
     return parts
@@ -222,6 +224,6 @@ def _sharing(
     for i in shared_products(found):
         if found.leaves[i].node not in taken and found.leaves[i].node in front.holders:
             linear = choosing.choose(found, [i], device)
-            if linear.kind == "linear":
+            if linear.kind == "linear":  # an op of the user's has no such output
                 return with_product(found, i), linear
     return found, choice

@@ -25,6 +25,7 @@ from cute_ops.fusion.choose import Choice
 from cute_ops.fusion.composite import NAMES as COMPOSITES
 from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.express import Leaf
+from cute_ops.fusion.own import Meanings
 from cute_ops.jit import target
 from cute_ops.jit.plan import signature
 from cute_ops.ops.gemm import mlp_products
@@ -49,15 +50,20 @@ class Chooser:
         names: what may be put in.
         devices: the types of devices whose graphs are changed.
         exact: whether the program's own roundings are kept.
+        own: ops of the user's that take part, before all others.
     """
 
-    def __init__(self, names: Collection[str], devices: Collection[str], exact: bool) -> None:
-        self.names, self.devices, self.exact = names, devices, exact
+    def __init__(
+        self, names: Collection[str], devices: Collection[str], exact: bool, own: Meanings | None = None
+    ) -> None:
+        self.names, self.devices, self.exact, self.own = names, devices, exact, own or Meanings(())
 
     def choose(self, found: Found, products: list[int], device: str) -> Choice:
         """What an expression on a device of this type becomes, as far as its text tells."""
         if device not in self.devices:
             return Choice("", why=f"it is not asked for on {device or 'no device'}")
+        if (own := self.own.of(found, products)) is not None:
+            return Choice("own", own[0].own.op.name, product=own[1], own=own[0])
         choice = neutral.choose(found, products, exact=self.exact)
         if choice.kind == "linear" and (_adds_bias(found) or "linear" not in self.names):
             choice = neutral.choose(found, exact=self.exact)
@@ -85,6 +91,8 @@ class Chooser:
             return Choice("", why=f"it is not asked for on {device or 'no device'}")
         if found.name not in self.names:
             return Choice("", why=f"{found.name} is not asked for")
+        if any(self.own.of(each, range(len(each.leaves))) for each in found.found):
+            return Choice("", why="an op of yours computes a part of it")
         return Choice("composite", found.name)
 
     def judge_composite(self, name: str, call: Call) -> float | None:

@@ -88,7 +88,8 @@ class Emitter:
             Refused: a tensor lies otherwise than the op takes it, or ``judge`` raises it.
         """
         with self._refusing():
-            call = {"op": self._op, "fused": self._fused, "linear": self._linear}[choice.kind](found, choice)
+            makers = {"op": self._op, "fused": self._fused, "linear": self._linear, "own": self._own}
+            call = makers[choice.kind](found, choice)
             gain = judge(call)
             outs = self._called(call)
             return [self._as_root(out, root, found) for out, root in zip(outs, found.roots, strict=True)], gain
@@ -197,6 +198,25 @@ class Emitter:
         x, weight = (self.array(each) for each in product.args)
         operands = [self._fitted(leaf, found, copied=True) for leaf in others]
         return Call(op, (x, weight, *operands), ("auto",), roots)
+
+    def _own(self, found: Found, choice: Choice) -> Call:
+        owned = choice.own
+        op, product = owned.own.op, owned.own.product
+        given: dict[str, Node] = {}
+        for i, (name, leaf) in enumerate(zip(owned.operands, found.leaves, strict=True)):
+            if i == choice.product:
+                x, weight = map(self.array, leaf.node.args)
+                given |= dict(zip(product, (self._aligned(x), self._aligned(weight)), strict=True))
+            elif leaf.node.dtype == "bool":
+                raise Refused(f"{op.name} takes no bools")
+            else:
+                given[name] = self._fitted(leaf, found, copied=True)
+        trains = any(example(node).requires_grad for node in given.values())
+        if op.grad is None and trains and torch.is_grad_enabled():
+            raise Refused(f"{op.name} has no gradient")
+        attrs = tuple(owned.attrs[name] for name in op.attrs)
+        names = list(op.outputs)
+        return Call(op, tuple(given.get(name) for name in op.inputs), attrs, tuple(map(names.index, owned.outputs)))
 
     # Parts of layers
 

@@ -3,7 +3,8 @@
 A pass over the graph that Dynamo captures, before autograd, replaces what one of our ops computes by the op, which
 brings its own gradient: found by its meaning (:mod:`cute_ops.fusion`), whatever it is written with. Losses are found by
 their call (:mod:`cute_ops_torch.inductor.losses`), and an attention mask that says no more than ``is_causal=True`` is
-removed (:mod:`cute_ops_torch.inductor.attention_mask`).
+removed (:mod:`cute_ops_torch.inductor.attention_mask`). Products that are left after autograd take their neighbours
+along (:mod:`cute_ops_torch.inductor.after_autograd`).
 
 >>> import cute_ops_torch.inductor
 >>> cute_ops_torch.inductor.enable()  # doctest: +SKIP
@@ -16,14 +17,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
+from cute_ops.declaration.op import Op
 from cute_ops.errors import meant, suggesting
+from cute_ops.fusion.own import Meanings, Own
 from cute_ops.fusion.report import Entry, Report
 from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
@@ -58,7 +61,7 @@ class Enabled:
 @suggesting
 def enable(
     ops: Collection[str] | None = None, devices: Collection[str] = ("cuda",), *, exact: bool = False,
-    logits: bool = True,
+    logits: bool = True, own: Sequence[Op | Own] = (),
 ) -> Enabled:  # fmt: skip
     """Let ``torch.compile`` run models on our ops from now on. What is compiled already stays.
 
@@ -76,10 +79,13 @@ def enable(
         logits: keep logits that a model returns beside its loss. With False a model that is trained returns NaNs of
             their shape in one element per row: its loss comes straight from the hidden states, and neither logits nor
             their gradient, zeros where nothing uses them, ever exist. :func:`patch` and Liger return None there.
+        own: ops of your own, which replace what their references compute, before any of ours: ``[op]``. Of a product
+            say what follows it: ``[Own(op, meaning, product=("x", "weight"))]`` with ``meaning(xp, acc, bias)``.
 
     Raises:
-        TypeError: a text instead of a list.
-        ValueError: an op that replaces nothing; a device type without cute ops.
+        TypeError: a text instead of a list; one of your own that is no op.
+        ValueError: an op that replaces nothing; a device type without cute ops; an op of your own of which no
+            expression says what it computes.
     """
     for name, given in (("ops", ops), ("devices", devices)):
         if isinstance(given, str):
@@ -91,21 +97,38 @@ def enable(
     if unknown:
         named = ", ".join(f"{name}{meant(name, KNOWN)}" for name in sorted(unknown))
         raise ValueError(f"cute_ops_torch.inductor.enable: {named} replaces nothing; known are {', '.join(KNOWN)}")
+    meanings = _meanings(own)
     disable()
     # Code from Inductor's caches calls ops whose fake kernels have not run in this process.
     registry.register_lowerings()
     chosen = tuple(name for name in KNOWN if ops is None or name in ops)
     timing = getattr(config, "pre_grad_pass_timing", "")
-    config.pre_grad_custom_pass = Replace(chosen, tuple(devices), exact, config.pre_grad_custom_pass, timing, logits)
+    config.pre_grad_custom_pass = Replace(
+        chosen, tuple(devices), exact, config.pre_grad_custom_pass, timing, logits,
+        own=meanings,
+    )  # fmt: skip
     if timing:
         # Before torch looks for compiled code: the pass makes the ops that such code calls.
         config.pre_grad_pass_timing = "early"
-    key = repr((cache_key.package(), chosen, tuple(devices), exact))
+    key = repr((cache_key.package(), chosen, tuple(devices), exact, _key_of(meanings)))
     config.post_grad_custom_pre_pass = ReplaceAfter(
-        chosen, tuple(devices), exact, config.post_grad_custom_pre_pass, entries=_entries, replaced=replaced, key=key
-    )
+        chosen, tuple(devices), exact, config.post_grad_custom_pre_pass, entries=_entries, replaced=replaced, key=key,
+        own=meanings,
+    )  # fmt: skip
     _entries.clear()
     return Enabled()
+
+
+def _meanings(own: Sequence[Op | Own]) -> Meanings:
+    try:
+        return Meanings(own)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"cute_ops_torch.inductor.enable: {error}") from error
+
+
+def _key_of(own: Meanings) -> str:
+    """What identifies ops of the user's, with their meanings, in Inductor's caches."""
+    return repr(([cache_key.of_op(each.op) for each in own.ops], own.key))
 
 
 def disable() -> None:
@@ -138,12 +161,14 @@ class Replace(CustomGraphPass):
         previous: the pass, or passes, that were set before.
         timing: torch's setting of when passes run, as it was; empty in versions without it.
         logits: whether logits that a model returns are kept.
+        own: ops of the user's.
     """
 
     def __init__(
         self, ops: tuple[str, ...], devices: tuple[str, ...], exact: bool, previous: Any, timing: str = "",
-        logits: bool = True,
+        logits: bool = True, *, own: Meanings | None = None,
     ) -> None:  # fmt: skip
+        self.own = Meanings(()) if own is None else own
         self.ops, self.devices, self.exact, self.logits = ops, devices, exact, logits
         self.previous, self.timing = previous, timing
 
@@ -161,7 +186,7 @@ class Replace(CustomGraphPass):
         assert owner is not None
         made: Rewritten | None = None
         try:
-            made = rewrite(owner, Chooser(self.ops, self.devices, self.exact), self.exact)
+            made = rewrite(owner, Chooser(self.ops, self.devices, self.exact, self.own), self.exact)
             found.update(part.choice.name for part in made.parts if part.choice.kind)
         except Unreadable as error:  # a model must compile, whatever it is written with
             log.warning("torch.compile: a graph stays as it is: %s", error)
@@ -196,7 +221,7 @@ class Replace(CustomGraphPass):
         before = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self._earlier()]
         if not all(before):
             return None  # an earlier pass without a uuid: torch must not cache
-        what = (cache_key.package(), self.ops, self.devices, self.exact, self.logits, before)
+        what = cache_key.package(), self.ops, self.devices, self.exact, self.logits, _key_of(self.own), before
         return hashlib.sha256(repr(what).encode()).digest()
 
     def _earlier(self) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
         for i, leaf in enumerate(part.found.leaves):
             if leaf.node.op == "contract":
                 why = part.choice.why or f"{part.choice.name} follows it"
-                taken[leaf.node] = "" if part.choice.kind == "linear" and i == part.choice.product else why
+                taken[leaf.node] = "" if i == part.choice.product else why
     stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ()))]
     for node in stays:
         if node.op == "contract" and (why := taken.get(node) or _why_alone(node)):

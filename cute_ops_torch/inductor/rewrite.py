@@ -111,7 +111,7 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
             inside.update(composite.nodes)
     for found, choice in chosen:
         if found not in covered:
-            if choice.kind == "linear" and found.leaves[choice.product].node in inside:
+            if choice.product >= 0 and found.leaves[choice.product].node in inside:
                 choice = choosing.choose(found, [], front.device_of(found.roots[0]))
             parts.append(work.part(found, choice))
     work.finish()
@@ -183,7 +183,7 @@ class Rewriting:
             emits = emitter()
             made, gain = emits.emit_composite(found, self.choosing.judge_composite)
         else:
-            order = _order(found, [example(holders[0].node) for holders in roots]) if choice.kind != "linear" else ()
+            order = _order(found, [example(holders[0].node) for holders in roots]) if choice.product < 0 else ()
             emits = emitter(order)
             made, gain = emits.emit(found, choice, self.choosing.judge)
         made = [emits.as_held(new, holders[0].node) for holders, new in zip(roots, made, strict=True)]
@@ -282,7 +282,7 @@ def operands_of(found: Found | Composite, choice: Choice) -> Iterable[Value]:
         yield from found.operands.values()
         return
     for i, leaf in enumerate(found.leaves):
-        if choice.kind == "linear" and i == choice.product:
+        if i == choice.product:
             yield from leaf.node.args
         else:
             yield leaf.node
