@@ -196,6 +196,17 @@ def mla_decode(
     rank: int = 512,
     batch_invariant: bool = False,
 ) -> tuple[Array, Array]: ...
+def mla_attention(
+    q: ArrayLike,
+    q_rotated: ArrayLike,
+    latent_cache: ArrayLike,
+    w_k: ArrayLike,
+    w_v: ArrayLike,
+    lengths: ArrayLike,
+    page_table: ArrayLike | None = None,
+    scale: float = 0.0,
+    batch_invariant: bool = False,
+) -> tuple[Array, Array]: ...
 def merge_states(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Array, Array]: ...
 def cross_entropy_metrics(
     logits: ArrayLike,

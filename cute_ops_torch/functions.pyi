@@ -37,6 +37,7 @@ __all__ = [
     "log_softmax",
     "mean",
     "merge_states",
+    "mla_attention",
     "mla_decode",
     "permute_tokens",
     "qk_norm_rope",
@@ -308,6 +309,17 @@ def mla_decode(
     batch_invariant: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def mla_attention(
+    q: Tensor,
+    q_rotated: Tensor,
+    latent_cache: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    scale: float = 0.0,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 def merge_states(
     out_a: Tensor,

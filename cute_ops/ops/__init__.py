@@ -13,7 +13,7 @@ from cute_ops.ops.attention.attention import attention, attention_packed
 from cute_ops.ops.attention.attention_cached import attention_cached, attention_cached_packed
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
-from cute_ops.ops.attention.mla_decode import mla_decode
+from cute_ops.ops.attention.mla_decode import mla_attention, mla_decode
 from cute_ops.ops.conv.causal_conv1d import causal_conv1d
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
@@ -54,6 +54,7 @@ ATTENTION: tuple[Op, ...] = (
     attention_cached_packed,
     decode_attention,
     mla_decode,
+    mla_attention,
     merge_states,
 )
 MODELS: tuple[Op, ...] = (

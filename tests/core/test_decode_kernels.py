@@ -15,6 +15,7 @@ from cute_ops import testing
 from cute_ops.kernels.attention.combine import Combine
 from cute_ops.kernels.attention.config import DecodeConfig, MlaConfig
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
+from cute_ops.ops.attention.config import Splitting
 from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
 from cute_ops.ops.attention.mla_decode import mla_decode
@@ -78,6 +79,20 @@ def test_changes_of_scores(number: int, tmp_path: Path) -> None:
     right = expected(call, given, functions)
     for name, found in run(call, given, tmp_path, functions).items():
         right[name].assert_holds(found.astype(np.float64), name)
+
+
+@pytest.mark.parametrize(
+    ("keys", "blocks", "slots", "splits"),
+    [
+        (131072, 8, 264, 33), (131072, 1, 132, 128), (8192, 512, 264, 1), (8192, 64, 264, 4), (8192, 64, 132, 2),
+        (1024, 2048, 264, 1), (65536, 2, 132, 66), (100, 1, 264, 1), (600, 264, 264, 1),
+    ],
+)  # fmt: skip
+def test_splits_fill_whole_waves(keys: int, blocks: int, slots: int, splits: int) -> None:
+    """One sequence of 131072 keys and 8 heads fills all slots of 132 SMs: with 29 splits an eighth of them idled."""
+    assert Splitting(keys, blocks, slots, 0).number() == splits
+    for every in (64, 512):
+        assert Splitting(keys, blocks, slots, every).number() == -(-keys // every)
 
 
 LATENT = (

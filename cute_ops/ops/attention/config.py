@@ -50,8 +50,9 @@ WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
 LEAST_SM_OF_FP8 = 89
 # The longest heads of which a thread has registers for two tiles of queries.
 LONGEST_OF_TWO = 128
-# Splits of keys: the fewest with this share of the best wave, each of so many keys at least; a batch-invariant one.
-WAVE_SHARE, LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS = 0.85, 256, 128, 512
+# Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
+# keys that a CTA reads meanwhile.
+LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
 
 
 def append_kv(problem: Problem) -> AppendConfig:
@@ -285,17 +286,15 @@ class Splitting(NamedTuple):
     every: int
 
     def number(self) -> int:
-        """The fewest splits that fill the GPU."""
+        """The splits that take the least time."""
         if self.every:
             return max(-(-self.keys // self.every), 1)
-        most = max(min(self.keys // LEAST_KEYS, MOST_SPLITS), 1)
-        shares = [self._share(splits) for splits in range(1, most + 1)]
-        return next(i for i, share in enumerate(shares, start=1) if share >= WAVE_SHARE * max(shares))
+        return min(range(1, max(min(self.keys // LEAST_KEYS, MOST_SPLITS), 1) + 1), key=self._time)
 
-    def _share(self, splits: int) -> float:
-        """Of the slots that the waves of CTAs fill."""
-        waves = self.blocks * splits / self.slots
-        return waves / math.ceil(waves)
+    def _time(self, splits: int) -> float:
+        """Of the waves of CTAs, as keys that one of them reads."""
+        waves = math.ceil(self.blocks * splits / self.slots)
+        return waves * (self.keys / splits + START) + (COMBINE if splits > 1 else 0)
 
 
 def _headdim(problem: Problem) -> int:

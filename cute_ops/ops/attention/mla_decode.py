@@ -1,9 +1,9 @@
-"""Multi-head latent attention of new queries to a cache: declaration, reference maths, cases."""
+"""Multi-head latent attention of new queries to a cache: declarations, reference maths, cases."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_ops.declaration.array_api import beside, widen
@@ -11,6 +11,7 @@ from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.attention import config
@@ -18,6 +19,7 @@ from cute_ops.ops.attention.attention import HALVES, LONGEST
 from cute_ops.ops.attention.decode_attention import MOST_QUERIES, fill_pages, place_of_queries, side_by_side
 from cute_ops.ops.attention.softmax import softmax
 
+Arrays = Mapping[str, Any]
 PLAIN: dict[str, Any] = {"absent": ("page_table",)}
 SCALE = 192**-0.5  # of DeepSeek-V2 and V3
 CASES = (
@@ -123,5 +125,88 @@ mla_decode = Op(
         NotImplementedError: an input that requires a gradient.
 
     Source: DeepSeek-V2, 2024; Ye et al., FlashInfer, 2025.
+    """,
+)
+
+
+# With the weights that queries and results absorb ---------------------------------------------------------------------
+
+
+def _run_absorbed(xp: Any, call: Callable[..., Arrays], inputs: Arrays, attrs: Arrays) -> Arrays:
+    q, rotated, w_k, w_v = (inputs[name] for name in ("q", "q_rotated", "w_k", "w_v"))
+    (b, s, h, n), rank = q.shape, w_k.shape[-1]
+
+    def by_head(x: Any) -> Any:
+        return x.reshape(b * s, h, x.shape[-1]).swapaxes(0, 1)
+
+    def by_token(x: Any) -> Any:
+        return x.swapaxes(0, 1).reshape(b, s, h, x.shape[-1])
+
+    absorbed = by_token(xp.product(by_head(q), w_k))  # (b, s, h, rank)
+    given = {name: inputs[name] for name in ("latent_cache", "lengths", "page_table")}
+    given["q"] = xp.joined((absorbed, rotated), 3)
+    scale = attrs["scale"] or (n + rotated.shape[-1]) ** -0.5
+    found = call(mla_decode, given, {"scale": scale, "rank": rank, "batch_invariant": attrs["batch_invariant"]})
+    return {"out": by_token(xp.product(by_head(found["out"]), w_v.swapaxes(1, 2))), "lse": found["lse"]}
+
+
+def _check_absorbed(binding: Binding) -> str | None:
+    dims, scale = binding.dims, binding.attrs["scale"]
+    if dims["d"] != dims["k"] + dims["r"]:
+        return f"a latent has k={dims['k']} elements of w_k and r={dims['r']} of q_rotated, got d={dims['d']}."
+    return f"scale is not negative, got {scale}." if scale < 0 else None
+
+
+mla_attention = Op(
+    "mla_attention",
+    inputs={
+        "q": Tensor("b s h n", "T"),
+        "q_rotated": Tensor("b s h r", "T"),
+        "latent_cache": Tensor("p c d", "T", align=16),
+        "w_k": Tensor("h n k", "T"),
+        "w_v": Tensor("h v k", "T"),
+        "lengths": Tensor("b", "I"),
+        "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
+    },
+    outputs={"out": Tensor("b s h v", "T"), "lse": Tensor("b h s", "float32")},
+    dtypes={"T": HALVES, "I": ("int32", "int64"), "P": ("int32", "int64")},
+    attrs={"scale": 0.0, "batch_invariant": False},
+    static=(),
+    sharding=Sharding(parallel=("h",)),
+    check=_check_absorbed,
+    cases=(
+        Case("small", {"b": 3, "s": 2, "h": 3, "n": 24, "r": 16, "k": 64, "v": 40, "d": 80, "p": 40, "c": 3, "t": 20}),
+    ),
+    kernel=Program(_run_absorbed, (mla_decode,)),
+    arrange=fill_pages,
+    inference_only="caches have no gradient: train with `attention` to the keys and values of each head.",
+    doc="""Multi-head latent attention of new queries to a cache of latents, from weights as models have them.
+
+    ``out = softmax(scale * q @ k.T) @ v`` with a head's keys ``k = [latent[:k] @ w_k.T, latent[k:]]`` and values ``v =
+    latent[:k] @ w_v.T``, which are never made: ``[q @ w_k, q_rotated]`` attends to latents by :func:`mla_decode`, whose
+    results are multiplied by ``w_v``.
+
+    Args:
+        q: ``T[b s h n]``: (batch, queries, heads, headdim without rotation), float16 or bfloat16; 1 to 16 queries.
+        q_rotated: ``T[b s h r]``: the rotated part of queries.
+        latent_cache: ``T[p c d]``: as :func:`mla_decode` has it, with ``d = k + r``.
+        w_k: ``T[h n k]``: what keys are projected from latents by. DeepSeek's ``kv_b_proj`` has both, as views:
+            ``w_k, w_v = kv_b_proj.weight.unflatten(0, (heads, -1)).split([n, v], 1)``.
+        w_v: ``T[h v k]``: likewise of values.
+        lengths: int32 or int64 ``[b]``: as :func:`decode_attention` has it.
+        page_table: int32 or int64 ``[b t]``: as :func:`decode_attention` has it.
+        scale: of scores; 0 is ``1 / sqrt(n + r)``.
+        batch_invariant: as :func:`decode_attention` has it, of attention; the framework's products may differ.
+
+    Returns:
+        ``out``: ``T[b s h v]`` and ``lse``: ``float32[b h s]``. Absorbed queries and attention's results are rounded to
+        T.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, those that :func:`mla_decode` refuses.
+        NotImplementedError: an input that requires a gradient.
+
+    Source: DeepSeek-V2, 2024.
     """,
 )
