@@ -17,6 +17,7 @@ from cute_ops.composite import layers
 from cute_ops.composite.layers import LAYERS
 from cute_ops.errors import no_attribute, suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
+from cute_ops_jax import layers as layered
 from cute_ops_jax.layers import Layered
 
 try:
@@ -90,6 +91,52 @@ class LayerNorm(Layered, eqx.Module):
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         return self._run(x)
+
+
+class DropoutAddRMSNorm(Layered, eqx.Module):
+    """:func:`cute_ops_jax.dropout_add_rmsnorm` with a learned weight: ``(x, residual) -> (out, residual_out)``.
+
+    Args:
+        shape: size of the last dim.
+        p: how many elements are dropped.
+        eps: added to the mean square.
+        inference: drop nothing.
+        dtype: of the weight; it need not be that of the input.
+
+    A call takes a ``key``, of which it draws the seed, or the ``seed``.
+    """
+
+    weight: Array
+    p: float = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+    inference: bool
+
+    @suggesting
+    def __init__(
+        self, shape: int, p: float = 0.1, eps: float = 1e-6, inference: bool = False, dtype: Any = jnp.float32
+    ) -> None:
+        self.weight, self.p, self.eps, self.inference = jnp.ones(shape, dtype), p, eps, inference
+
+    def __call__(self, x: Array, residual: Array, seed: Array | None = None, *, key: Any = None) -> tuple[Array, Array]:
+        whole = self.inference or not self.p
+        if seed is None and key is None and not whole:
+            raise ValueError(f"{type(self).__name__}: a call that drops elements needs a `key`, or a `seed`.")
+        if seed is None:
+            seed = jnp.zeros((), jnp.int32) if whole else layered.seed(key)
+        return self._run(x, residual, seed, **({"p": 0.0} if whole else {}))
+
+
+class DropoutAddLayerNorm(DropoutAddRMSNorm):
+    """:func:`cute_ops_jax.dropout_add_layernorm` with a learned weight and bias, as :class:`DropoutAddRMSNorm`."""
+
+    bias: Array
+
+    @suggesting
+    def __init__(
+        self, shape: int, p: float = 0.1, eps: float = 1e-5, inference: bool = False, dtype: Any = jnp.float32
+    ) -> None:
+        super().__init__(shape, p, eps, inference, dtype)
+        self.bias = jnp.zeros(shape, dtype)
 
 
 class GroupNorm(Layered, eqx.Module):

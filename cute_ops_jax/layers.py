@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, ClassVar
 
+import jax
+
 import cute_ops_jax
 from cute_ops.composite.layers import Layer
 
@@ -25,5 +27,10 @@ class Layered:
         return [*held, *inputs]
 
     def _run(self, *given: Any, **options: Any) -> Any:
-        named = {name: self._read(name) for name in self.layer.options}
-        return getattr(cute_ops_jax, self.layer.function)(*self._arguments(given), **named, **options)
+        named = {name: self._read(name) for name in self.layer.options} | options
+        return getattr(cute_ops_jax, self.layer.function)(*self._arguments(given), **named)
+
+
+def seed(key: Any) -> Any:
+    """A seed of dropout, drawn with a key."""
+    return jax.random.randint(key, (), 0, 2**31 - 1, dtype="int32")

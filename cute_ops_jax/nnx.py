@@ -18,6 +18,7 @@ from cute_ops.composite import layers
 from cute_ops.composite.layers import LAYERS
 from cute_ops.errors import no_attribute, suggesting
 from cute_ops.ops.gemm.by_call import Epilogue, check_options
+from cute_ops_jax import layers as layered
 from cute_ops_jax.layers import Layered
 
 try:
@@ -139,6 +140,46 @@ class LayerNorm(_Layer, nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return self._run(x)
+
+
+class DropoutAddRMSNorm(_Layer, nnx.Module):
+    """:func:`cute_ops_jax.dropout_add_rmsnorm` with a learned scale: ``(x, residual) -> (out, residual_out)``.
+
+    Each call draws a seed with the stream ``dropout``, unless it is given one.
+
+    Args:
+        num_features: size of the last dim.
+        p: how many elements are dropped.
+        epsilon: added to the mean square.
+        deterministic: drop nothing, as in evaluation.
+        param_dtype: a float dtype; it need not be that of the input.
+        scale_init: of the scale.
+        rngs: keys for the initializer and for seeds.
+    """
+
+    use_bias = False
+
+    @suggesting
+    def __init__(
+        self, num_features: int, p: float = 0.1, *, epsilon: float = 1e-6, deterministic: bool = False,
+        param_dtype: Any = jnp.float32, scale_init: Initializer = ones, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        self.p, self.epsilon, self.deterministic, self.rngs = p, epsilon, deterministic, rngs
+        self.scale = _parameter(True, scale_init, num_features, param_dtype, rngs)
+        self.bias = _parameter(self.use_bias, zeros, num_features, param_dtype, rngs)
+
+    def __call__(self, x: Array, residual: Array, seed: Array | None = None) -> tuple[Array, Array]:
+        whole = self.deterministic or not self.p
+        if seed is None:
+            seed = jnp.zeros((), jnp.int32) if whole else layered.seed(self.rngs.dropout())
+        kept = {"p": 0.0} if whole else {}
+        return self._run(x, residual, seed, **kept)
+
+
+class DropoutAddLayerNorm(DropoutAddRMSNorm):
+    """:func:`cute_ops_jax.dropout_add_layernorm` with a learned scale and bias, as :class:`DropoutAddRMSNorm`."""
+
+    use_bias = True
 
 
 class GroupNorm(_Layer, nnx.Module):

@@ -22,6 +22,8 @@ __all__ = [
     "cross_entropy_of_slice",
     "decode_attention",
     "divergence",
+    "dropout_add_layernorm",
+    "dropout_add_rmsnorm",
     "gated_linear",
     "geglu",
     "gelu",
@@ -399,6 +401,27 @@ def head_layernorm(
     *,
     out: Tensor | None = None,
 ) -> Tensor: ...
+def dropout_add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    seed: Tensor,
+    p: float = 0.1,
+    eps: float = 1e-06,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def dropout_add_layernorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor,
+    p: float = 0.1,
+    eps: float = 1e-05,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
 def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -38,6 +38,8 @@ _WRITTEN = [
     "AddRMSNorm",
     "LayerNorm",
     "GroupNorm",
+    "DropoutAddRMSNorm",
+    "DropoutAddLayerNorm",
     "Linear",
     "LinearGELU",
     "LinearSiLU",

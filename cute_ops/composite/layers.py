@@ -62,6 +62,10 @@ LAYERS = {
     "RMSNorm": _layer("rmsnorm", "x weight bias", NORM, "eps weight_offset"),
     "AddRMSNorm": _layer("add_rmsnorm", "x residual weight bias", NORM, "eps weight_offset"),
     "LayerNorm": _layer("layernorm", "x weight bias", NORM, "eps"),
+    "DropoutAddRMSNorm": _layer(
+        "dropout_add_rmsnorm", "x residual weight seed", {"weight": Learned("n", 1.0)}, "p eps",
+    ),
+    "DropoutAddLayerNorm": _layer("dropout_add_layernorm", "x residual weight bias seed", NORM, "p eps"),
     "GroupNorm": _layer(
         "group_norm", "x weight bias", {"weight": Learned("channels", 1.0), "bias": Learned("channels", 0.0)},
         "groups eps channels_last",

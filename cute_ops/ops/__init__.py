@@ -19,6 +19,7 @@ from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
 from cute_ops.ops.norm.add_layernorm import add_layernorm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.norm.dropout_add_norm import dropout_add_layernorm, dropout_add_rmsnorm
 from cute_ops.ops.norm.head_norm import head_layernorm, head_rmsnorm
 from cute_ops.ops.norm.l2norm import l2norm
 from cute_ops.ops.norm.layernorm import layernorm
@@ -66,6 +67,8 @@ MODELS: tuple[Op, ...] = (
     l2norm,
     head_rmsnorm,
     head_layernorm,
+    dropout_add_rmsnorm,
+    dropout_add_layernorm,
     topk,
     route,
     permute_tokens,

@@ -75,7 +75,19 @@ class Kind:
 
 KINDS = {
     name: Kind(getattr(ml_dtypes, name.lower(), name.lower()))
-    for name in ("Float32", "Float16", "BFloat16", "Float8_E4M3FN", "Int64", "Int32", "Int16", "Uint8", "Bool")
+    for name in (
+        "Float32",
+        "Float16",
+        "BFloat16",
+        "Float8_E4M3FN",
+        "Int64",
+        "Int32",
+        "Int16",
+        "Uint64",
+        "Uint32",
+        "Uint8",
+        "Bool",
+    )
 }
 Float32, Int64, Int32, Uint8, FP8 = (KINDS[name] for name in ("Float32", "Int64", "Int32", "Uint8", "Float8_E4M3FN"))
 

@@ -21,6 +21,8 @@ from cute_ops_torch.nn.linear import LinearSiLU as LinearSiLU
 from cute_ops_torch.nn.linear import QKVRoPE as QKVRoPE
 from cute_ops_torch.nn.linear import RMSNormLinear as RMSNormLinear
 from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
+from cute_ops_torch.nn.norm import DropoutAddLayerNorm as DropoutAddLayerNorm
+from cute_ops_torch.nn.norm import DropoutAddRMSNorm as DropoutAddRMSNorm
 from cute_ops_torch.nn.norm import GroupNorm as GroupNorm
 from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
 from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
@@ -32,8 +34,9 @@ _GIVEN = {"CrossEntropyMetrics": ("weight",), "LinearCrossEntropyMetrics": ("cla
 _LAYERS = (*OPS, *(op for op in MODELS if op.name not in _ON_TOKENS))
 _OPS = {class_name(op): op for op in _LAYERS if op.grad or op.inference_only}
 _WRITTEN = {
-    "AddRMSNorm", "Attention", "GatedLinear", "GatedMLP", "GroupNorm", "LayerNorm", "Linear", "LinearAdd",
-    "LinearAddRMSNorm", "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP", "QKVRoPE", "RMSNorm", "RMSNormLinear",
+    "AddRMSNorm", "Attention", "DropoutAddLayerNorm", "DropoutAddRMSNorm", "GatedLinear", "GatedMLP", "GroupNorm",
+    "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm", "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP",
+    "QKVRoPE", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
 for _name, _row in LAYERS.items():
     if (_class := globals().get(_name.replace("Rope", "RoPE"))) is not None:  # others are made of their op

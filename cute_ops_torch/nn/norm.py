@@ -130,3 +130,65 @@ class GroupNorm(Layered):
     def extra_repr(self) -> str:
         last = ", channels_last=True" if self.channels_last else ""
         return f"{self.groups}, {self.num_channels}, eps={self.eps}, affine={self.weight is not None}{last}"
+
+
+class DropoutAddRMSNorm(_Norm):
+    """:func:`cute_ops_torch.dropout_add_rmsnorm` with a learned weight: ``(x, residual) -> (out, residual_out)``.
+
+    In training each call draws a seed with torch's generator of the device, unless it is given one. In evaluation
+    nothing is dropped.
+
+    Args:
+        n: size of the last dim.
+        p: how many elements are dropped in training.
+        eps: added to the mean square.
+        device: where the weight is.
+        dtype: a float dtype; it need not be that of the input.
+    """
+
+    weight: nn.Parameter
+
+    @suggesting
+    def __init__(
+        self, n: Size, p: float = 0.1, eps: float = 1e-6, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(n, eps, 0.0, True, False, device=device, dtype=dtype)
+        self.p = p
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, seed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.training or not self.p:
+            return functions.add_rmsnorm(x, residual, self.weight, None, self.eps)
+        seed = _drawn(x) if seed is None else seed
+        return functions.dropout_add_rmsnorm(x, residual, self.weight, seed, self.p, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, p={self.p}, eps={self.eps}"
+
+
+class DropoutAddLayerNorm(DropoutAddRMSNorm):
+    """:func:`cute_ops_torch.dropout_add_layernorm` with a learned weight and bias, as :class:`DropoutAddRMSNorm`."""
+
+    bias: nn.Parameter
+
+    @suggesting
+    def __init__(
+        self, n: Size, p: float = 0.1, eps: float = 1e-5, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(n, p, eps, device=device, dtype=dtype)
+        self._learn("bias", self.n, device, dtype)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, seed: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.training or not self.p:
+            total = x.to(residual.dtype) + residual
+            return functions.layernorm(total, self.weight, self.bias, self.eps).to(x.dtype), total
+        seed = _drawn(x) if seed is None else seed
+        return functions.dropout_add_layernorm(x, residual, self.weight, self.bias, seed, self.p, self.eps)
+
+
+def _drawn(x: torch.Tensor) -> torch.Tensor:
+    """A seed from torch's generator, on the device of ``x``."""
+    return torch.randint(2**31, (), device=x.device)

@@ -13,11 +13,12 @@ from cute_ops import mods
 from cute_ops.composite.layers import LAYERS
 
 NORMS, HEADS = ("RMSNorm", "AddRMSNorm", "LayerNorm"), ("HeadRMSNorm", "HeadLayerNorm")
+DROPOUTS = ("DropoutAddRMSNorm", "DropoutAddLayerNorm")
 SIZES = {
     "n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2, "channels": 24,
 }  # fmt: skip
 MADE_OF = {
-    **dict.fromkeys((*NORMS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
+    **dict.fromkeys((*NORMS, *DROPOUTS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
     **dict.fromkeys(HEADS, (2, 24)), "GroupNorm": (4, 24), ("flax", "GroupNorm"): (24, 4),
     "QKVRope": (24, 2, 1, 64), "Attention": (2,),
 }  # fmt: skip
@@ -63,14 +64,14 @@ class Equinox:
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         key = importlib.import_module("jax").random.key(0)
-        keyless = (*NORMS, *HEADS, "GroupNorm", "QKNormRope", "Attention")
+        keyless = (*NORMS, *HEADS, *DROPOUTS, "GroupNorm", "QKNormRope", "Attention")
         return {name: {} if name in keyless else {"key": key} for name in LAYERS}
 
     def read(self, module: Any, name: str) -> Any:
         return attrgetter(name)(module)
 
     def parameters(self, module: Any) -> list[Any]:
-        return importlib.import_module("jax").tree.leaves(module)  # type: ignore[no-any-return]
+        return [x for x in importlib.import_module("jax").tree.leaves(module) if hasattr(x, "shape")]
 
     def array(self, a: np.ndarray) -> Any:
         return a
@@ -87,6 +88,10 @@ class Nnx(Equinox):
 
     def called(self, module: Any) -> Any:
         return module
+
+    def parameters(self, module: Any) -> list[Any]:
+        nnx = importlib.import_module("flax.nnx")
+        return importlib.import_module("jax").tree.leaves(nnx.state(module, nnx.Param))  # type: ignore[no-any-return]
 
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
@@ -139,7 +144,9 @@ def test_a_layer_follows_its_row(library: str, name: str) -> None:
         if start is not None:
             assert (np.asarray(held[place].detach() if library == "torch" else held[place]) == start).all(), place
     drawn = {
-        argument: of.array(rng.standard_normal(GIVEN.get((name, argument), GIVEN.get(argument)), np.float32))
+        argument: of.array(np.array(5, np.int32))
+        if argument == "seed"
+        else of.array(rng.standard_normal(GIVEN.get((name, argument), GIVEN.get(argument)), np.float32))
         for argument in row.arguments
         if argument not in held
     }

@@ -22,6 +22,7 @@ class Texts(NamedTuple):
             on each other.
         stretched: of these tensors, those whose elements each serve as many neighbouring columns: ``weight bias`` of
             channels that come before positions.
+        random: of these tensors, integer scalars, which are the seeds of a random number for each element.
     """
 
     expression: str
@@ -31,6 +32,7 @@ class Texts(NamedTuple):
     shared: str = ""
     turns: bool = False
     stretched: str = ""
+    random: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class FusedConfig(KernelConfig):
     shared: str = ""
     turns: bool = False
     stretched: str = ""
+    random: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,3 +77,4 @@ class FusedRowConfig(RowConfig):
     shared: str = ""
     turns: bool = False
     stretched: str = ""
+    random: str = ""

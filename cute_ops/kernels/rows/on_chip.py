@@ -310,10 +310,11 @@ class RowsInRing(HeldRows):
                 let_next_start(self.pdl)
             stage = step % self.config.stages
             held = Slot(self, tensors, slots, stage, rank * self.tile.span + t, row)
-            totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
+            own = [*columns, *self._by_row(tensors, row, first)]
+            totals = lambda s: self._stage(held, values, s, own, first)  # noqa: E731
             self._reduced(values, totals, step, shared)
             if row < count:
-                self._postprocess(held, values, columns, sums, coord._replace(row=row))
+                self._postprocess(held, values, own, sums, coord._replace(row=row))
             self._reduced(values, totals, step, shared, last=True)
             if row < count:
                 self._finish(tensors, values, sums[len(self.outputs["r"]) :], row, (t == 0) & (rank == 0))
@@ -324,6 +325,10 @@ class RowsInRing(HeldRows):
             self._store_columns(address, rSums, base, group, rank, first)
         slot = Int64(group) * self.tile.rows + local
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], slot, (t == 0) & (rank == 0))
+
+    def _by_row(self, tensors, row, first):
+        """Operands that are not loaded, for rows whose vectors a thread takes all at once."""
+        return self.stretches(tensors, row, first, self.n) if self.outputs["r"] else []
 
     def _numbers(self, tensors, row, count):
         """The operands that have one number for a row."""

@@ -7,9 +7,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.expressions.philox import WORDS
 from cute_ops.kernels.emit.primitives import COMBINE, NEUTRAL, device_for
 from cute_ops.kernels.emit.row_emitter import RowEmitter
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, trim, widen
+from cute_ops.kernels.lib.philox import uniform
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.rows.config import FusedRowConfig
@@ -31,7 +33,7 @@ class RowPieces:
         emit: the expression.
         tiles, vectors, numbers: operands that are read, as (node, piece): with rows and columns, with columns only, and
             without columns.
-        stretched: operands with rows, of which an element serves several columns.
+        stretched: operands with rows, of which an element serves several columns; ``random`` ones, which are computed.
         outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, piece).
         awaited: how many stages of reductions outputs with columns wait for. Others come last: numbers alone need them.
         keys: descriptions of the pieces of tiles and of vectors, by piece.
@@ -43,10 +45,12 @@ class RowPieces:
         self.variant, self.n = variant, variant.dims["n"]
         self.emit = RowEmitter(config.expression, device_for(variant, config.writes), self._narrow(config))
         nodes = self.emit.expression.nodes
-        names, shared, stretched = config.reads.split(), {*config.shared.split()}, config.stretched.split()
+        names, shared = config.reads.split(), {*config.shared.split()}
+        stretched, random = config.stretched.split(), config.random.split()
         read = [(i, self._piece(nodes[i], names, shared)) for i in self.emit.read]
-        self.tiles = [(i, piece) for i, piece in read if piece.tile and piece.name not in stretched]
+        self.tiles = [(i, piece) for i, piece in read if piece.tile and piece.name not in (*stretched, *random)]
         self.stretched = [(i, piece) for i, piece in read if piece.name in stretched]
+        self.random = [(i, piece) for i, piece in read if piece.name in random]
         self.vectors = [(i, piece) for i, piece in read if piece.columns and not piece.rows]
         self.numbers = [(i, piece) for i, piece in read if not piece.columns]
         self.outputs = outputs_of(config)
@@ -160,11 +164,14 @@ class RowPieces:
         return Column(mW.element_type, mW.iterator + n * piece.index if piece.index else mW.iterator)
 
     def stretches(self, tensors, row, first, n):
-        """The stretched operands in a row of n columns, at the vectors that begin at the columns ``first``."""
-        return [
+        """The stretched and the random operands in a row of n columns, at the vectors that begin at the columns
+        ``first``.
+        """
+        stretched = [
             ((i, piece), Stretch(self, tensors[piece.name], piece, self.row_of(tensors, piece, row), first, n))
             for i, piece in self.stretched
         ]
+        return stretched + [((i, piece), Random(self, tensors[piece.name], row, first)) for i, piece in self.random]
 
     def row_numbers(self, tensors, row, valid):
         """The operands of which a row has one number, in fp32, by node."""
@@ -276,6 +283,22 @@ class Stretch(NamedTuple):
             place = address + Int64(column // each) * itemsize
             found.append(gmem_elements(mW.element_type, place, 1)[0].to(Float32))
         return found * (vec // len(found))
+
+
+class Random(NamedTuple):
+    """Random numbers of a row: a thread's vectors of them, computed where they are used."""
+
+    rows: object
+    seed: object
+    row: object
+    first: object
+
+    def __getitem__(self, k):
+        """The k-th vector, a list of fp32 numbers."""
+        seed = gmem_elements(self.seed.element_type, self.seed.iterator.toint(), 1)[0]
+        tile = self.rows.tile
+        whole = tile.vec % WORDS == 0 and not tile.v.shifted
+        return uniform(seed, self.row, (self.first[k], tile.vec, whole))
 
 
 class Shown:

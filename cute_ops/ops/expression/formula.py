@@ -16,6 +16,7 @@ from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.static import WhileFew
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.philox import uniform
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import VECTOR_BYTES, WARP
@@ -49,6 +50,7 @@ class Formula(NamedTuple):
         shared: the names of tensors of which the rows of an example, ``*b m n``, share one row.
         turns: whether rows ``*m h n`` take turns with those of the shared tensors, ``h n``, instead.
         stretched: of the shared tensors, those of which an element serves as many neighbouring columns, ``h d``.
+        random: the names of integer scalars, which the expression reads as a random number for each element.
     """
 
     expression: Expression
@@ -60,6 +62,7 @@ class Formula(NamedTuple):
     shared: tuple[str, ...] = ()
     turns: bool = False
     stretched: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()
 
     def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
         """The heuristic: that of rows, or one vector per thread. Vectors of 4-byte elements have half as many, so a CTA
@@ -89,8 +92,11 @@ class Formula(NamedTuple):
         row = rows.row(problem)
         return rows.config(problem) if not row.aligned and row.vectors > WARP else self.config(problem)
 
-    def as_read(self, xp: Any, key: str, array: Any, shape: str, n: int) -> Any:
-        """An operand, beside rows of n columns."""
+    def as_read(self, xp: Any, key: str, array: Any, shape: str, whole: tuple[Any, ...]) -> Any:
+        """An operand, beside a tile of these sizes."""
+        n = whole[-1]
+        if key in self.random:
+            return uniform(xp, array, whole)
         if key not in self.shared:
             return _of_rows(xp, array, shape, n)
         if key in self.stretched:
@@ -109,7 +115,7 @@ class Formula(NamedTuple):
         nodes, operands = self.expression.nodes, self.expression.operands
         read = {self.reads[node.operand] + node.half for node in nodes if node.primitive == "operand"}
         tiles = {name for name, operand in zip(self.reads, operands, strict=True) if all(operand.kind[:2])}
-        tiles -= {*self.stretched}
+        tiles -= {*self.stretched, *self.random}
         read = {name for name in read if name.partition("[")[0] in tiles}
         written = [name.partition("[") for name, kind in zip(self.writes, self.kinds, strict=True) if kind == "t"]
         packed = {name for name, half, _ in written if half} | {n.partition("[")[0] for n in read if "[" in n}
@@ -123,7 +129,8 @@ class Formula(NamedTuple):
         shared = " ".join(name for name in self.shared if name in {*self.reads, *written})
         turns, stretched = self.turns and bool(shared), " ".join(n for n in self.stretched if n in self.reads)
         text, reads, writes = text_of(self.expression), " ".join(self.reads), " ".join(self.writes)
-        return Texts(text, reads, writes, self.kinds, shared, turns, stretched)
+        random = " ".join(name for name in self.random if name in self.reads)
+        return Texts(text, reads, writes, self.kinds, shared, turns, stretched, random)
 
 
 def declare(
@@ -156,7 +163,7 @@ def declare(
         given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
         tile = given[found.tile]
         whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[shape_of(inputs[found.tile].shape)].packed))
-        read = [found.as_read(xp, key, given[key], inputs[key].shape, whole[-1]) for key in found.reads]
+        read = [found.as_read(xp, key, given[key], inputs[key].shape, whole) for key in found.reads]
         # Without operands all values are 0.
         computed = evaluate(found.expression, xp, read) if read else [xp.zeros_like(tile[..., :1])] * len(found.writes)
         values, made = dict(zip(found.writes, computed, strict=True)), {}
@@ -190,12 +197,12 @@ def declare(
     counts = any(node.primitive == "n" for node in first.expression.nodes)
     packed = any("2n" in tensor.shape for tensor in (*inputs.values(), *outputs.values()))
     usual: dict[str, Any] = {
+        "dtypes": {t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
         "static": ("n",) if counts and not first.by_rows else WhileFew("n"), "kernel": KERNEL,
         "sharding": Sharding(parallel=() if first.by_rows or packed else ("n",)),
     }  # fmt: skip
     return Op(
         name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs,
-        dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
         tuning=Tuning(of_config, space_of(of_call), workspace),
         **{**usual, **more},
     )  # fmt: skip
