@@ -14,6 +14,8 @@ from cute_ops.kernels.routing.results import names_of
 
 # Candidates that are ranked. More are left only where very many numbers are nearly equal.
 ROOM = 1024
+# Groups of which the least maximum is a bound; of more, it would be reached by too many.
+MOST_GROUPS = 16
 # Upper bits of an integer that the first bound is exact to.
 BOUND_BITS = 18
 BITS = 32
@@ -22,9 +24,9 @@ BITS = 32
 class SelectedTopK:
     """The k largest of every segment of a row, in order.
 
-    The k-th largest of the maxima of some groups of columns is a bound of the k-th largest number from below, which few
-    other numbers reach: those are collected, and each counts how many are larger than itself, which is its place.
-    Where more than ``ROOM`` reach it, the k-th largest key is searched for bit by bit.
+    The least of the maxima of k groups of columns, or the k-th largest of those of more groups, is a bound of the k-th
+    largest number from below, which few other numbers reach: those are collected, and each counts how many are larger
+    than itself, which is its place. Where more than ``ROOM`` reach it, the k-th largest key is searched for bit by bit.
     Tile: a CTA per segment, which holds it in registers.
     Shared memory: 4 bytes per group; the keys of ``ROOM`` candidates.
     Bytes moved per element: x once; k values and indices per segment.
@@ -44,6 +46,8 @@ class SelectedTopK:
         self.segments = -(-self.n // SEGMENT)
         self.per_thread = -(-self.columns // (self.threads * self.vec))
         self.groups = config.groups // self.threads
+        # Lanes of a group, where there are as many groups as numbers are asked for, or up to twice as many.
+        self.lanes = next((g for g in (WARP, 16, 8) if self.threads // g >= self.k <= MOST_GROUPS), 0)
         # Whether the last segment may have fewer columns than are asked for.
         self.short = self.n % SEGMENT != 0 and self.n % SEGMENT < self.k
         self.resident = config.resident
@@ -72,17 +76,18 @@ class SelectedTopK:
         wait_for_previous(self.pdl)
         words = self._load(mX, row, start + t * self.vec)
         let_next_start(self.pdl)
-        self._tops(words, dtype, sTop, t)
+        top = self._tops(words, dtype, sTop, t)
+        if t == 0:
+            sFound[1] = sFound[2] = Int32(0)
         cute.arch.sync_threads()
-        self._bound(sTop, sFound, t)
-        cute.arch.sync_threads()
+        bound = self._bound(sTop, sFound, t)
         gX = gmem_elements(dtype, row_address(mX, self.variant.tensors["x"], row, self.n) + Int64(start) * size, self.n)
-        self._collect(words, gX, t, sKey, sFound, False)
+        self._collect(words, gX, t, sKey, sFound, (top, bound, None))
         cute.arch.sync_threads()
         count = sFound[2]
         if count > ROOM:
             self._search(words, dtype, t, sSum, sFound)
-            self._collect(words, gX, t, sKey, sFound, True)
+            self._collect(words, gX, t, sKey, sFound, (top, sFound[0], sFound[1]))
             cute.arch.sync_threads()
             count = sFound[2]
         self._rank(sKey, count, t, (mX, mIndex, mValues, mFound), row, segment)
@@ -107,14 +112,32 @@ class SelectedTopK:
         return (i // self.vec * self.threads + t) * self.vec + i % self.vec
 
     def _tops(self, words, dtype, sTop, t):
-        """The largest number of each of a thread's groups."""
+        """Share the largest number of each group; a thread's own largest one is returned."""
         found = self._integers(words, dtype)
+        if self.lanes:
+            top = _largest(found)
+            best = cute.arch.warp_reduction(top, cutlass.max, threads_in_group=self.lanes)
+            sTop[t // self.lanes] = best
+            return top
         each = -(-len(found) // self.groups)
-        for g in range(self.groups):
-            sTop[g * self.threads + t] = _largest(found[g * each : (g + 1) * each])
+        tops = [_largest(found[g * each : (g + 1) * each]) for g in range(self.groups)]
+        for g, top in enumerate(tops):
+            sTop[g * self.threads + t] = top
+        return _largest(tops)
+
+    def _bound(self, sTop, sFound, t):
+        """A number that at least k reach: the least of the groups' maxima where these are few."""
+        if self.lanes:
+            bound = sTop[0]
+            for i in range(1, self.threads // self.lanes):
+                bound = cutlass.min(bound, sTop[i])
+            return cutlass.max(bound, Int32(NONE + 1))
+        self._search_tops(sTop, sFound, t)
+        cute.arch.sync_threads()
+        return sFound[0]
 
     @cute.jit
-    def _bound(self, sTop: cute.Tensor, sFound: cute.Tensor, t: Int32):
+    def _search_tops(self, sTop: cute.Tensor, sFound: cute.Tensor, t: Int32):
         """The k-th largest of the groups' maxima, rounded down, by the first warp."""
         if t < WARP:
             tops = [sTop[i * WARP + t] for i in range(self.groups * self.warps)]
@@ -124,25 +147,26 @@ class SelectedTopK:
                 count = cute.arch.warp_redux_sync(_count([each >= above for each in tops]), "add")
                 bound = Int32(cutlass.select_(count >= self.k, above, bound))
             if t == 0:
-                sFound[0], sFound[1], sFound[2] = cutlass.max(bound, Int32(NONE + 1)), Int32(0), Int32(0)
+                sFound[0] = cutlass.max(bound, Int32(NONE + 1))
 
     @cute.jit
     def _collect(
         self, words: cutlass.Constexpr, gX: cute.Tensor, t: Int32, sKey: cute.Tensor, sFound: cute.Tensor,
-        exact: cutlass.Constexpr,
+        limits: cutlass.Constexpr,
     ):  # fmt: skip
-        """The keys of the numbers that reach the bound; where it is ``exact``, of those that are equal to it only of
-        the columns before an end.
+        """The keys of the numbers that reach a bound; where there is an end of columns, of those that are equal to it
+        only what is before. ``limits``: the thread's largest number, the bound and the end.
 
         A thread notes which of its numbers these are, bit by bit, and loads them again, since their registers have no
         numbers at run time.
         """
-        bound, found = sFound[0], self._integers(words, gX.element_type)
-        if _largest(found) >= bound:
+        top, bound, end = limits
+        if top >= bound:
+            found = self._integers(words, gX.element_type)
             left = _bits([each >= bound for each in found])
-            if const_expr(exact):
+            if const_expr(end is not None):
                 left = _bits([each > bound for each in found])
-                equal, before = _bits([each == bound for each in found]), self._before(sFound[1], t)
+                equal, before = _bits([each == bound for each in found]), self._before(end, t)
                 left = [one | (two & three) for one, two, three in zip(left, equal, before)]
             for w in cutlass.range_constexpr(len(left)):
                 word = left[w]

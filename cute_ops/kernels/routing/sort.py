@@ -11,6 +11,15 @@ from cute_ops.kernels.routing.keys import LAST, column, integers, key, key_type,
 from cute_ops.kernels.routing.results import names_of, store_results
 
 
+# The larger and the smaller of two numbers, by one comparison: the compiler would take two.
+_EXCHANGE = """{
+.reg .pred p;
+setp.gt.s64 p, {$r0}, {$r1};
+selp.b64 {$w0}, {$r0}, {$r1}, p;
+selp.b64 {$w1}, {$r1}, {$r0}, p;
+}"""
+
+
 class SortedTopK:
     """The k largest of whole rows, in order.
 
@@ -97,9 +106,8 @@ class SortedTopK:
         a, b = keys[i], keys[j]
         if self.kind is Int32:
             keys[i], keys[j] = cutlass.max(a, b), cutlass.min(a, b)
-        else:  # one comparison of two words serves both
-            first = a > b
-            keys[i], keys[j] = Int64(cutlass.select_(first, a, b)), Int64(cutlass.select_(first, b, a))
+        else:
+            keys[i], keys[j] = cute.arch.inline_ptx(_EXCHANGE, write_only_types=[Int64, Int64], read_only_args=[a, b])
 
     def _sorted(self, keys):
         """By Batcher's odd-even merge sort."""
