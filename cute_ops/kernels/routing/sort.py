@@ -10,7 +10,6 @@ from cute_ops.kernels.lib.row_layout import RowTile, Vectors, clusters, row_coun
 from cute_ops.kernels.routing.keys import LAST, column, integers, key, key_type, no_key, numbers, order
 from cute_ops.kernels.routing.results import names_of, store_results
 
-
 # The larger and the smaller of two numbers, by one comparison: the compiler would take two.
 _EXCHANGE = """{
 .reg .pred p;
