@@ -10,8 +10,8 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.routing.config import SEGMENT, GatherConfig, TopkConfig
 from cute_ops.ops.rows import threads_for
 
-# Columns of a thread that sorts, and of one that selects; the most columns of rows that are sorted, and how many numbers
-# may be asked for.
+# Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
+# them.
 SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; the most of one that selects, and how many such threads an SM has.
 SORT_THREADS, SELECT_THREADS, SELECT_SM_THREADS = 128, 256, 1024
