@@ -89,7 +89,7 @@ class _Rows(torch.autograd.Function):
         return x.index_select(0, index.clamp(max=x.shape[0] - 1))
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         rows, columns = ctx.shape
         return dout.new_zeros(rows + 1, columns).index_copy_(0, index, dout)[:rows], None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface import attention, residual_norm
+from cute_ops_torch.huggingface import attention, residual_norm, sums
 from cute_ops_torch.huggingface.autograd_nodes import linear_add_rmsnorm, rmsnorm_and_residual, silu_mlp_add_rmsnorm
 from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_eager, parameter, runs, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement
@@ -78,7 +78,9 @@ def _mlp_and_residual(layer: LlamaDecoderLayer, normed: Tensor, residual: Tensor
         found = silu_mlp_add_rmsnorm(normed, *weights, residual, after.weight, after.variance_epsilon)
         return residual_norm.attach(after, *found)
     out: Tensor = mlp(normed)
-    return residual_norm.add(out, residual, after) if after and _can_fuse(after, out) else residual + out
+    if after and _can_fuse(after, out):
+        return residual_norm.add(out, residual, after)
+    return sums.add(layer, (0, ()), residual, out)  # type: ignore[no-any-return]
 
 
 def _norm_and_residual(norm: LlamaRMSNorm, residual: Tensor) -> tuple[Tensor, Tensor]:

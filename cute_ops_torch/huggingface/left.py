@@ -53,7 +53,8 @@ def find_left(
             (role, name, module)
             for role in _ROLES
             if role.has(module)
-            and not {*role.ops} & {*(replaced.get(name, ()) if role.kind != "MLP" else _within(name, module, replaced))}
+            and not {*role.ops}
+            & {*(replaced.get(name, ()) if role.kind not in ("MLP", "layer") else _within(name, module, replaced))}
         ]
     causal = is_causal(model)
     return [
@@ -210,7 +211,7 @@ _ROLES = (
     _Role("loss", ("linear_cross_entropy", "cross_entropy"), _is_loss, _why_loss),
     _Role("mask", ("attention_mask",), _makes_mask, _why_mask),
     _Role("embedding", ("embedding",), lambda module: isinstance(module, nn.Embedding), _why_embedding),
-    _Role("layer", ("add_rmsnorm",), _is_layer, _why_layer),
+    _Role("layer", ("add_rmsnorm", "add_layernorm"), _is_layer, _why_layer),
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
     _Role("attention", ("attention", "softmax"), _is_eager, _why_attention),
     _Role("MLP", ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu", "mlp"), _is_mlp, _why_mlp),

@@ -33,6 +33,7 @@ class Replacement(NamedTuple):
         unused: name of a submodule that the new ``forward`` does not call.
         packed: ``packed(module)``: names of linear layers that read the same input: packed weights make them one
             matrix product.
+        norm: ``norm(module)``: what a norm computes, if the module is one.
         apart: ``apart(module)``: why a part of the module runs in a pass of its own, not in the epilogue of a product;
             empty if none does.
     """
@@ -43,18 +44,21 @@ class Replacement(NamedTuple):
     unused: str = ""
     packed: Callable[[nn.Module], tuple[str, ...]] = lambda module: ()
     apart: Callable[[nn.Module], str] = lambda module: ""
+    norm: Callable[[Any], Any] | None = None
 
 
 def by_source(
     op: str, digest: str, forward: Forward, *, also: Callable[[Any], bool] = lambda module: True, unused: str = "",
-    packed: tuple[str, ...] = (),
+    packed: tuple[str, ...] = (), norm: Callable[[Any], Any] | None = None,
 ) -> Replacement:  # fmt: skip
     """The replacement of modules whose ``forward`` has this source digest and which ``also`` accepts."""
 
     def matches(module: nn.Module, model: nn.Module) -> bool:
         return source_digest(type(module).forward) == digest and also(module)
 
-    return Replacement(op, matches, lambda original: named_as(forward, original), unused, lambda module: packed)
+    return Replacement(
+        op, matches, lambda original: named_as(forward, original), unused, lambda module: packed, norm=norm
+    )
 
 
 def innermost(forward: Any) -> Any:

@@ -21,9 +21,10 @@ from torch import nn
 from cute_ops.fusion.analyse import Found, analyse
 from cute_ops.fusion.graph import Node
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface import known
+from cute_ops_torch.huggingface import known, residual_norm
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
+from cute_ops_torch.huggingface.residual_norm import Norm
 
 log = logging.getLogger("cute_ops")
 # In which dtypes, and whether in training, modules are traced.
@@ -150,7 +151,23 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
         name for name, _ in module.named_children() if name not in {meaning.last, *dict(meaning.tensors).values()}
     ]
     unused = others[0] if len(others) == 1 else ""
-    return Replacement(meaning.op, lambda module, model: True, lambda original: named_as(ours, original), unused)
+    norm = _read_norm(meaning, ours) if meaning.op in ("rmsnorm", "layernorm") else None
+    return Replacement(
+        meaning.op, lambda module, model: True, lambda original: named_as(ours, original), unused, norm=norm
+    )
+
+
+def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
+    """What a module that is this norm computes; None where its attributes have changed."""
+    places, attrs = dict(meaning.tensors), dict(meaning.attrs)
+
+    def read(module: Any) -> Norm | None:
+        if not ours.same(module):
+            return None
+        weight, bias = (getattr(module, places[name]) if name in places else None for name in ("weight", "bias"))
+        return Norm(meaning.op, weight, bias, attrs["eps"], attrs.get("weight_offset", 0.0))
+
+    return read
 
 
 def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
@@ -255,7 +272,11 @@ def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, typ
                 return False
         return True
 
+    is_norm = meaning.op in ("rmsnorm", "layernorm")
+
     def of_leaf(self: nn.Module, x: torch.Tensor) -> Any:
+        if is_norm and not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, x)) is not None:
+            return normed
         tensors = {name: getattr(self, place) if place else x for name, place in arguments.items()}
         if torch.is_autocast_enabled(x.device.type):
             return NotImplemented
@@ -273,6 +294,7 @@ def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, typ
     def forward(self: nn.Module, hidden_states: torch.Tensor, *more: Any, **options: Any) -> Any:
         return NotImplemented if more or options or not same(self) else run(self, hidden_states)
 
+    vars(forward)["same"] = same
     return forward
 
 

@@ -11,7 +11,7 @@ from cute_ops_torch import functions
 from cute_ops_torch.huggingface import residual_norm
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Replacement, by_source
-from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
+from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm, Norm
 from cute_ops_torch.huggingface.source import source_digest
 
 # `forward` of LlamaRMSNorm: computed in float32 and rounded to the input's dtype, then multiplied by the weight.
@@ -31,14 +31,20 @@ def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> Any:
 
 
 def _gemma_rmsnorm(self: Any, x: torch.Tensor) -> Any:
+    if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, x)) is not None:
+        return normed
     weight = self.weight
     return functions.rmsnorm(x, weight, None, self.eps, 1.0) if _fits(x, weight) else declined(self, x, weight)
 
 
 def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> Any:
+    if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, input)) is not None:
+        return normed
     if torch.is_autocast_enabled(input.device.type):
         return NotImplemented  # the original's output is float32 under autocast
     weight, bias = self.weight, self.bias
+    if input.ndim and input.stride(-1) != 1:  # of a convolution (Whisper); torch's function copies it, too
+        input = input.contiguous()
     if len(self.normalized_shape) != 1 or not takes(input, weight, bias):
         return declined(self, input, weight, bias)
     return functions.layernorm(input, weight, bias, self.eps)
@@ -54,7 +60,20 @@ def _is_layernorm(module: nn.Module, model: nn.Module) -> bool:
 
 
 REPLACEMENTS = (
-    by_source("rmsnorm", LLAMA, llama_rmsnorm),
-    by_source("rmsnorm", _GEMMA, _gemma_rmsnorm, also=lambda norm: source_digest(type(norm)._norm) == _GEMMA_INNER),
-    Replacement("layernorm", _is_layernorm, lambda original: _layernorm),
+    by_source(
+        "rmsnorm", LLAMA, llama_rmsnorm, norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.variance_epsilon)
+    ),
+    by_source(
+        "rmsnorm",
+        _GEMMA,
+        _gemma_rmsnorm,
+        also=lambda norm: source_digest(type(norm)._norm) == _GEMMA_INNER,
+        norm=lambda norm: Norm("rmsnorm", norm.weight, None, norm.eps, 1.0),
+    ),
+    Replacement(
+        "layernorm",
+        _is_layernorm,
+        lambda original: _layernorm,
+        norm=lambda norm: Norm("layernorm", norm.weight, norm.bias, norm.eps),
+    ),
 )

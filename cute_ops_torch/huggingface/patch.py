@@ -17,7 +17,18 @@ from typing import Any
 from torch import nn
 
 from cute_ops.errors import meant, suggesting
-from cute_ops_torch.huggingface import attention, decoder, embedding, layer, loss, mlp, norm, plain_mlp, t5_mlp
+from cute_ops_torch.huggingface import (
+    attention,
+    decoder,
+    embedding,
+    layer,
+    loss,
+    mlp,
+    norm,
+    plain_mlp,
+    residual_norm,
+    t5_mlp,
+)
 from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, register_attention
 from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
@@ -26,6 +37,7 @@ from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
 from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
+from cute_ops_torch.huggingface.sums import SUMS
 
 log = logging.getLogger("cute_ops")
 # A module gets the first one that matches, and all of those of functions that it calls.
@@ -33,11 +45,12 @@ _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
 )  # fmt: skip
-_OF_FUNCTIONS = (ATTENTION, MASKS, EAGER_ATTENTION)
+_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION)
+_OF_FUNCTIONS = (*_OF_ALL, *SUMS)
 # The ops that modules run.
 RUN = frozenset({
-    "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "geglu", "gelu", "gelu_mul",
-    "layernorm", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
+    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "geglu", "gelu",
+    "gelu_mul", "layernorm", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
 })  # fmt: skip
 
 
@@ -127,6 +140,7 @@ def unpatch(model: nn.Module) -> None:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
         module.__class__ = _unpatched(type(module))  # type: ignore[arg-type]
+        residual_norm.forget(module)
 
 
 def _report(model: nn.Module, replaced: list[Replaced], unwanted: list[Replaced]) -> Patched:
@@ -180,7 +194,8 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
     first = next((each for each in known if each.matches(module, model)), None)
     first = first or plain_mlp.replacement_of(module) or replacement_of(module)
-    return [*([first] if first else []), *(each for each in _OF_FUNCTIONS if each.matches(module, model))]
+    others = _OF_FUNCTIONS if first is None or first.op != "add_rmsnorm" else _OF_ALL  # a layer that does its sums
+    return [*([first] if first else []), *(each for each in others if each.matches(module, model))]
 
 
 def _serves(replacement: Replacement, wanted: frozenset[str]) -> bool:
@@ -217,6 +232,7 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         "__module__": original.__module__, "__qualname__": original.__qualname__, "forward": forward,
         "__init__": _unpatched_init(unpatched), "_cute_original": unpatched, "_cute_ours": staticmethod(ours),
         "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
+        **({"_cute_norm": staticmethod(replacement.norm)} if replacement.norm else {}),
         "_cute_may": staticmethod(may), "_cute_functions_only": replacement in _OF_FUNCTIONS, "__reduce_ex__": _reduce,
     }  # fmt: skip
     made = type(original.__name__, (original,), attributes)

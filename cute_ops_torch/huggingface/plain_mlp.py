@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from cute_ops_torch.huggingface.meaning import meaning_of
 from cute_ops_torch.huggingface.mlp import approximation
 from cute_ops_torch.huggingface.source import source_digest
 from cute_ops_torch.huggingface.statements import Step, steps_of, with_call
+from cute_ops_torch.huggingface.sums import add
 
 Tensor = torch.Tensor
 # `forward` of GPT-2's Conv1D, a linear layer whose weight is transposed.
@@ -247,7 +249,8 @@ def _of_two_modules(layer: Any, original: Any, attention_output: Tensor) -> Any:
     if is_eager(attention_output):
         found = run_parts(up.dense, up.intermediate_act_fn, output.dense, attention_output)
         if found is not None:
-            return output.LayerNorm(output.dropout(found) + attention_output)
+            plus = partial(add, output, (0, ("LayerNorm",))) if hasattr(output, "_cute_original") else operator.add
+            return output.LayerNorm(plus(output.dropout(found), attention_output))
     return original(attention_output)
 
 

@@ -1,22 +1,57 @@
-"""Fuse a layer's final residual add with the norm that reads its sum: the next layer's, or the model's last.
+"""Norms that are computed with the residual add before them, and attached to the sum.
 
-While a decoder runs, it says which norm reads the output of which layer. Such a layer computes the norm together with
-its add, and attaches it to the sum as an attribute. The next layer takes it from there if neither the sum nor the norm
-has changed; to everything else the sum is a tensor like any other.
+Who adds knows which norm reads the sum: a decoder says so of its layers while it runs, and other adds have learned it
+(:mod:`cute_ops_torch.huggingface.sums`). It computes the norm together with the sum, and attaches it as an attribute.
+The norm takes it from there if neither the sum nor the norm has changed; to everything else the sum is a tensor like
+any other.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from cute_ops_torch import functions
+from cute_ops_torch.huggingface.bypass import calls, takes
+
+Tensor = torch.Tensor
 
 _ATTRIBUTE = "_cute_normed"
+# Of a sum: the module that has added it, and the number of the add there. Of a module: the norms of its sums.
+_SIGNED, _READERS = "_cute_sum", "_cute_readers"
+
+
+class Norm(NamedTuple):
+    """What a norm computes.
+
+    Attributes:
+        op: ``"rmsnorm"`` or ``"layernorm"``.
+        weight, bias: its parameters.
+        eps, offset: added to the variance and to the weight.
+    """
+
+    op: str
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    offset: float = 0.0
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether the norm of a sum like ``x`` has its dtype and runs on our op."""
+        own = [t for t in (self.weight, self.bias) if t is not None]
+        return all(t.dtype == x.dtype and t.shape == x.shape[-1:] for t in own) and takes(x, *own)
+
+    def with_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and the sum."""
+        if self.op == "rmsnorm":
+            return functions.add_rmsnorm(x, residual, self.weight, self.bias, self.eps, self.offset)
+        return functions.add_layernorm(x, residual, self.weight, self.bias, self.eps)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -44,26 +79,63 @@ def next_norm(layer: nn.Module) -> LlamaRMSNorm | None:
     return _next_norms.get().get(id(layer))
 
 
-def add(x: torch.Tensor, residual: torch.Tensor, norm: LlamaRMSNorm) -> torch.Tensor:
+def norm_of(module: Any) -> Norm | None:
+    """What calling a patched norm computes; None of other modules, or where something sees the call."""
+    cls: Any = type(module)
+    read = getattr(cls, "_cute_norm", None)
+    if read is None or not cls._cute_may() or not calls(module, cls._cute_forward):
+        return None
+    return read(module)  # type: ignore[no-any-return]
+
+
+def add(x: Tensor, residual: Tensor, norm: Any) -> Tensor:
     """``x + residual``, with its norm attached."""
-    return attach(norm, *functions.add_rmsnorm(x, residual, norm.weight, None, norm.variance_epsilon))
+    made: Norm = type(norm)._cute_norm(norm)
+    return attach(norm, *made.with_sum(x, residual))
 
 
-def attach(norm: LlamaRMSNorm, normed: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def attach(norm: Any, normed: Tensor, total: Tensor) -> Tensor:
     """A sum, with its norm attached."""
-    setattr(total, _ATTRIBUTE, (norm, norm.weight, _versions(norm, total), normed))
+    made: Norm = type(norm)._cute_norm(norm)
+    setattr(total, _ATTRIBUTE, (norm, made, _versions(made, total), normed))
     return total
 
 
-def pop(norm: LlamaRMSNorm, total: torch.Tensor) -> torch.Tensor | None:
-    """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since."""
-    attached = vars(total).pop(_ATTRIBUTE, None)
-    if attached is None or not torch.is_grad_enabled():
+def pop(norm: Any, total: Tensor) -> Tensor | None:
+    """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since. Of a sum without
+    one it tells the add which norm has read it.
+    """
+    known = vars(total)
+    attached = known.get(_ATTRIBUTE)
+    if attached is None or attached[0] is not norm:
+        if (signed := known.get(_SIGNED)) is not None:
+            module, number = signed
+            vars(module).setdefault(_READERS, {})[number] = weakref.ref(norm)
         return None
-    of, weight, versions, normed = attached
-    valid = of is norm and weight is norm.weight and versions == _versions(norm, total)
-    return normed if valid else None
+    del known[_ATTRIBUTE]
+    if not torch.is_grad_enabled():
+        return None
+    _, then, versions, normed = attached
+    made: Norm = type(norm)._cute_norm(norm)
+    own = (made.weight is then.weight, made.bias is then.bias, made.eps == then.eps, made.offset == then.offset)
+    return normed if all(own) and versions == _versions(made, total) else None
 
 
-def _versions(norm: LlamaRMSNorm, total: torch.Tensor) -> tuple[int, int, float]:
-    return total._version, norm.weight._version, norm.variance_epsilon
+def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
+    return total._version, *(t._version for t in (made.weight, made.bias) if t is not None)
+
+
+def sign(total: Tensor, module: nn.Module, number: int) -> None:
+    """Write on a sum which add of which module has made it."""
+    setattr(total, _SIGNED, (module, number))
+
+
+def reader_of(module: nn.Module, number: int) -> nn.Module | None:
+    """The norm that has read the last sum of this add in a module."""
+    found = vars(module).get(_READERS, {}).get(number)
+    return found and found()  # type: ignore[no-any-return]
+
+
+def forget(module: nn.Module) -> None:
+    """Forget which norms have read a module's sums."""
+    vars(module).pop(_READERS, None)

@@ -17,10 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+# The attribute of a function that was made from another one's tree: its own.
+DEFINITION = "_cute_definition"
+
 
 @cache
 def definition(function: Any) -> ast.FunctionDef | None:
     """The syntax tree of a function beneath its decorators, without annotations and docstring; None without source."""
+    made: ast.FunctionDef | None = getattr(inspect.unwrap(function), DEFINITION, None)
+    if made is not None:
+        return made
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     except (OSError, TypeError, SyntaxError, ValueError):

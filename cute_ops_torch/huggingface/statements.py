@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_ops_torch.huggingface.match import Forward
-from cute_ops_torch.huggingface.source import definition, unify
+from cute_ops_torch.huggingface.source import DEFINITION, definition, unify
 
 # T5 keeps a weight in float32 when its model is narrower.
 _CAST = """
@@ -83,14 +83,21 @@ def with_call(function: Any, steps: tuple[Step, ...], call: Forward) -> Forward:
         ast.copy_location(node, first)
     added[1].body = run.block[run.start : run.end]
     run.block[run.start : run.end] = added
+    return compiled(tree, plain, {"_cute_call": call})
+
+
+def compiled(tree: ast.FunctionDef, plain: Any, names: dict[str, Forward]) -> Forward:
+    """The function of this definition, which is that of ``plain`` with changes, in its scope and with these names."""
+    changed = copy.deepcopy(tree)
     module = ast.fix_missing_locations(ast.Module([tree], []))
     ast.increment_lineno(module, plain.__code__.co_firstlineno - 1)  # tracebacks show the original's lines
     # Leave out `__name__`: Dynamo would look names up in the module of that name.
-    scope = {k: v for k, v in plain.__globals__.items() if k != "__name__"} | {"_cute_call": call}
+    scope = {k: v for k, v in plain.__globals__.items() if k != "__name__"} | names
     made = dict[str, Any]()
     exec(compile(module, plain.__code__.co_filename, "exec", dont_inherit=True), scope, made)
     found: Any = made[tree.name]
     found.__defaults__, found.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+    vars(found)[DEFINITION] = changed
     return found  # type: ignore[no-any-return]
 
 

@@ -829,7 +829,9 @@ def test_hidden_states_of_a_patched_model_are_there_and_have_gradients() -> None
 
 
 def test_a_norm_is_taken_only_of_what_it_was_made_of() -> None:
-    norm = llama().model.norm
+    model = llama()
+    cute_ops_torch.patch(model)
+    norm = model.model.norm
     x, residual = torch.randn(2, 3, 64, requires_grad=True), torch.randn(2, 3, 64)
 
     def changed(total: torch.Tensor) -> None:

@@ -1,0 +1,138 @@
+"""Residual adds that compute the norm which reads their sums, in models of any build."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cute_ops_torch
+from cute_ops_torch.huggingface import residual_norm, sums
+from tests.torch.test_torch_patch_families import make
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(5))
+# By family: the op, and how many of a step's norms are computed with the add before them, of two layers.
+FAMILIES = {
+    "bert": ("add_layernorm", 4), "gpt2": ("add_layernorm", 4), "modernbert": ("add_layernorm", 4),
+    "gemma2": ("add_rmsnorm", 4), "olmo2": ("add_rmsnorm", 1), "gpt_oss": ("add_rmsnorm", 4),
+    "mamba": ("add_rmsnorm", 2), "qwen3_moe": ("add_rmsnorm", 2),
+}  # fmt: skip
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The norms that were taken from sums."""
+    found: list[nn.Module] = []
+    pop = residual_norm.pop
+
+    def noted(norm: nn.Module, total: torch.Tensor) -> torch.Tensor | None:
+        normed = pop(norm, total)
+        found.extend([] if normed is None else [norm])
+        return normed
+
+    monkeypatch.setattr(residual_norm, "pop", noted)
+    return found
+
+
+def without_dropout(model: Any) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(input_ids=TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+    assert got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        scale = max(1.0, float(grad.abs().max()))
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=2e-6 * scale, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adds_compute_the_norms_that_read_them(family: str, taken: list[nn.Module]) -> None:
+    model = without_dropout(make(family))
+    want, (op, count) = step(model), FAMILIES[family]
+    found = cute_ops_torch.patch(model)
+    assert op in {each.op for each in found} and not [e for e in found.left if "layer" in e.kind]
+    close(step(model), want)
+    del taken[:]
+    close(step(model), want)
+    assert len(taken) == count
+    cute_ops_torch.unpatch(model)
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("_cute")]
+    close(step(model), want)
+
+
+def test_what_changes_between_an_add_and_its_norm_is_seen(taken: list[nn.Module]) -> None:
+    model = without_dropout(make("gpt2"))
+    cute_ops_torch.patch(model)
+    step(model)
+    block: Any = model.transformer.h[1]
+
+    def changed(change: Any, undo: Any) -> list[nn.Module]:
+        plain = copy.deepcopy(model)
+        cute_ops_torch.unpatch(plain)
+        for each in (plain, model):
+            change(each.transformer)
+        del taken[:]
+        got, used = step(model), [*taken]
+        close(got, step(plain))
+        undo(model.transformer)
+        return used
+
+    hooks: list[Any] = []
+    hook = changed(
+        lambda t: hooks.append(t.h[1].ln_2.register_forward_pre_hook(lambda m, args: (args[0] * 2,))),
+        lambda t: [each.remove() for each in hooks],
+    )
+    assert block.ln_2 not in hook and block.ln_1 in hook
+    others = changed(lambda t: setattr(t, "h", nn.ModuleList([t.h[1], t.h[0]])), lambda t: None)
+    assert block.ln_2 in others and block.ln_1 not in others  # it reads the embeddings
+    del taken[:]
+    step(model)
+    assert len(taken) == 4  # learned anew
+
+
+def test_checkpoints_run_parts_of_a_model_alone(taken: list[nn.Module]) -> None:
+    # All sums stay in their part, whose second forward ends before its last norm; half of them do.
+    for family, count in (("bert", 4 + 2), ("gpt2", 2 + 2)):
+        model = without_dropout(make(family))
+        want = step(model)
+        cute_ops_torch.patch(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        step(model)
+        del taken[:]
+        close(step(model), want)
+        assert len(taken) == count, family
+
+
+def test_an_op_that_is_not_wanted_adds_alone(taken: list[nn.Module]) -> None:
+    model = without_dropout(make("bert"))
+    want = step(model)
+    found = cute_ops_torch.patch(model, without=["add_layernorm"])
+    assert "add_layernorm" not in {each.op for each in found}
+    step(model)
+    close(step(model), want)
+    assert not taken
+
+
+def test_sums_of_other_things_are_sums() -> None:
+    module, x = nn.LayerNorm(4), torch.randn(2, 4)
+    for a, b in ((1, 2), (x, 1.0), (x, x[0]), (x, x.double()), (x[0], x[0]), ("a", "b")):
+        got = sums.add(module, (0, ()), a, b)
+        assert type(got) is type(a + b) and (got == a + b if not isinstance(got, torch.Tensor) else got.equal(a + b))
+    turned = torch.randn(2, 4, 3).mT
+    got = sums.add(module, (0, ("norm",)), turned, torch.zeros(2, 3, 4))
+    assert got.is_contiguous() and torch.equal(got, turned)
