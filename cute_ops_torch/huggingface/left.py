@@ -12,9 +12,8 @@ from torch import nn
 
 from cute_ops_torch.huggingface.loss import asks_known_loss
 from cute_ops_torch.huggingface.match import innermost
-from cute_ops_torch.huggingface.norm import LLAMA
 from cute_ops_torch.huggingface.report import Left
-from cute_ops_torch.huggingface.source import definition, source_digest
+from cute_ops_torch.huggingface.source import definition
 
 _MLP = r"(?i)(mlp|feedforward|ffn|experts|moe|densegatedact|denseact)"
 
@@ -153,12 +152,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _why_layer(module: Any) -> str:
-    children = dict(module.named_children())
-    norm: Any = children.get("post_attention_layernorm")
-    built_alike = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"} <= {*children}
-    if built_alike and source_digest(type(norm).forward) != LLAMA:
-        return f"only Llama's RMS norm is fused with the add before it, and its norms are {type(norm).__name__}"
-    return "it does not run attention and an MLP one after another, each behind an RMS norm and added to its input"
+    return "no module in it has both a norm that is known and the residual add, written as `a + b`, in its forward"
 
 
 def _rotation(module: nn.Module) -> str:

@@ -36,7 +36,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     """
     if type(a) is not Tensor or type(b) is not Tensor or not torch.is_grad_enabled() or not is_eager(a):
         return a + b
-    if a.dtype != b.dtype or a.shape != b.shape or a.ndim < 2:
+    if torch.is_autocast_enabled(a.device.type) or a.dtype != b.dtype or a.shape != b.shape or a.ndim < 2:
         return a + b
     a, b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, b))  # a stream that a convolution began
     if not takes(a, b):

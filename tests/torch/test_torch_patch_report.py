@@ -69,18 +69,7 @@ def test_patching_makes_transformers_say_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 THREE = "it does not compute down(act(gate(x)) * up(x)) with three linear layers"
-STREAM = "it does not run attention and an MLP one after another, each behind an RMS norm and added to its input"
-LEFT = {
-    "Qwen3": {},
-    "Gemma": {
-        "decoder layer": "only Llama's RMS norm is fused with the add before it, and its norms are GemmaRMSNorm",
-    },
-    "Gemma2": {
-        "decoder layer": "only Llama's RMS norm is fused with the add before it, and its norms are Gemma2RMSNorm",
-    },
-    "Mixtral": {"MLP": THREE},
-    "Olmo2": {"decoder layer": STREAM},
-}  # fmt: skip
+LEFT: dict[str, dict[str, str]] = {"Qwen3": {}, "Gemma": {}, "Gemma2": {}, "Mixtral": {"MLP": THREE}, "Olmo2": {}}
 
 
 @pytest.mark.parametrize("kind", LEFT)
@@ -108,9 +97,7 @@ def test_what_is_left_of_an_encoder() -> None:
         found = cute_ops_torch.patch(
             transformers.BertForMaskedLM(transformers.BertConfig(**SIZES | {"attn_implementation": "eager"}))
         )
-    assert [(each.module, each.kind) for each in found.left] == [
-        ("bert.encoder.layer.0", "encoder layer"), ("bert.encoder.layer.1", "encoder layer")
-    ]  # fmt: skip
+    assert found.left == []
 
 
 def own_forward(model: Any) -> None:
