@@ -1,6 +1,7 @@
 """Random numbers by counting: Philox 4x32 of seven rounds, in array-API style. Kernels compute equal numbers.
 
-A number depends on the seed and on its place alone, so a gradient computes those of its forward again.
+A number depends on the seed and on its place alone, so a gradient computes those of its forward again. Kernels import
+this module, so that it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -8,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
-
-from cute_ops.declaration.array_api import numbers
 
 # The least number of rounds that passes all statistical tests of Salmon et al., Parallel Random Numbers, 2011.
 ROUNDS = 7
@@ -40,7 +39,9 @@ def words(xp: Any, seed: Any, rows: Any, n: Any) -> Any:
     else:  # of a negative number all bits are set that it lacks
         high = xp.where(seed < 0, wide * 0 + number(MASK), wide * 0)
     counts = -(-n // WORDS)
-    row, count = numbers(xp, rows, wide)[:, None], numbers(xp, counts, wide)[None, :]
+    place = {"device": wide.device} if torch else {}
+    row, count = (xp.arange(size, dtype=wide.dtype, **place) for size in (rows, counts))
+    row, count = row[:, None], count[None, :]
     none = 0 * (row + count)
     found = philox(xp, (count + none, row + none, none, none), (wide, high), number)
     return xp.reshape(xp.stack(found, axis=-1), (rows, counts * WORDS))[:, :n]
