@@ -24,7 +24,8 @@ class Found:
     """Some roots of a region, computed by one expression.
 
     Attributes:
-        expression: in its canonical form.
+        expression: what is computed, in its canonical form.
+        flat: that with sums in the canonical order, too, by which meanings are compared.
         leaves: its operands, in order.
         roots: the nodes that its outputs are, in order.
         rows: the leading dims of its values.
@@ -34,6 +35,7 @@ class Found:
 
     def __init__(self, expressed: Expressed, made: Canonical, region: Region) -> None:
         self.expression: Expression = made.expression
+        self.flat: Expression = made.flat
         self.leaves: tuple[Leaf, ...] = tuple(expressed.leaves[i] for i in made.operands)
         self.roots: tuple[Node, ...] = tuple(expressed.roots[k] for k in made.outputs)
         self.rows: Shape = expressed.rows
@@ -46,11 +48,11 @@ class Found:
 
     @cached_property
     def meaning(self) -> Meaning | None:
-        return meaning_of(self.expression) or self._rotation_of_pairs()
+        return meaning_of(self.flat) or self._rotation_of_pairs()
 
     def _rotation_of_pairs(self) -> Meaning | None:
         """``rope`` of neighbouring pairs, which no primitive turns: ``x * cos + rotate_pairs(x) * sin``."""
-        if self.text != "e1(t,t,t,t) multiply 0 1; multiply 2 3; add 4 5 -> 6":
+        if text_of(self.flat) != "e1(t,t,t,t) multiply 0 1; multiply 2 3; add 4 5 -> 6":
             return None
         nodes = [leaf.node for leaf in self.leaves]
         for k, turned in enumerate(nodes):

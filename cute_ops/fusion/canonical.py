@@ -3,17 +3,20 @@
 Programs write ``(x * r) * w`` or ``x * (r * w)``, divide by a length or multiply by its reciprocal, and name operands
 as they like. The canonical form flattens products and sums, sorts their terms and the operands by kind and by what is
 done with them, and joins constants. Differences of rounding are those of float32.
+
+A sum whose terms cancel loses digits in another order. So what is computed is the form with sums in the program's own
+order; meanings are compared by the flat one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from cute_ops.expressions.graph import LEAVES, Expression, Node
+from cute_ops.expressions.graph import LEAVES, Expression, Graph, Node
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.recognize import TOLERANCE
 from cute_ops.expressions.simplify import SimplifyingGraph
@@ -29,35 +32,48 @@ class Canonical(NamedTuple):
     """An expression in its canonical form.
 
     Attributes:
-        expression: with operands and outputs in the canonical order.
+        expression: with operands and outputs in the canonical order, and sums in their own.
+        flat: with sums in the canonical order, too.
         operands: the number that each operand had.
         outputs: the number that each output had.
     """
 
     expression: Expression
+    flat: Expression
     operands: tuple[int, ...]
     outputs: tuple[int, ...]
 
     @property
     def text(self) -> str:
-        return text_of(self.expression)
+        return text_of(self.flat)
 
 
 @lru_cache(4096)
-def canonical(expression: Expression, n: int | str | None = None) -> Canonical:
-    """The canonical form of an expression. ``n``, the length of its rows, shows which sums are means.
+def canonical(expression: Expression, n: int | str | None = None, exact: bool = False) -> Canonical:
+    """The canonical form of an expression.
 
     Layers of a model repeat the same few expressions, so it is computed once for each.
+
+    Args:
+        expression: as a program has it.
+        n: the length of its rows, which shows which sums are means.
+        exact: products and quotients keep their order and their roundings, too.
     """
-    flat = _rewritten(expression, n)
+    flat = expression if exact else _rewritten(expression, n)
     colours = _Colours(flat)
     used = sorted({node.operand for node in flat.nodes if node.primitive == "operand"})
     operands = tuple(sorted(used, key=lambda i: (_KINDS.index(str(flat.operands[i])), colours.operands[i], i)))
     outputs = tuple(sorted(range(len(flat.outputs)), key=lambda k: (colours.up[flat.outputs[k]], k)))
-    graph = SimplifyingGraph([flat.operands[i] for i in operands])
     place = {number: i for i, number in enumerate(operands)}
-    nodes = _Sorting(flat, graph, colours).copied(lambda node: graph.operand(place[node.operand], node.half))
-    return Canonical(graph.finish([nodes[flat.outputs[k]] for k in outputs]), operands, outputs)
+
+    def copied(kept: tuple[str, ...]) -> Expression:
+        graph = (Graph if exact else SimplifyingGraph)([flat.operands[i] for i in operands])
+        sorting = _Sorting(flat, graph, colours, kept)
+        nodes = sorting.copied(lambda node: graph.operand(place[node.operand], node.half))
+        return graph.finish([nodes[flat.outputs[k]] for k in outputs])
+
+    own = copied(("add", "multiply") if exact else ("add",))
+    return Canonical(own, own if exact else copied(()), operands, outputs)
 
 
 def with_holes(expression: Expression) -> tuple[str, tuple[float, ...]]:
@@ -189,7 +205,7 @@ def _gated(graph: SimplifyingGraph, factors: list[int], number: float) -> tuple[
     return factors, number
 
 
-def _folded(graph: SimplifyingGraph, primitive: str, terms: Sequence[int]) -> int:
+def _folded(graph: Graph, primitive: str, terms: Sequence[int]) -> int:
     whole = terms[0]
     for term in terms[1:]:
         whole = graph.add(primitive, whole, term)
@@ -257,10 +273,17 @@ class _Colours:
 
 
 class _Sorting:
-    """Copies an expression with the terms of its products and sums in the canonical order."""
+    """Copies an expression with the terms of its products and sums in the canonical order.
 
-    def __init__(self, expression: Expression, graph: SimplifyingGraph, colours: _Colours) -> None:
-        self.expression, self.graph, self.colours = expression, graph, colours
+    Args:
+        expression: what is copied.
+        graph: gets the copy.
+        colours: the order.
+        kept: primitives whose terms keep the order in which they are joined; of two terms either may come first.
+    """
+
+    def __init__(self, expression: Expression, graph: Graph, colours: _Colours, kept: Container[str]) -> None:
+        self.expression, self.graph, self.colours, self.kept = expression, graph, colours, kept
 
     def copied(self, operand: Callable[[Node], int]) -> dict[int, int]:
         expression, graph = self.expression, self.graph
@@ -273,7 +296,7 @@ class _Sorting:
             elif node.number is not None:
                 made[i] = graph.constant(node.number)
             elif i in self.colours.terms:
-                terms = sorted(self.colours.terms[i], key=self._place)
+                terms = sorted(node.args if node.primitive in self.kept else self.colours.terms[i], key=self._place)
                 made[i] = _folded(graph, node.primitive, [made[arg] for arg in terms])
             else:
                 made[i] = graph.add(node.primitive, *(made[arg] for arg in node.args), value=node.value)

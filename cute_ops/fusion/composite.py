@@ -274,7 +274,7 @@ class _Heads(NamedTuple):
 
 def _activation_of(found: Found) -> tuple[str, tuple[str, ...]] | None:
     """The activation that an expression is of a product, with a bias or without, and what its operands are."""
-    text, numbers = with_holes(found.expression)
+    text, numbers = with_holes(found.flat)
     name, operands, own = _activations().get(text, ("", (), ()))
     close = all(isclose(a, b, rel_tol=2**-20) for a, b in zip(own, numbers, strict=True)) if name else False
     return (name, operands) if close else None
@@ -287,7 +287,7 @@ def _activations() -> Mapping[str, tuple[str, tuple[str, ...], tuple[float, ...]
     for name in ACTIVATIONS.values:
         for operands in ({"acc": "*m n"}, {"acc": "*m n", "bias": "n"}):
             made = canonical(trace(partial(_activated, name), operands))
-            text, numbers = with_holes(made.expression)
+            text, numbers = with_holes(made.flat)
             names = list(operands)
             found[text] = name, tuple(names[i] for i in made.operands), numbers
     return found

@@ -92,7 +92,7 @@ def _meaning(nodes: list[Node], root: Node, exact: bool) -> tuple[Meaning, Seque
     if len(made) != 1:
         return None
     text = canonical(made[0].expression, made[0].n)
-    meaning = meaning_of(text.expression)
+    meaning = meaning_of(text.flat)
     if meaning is None or meaning.op != "cross_entropy":
         return None
     return meaning, [made[0].leaves[i].node for i in text.operands]

@@ -80,7 +80,7 @@ def _table() -> Mapping[str, tuple[_Pattern, ...]]:
     for op, function, operands, outputs, attrs in _meanings():
         expression = trace(function, operands)
         made = canonical(expression)
-        text, numbers = with_holes(made.expression)
+        text, numbers = with_holes(made.flat)
         names = list(operands)
         in_order = tuple(names[i] for i in made.operands), tuple(outputs[k] for k in made.outputs)
         pattern = _Pattern(op, *in_order, attrs, numbers)

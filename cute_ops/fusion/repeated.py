@@ -54,7 +54,7 @@ class Expressing:
         if known is None:
             made, failed = express(region, self.plain, self.facts, self.exact)
             place = {node: i for i, node in enumerate(nodes)}
-            forms = [_form(each, place) for each in made]
+            forms = [_form(each, place, self.exact) for each in made]
             if len(_kept) >= MOST:
                 _kept.clear()
             _kept[key] = _Known(sizes, forms, [(place[node], why) for node, why in failed.items()])
@@ -109,10 +109,10 @@ def _counts(node: Node) -> bool:
     return node.op == "reduce" and node.attr[0] == "sum"
 
 
-def _form(made: Expressed, place: dict[Node, int]) -> _Form:
+def _form(made: Expressed, place: dict[Node, int], exact: bool) -> _Form:
     leaves = tuple((place[leaf.node], leaf.rows, leaf.labels, leaf.packed) for leaf in made.leaves)
     blank = made._replace(leaves=(), roots=())
-    return _Form(blank, canonical(made.expression, made.n), leaves, tuple(place[root] for root in made.roots))
+    return _Form(blank, canonical(made.expression, made.n, exact), leaves, tuple(place[root] for root in made.roots))
 
 
 def _moved(form: _Form, nodes: Sequence[Node], size: dict[Size, Size]) -> Expressed:

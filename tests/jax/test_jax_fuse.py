@@ -161,6 +161,28 @@ def test_exact_rounds_a_word_once() -> None:
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(z * sigmoid * y + x, np.float32))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_sums_keep_their_order(exact: bool) -> None:
+    """Two of the terms are large and cancel. In another order the third one would lose its last digits."""
+    y = jnp.abs(X) + 1e5
+    for first in (jnp.tanh, jnp.exp, jax.nn.sigmoid, jax.nn.gelu):
+
+        def function(x: Any, y: Any, z: Any, one: Any) -> Any:
+            return first(x) + (jnp.abs(y) + z * one)  # noqa: B023
+
+        args = X, y, -y, jnp.ones_like(X)
+        assert became(function, *args, exact=exact) == ["fused"]
+        np.testing.assert_allclose(cute_ops_jax.fuse(function, exact=exact)(*args), first(X), rtol=1e-6, atol=1e-6)
+
+
+def test_exact_keeps_the_order_of_factors() -> None:
+    def function(x: Any, y: Any) -> Any:
+        return (x * 1e30) * (y * 1e-30) + x / 3.0
+
+    got = cute_ops_jax.fuse(function, exact=True)(X, X + 1)
+    np.testing.assert_array_equal(got, function(X, X + 1))
+
+
 def test_a_derivative_of_ones_own_is_kept() -> None:
     @jax.custom_jvp
     def straight_through(x: Any) -> Any:
@@ -180,6 +202,19 @@ def test_stopped_gradients_stop() -> None:
     same(jax.grad(cute_ops_jax.fuse(loss))(X), jax.grad(loss)(X))
     detached = jax.grad(cute_ops_jax.fuse(lambda x: jnp.sum(jax.lax.stop_gradient(jnp.tanh(x)) * x * 2)))(X)
     same(detached, 2 * jnp.tanh(X))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
+    """A product whose halves are exchanged in groups of 8 columns, which our products' epilogues do not look at."""
+    x, w, y = draw(B, T, N, dtype=dtype), draw(N, 8, dtype=dtype), draw(B, T, 8, dtype=dtype)
+
+    def function(x: Any, w: Any, y: Any) -> Any:
+        z = jax.nn.silu(x @ w) * y + x[..., :8]
+        return z * jnp.cos(y) + jnp.concatenate([-z[..., 4:], z[..., :4]], -1) * y
+
+    assert became(function, x, w, y) == ["linear", "fused"]
+    same(cute_ops_jax.fuse(function)(x, w, y), function(x, w, y), 2e-5 if dtype == "float32" else 3e-2)
 
 
 def test_half_of_a_relu_is_kept_whole() -> None:
