@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cute_ops_torch
 from cute_ops.ops.attention.attention import attention
+from cute_ops_torch.composite import scaled_dot_product
 from cute_ops_torch.library import reference
 from tests.torch.test_torch_export import QUICK
 from tests.torch.test_torch_fast_path import make  # noqa: F401  a fixture
@@ -157,6 +158,29 @@ def test_the_arguments_of_torch(dtype: torch.dtype, queries: int, keys: int, att
         assert_close(found, right)
         cotangent = torch.randn(found.shape, generator=draw).to(dtype)
         assert_close(*(torch.autograd.grad(x, given, cotangent) for x in (found, right)))
+
+
+def test_a_call_like_an_earlier_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, dtypes and options are not looked into again; what differs in one of them is."""
+    draw, function = torch.Generator().manual_seed(0), cute_ops_torch.scaled_dot_product_attention
+    q, k, v = (torch.randn(2, h, 9, 32, generator=draw).bfloat16() for h in (4, 2, 2))
+    options = {"is_causal": True, "enable_gqa": True}
+    first = function(q, k, v, **options)
+    seen: list[Any] = []
+    attend = scaled_dot_product.attend
+    monkeypatch.setattr(scaled_dot_product, "attend", lambda *args, **more: seen.append(args) or attend(*args, **more))
+    assert torch.equal(function(q, k, v, **options), first)
+    assert not seen
+    by_columns = q.mT.contiguous().mT
+    others = [
+        (q[:, :, :5], k, v, options), (q, k, v, {**options, "scale": 0.3}), (q, k, v, {"enable_gqa": True}),
+        (q.half(), k.half(), v.half(), options), (by_columns, k, v, options),
+    ]  # fmt: skip
+    for i, (*given, more) in enumerate(others):
+        assert_close(function(*given, **more), F.scaled_dot_product_attention(*given, **more))
+        assert len(seen) == i + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert function(q.float(), k.float(), v.float(), **options).dtype == torch.bfloat16
 
 
 def _made_by(x: Tensor) -> Any:
