@@ -44,8 +44,7 @@ def attention(
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
-        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is 64 or 128
-            and the GPU is SM 9.0.
+        deterministic: the gradient of q is summed in a fixed order, too, which takes longer where d = e is at most 128.
         fused: ``"auto"`` runs the kernel in 16 bits, and else the same formula in the framework's functions, which
             needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
         score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place

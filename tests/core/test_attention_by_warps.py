@@ -17,7 +17,16 @@ from cute_ops.ops.attention.attention import (
     attention_packed_bwd,
 )
 from tests.core import test_attention_packed
-from tests.core.test_attention_kernels import CALLS, ONE_STAGE, Run, halves, modded, with_cotangents
+from tests.core.test_attention_kernels import (
+    CALLS,
+    ONE_PASS,
+    ONE_STAGE,
+    Run,
+    halves,
+    modded,
+    of_whole_tiles,
+    with_cotangents,
+)
 from tests.emulator import products, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
@@ -32,21 +41,29 @@ def of_heads(block: int, x: np.ndarray) -> bytes:
     return struct.pack("<Q3i4x2q", block << 32, s, h, b, h * d, s * h * d)
 
 
-def emulate(run: Run, name: str, heads: Sequence[np.ndarray], rows: Sequence[np.ndarray], ctas: int) -> None:
-    """Run a kernel that takes tensors of heads and then numbers of rows."""
+def emulate(
+    run: Run, name: str, heads: Sequence[np.ndarray], rows: Sequence[np.ndarray], ctas: int,
+    sums: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """Run a kernel that takes tensors of heads, sums of queries if there are some, and numbers of rows."""
     (text,) = (entry for entry in run.entries if all(part in entry.partition("(")[0] for part in ("_kernel_", name)))
-    second = name.startswith("Keys")
-    ranges = [table for key, table in run.tables.items() if key.endswith("_2") == second]
-    of_rows = [run.rows(i) for i, _ in enumerate(rows, 1 + len(heads))]
-    if run.is_packed:  # deltas have a batch
-        of_rows[1:] = [
-            struct.pack("<Q3q2q", i << 32, *x.shape, x.size, x.shape[2]) for i, x in enumerate(rows[1:], 2 + len(heads))
-        ]
-    of_tensors = (of_heads(i, x) for i, x in enumerate(heads, 1))
+    second = not name.startswith("Queries")
+    ranges = [table for key, table in run.tables.items() if key.endswith("_2") == ("Backward" in name and second)]
+    memory = [*heads, *([] if sums is None else [sums]), *rows]
+    first = 1 + len(memory) - len(rows)
+    of_rows = [run.rows(i) for i, _ in enumerate(rows, first)]
+    whole = sums is not None or run.is_packed  # have a batch, and another length
+    for i, x in enumerate(rows):
+        if sums is not None or (whole and i):
+            of_rows[i] = struct.pack("<Q3q2q", first + i << 32, *x.shape, x[0].size, x.shape[2])
+    of_tensors = [of_heads(i, x) for i, x in enumerate(heads, 1)]
+    if sums is not None:
+        _, h, s, d = sums.shape
+        of_tensors.append(struct.pack("<Q4i3q", first - 1 << 32, s, d, h, len(sums), d, s * d, h * s * d))
     arguments = [*of_tensors, *of_rows, *run.sizes, *run.read, *ranges, *run.offsets]
-    empty = [np.zeros(8, np.uint8)] * (OTHERS - len(heads) - len(rows))
-    blocks = [x.reshape(-1).view(np.uint8) for x in (*heads, *rows, *empty, *run.memory)]
-    run._fill(ranges, blocks, second)
+    empty = [np.zeros(8, np.uint8)] * (OTHERS - len(memory))
+    blocks = [x.reshape(-1).view(np.uint8) for x in (*memory, *empty, *run.memory)]
+    run._fill(ranges, blocks, "Backward" in name and second)
     kernel = ptx_sm90.Kernel(run.head + text)
     for index in range(ctas):
         ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, {}, blocks, in_a_row=True).run(seed=index)
@@ -93,12 +110,40 @@ def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) 
 
 
 def _check_gradients(call: Call, functions: Functions, folder: Path, arch: str) -> None:
+    call = call._replace(attrs={**call.attrs, "deterministic": True})
     run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), arch, OTHERS), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     block = AttentionBackwardConfig.of(run.variant.config).block
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], [lse, delta], -(-call.s // block) * call.h * call.batch)
     emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], [lse, delta], -(-call.t // block) * call.g * call.batch)
+    for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
+        right[name].assert_holds(found.astype(np.float64), name)
+
+
+@pytest.mark.slow
+@products.emulated
+@pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
+def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
+    _check_one_pass(call, NO_FUNCTIONS, tmp_path)
+
+
+@pytest.mark.slow
+@products.emulated
+def test_gradients_in_one_pass_with_functions_that_read_arrays(tmp_path: Path) -> None:
+    _check_one_pass(*modded(0), tmp_path)
+
+
+def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
+    run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), SMALLER, OTHERS), halves(*arrays(call, 0))
+    dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
+    block = AttentionBackwardConfig.of(run.variant.config).block
+    logs, delta = of_whole_tiles(call, functions, lse, delta)
+    sums = np.zeros((call.batch, call.h, call.s, call.d), np.float32)
+    dk, dv = (np.full_like(x, np.nan) for x in (k, v))
+    ctas = -(-call.t // block) * call.g * call.batch
+    emulate(run, "OnePassBackwardSm80", [q, k, v, dout, dk, dv], [logs, delta], ctas, sums)
+    dq = (sums.transpose(0, 2, 1, 3) * call.d**-0.5).astype(q.dtype)
     for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
         right[name].assert_holds(found.astype(np.float64), name)
 
@@ -117,10 +162,32 @@ def test_packed_sequences(which: str, tmp_path: Path) -> None:
 
     folder = tmp_path / "gradients"
     folder.mkdir()
+    call = call._replace(attrs={**call.attrs, "deterministic": True})
     run = Run(attention_packed_bwd, call, folder, case.functions, case.offsets, ARCH, OTHERS)
     rows, (q, k, v, dout) = [lse, case.deltas(out)], (case.q, case.k, case.v, case.dout)
     block = AttentionBackwardConfig.of(run.variant.config).block
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], rows, (call.s // block + count + 1) * call.h)
     emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], rows, (call.t // block + count + 1) * call.g)
+    case.check({"dq": dq, "dk": dk, "dv": dv})
+
+
+@pytest.mark.slow
+@products.emulated
+def test_packed_sequences_in_one_pass(tmp_path: Path) -> None:
+    case = test_attention_packed.CASES["window"]()
+    call, (q, k, v, dout) = case.call, (case.q, case.k, case.v, case.dout)
+    out, lse = case.results()
+    run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets, ARCH, OTHERS)
+    config, count = AttentionBackwardConfig.of(run.variant.config), len(case.lengths)
+    length = (call.s // config.tile_q + count + 1) * config.tile_q
+    slots = test_attention_packed.slots_of(case.offsets[0], call.s, config.tile_q)
+    logs, delta = np.full((1, call.h, length), np.inf, np.float32), np.zeros((1, call.h, length), np.float32)
+    logs[:, :, slots] = np.where(lse > -np.inf, lse * np.float32(np.log2(np.e)), np.inf)
+    delta[:, :, slots] = np.nan_to_num(case.deltas(out))
+    sums = np.zeros((1, call.h, length, call.d), np.float32)
+    dk, dv = (np.full_like(x, np.nan) for x in (k, v))
+    ctas = (call.t // config.block + count + 1) * call.g
+    emulate(run, "OnePassBackwardSm80", [q, k, v, dout, dk, dv], [logs, delta], ctas, sums)
+    dq = (sums[:, :, slots].transpose(0, 2, 1, 3) * call.d**-0.5).astype(q.dtype)
     case.check({"dq": dq, "dk": dk, "dv": dv})

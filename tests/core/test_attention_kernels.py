@@ -241,15 +241,11 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention_bwd, call, folder, functions), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     tile = dict(run.variant.settings)["tile_q"]
-    whole = ((0, 0), (0, 0), (0, -call.s % 128))
-    # Less the offset of scores, which a soft cap leaves out: its scores are 2 cap / (1 + exp(-2 x)) - cap.
-    cap = np.float32(call.attrs.get("softcap", 0.0) if functions.score is None else 0.0)
-    logs = np.where(lse > -np.inf, (lse + cap) * np.float32(np.log2(np.e)), np.inf)
-    logs = np.pad(logs, whole, constant_values=np.inf)
+    logs, delta = of_whole_tiles(call, functions, lse, delta)
     sums = np.zeros((call.batch, call.h, call.s, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     moved = [(q, tile), (k, 128), (v, 128), (dout, tile), (dk, 64), (dv, 64)]
-    of_rows = [(logs, tile), (np.pad(delta, whole), tile)]
+    of_rows = [(logs, tile), (delta, tile)]
     ctas = -(-call.t // 128) * call.g * call.batch
     run("OnePass", 6, moved, [], [], ctas, of_rows, sums, {1: call.d // 2})
     # Four neighbouring chunks of eight elements change places by the row.
@@ -257,6 +253,18 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     dq = np.take_along_axis(sums.reshape(*sums.shape[:3], -1, 8), chunks[None, None, :, :, None], axis=3)
     dq = dq.reshape(sums.shape).transpose(0, 2, 1, 3) * call.d**-0.5
     _check({"dq": dq.astype(q.dtype), "dk": dk, "dv": dv}, right)
+
+
+def of_whole_tiles(
+    call: Call, functions: Functions, lse: np.ndarray, delta: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of base 2 of rows, and deltas, as one pass reads them: less the offset of scores, which a soft cap
+    leaves out: its scores are ``2 cap / (1 + exp(-2 x)) - cap``.
+    """
+    whole = ((0, 0), (0, 0), (0, -call.s % 128))
+    cap = np.float32(call.attrs.get("softcap", 0.0) if functions.score is None else 0.0)
+    logs = np.where(lse > -np.inf, (lse + cap) * np.float32(np.log2(np.e)), np.inf)
+    return np.pad(logs, whole, constant_values=np.inf), np.pad(delta, whole)
 
 
 def with_cotangents(

@@ -29,6 +29,12 @@ CALLS = (
 UNKNOWN = 0  # the sequence of NaN
 
 
+def slots_of(starts: np.ndarray, tokens: int, tile: int) -> np.ndarray:
+    """Where each token's numbers lie in rows of whole tiles of each sequence."""
+    number = np.searchsorted(starts[1:], np.arange(tokens), side="right")
+    return (starts[number] // tile + number) * tile + np.arange(tokens) - starts[number]
+
+
 class Case:
     """A call, its arrays, and what is right of each sequence."""
 
@@ -192,10 +198,7 @@ def test_the_gradient_of_sinks_in_one_pass(tmp_path: Path) -> None:
     lse[0, 0, 5] = -np.inf
     delta = rng.standard_normal((1, call.h, tokens))
     slots = np.full((1, call.h, (tokens // tile + len(starts)) * tile), np.nan, np.float32)
-    for i, start in enumerate(starts):
-        end = starts[i + 1] if i + 1 < len(starts) else tokens
-        slot = (start // tile + i) * tile
-        slots[:, :, slot : slot + end - start] = delta[:, :, start:end]
+    slots[:, :, slots_of(starts, tokens, tile)] = delta
     found = np.full(call.h, np.nan, np.float32)
     (text,) = (e for e in run.entries if "_sinks_cute" in e.partition("(")[0])
     of_slots = struct.pack("<Q3q2q", 3 << 32, *slots.shape, slots[0].size, slots.shape[2])

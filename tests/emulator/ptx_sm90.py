@@ -235,6 +235,8 @@ class Warp(ptx_cta.Cta):
             self.store_async(operands, now)
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
+        elif op[0] == "red":
+            self.add_to_memory(operands, now)
         elif op[0] == "vote":
             true = self.read(operands[1][0]) != 0
             value = int(true[now].all()) if "all" in op else int((true * (1 << self.threads)).sum())
@@ -260,6 +262,15 @@ class Warp(ptx_cta.Cta):
                 raise IndexError(f"st.async of {len(values)} words to {target[lane]}, mbarrier {mbarrier[lane]}")
             cta.blocks[0][start : start + 4 * len(values)] = words[:, lane].copy().view(np.uint8)
             cta.arrive(int(mbarrier[lane]) % (1 << RANK_BITS), 0, -4 * len(values))
+
+    def add_to_memory(self, operands: list[list[str]], now: np.ndarray) -> None:
+        """Add float32 numbers, each to one in memory."""
+        places, values = sum(self.read(name) for name in operands[0]), floats(self.read(operands[1][0]))
+        for lane in np.flatnonzero(now):
+            start, block = int(places[lane]) & 0xFFFFFFFF, self.blocks[int(places[lane]) >> 32]
+            if start % 4 or start + 4 > len(block):
+                raise IndexError(f"red at byte {start} of {len(block)}")
+            block[start : start + 4].view(np.float32)[0] += values[lane]
 
     def copy_async(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         """Begin copies of 16 bytes, of which the last ones may be zeros; commit or await a group of copies."""

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.bwd_keys_sm90 import KeysBackward
+from cute_ops.kernels.attention.bwd_one_pass_sm80 import OnePassBackwardSm80
 from cute_ops.kernels.attention.bwd_one_pass_sm90 import OnePassBackward
 from cute_ops.kernels.attention.bwd_queries_sm90 import QueriesBackward
 from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80, QueriesBackwardSm80
@@ -40,10 +41,10 @@ class AttentionBackward:
         scale = variant.attrs["scale"] or dims["d"] ** -0.5
         self.mods = mods = Mods(scale, config.score, config.mask, config.bounds, config.dscore)
         own = config, dims["d"], dims["e"], mods, scale
-        of_queries, of_keys = QueriesBackward, KeysBackward
+        one_pass, of_queries, of_keys = OnePassBackward, QueriesBackward, KeysBackward
         if config.warps:
-            of_queries, of_keys = QueriesBackwardSm80, KeysBackwardSm80
-        self.one_pass = OnePassBackward(*own) if config.one_pass else None
+            one_pass, of_queries, of_keys = OnePassBackwardSm80, QueriesBackwardSm80, KeysBackwardSm80
+        self.one_pass = one_pass(*own) if config.one_pass else None
         self.of_queries = None if config.one_pass else of_queries(*own)
         parts = ("kv",) if dims["d"] + dims["e"] <= TOGETHER else ("k", "v")
         self.of_keys = [] if config.one_pass else [of_keys(*own, part) for part in parts]
@@ -76,7 +77,7 @@ class AttentionBackward:
         inputs = mQ, mK, mV, mDout
         if const_expr(self.one_pass is not None):
             Ranges(self.one_pass.tiles).launch(second, stream)
-            self.one_pass.launch(inputs, (by_query(mLogs), by_query(mDelta)), (mDk, mDv), mSums, second, stream)
+            self.one_pass.launch(inputs, (mLogs, mDelta), (mDk, mDv), mSums, second, stream)
             self.one_pass.finish(mSums, mDq, packed, stream)
         else:
             Ranges(self.of_queries.tiles).launch(first, stream)
@@ -154,12 +155,3 @@ class AttentionBackward:
             for i in range(WARPS):
                 whole += sums[i]
             mDsinks[head] = (-whole).to(mDsinks.element_type)
-
-
-def by_query(m):
-    """Numbers of rows, (batch, heads, seqlen), as TMA takes those of a head's queries."""
-    batches, heads, seqlen = map(Int32, m.shape)
-    strides = [cute.assume(Int64(stride), divby=4) for stride in m.stride[:2]]
-    return cute.make_tensor(
-        m.iterator, cute.make_layout((seqlen, 1, heads, batches), stride=(1, 1, strides[1], strides[0]))
-    )

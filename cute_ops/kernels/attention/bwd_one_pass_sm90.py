@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
@@ -18,30 +18,26 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.sums import CHUNK, SumsOfQueries
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
     Moved,
     Sizes,
     Tile,
-    address_of,
     partition,
     place_of,
     ring,
-    row_at,
     slots,
     transposed,
 )
-from cute_ops.kernels.lib.copy import fragment, load, store
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARP, WARPGROUP
 
 # Named barriers: all of ds lies in shared memory; the tile of dq may be written, and may be added to memory.
 DS, EMPTY, FULL = 4, 5, 6
-CHUNK = 8  # elements of dq that stay neighbours in the workspace
-CHUNKS = 4  # neighbouring chunks that change places
-THREADS = 256  # of a CTA that rounds dq
+CHUNKS = 4  # neighbouring chunks of dq that change places
 
 
-class OnePassBackward(KeysBackward):
+class OnePassBackward(SumsOfQueries, KeysBackward):
     """``dk = ds.T @ q``, ``dv = p.T @ dout``, and for each tile of keys what it adds to ``dq = ds @ k``.
 
     Tile: a CTA has 128 keys of one head, as :class:`KeysBackward`. It computes the scores of a tile of queries, writes
@@ -52,8 +48,7 @@ class OnePassBackward(KeysBackward):
     keys, and once more to zero and to round them.
     """
 
-    def __init__(self, config, d, dv, mods, scale):
-        super().__init__(config, d, dv, mods, scale)
+    chunks = CHUNKS
 
     @cute.jit
     def launch(
@@ -85,6 +80,7 @@ class OnePassBackward(KeysBackward):
             (self.tile_q, 1), (self.tile_q, 1), (MMA_M, self.d), (MMA_M, self.dv),
         )  # fmt: skip
         inputs, gradients = self._as_moved(inputs, gradients, sizes)
+        rows = [by_query(m) for m in rows]
         moved = tma_copies((*inputs, *rows, *gradients), layouts, shapes, stored=2)
         of_sums = cute.make_layout((self.tile_q, self.d), stride=(self.d, 1))
         added = cpasync.make_tiled_tma_atom(
@@ -270,36 +266,6 @@ class OnePassBackward(KeysBackward):
 
         return put_ds, put_sums
 
-    @cute.jit
-    def finish(self, mSums, mDq, packed: cutlass.Constexpr, stream):
-        """Launch the kernel that rounds dq. ``packed``: sizes, where sums are those of packed sequences' tiles."""
-        vectors = Int64(cute.size(mDq if packed is None else mSums)) // CHUNK
-        self.round(mSums, mDq, packed).launch(
-            grid=[Int32((vectors + (THREADS - 1)) // THREADS), 1, 1], block=[THREADS, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def round(self, mSums, mDq, packed):
-        """Write a chunk of dq with each thread."""
-        index = Int64(cute.arch.block_idx()[0]) * THREADS + cute.arch.thread_idx()[0]
-        rows = mDq if const_expr(packed is None) else mSums
-        seqlen, heads = Int32(rows.shape[0]), Int32(rows.shape[2])
-        row_index, chunk = index // (self.d // CHUNK), Int32(index % (self.d // CHUNK))
-        if index < Int64(cute.size(rows)) // CHUNK:
-            row, head, batch = row_at(row_index, seqlen, heads)
-            token, given = row, Boolean(True)
-            if const_expr(packed is not None):
-                token, given = self.tiles.token_of(row, Sizes(*packed))
-            if given:
-                self._round_chunk(mSums, mDq, (row, token, head, batch), chunk)
-
-    def _round_chunk(self, mSums, mDq, at, chunk):
-        row, token, head, batch = at
-        rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
-        load(rX, address_of(mSums, (row, (chunk ^ (row % CHUNKS)) * CHUNK, head, batch)))
-        rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
-        store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))
-
 
 def chunks_of(d):
     """How the sums of dq lie in a row: four neighbouring chunks change places by the row, so that a warp's stores of
@@ -322,3 +288,12 @@ class InPairs:
             self.pair, self.read = c // 2, cute.make_rmem_tensor(2, Float32)
             cute.autovec_copy(self.numbers[None, self.pair], self.read)
         return self.read[c % 2]
+
+
+def by_query(m):
+    """Numbers of rows, (batch, heads, seqlen), as TMA takes those of a head's queries."""
+    batches, heads, seqlen = map(Int32, m.shape)
+    strides = [cute.assume(Int64(stride), divby=4) for stride in m.stride[:2]]
+    return cute.make_tensor(
+        m.iterator, cute.make_layout((seqlen, 1, heads, batches), stride=(1, 1, strides[1], strides[0]))
+    )

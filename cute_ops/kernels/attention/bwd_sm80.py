@@ -29,10 +29,13 @@ REGISTERS = 210  # with fewer of them for all else, registers hold a warp's rows
 
 
 class Held(NamedTuple):
-    """Shared memory: a block's rows of two tensors, whose place results take, and stages of tiles of two others."""
+    """Shared memory: a block's rows of two tensors, whose place results take, and stages of tiles of two others; and
+    what allocates more of it.
+    """
 
     rows: Any
     tiles: Any
+    smem: Any
 
 
 class GradientSm80:
@@ -54,6 +57,7 @@ class GradientSm80:
         return Held(
             [padded_rows(smem, dtype, self.block, width) for width in widths],
             [padded_stages(smem, dtype, tile, width, self.stages) for width in widths],
+            smem,
         )
 
     def load(self, sources, places, first, tidx):
@@ -190,29 +194,42 @@ class KeysBackwardSm80(GradientSm80):
         self, inputs: cutlass.Constexpr, rows: cutlass.Constexpr, gradients: cutlass.Constexpr,
         sizes: cutlass.Constexpr, stream,
     ):  # fmt: skip
-        mQ, *_ = inputs
-        self.dtype = mQ.element_type
-        blocks, batches = self.tiles.blocks(sizes, 1)
+        self.dtype = inputs[0].element_type
         self.kernel(mma_of_warp(self.dtype), (*inputs, *gradients), rows, tuple(sizes)).launch(
-            grid=[blocks * (sizes.heads // sizes.heads_per_kv) * batches, 1, 1], block=[self.threads, 1, 1],
-            stream=stream, min_blocks_per_mp=1,
-        )  # fmt: skip
+            grid=[self.ctas(sizes), 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    def ctas(self, sizes):
+        blocks, batches = self.tiles.blocks(sizes, 1)
+        return blocks * (sizes.heads // sizes.heads_per_kv) * batches
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, moved, rows, sizes):
         tidx, sizes = cute.arch.thread_idx()[0], Sizes(*sizes)
         keys, own = self.tiles.keys_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
-        mQ, mK, mV, mDout, mDk, mDv = moved
+        mQ, mK, mV, mDout, mDk, mDv, *mSums = moved
         of_keys = [source_of(m, keys.head, keys.batch, own.rows[1], own.seqlen_k) for m in (mK, mV, mDk, mDv)]
         held = self.held(self.dtype, self.tile_q)
         self.load(of_keys[:2], held.rows, keys.block * self.block, tidx)
-        self._multiply(mma, (mQ, mDout, *of_keys[2:]), rows, held, (keys, own, tidx))
+        self._multiply(mma, (mQ, mDout, *of_keys[2:], mSums), rows, held, (keys, own, tidx))
+
+    def logs(self, mLse, place, _):
+        """The log-sum-exp of each of a thread's columns, of base 2. The last argument is the tile of queries."""
+        return [self.weights.of_lse(*each) for each in of_columns(mLse, place, place.sizes)]
+
+    def deltas(self, mDelta, place, _):
+        """The delta of each of a thread's columns."""
+        return [delta for delta, _ in of_columns(mDelta, place, place.sizes)]
+
+    def adder(self, mma, mSums, held, at):
+        """A function that is given a tile's ``ds``; None where nothing is to be done with it."""
+        return None
 
     @cute.jit
     def _multiply(
         self, mma, moved: cutlass.Constexpr, rows: cutlass.Constexpr, held: cutlass.Constexpr, at: cutlass.Constexpr
     ):
-        (mQ, mDout, dk, dv), (keys, own, tidx) = moved, at
+        (mQ, mDout, dk, dv, mSums), (keys, own, tidx) = moved, at
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         first = keys.block * self.block + warp * MMA_ROWS
         widths = self.d if self.of_k else 0, self.dv if self.of_v else 0
@@ -227,6 +244,7 @@ class KeysBackwardSm80(GradientSm80):
         rS, rP = (accumulators(mma, self.tile_q) for _ in range(2))
         rWeights, rDs = (halves(self.tile_q, self.dtype) for _ in range(2))
         rDk, rDv = (accumulators(mma, width, 0.0) if width else None for width in widths)
+        add = self.adder(mma, mSums, held, (own, tidx))
         for i in cutlass.range(own.heads_per_kv, unroll=1):
             tile = Tile(keys.block, keys.head * own.heads_per_kv + i, keys.batch)
             sources = [source_of(m, tile.head, tile.batch, own.rows[0], own.seqlen_q) for m in (mQ, mDout)]
@@ -236,7 +254,7 @@ class KeysBackwardSm80(GradientSm80):
 
             def multiply(index, stage):
                 place = place_of_warp(lane, tile, (first, index * self.tile_q, self.tile_q), own, keys_down=True)
-                logs = [self.weights.of_lse(*each) for each in of_columns(rows[0], place, own)]
+                logs = self.logs(rows[0], place, index)
                 rS.fill(0.0)
                 of_q.add_to([rS], lambda _, k: of_k(k), stage)
                 weights = rWeights if self.of_v else None
@@ -245,11 +263,13 @@ class KeysBackwardSm80(GradientSm80):
                 if const_expr(self.of_v):
                     dout_across.add_to([rDv], lambda _, k: rWeights[None, None, k], stage)
                 if const_expr(self.of_k):
-                    delta = of_columns(rows[1], place, own)
+                    delta = self.deltas(rows[1], place, index)
                     rP.fill(0.0)
                     of_dout.add_to([rP], lambda _, k: of_v(k), stage)
-                    times_cotangents(rS, rP, lambda r, c: delta[c][0])
+                    times_cotangents(rS, rP, lambda r, c: delta[c])
                     store_packed(rS, rDs)
+                    if const_expr(add is not None):
+                        add(rDs, tile, index)
                     q_across.add_to([rDk], lambda _, k: rDs[None, None, k], stage)
 
             def some(index):

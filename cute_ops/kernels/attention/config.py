@@ -97,11 +97,12 @@ class AttentionBackwardConfig(KernelConfig):
         return MMA_ROWS * self.warps if self.warps else BACKWARD_BLOCK
 
     def shared(self, d: int, e: int) -> int:
-        """Bytes of shared memory where warps multiply: a block's rows, whose place results take, and stages of the
-        tiles that it goes through; padded.
+        """Bytes of shared memory where warps multiply: a block's rows, whose place results take, stages of the tiles
+        that it goes through and, in one pass, a tile of scores; padded.
         """
         rows = self.block + max(self.key_stages * self.tile_k, self.query_stages * self.tile_q)
-        return 2 * rows * (d + e + 2 * PADDING)
+        of_scores = self.block * (self.tile_q + PADDING) if self.one_pass else 0
+        return 2 * (rows * (d + e + 2 * PADDING) + of_scores)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.config import MMA_ROWS, PADDING
 from cute_ops.kernels.attention.pages import copy_or_clear
-from cute_ops.kernels.attention.softmax import by_row, pack
+from cute_ops.kernels.attention.softmax import store_packed
 from cute_ops.kernels.attention.tiles import Place, address_of
 from cute_ops.kernels.lib.copy import fragment, store
 
@@ -66,9 +66,9 @@ class Rows:
     kept: bool
 
     @classmethod
-    def of(cls, mma, sX, lane, kept):
-        """Of shared memory, (16, width)."""
-        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sX.element_type)
+    def of(cls, mma, sX, lane, kept, across=False):
+        """Of shared memory, (16, width); ``across``: whether columns are contiguous."""
+        atom = cute.make_copy_atom(LdMatrix8x8x16bOp(across, 4), sX.element_type)
         reader = cute.make_tiled_copy_A(atom, mma).get_slice(lane)
         rows = cls(reader, reader.partition_S(sX), mma.make_fragment_A(mma.get_slice(lane).partition_A(sX)), kept)
         if kept:
@@ -233,18 +233,22 @@ def halves(columns, dtype):
     return cute.make_rmem_tensor(((2, 2, 2), 1, columns // STEP), dtype)
 
 
+def put_rows(rX, sX, lane):
+    """Write a warp's 16 rows, :func:`halves`, to shared memory."""
+    pairs, pitch = cute.recast_tensor(rX, Int32), sX.stride[0] // 2
+    words = cute.make_ptr(Int32, sX.iterator.toint(), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    for i in range(cute.size(pairs)):
+        (words + ((lane // 4 + 8 * (i % 2)) * pitch + 4 * (i // 2) + lane % 4)).store(pairs[i])
+
+
 @cute.jit
 def store_rows(rX, sX, source: cutlass.Constexpr, first, lane, dtype: cutlass.Constexpr):
     """Store a warp's 16 rows from ``first`` on, by way of their place in shared memory, which no other warp reads."""
-    values = by_row(rX)
-    width = cute.size(values, mode=[1]) * 4
-    pitch, across = sX.stride[0] * 2, width // VECTOR
-    words = cute.make_ptr(Int32, sX.iterator.toint(), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    width = cute.size(rX) * WARP // MMA_ROWS
+    pitch, across, rHalves = sX.stride[0] * 2, width // VECTOR, halves(width, dtype)
+    store_packed(rX, rHalves)
     cute.arch.sync_warp()
-    for r in cutlass.range_constexpr(2):
-        for c in cutlass.range_constexpr(width // 8):
-            at = (lane // 4 + 8 * r) * (pitch // 4) + 4 * c + lane % 4
-            (words + at).store(pack(values[r, 2 * c], values[r, 2 * c + 1], dtype))
+    put_rows(rHalves, sX, lane)
     cute.arch.sync_warp()
     for i in cutlass.range_constexpr(-(-MMA_ROWS * across // WARP)):
         row, column = (i * WARP + lane) // across, (i * WARP + lane) % across * VECTOR

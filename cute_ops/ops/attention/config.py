@@ -45,6 +45,7 @@ BY_WARPS = {
 BACKWARD_BY_WARPS = {
     64: ((8, 64, 2),), 128: ((8, 32, 2), (8, 32, 1)), 192: ((8, 32, 2), (4, 32, 1)), 256: ((4, 32, 2), (4, 16, 1)),
 }  # fmt: skip
+ONE_PASS_BY_WARPS = ((8, 64, 2), (8, 32, 1))
 # Of attention to caches: warps of a CTA; a warp's tiles in shared memory, the most and the fewest; CTAs of an SM.
 WARPS, MOST_STAGES, FEWEST_STAGES, RESIDENT = 4, 6, 3, 2
 LEAST_SM_OF_FP8 = 89
@@ -89,15 +90,22 @@ def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
     """Tiles of as many keys and queries as registers and shared memory hold."""
     score = mods.score_of(problem.attrs["softcap"], own.score)
     changes = *_mask(own, problem), *((score.text, text_of(mods.gradient_of(score))) if score else ("", ""))
+    size, d, tiles = _headdim(problem), problem.dims["d"], _of_size(BACKWARD, problem)
+    one_pass = not problem.attrs["deterministic"] and d == problem.dims["e"] and size <= max(ONE_PASS)
     if not by_warpgroups(problem.arch):
-        choices = _of_size(BACKWARD_BY_WARPS, problem)
-        configs = (AttentionBackwardConfig(*each[1:] * 2, False, each[0], *changes) for each in choices)
+        choices = [(True, *each) for each in ONE_PASS_BY_WARPS if one_pass and _divides_columns(d, *each[:2])]
+        choices += [(False, *each) for each in _of_size(BACKWARD_BY_WARPS, problem)]
+        configs = (AttentionBackwardConfig(*each[2:] * 2, each[0], each[1], *changes) for each in choices)
         return _that_fits(configs, problem)
-    size, tiles = _headdim(problem), _of_size(BACKWARD, problem)
-    one_pass = not problem.attrs["deterministic"] and problem.dims["d"] == problem.dims["e"] and size in ONE_PASS
+    one_pass = one_pass and size in ONE_PASS
     if one_pass:
         tiles = *tiles[:2], *ONE_PASS[size]
     return AttentionBackwardConfig(*tiles, one_pass, 0, *changes)
+
+
+def _divides_columns(d: int, warps: int, tile: int) -> bool:
+    """Whether warps that have 16 rows of a tile each share the columns of a head evenly, 16 at a time."""
+    return d % (MMA_ROWS * warps // (tile // MMA_ROWS)) == 0
 
 
 def by_warpgroups(arch: str) -> bool:
