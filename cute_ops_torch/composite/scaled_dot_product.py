@@ -68,31 +68,35 @@ def scaled_dot_product_attention(
     if known is not None:  # a call like an earlier one: what its shapes mean is known
         q, k, v = query.transpose(-3, -2), key.transpose(-3, -2), value.transpose(-3, -2)
         return _attention(q, k, v, None, *known)[0].transpose(-3, -2)  # type: ignore[no-any-return]
-    queries, keys = query.shape[-2], key.shape[-2]
-    alike = enable_gqa or query.shape[:-2] == key.shape[:-2]
-    if attn_mask is None and dropout_p == 0 and alike and not (query.is_cuda and queries == 1):
-        out = None
-        if not is_causal or queries == keys:
-            out = attend(query, key, value, (-1, 0) if is_causal else ALL, scale=scale)
-            if out is not None and call is not None:
-                _remember(call, (0.0 if scale in (None, query.shape[-1] ** -0.5) else scale, bool(is_causal)))
-        elif queries < keys:  # no query attends to later keys
-            out = attend(query, key[..., :queries, :], value[..., :queries, :], (-1, 0), scale=scale)
-        if out is not None:
-            return out.transpose(-3, -2)
+    out = None
+    if attn_mask is None and dropout_p == 0:
+        out = _by_shapes(query, key, value, call, (is_causal, scale, enable_gqa))
+    if out is not None:
+        return out.transpose(-3, -2)
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
+def _by_shapes(query: Tensor, key: Tensor, value: Tensor, call: Any, options: tuple[bool, Any, bool]) -> Tensor | None:
+    """Ours where it computes what torch's function does, kept for calls like this one; else None."""
+    (is_causal, scale, enable_gqa), queries, keys = options, query.shape[-2], key.shape[-2]
+    alike = enable_gqa or query.shape[:-2] == key.shape[:-2]
+    if not alike or (query.is_cuda and queries == 1):
+        return None
+    if is_causal and queries != keys:  # no query attends to later keys
+        first = key[..., :queries, :], value[..., :queries, :]
+        return attend(query, *first, (-1, 0), scale=scale) if queries < keys else None
+    out = attend(query, key, value, (-1, 0) if is_causal else ALL, scale=scale)
+    if out is not None and call is not None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[call] = (0.0 if scale in (None, query.shape[-1] ** -0.5) else scale, bool(is_causal))
+    return out
+
+
 def _are_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return type(query) in EXACT and type(key) in EXACT and type(value) in EXACT
-
-
-def _remember(call: Any, options: tuple[float, bool]) -> None:
-    if len(_calls) >= _MOST_CALLS:
-        _calls.clear()
-    _calls[call] = options
 
 
 def attend(
@@ -110,7 +114,7 @@ def attend(
     """
     if not (computes(query) and takes(query, key, value) and fits(query, key, value)):
         return None
-    if not (scale is None or scale > 0) or not (softcap is None or softcap > 0):
+    if any(x is not None and not x > 0 for x in (scale, softcap)):
         return None
     if sinks is not None and not (takes(sinks) and sinks.shape == query.shape[-3:-2]):
         return None
