@@ -38,18 +38,21 @@ def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
         weights = call(softmax, {"x": found["values"]}, {})["out"]
     else:
         weights = xp.cast(xp.picked(probabilities, found["found"]), logits)
-    mean, load = _mean_and_load(xp, probabilities, found["found"])
-    return {"weights": weights, "index": found["found"], "balance": (mean * load).sum() * logits.shape[-1]}
-
-
-def _mean_and_load(xp: Any, probabilities: Any, index: Any) -> tuple[Any, Any]:
-    """The mean probability of each expert, and how often a token chooses it."""
-    n = probabilities.shape[-1]
-    rows = probabilities.reshape(-1, n)
+    rows = probabilities.reshape(-1, logits.shape[-1])
     count = max(rows.shape[0], 1)
+    mean = xp.sums(rows, (-2,), rows) / count
+    # The sum over the experts of mean * load is that of the means of all experts that are chosen.
+    of_chosen = xp.rows_of(mean.reshape(-1, 1), found["found"].reshape(-1))
+    balance = of_chosen.sum() * (logits.shape[-1] / count)
+    return {"weights": weights, "index": found["found"], "balance": balance}
+
+
+def _load(xp: Any, probabilities: Any, index: Any) -> Any:
+    """How often a token chooses each expert."""
+    rows = probabilities.reshape(-1, probabilities.shape[-1])
     ones = xp.broadcast_to(xp.ones((), rows), (rows.shape[0], index.shape[-1]))
     chosen = xp.scattered(ones, index.reshape(-1, index.shape[-1]), rows)
-    return xp.sums(rows, (-2,), rows) / count, xp.sums(chosen, (-2,), rows) / count
+    return xp.sums(chosen, (-2,), rows) / max(rows.shape[0], 1)
 
 
 def _run_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -63,7 +66,7 @@ def _run_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
         slope = xp.scattered(d, index, probabilities)
     if dbalance is not None:
         count = max(probabilities.reshape(-1, logits.shape[-1]).shape[0], 1)
-        _, load = _mean_and_load(xp, probabilities, index)
+        load = _load(xp, probabilities, index)
         of_mean = xp.broadcast_to(dbalance * load * (logits.shape[-1] / count), logits.shape)
         slope = of_mean if slope is None else slope + of_mean
     total = probabilities * 0 if direct is None else direct
