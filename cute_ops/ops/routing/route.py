@@ -12,6 +12,7 @@ from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops import docs
+from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.reduction.softmax import softmax
 from cute_ops.ops.routing import topk as largest
 
@@ -26,8 +27,17 @@ CASES = (
 )
 
 
+expert_probabilities = fused(
+    lambda xp, logits: xp.astype(xp.softmax(logits, axis=-1), "float32"), name="expert_probabilities",
+    operands={"logits": "*m n"},
+    cases=(Case("qwen3-moe", {"m": (33,), "n": 128}), Case("odd-small", {"m": (5,), "n": 7})),
+    doc="The softmax of rows in float32, whatever the dtype of the logits.",
+    grad_doc="Gradient of the softmax of rows in float32.",
+)  # fmt: skip
+
+
 def _probabilities(xp: Any, call: Call, logits: Any) -> Any:
-    return call(softmax, {"x": xp.cast(logits, xp.ones((), logits))}, {})["out"]
+    return call(expert_probabilities, {"logits": logits}, {})["out"]
 
 
 def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -92,7 +102,7 @@ route_bwd = Op(
     inputs={"logits": LOGITS, "weights": OF_CHOSEN, "index": INDEX,
             "dweights": OF_CHOSEN._replace(optional=True), "dbalance": Tensor("", "float32", optional=True)},
     outputs={"dlogits": LOGITS},
-    kernel=Program(_run_bwd, (softmax,)),
+    kernel=Program(_run_bwd, (expert_probabilities,)),
     doc="""Gradient of :func:`route`: of the weights, and of the balance by the mean probabilities.""",
     **_COMMON,
 )  # fmt: skip
@@ -102,7 +112,7 @@ route = Op(
     inputs={"logits": LOGITS},
     outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
     derived={"t": lambda dims, attrs: attrs["k"]},
-    kernel=Program(_run, (largest.topk_step, softmax)),
+    kernel=Program(_run, (largest.topk_step, softmax, expert_probabilities)),
     check=_check,
     grad=route_bwd,
     doc=f"""The k experts of each token, their weights, and the load-balancing loss.
