@@ -1,7 +1,7 @@
 """What ``fused="auto"`` chooses between: our kernel of a product, or the framework's product and a pass; drawn sizes.
 
 Sizes are drawn as sample.py draws them; a point is an op of the product family: forward with and without an epilogue,
-and both gradients. Operands that TMA cannot load are also measured copied into rows of whole vectors, copies included.
+and both gradients. Operands that TMA cannot load are also measured copied into rows of whole lines, copies included.
 The CSV has what the model of cycles says beside the times, so that the rule can be fitted to it; the last line is what
 the rule of today loses.
 
@@ -34,7 +34,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import signature
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.ops.gemm.choice import whole_vectors
+from cute_ops.ops.gemm.choice import whole_lines
 from cute_ops.ops.gemm.config import GemmSize, busy, cycles
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu
@@ -72,8 +72,8 @@ def inputs(point: Point) -> list[torch.Tensor]:
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows begin at whole vectors, as ``fused="auto"`` makes it; the tensor itself where its rows do."""
-    strides = whole_vectors(array(tensor), tensor.stride())
+    """A copy whose rows begin at lines of L2, as ``fused="auto"`` makes it; the tensor itself where its rows do."""
+    strides = whole_lines(array(tensor), tensor.stride())
     if strides is None or strides == tensor.stride():
         return tensor
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)

@@ -28,7 +28,6 @@ from cute_ops.jit.plan import Plan, Signature, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
 from cute_ops.ops.gemm import choice
-from cute_ops.ops.gemm.config import GemmSize
 
 # Every new size of a static dim costs a compile. After this many sizes of dims that are static while few, an op has one
 # kernel in which they are dynamic.
@@ -123,13 +122,16 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
         return {}
     if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or not op.fallback.anywhere:
         return {}
-    size = GemmSize(binding.rows, binding.dims["n"], binding.dims["k"])
     multiplied = {n: a for n in op.fallback.anywhere if (a := binding.inputs[n])}
-    operands = {n: (a, memory[n].strides, memory[n].address) for n, a in multiplied.items()}
-    found = {n: s for n, s in zip(operands, choice.realigned([*operands.values()], size), strict=True) if s}
-    if not found or fallback(binding, {**memory, **{n: Memory(s) for n, s in found.items()}}, target) is not None:
+    strides = choice.copies([(a, memory[n].strides, memory[n].address) for n, a in multiplied.items()])
+    found = {n: s for n, s in zip(multiplied, strides, strict=True) if s}
+    if not found:
         return {}
-    return found
+    copied = {**memory, **{n: Memory(s) for n, s in found.items()}}
+    problem, expected = signature(binding, copied, target).problem, op.fallback.expected
+    if not choice.pays([multiplied[n] for n in found], problem, expected(problem) if expected else None):
+        return {}
+    return found if fallback(binding, copied, target) is None else {}
 
 
 def _slower(binding: Binding, memory: Mapping[str, Memory], target: Target) -> bool | str:

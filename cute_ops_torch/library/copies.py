@@ -1,6 +1,6 @@
 """Copies of operands that kernels cannot load where they lie, made once for a forward and all steps of its backward.
 
-A product copies operands off a vector into rows that begin at whole vectors. Its node saves these copies in place of
+A product copies operands off a vector into rows that begin at lines of memory. Its node saves these copies in place of
 the operands, so that the backward, which multiplies by the same ones, need not make them again, and the steps of a
 backward share the copies of a cotangent.
 """

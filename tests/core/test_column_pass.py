@@ -106,7 +106,7 @@ def test_which_passes_there_are() -> None:
             _, kernel = kernel_of(PACKED, 8224, n)
             assert kernel.together == together and kernel.column_pass.fold == 1
         _, kernel = kernel_of(column_sum(), 8224, 5120)
-        assert (kernel.column_pass.vec, kernel.column_pass.width, kernel.column_pass.unroll) == (8, 32, 4)
+        assert (kernel.column_pass.vec, kernel.column_pass.width, kernel.column_pass.unroll) == (8, 32, 8)
         _, kernel = kernel_of(column_sum(), 8224, 24)
         assert (kernel.column_pass.vec, kernel.column_pass.width) == (8, 4)
 

@@ -17,7 +17,7 @@ from cute_ops.declaration.program import Fallback, Program
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import VECTOR_BYTES, sm
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.ops.gemm.config import L2_BYTES, EpilogueCost, GemmSize, cycles
+from cute_ops.ops.gemm.config import L2_BYTES, LINE, EpilogueCost, GemmSize, cycles
 
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 # cuBLAS, as the model of cycles sees it: cooperative tiles, clusters, parts of k, each of at least so many terms;
@@ -25,20 +25,20 @@ WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework alway
 THEIR_TILES = ((64, 64), (64, 128), (64, 192), (64, 256), (128, 128), (128, 160), (128, 192), (128, 224))
 THEIR_CLUSTERS, THEIR_SPLITS, LEAST_TERMS, ADD_CYCLES, ADD_RATE = ((1, 2), (2, 1)), (1, 2, 3, 4, 8), 512, 2500, 0.6
 # Cycles of a microsecond, microseconds besides and FLOP of a microsecond at which power limits it, of our kernel and of
-# cuBLAS; bytes of a microsecond of a pass, and microseconds besides. Fitted to 271 drawn products and 24 of up to 512
-# rows (H200): the standard deviation is a tenth.
-OURS, THEIRS, PASS = (1600.0, 2.0, 7.8e8), (1875.0, 2.2, 7.5e8), (4e6, 1.5)
+# cuBLAS; bytes of a microsecond of a pass, and microseconds besides. Fitted to 196 drawn products, of which 90 had the
+# configs of today, and 30 of odd sizes (H200): the standard deviation is a tenth. Of these 90 no choice is 3% behind.
+OURS, THEIRS, PASS = (1540.0, 1.6, 7.8e8), (1860.0, 2.1, 7.7e8), (4e6, 1.5)
 # Up to so many rows memory is what ours waits for, while the clock is higher.
-SMALL_M, OURS_OF_SMALL_M = 512, (1750.0, 1.6, 7.8e8)
-# Ours must be this much ahead, where the model errs by more than ours would gain: of so few rows without a pass that it
-# saves; and with a pass.
-UNSURE, UNSURE_WITH_PASS = 1.12, 1.04
-HOST = 4.0  # microseconds that torch's own product takes the host
+SMALL_M, OURS_OF_SMALL_M = 512, (1660.0, 2.5, 7.8e8)
+# Ours must be this much ahead of so few rows, and with a pass that it saves.
+UNSURE = 1.03
+HOST = 4.0  # microseconds that torch's own product takes the host, and each copy of an operand
 # Of a product with n or k off a vector cuBLAS computes so many FLOP and moves so many bytes a microsecond at most, by
-# the elements that divide n and k; strides of whole vectors do not help it: 64 x 18944 x 11127 took 549 us with strides
-# of 11128, our kernel 148. Ours and a copy reach the others. Each kernel takes so many microseconds more.
-THEIR_ODD = {1: (1.25e8, 1.1e6), 2: (2.15e8, 1.75e6), 4: (2.15e8, 1.75e6)}
-OUR_FLOPS, OUR_BYTES, LAUNCH, THEIR_LAUNCH = 4.5e8, 3.5e6, 3.5, 6.0
+# the elements that divide n and k, and takes so many microseconds more; strides of whole vectors do not help it: 64 x
+# 18944 x 11127 took 549 us with strides of 11128, our kernel 148. Ours reaches the others where the model of cycles is
+# not asked; a copy of an operand, which is read and written, has a rate and microseconds of its own.
+THEIR_ODD, THEIR_ODD_MORE = {1: (1.15e8, 1.05e6), 2: (2.15e8, 1.75e6), 4: (2.15e8, 1.75e6)}, 7.0
+OUR_ODD, OUR_ODD_MORE, COPY, COPY_MORE = (4.5e8, 3.5e6), 3.5, 3.8e6, 1.8
 
 
 def fallback(
@@ -57,15 +57,14 @@ def fallback(
     """
 
     def expected(problem: Problem) -> tuple[float, float] | None:
-        of = work(problem) if work else None
-        if of is None or _is_odd(problem):
+        chosen = config(problem)
+        if work is None or chosen.form == "mma_sync":
             return None
-        return _expected(config(problem), *of, after, problem.sm_count)
+        return _expected(chosen, *work(problem), after, problem)
 
     def margin(problem: Problem) -> float:
-        if after:
-            return UNSURE_WITH_PASS
-        return UNSURE if work is not None and work(problem)[0].m <= SMALL_M else 1.0
+        unsure = after or (work is not None and work(problem)[0].m <= SMALL_M)
+        return UNSURE if unsure else 1.0
 
     def when(problem: Problem) -> str:
         if reason := fallback_reason(problem, config(problem).form):
@@ -90,7 +89,7 @@ def fallback_reason(problem: Problem, form: str) -> str:
 
 
 def _expected(
-    config: GemmConfig, size: GemmSize, cost: EpilogueCost, after: bool, sm_count: int
+    config: GemmConfig, size: GemmSize, cost: EpilogueCost, after: bool, problem: Problem
 ) -> tuple[float, float]:
     """Microseconds of our kernel, and of the framework's product and what comes after it."""
     whole = size._replace(n=size.n * (1 + cost.gate_up))
@@ -99,15 +98,27 @@ def _expected(
         rate, more, most = kernel
         return max(count / rate, 2 * whole.multiply_adds / most) + more
 
-    ours, theirs = (
-        time_of(cycles(config, size, cost), OURS_OF_SMALL_M if size.m <= SMALL_M else OURS),
-        time_of(_their_cycles(whole, sm_count), THEIRS),
-    )
+    ours = time_of(cycles(config, size, cost), OURS_OF_SMALL_M if size.m <= SMALL_M else OURS)
+    theirs = time_of(_their_cycles(whole, problem.sm_count), THEIRS)
+    if (divisor := _divisor(problem)) in THEIR_ODD:
+        theirs = _at_rates(whole, THEIR_ODD[divisor], THEIR_ODD_MORE)
     if after:
         (rate, more), elements = PASS, size.batch * size.m * size.n
         moved = elements * (sum(cost.outputs) + sum(cost.tiles) + 2 * (1 + cost.gate_up))
         theirs += moved / rate + more
     return ours, theirs
+
+
+def _divisor(problem: Problem) -> int:
+    """The elements of a vector of 16-bit ones that divide compact rows of the operands and of the output."""
+    return math.gcd(problem.size("n"), problem.size("k"), VECTOR_BYTES // 2)
+
+
+def _at_rates(size: GemmSize, rates: tuple[float, float], more: float) -> float:
+    """Microseconds at rates of FLOP and of bytes."""
+    flops, moved = rates
+    elements = size.m * size.k + size.n * size.k + size.m * size.n
+    return max(2 * size.multiply_adds / flops, 2 * size.batch * elements / moved) + more
 
 
 @lru_cache(maxsize=1024)
@@ -132,30 +143,27 @@ def _in_parts(config: GemmConfig, size: GemmSize, parts: int, sm_count: int) -> 
     return found + ADD_CYCLES + written / (L2_BYTES * sm_count * ADD_RATE)
 
 
-def _is_odd(problem: Problem) -> bool:
-    """Whether compact rows of an operand or of the output would not be whole vectors of 16-bit elements."""
-    return any(problem.size(name) * 2 % VECTOR_BYTES for name in ("n", "k"))
-
-
-def realigned(operands: Sequence[tuple[Array, Sequence[int], int]], size: GemmSize) -> list[tuple[int, ...] | None]:
-    """The strides of copies of a product's operands that TMA can load, None for one that it can load as it lies; None
-    for both where copying costs more than our kernel gains on cuBLAS.
-
-    Args:
-        operands: each with its strides and its address.
-        size: of the product; n and k are the columns of its operands and of its output.
+def copies(operands: Sequence[tuple[Array, Sequence[int], int]]) -> list[tuple[int, ...] | None]:
+    """The strides of copies of a product's operands, each with its strides and its address, that TMA can load; None for
+    one that it can load as it lies, and for those that no copy helps.
     """
-    found = [None if _loadable(*operand) else whole_vectors(*operand[:2]) for operand in operands]
-    divisor = math.gcd(size.n, size.k, VECTOR_BYTES // 2)
-    if not any(found) or divisor not in THEIR_ODD:
-        return [None] * len(found)
-    sizes = [math.prod(array.shape) * ITEMSIZE[array.dtype] for array, _, _ in operands]
-    copied = [2 * moved for moved, strides in zip(sizes, found, strict=True) if strides]
-    flops, moved = 2 * size.multiply_adds, 2 * size.batch * (size.m * size.k + size.n * size.k + size.m * size.n)
-    their_flops, their_bytes = THEIR_ODD[divisor]
-    ours = max(flops / OUR_FLOPS, moved / OUR_BYTES) + sum(copied) / OUR_BYTES + LAUNCH * (1 + len(copied))
-    theirs = max(flops / their_flops, moved / their_bytes) + THEIR_LAUNCH
-    return found if ours < theirs else [None] * len(found)
+    return [None if _loadable(*operand) else whole_lines(*operand[:2]) for operand in operands]
+
+
+def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] | None) -> bool:
+    """Whether our kernel gains more than these copies cost; ``times`` are what is expected of it, with the copies, and
+    of the framework's product.
+    """
+    if _divisor(problem) not in THEIR_ODD:
+        return False
+    if times is None:
+        size = GemmSize(problem.m, problem.size("n"), problem.size("k"))
+        rates = THEIR_ODD[_divisor(problem)]
+        times = _at_rates(size, OUR_ODD, OUR_ODD_MORE), _at_rates(size, rates, THEIR_ODD_MORE)
+    ours, theirs = times
+    moved = [2 * math.prod(array.shape) * ITEMSIZE[array.dtype] for array in copied]
+    host = HOST * (1 + len(moved))
+    return max(ours + sum(moved) / COPY + COPY_MORE * len(moved), host) < theirs
 
 
 def _loadable(array: Array, strides: Sequence[int], address: int) -> bool:
@@ -164,14 +172,14 @@ def _loadable(array: Array, strides: Sequence[int], address: int) -> bool:
     return all(number % VECTOR_BYTES == 0 for number in (address, *(s * ITEMSIZE[array.dtype] for s in stepped)))
 
 
-def whole_vectors(array: Array, strides: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of a copy whose rows begin at whole vectors, with the contiguous dim that there is; else None."""
-    vector, shape = VECTOR_BYTES // ITEMSIZE[array.dtype], array.shape
+def whole_lines(array: Array, strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of a copy whose rows begin at lines of L2, with the contiguous dim that there is; else None."""
+    line, shape = LINE // ITEMSIZE[array.dtype], array.shape
     last = strides[-1] == 1
     if not last and (len(shape) != 2 or strides[0] != 1):
         return None
     inner = shape[-1] if last else shape[0]
-    padded = -(-inner // vector) * vector
+    padded = -(-inner // line) * line
     if not last:
         return (1, padded)
     return (*(padded * math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)), 1)

@@ -75,10 +75,12 @@ class GemmSize(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, dims: tuple[str, str, str], strides: Sequence[int]) -> GemmSize:
-        """From the names of the dims of rows, columns and terms, and both operands' strides, in 16-bit elements."""
+        """From the names of the dims of rows, columns and terms, and both operands' strides, in 16-bit elements. TMA
+        loads those off a vector from copies whose rows begin at lines.
+        """
         m, n, k = map(problem.size, dims)
         dividing = [math.gcd(stride * OPERAND_BYTES[0], LINE) for stride in strides]
-        return cls(m, n, k, batch_of(problem), *(OFF_A_LINE[max(each, min(OFF_A_LINE))] for each in dividing))
+        return cls(m, n, k, batch_of(problem), *(OFF_A_LINE.get(each, 1.0) for each in dividing))
 
     @property
     def multiply_adds(self) -> int:
@@ -205,9 +207,11 @@ def cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> in
 
 
 def memory_cycles(size: GemmSize, cost: EpilogueCost, sm_count: int) -> int:
-    """How long memory takes to give both operands and the epilogue's tiles, and to take the outputs."""
+    """How long memory takes to give both operands and the epilogue's tiles, and to take the outputs, of which half count:
+    nothing waits for what is written.
+    """
     operands = (size.m + size.n * (1 + cost.gate_up)) * size.k * OPERAND_BYTES[0]
-    moved = size.batch * (operands + size.m * size.n * (sum(cost.outputs) + sum(cost.tiles)))
+    moved = size.batch * (operands + size.m * size.n * (sum(cost.outputs) // 2 + sum(cost.tiles)))
     return moved // (MEMORY_BYTES * sm_count)
 
 
