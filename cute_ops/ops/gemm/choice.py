@@ -162,8 +162,8 @@ def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] |
         times = _at_rates(size, OUR_ODD, OUR_ODD_MORE), _at_rates(size, rates, THEIR_ODD_MORE)
     ours, theirs = times
     moved = [2 * math.prod(array.shape) * ITEMSIZE[array.dtype] for array in copied]
-    host = HOST * (1 + len(moved))
-    return max(ours + sum(moved) / COPY + COPY_MORE * len(moved), host) < theirs
+    with_copies, host = ours + sum(moved) / COPY + COPY_MORE * len(moved), HOST * (1 + len(moved))
+    return bool(max(with_copies, host) < theirs)
 
 
 def _loadable(array: Array, strides: Sequence[int], address: int) -> bool:

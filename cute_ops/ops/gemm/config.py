@@ -207,8 +207,8 @@ def cycles(config: GemmConfig, size: GemmSize, cost: EpilogueCost = PLAIN) -> in
 
 
 def memory_cycles(size: GemmSize, cost: EpilogueCost, sm_count: int) -> int:
-    """How long memory takes to give both operands and the epilogue's tiles, and to take the outputs, of which half count:
-    nothing waits for what is written.
+    """How long memory takes to give both operands and the epilogue's tiles, and to take the outputs. Of these half
+    counts: nothing waits for what is written.
     """
     operands = (size.m + size.n * (1 + cost.gate_up)) * size.k * OPERAND_BYTES[0]
     moved = size.batch * (operands + size.m * size.n * (sum(cost.outputs) // 2 + sum(cost.tiles)))
