@@ -32,8 +32,8 @@ class ColumnPass:
     Tile: a CTA of 256 threads takes ``width`` vectors of neighbouring columns, a warp's if rows have as many, and the
     ``256 / width`` rows of its part in every ``parts * 256 / width``. Its threads in a column add a row each, one after
     another in registers, then the CTA adds their sums, in a fixed order. Rows that are loaded at once are neighbours in
-    memory. All loads of :data:`LOADS` vectors are in flight together, of :data:`LOADS_OF_ONE` where sums of one tile are
-    all, and none depends on a condition.
+    memory. All loads of :data:`LOADS` vectors, or of :data:`LOADS_OF_ONE`, are in flight together, and none depends on
+    a condition.
     Compact rows that start anywhere are taken ``fold`` at a time, as one row that is whole vectors: its columns ``c``,
     ``c + n``, ... are sums of the same column, each in a row of its own of the workspaces. Fewer than ``fold`` rows are
     left, which are added after the others, element by element where a vector is not whole.
