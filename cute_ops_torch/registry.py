@@ -198,7 +198,7 @@ class Registered:
     @cached_property
     def overwriting(self) -> Callable[..., Any]:
         """The raw function whose outputs take the memory of the inputs that are donated to them."""
-        return inplace_gradient(self.op, self.raw, self.launcher.into)
+        return inplace_gradient(self.op, self.raw, self.launcher)
 
     def lower(self) -> None:
         """Register the op's lowering with Inductor, the first time a fake kernel runs while Inductor is loaded.

@@ -12,28 +12,43 @@ from cute_ops.declaration.op import Op
 Call = Callable[..., Any]
 
 
-def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
-    """The backward op by its raw function and ``into``, which writes over the inputs that its outputs reuse."""
+def inplace_gradient(grad: Op, gradient: Call, launcher: Any) -> Call:
+    """The backward op by its raw function and its launcher, which writes over the inputs that its outputs reuse."""
     names = list(grad.inputs)
     donated = [names.index(t.donates) if t.donates else None for t in grad.outputs.values()]
-    return overwriting(gradient, into, donated)
+
+    def into_rows(args: Sequence[Any], outputs: Sequence[torch.Tensor | None]) -> Any:
+        given = {name: t for name, t in zip(grad.outputs, outputs, strict=True) if t is not None}
+        tensors, attrs = args[: len(names)], args[len(names) :]
+        call = launcher.find(tensors, attrs, given)
+        return call.fill(tuple(given))(
+            *(t for t in (*tensors, *given.values()) if t is not None), *attrs[len(grad.attrs) :]
+        )
+
+    return overwriting(gradient, launcher.into, donated, into_rows)
 
 
-def overwriting(call: Call, into: Call, places: Sequence[int | None]) -> Call:
-    """A raw function that writes outputs over arguments, where those are compact.
+def overwriting(
+    call: Call, into: Call, places: Sequence[int | None],
+    into_rows: Callable[[Sequence[Any], Sequence[torch.Tensor | None]], Any] | None = None,
+) -> Call:  # fmt: skip
+    """A raw function that writes outputs over arguments, where those are compact, or have aligned rows.
 
     Args:
         call: the function.
         into: its CUDA implementation with outputs given.
         places: for each output the index of the argument that it goes over; None where it has memory of its own.
+        into_rows: the same for outputs that have aligned rows of any pitch.
     """
 
     def run(*args: Any) -> Any:
         reused = [None if place is None else args[place].detach() for place in places]
         given = [t for t in reused if t is not None]
         # A negated view shares its base's memory.
-        if not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args) and all(map(_is_compact, given)):
-            fresh = iter(into(*args, *reused) or ())
+        plain = not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)
+        compact = plain and all(map(_is_compact, given))
+        if compact or (plain and into_rows is not None and all(map(_has_rows, given))):
+            fresh = iter((into(*args, *reused) if compact else into_rows(args, reused)) or ())  # type: ignore[misc]
             # Another node that has saved this memory raises in its backward instead of reading other numbers.
             torch.autograd.graph.increment_version(given)
             results = tuple(next(fresh, None) if t is None else t for t in reused)
@@ -49,3 +64,11 @@ def overwriting(call: Call, into: Call, places: Sequence[int | None]) -> Call:
 def _is_compact(tensor: torch.Tensor) -> bool:
     """Whether a kernel may write over a tensor as over a fresh output."""
     return bool(tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and tensor.data_ptr() % 16 == 0)
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may write over the rows of a matrix with some memory between them."""
+    if not (tensor.is_cuda and tensor.ndim == 2 and tensor.numel() and tensor.stride(1) == 1):
+        return False
+    pitch = tensor.stride(0)
+    return pitch >= tensor.shape[1] and not (pitch * tensor.itemsize | tensor.data_ptr()) % 16

@@ -15,6 +15,7 @@ import cute_ops_torch
 from cute_ops import testing
 from cute_ops.composite import chunks
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
+from cute_ops_torch.library import row_chunks
 from cute_ops_torch.library.row_chunks import Chunks
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -424,6 +425,35 @@ def test_linear_never_holds_all_logits(accum_dtype: torch.dtype | None) -> None:
     logits = 8192 * 64000 * 2
     beyond = 2 * weight.nbytes + (8 << 20) if accum_dtype is None else logits / 16 + (64 << 20)
     assert torch.cuda.max_memory_allocated() - before < weight.nbytes + hidden.nbytes + beyond
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("n", "dtype"), [(1003, torch.bfloat16), (1001, torch.float32), (1000, torch.float16)])
+def test_rows_of_logits_are_aligned(n: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of classes; loss and gradients are those of rows without a gap."""
+    rows = 700
+    leaves = [torch.randn(*size, device=device, dtype=dtype).mul_(0.1) for size in ((rows, 64), (n, 64), (n,))]
+    target, seen, found = torch.randint(n, (rows,), device=device), set[tuple[int, int]](), []
+    logits = Chunks.logits
+
+    def noted(self: Any, at: slice) -> torch.Tensor:
+        made = logits(self, at)
+        seen.add((made.stride(0) * made.itemsize % 16, made.data_ptr() % 16))
+        return made
+
+    monkeypatch.setattr(Chunks, "logits", noted)
+    for aligned in (True, False):
+        if not aligned:
+            assert seen == {(0, 0)}
+            monkeypatch.setattr(row_chunks, "_ALIGNMENT", 1)
+        given = [t.clone().requires_grad_() for t in leaves]
+        # Without a guard of the call before, whose program is written down.
+        loss = cute_ops_torch.linear_cross_entropy(*given[:2], target, given[2], chunk_rows=256 + aligned)
+        loss.backward()
+        found.append([loss, *(t.grad for t in given)])
+    for got, want in zip(*found, strict=True):
+        scale = float(want.detach().abs().max())
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * scale)
 
 
 def test_chunks_are_whole_tiles_and_few() -> None:
