@@ -1,10 +1,12 @@
-"""Attention of new queries to caches: ours beside PyTorch's SDPA, FlashInfer and FlashMLA, and a copy of as many bytes.
+"""Attention to caches: ours, in JAX too, beside PyTorch's SDPA, FlashInfer and FlashMLA, and a copy of as many bytes.
 
 All contenders read the same keys and values in bfloat16, in turns, in one process; caches are larger than L2. `gbps` is
 the keys and values of all sequences, which are read once, by time; of the copy, what it reads and writes. `of_copy` is
 the ratio of both; caches in float8 are half as many bytes, with scales of one. SDPA takes contiguous caches of equal
 lengths alone, FlashInfer pages of its own layout, planned before. `host_us` is the time until a call returns. `error`
-is the largest difference from float32 in the last sequence.
+is the largest difference from float32 in the last sequence. Rows of more than 16 queries are chunks of a prompt, which
+`attention` computes; "no cache" is ours of the same keys as they lie in a batch. JAX's time is by the clock, over 32
+calls.
 
     python benchmarks/decode.py --out out/benchmarks
 """
@@ -15,6 +17,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +34,7 @@ COLUMNS = (
     "contender", "batch", "keys", "heads", "kv_heads", "headdim", "page", "queries", "status", "us", "us_min", "us_max",
     "gbps", "of_copy", "tflops", "host_us", "error",
 )  # fmt: skip
-FLOAT8 = "ours, float8"
+FLOAT8, JAX, MOST_QUERIES = "ours, float8", "ours, JAX", 16
 Tensor = torch.Tensor
 Run = Callable[[], Tensor]
 
@@ -54,6 +57,9 @@ SHAPES = (
     Shape(1, 131072, 32, 8, 128), Shape(1, 131072, 32, 8, 128, 16), Shape(256, 1024, 32, 8, 128),
     Shape(256, 1024, 32, 8, 128, 16), Shape(8, 8192, 32, 8, 128), Shape(64, 8192, 64, 8, 64),
     Shape(64, 4096, 16, 8, 256), Shape(64, 8192, 16, 16, 128), Shape(64, 8192, 64, 8, 128, 16, 4),
+    # Chunks of prompts.
+    Shape(4, 8192, 32, 8, 128, 0, 1024), Shape(4, 8192, 32, 8, 128, 16, 1024), Shape(4, 8192, 32, 8, 128, 128, 1024),
+    Shape(1, 32768, 32, 8, 128, 16, 2048),
 )  # fmt: skip
 
 
@@ -107,12 +113,60 @@ class Caches(NamedTuple):
         return self.k[pages].flatten(0, 1), self.v[pages].flatten(0, 1)
 
 
+def by_jax(function: Any, *tensors: Tensor | None) -> Run:
+    """A call of a jitted function of JAX with these arrays, whose memory is theirs."""
+    import jax
+
+    arrays = [None if x is None else jax.dlpack.from_dlpack(x.contiguous()) for x in tensors]
+    compiled = jax.jit(function)
+    return lambda: compiled(*arrays)[0]
+
+
+def chunks(shape: Shape, caches: Caches) -> dict[str, Callable[[], Run]]:
+    """What makes the calls of a prompt's chunk."""
+    q, k, v, lengths, table = caches
+
+    def ours() -> Run:
+        return lambda: cute_ops_torch.attention(q, k, v, causal=True, lengths=lengths, page_table=table)[0]
+
+    def jax() -> Run:
+        import cute_ops_jax
+
+        def attend(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+            return cute_ops_jax.attention(q, k, v, causal=True, lengths=lengths, page_table=table)
+
+        return by_jax(attend, q, k, v, lengths, table)
+
+    def side_by_side() -> list[Tensor]:
+        return [torch.stack(each) for each in zip(*map(caches.sequence, range(shape.batch)), strict=True)]
+
+    def sdpa() -> Run:
+        from torch.nn.attention.bias import causal_lower_right
+
+        heads_first = [x.transpose(1, 2) for x in (q, *side_by_side())]
+        mask = causal_lower_right(shape.queries, shape.keys)
+        return lambda: F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    def no_cache() -> Run:
+        keys, values = side_by_side()
+        return lambda: cute_ops_torch.attention(q, keys, values, causal=True)[0]
+
+    return {"ours": ours, JAX: jax, "ours, no cache": no_cache, "SDPA": sdpa}
+
+
 def contenders(shape: Shape, caches: Caches) -> dict[str, Callable[[], Run]]:
     """What makes each one's call."""
+    if shape.queries > MOST_QUERIES:
+        return chunks(shape, caches)
     q, k, v, lengths, table = caches
 
     def ours(**options: Any) -> Run:
         return lambda: cute_ops_torch.decode_attention(q, k, v, lengths, table, **options)[0]
+
+    def jax() -> Run:
+        import cute_ops_jax
+
+        return by_jax(cute_ops_jax.decode_attention, q, k, v, lengths, table)
 
     def sdpa() -> Run:
         heads_first = [x.transpose(1, 2) for x in (q, k, v)]
@@ -150,6 +204,7 @@ def contenders(shape: Shape, caches: Caches) -> dict[str, Callable[[], Run]]:
 
     found = {
         "ours": ours,
+        JAX: jax,
         FLOAT8: eights,
         "ours, batch-invariant": lambda: ours(batch_invariant=True),
         "FlashInfer": flashinfer,
@@ -178,8 +233,15 @@ def host_time(run: Run) -> float:
     return spread(samples).median
 
 
-def timed(run: Run) -> float:
+def timed(run: Run, by_clock: bool = False) -> float:
     """Microseconds of one of some calls."""
+    if by_clock:
+        run().block_until_ready()
+        start = time.perf_counter()
+        for _ in range(calls := 32 if torch.cuda.is_available() else 1):
+            out = run()
+        out.block_until_ready()
+        return (time.perf_counter() - start) / calls * 1e6
     if torch.cuda.is_available():
         return elapsed(lambda: [run() for _ in range(8)]) / 8
     start = time.perf_counter()
@@ -193,7 +255,7 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
         row = rows[name] = {"contender": name, **shape._asdict(), "status": "ok"}
         try:
             run = make()
-            row["error"] = error(shape, caches, run())
+            row["error"] = error(shape, caches, torch.from_dlpack(run()) if name == JAX else run())
             if device == "cuda":
                 row["host_us"] = host_time(run)
             runs[name] = run
@@ -205,7 +267,7 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            samples[name].append(timed(run))
+            samples[name].append(timed(run, name == JAX))
     # A copy reads one of both caches and writes as much.
     moved = 2 * shape.batch * shape.keys * shape.kv_heads * shape.headdim * caches.k.itemsize
     rate = moved / spread(samples["copy"]).median
@@ -214,6 +276,9 @@ def measure(table: Table, view: View, shape: Shape, rounds: int, device: str) ->
             us, read = spread(samples[name]), moved / 2 if name == FLOAT8 else moved
             row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gbps": read / us.median / 1e3}
             row["of_copy"] = read / us.median / rate
+            if shape.queries > MOST_QUERIES and name != "copy":
+                scores = shape.queries * (shape.keys - (shape.queries - 1) / 2)
+                row["tflops"] = 4 * shape.batch * shape.heads * shape.headdim * scores / us.median / 1e6
         table.add(row)
         view.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in (row.get(c, "") for c in COLUMNS)))
 
@@ -236,8 +301,15 @@ def measure_latent(table: Table, view: View, shape: Latent, rounds: int, device:
         )[0]
 
     target = torch.empty_like(cache)
+
+    def jax() -> Run:
+        import cute_ops_jax
+
+        return by_jax(partial(cute_ops_jax.mla_decode, scale=LATENT_SCALE), q, cache, lengths, pages_of)
+
     makes: dict[str, Callable[[], Run]] = {
         "ours": lambda: lambda: cute_ops_torch.mla_decode(q, cache, lengths, pages_of, scale=LATENT_SCALE)[0],
+        JAX: jax,
         "FlashMLA": flash_mla,
         "copy": lambda: lambda: target.copy_(cache),
     }
@@ -251,16 +323,18 @@ def measure_latent(table: Table, view: View, shape: Latent, rounds: int, device:
         row = rows[name] = {"contender": name, **sizes, "queries": queries, "status": "ok"}
         try:
             runs[name] = make()
-            out = runs[name]()
+            out = torch.from_dlpack(runs[name]()) if name == JAX else runs[name]()
             if name != "copy":
                 row["error"] = (out[-1].float() - right).abs().max().item()
+                if device == "cuda":
+                    row["host_us"] = host_time(runs[name])
         except Exception as failure:  # a contender's failure is a result
             row["status"] = f"failed: {first_line(failure)}"
             runs.pop(name, None)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            samples[name].append(timed(run))
+            samples[name].append(timed(run, name == JAX))
     moved = b * keys * (RANK + ROTATED) * 2
     for name, row in rows.items():
         if name in runs:
@@ -285,7 +359,7 @@ def main(arguments: list[str] | None = None) -> None:
     for index in options.shapes:
         shape = SHAPES[index]
         if options.cpu_smoke:
-            shape = shape._replace(batch=2, keys=256, headdim=32)
+            shape = shape._replace(batch=2, keys=256, headdim=32, queries=min(shape.queries, 24))
         measure(table, view, shape, 1 if options.cpu_smoke else options.rounds, "cpu" if options.cpu_smoke else "cuda")
     for index in options.latent:
         latent = LATENT[index]

@@ -62,7 +62,7 @@ class FastPath:
         out = known(*args)
         if out is not None:
             return out
-        # No guard fits where one tensor is two arguments or an attribute is NaN.
+        # No guard fits where an attribute is NaN.
         run = call.run if node is None else partial(node.apply, call.run)
         return run(*given, *attrs[constants:])
 

@@ -23,7 +23,7 @@ from cute_ops_torch.library.remembered import make_room
 Call = Callable[..., Any]
 # A call without its successor: `link(_otherwise=f)` is a function that hands calls which do not fit on to f.
 Link = Callable[..., Call]
-Kinds = tuple[tuple[type, bool], ...]
+Kinds = tuple[tuple[type, bool, int], ...]
 # Guarded calls per shape. Each that does not fit costs a call 0.5 us, but one that was dropped is planned again, for
 # 20 us and more. Layers are called with gradients and without, with frozen weights, by several values of `fused`.
 CHAIN = 8
@@ -43,11 +43,15 @@ def guarded(
         by_torch: whether torch's function runs the call: then it also runs those whose tensors are aligned to less.
         texts: ``parameters``, ``arguments`` and ``result`` of the template.
     """
-    given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
+    every = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
+    # Dynamo's guard refuses one tensor that is two arguments: it sees the first of them.
+    first = {id(t): name for name, t in reversed(every.items())}
+    given = {name: t for name, t in every.items() if first[id(t)] == name}
     sizes: Any = [list(t.shape) for t in given.values()]
     strides: Any = [list(t.stride()) for t in given.values()]
     guard = _TensorGuards(*given.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    same = [f"{name} is None" for name in op.inputs if name not in given]
+    same = [f"{name} is None" for name in op.inputs if name not in every]
+    same += [f"{name} is {first[id(t)]}" for name, t in every.items() if name not in given]
     named = dict(zip(op.keywords, attrs, strict=True))
     same += [f"{name} == _given_{name}" for name in op.attrs]
     same += (signs := _signs(op, named))
@@ -82,8 +86,11 @@ def aligned(addresses: Mapping[str, int]) -> str:
 
 
 def kinds(tensors: Sequence[torch.Tensor | None]) -> Kinds:
-    """What tells guards of one kernel apart: ``requires_grad`` and exact types (Parameter is not Tensor to a guard)."""
-    return tuple((type(t), t is not None and t.requires_grad) for t in tensors)
+    """What tells guards of one kernel apart: ``requires_grad``, exact types (Parameter is not Tensor to a guard), and
+    which arguments are one tensor, by the place of the first of them.
+    """
+    first = {id(t): place for place, t in reversed([*enumerate(tensors)])}
+    return tuple((type(t), t is not None and t.requires_grad, first[id(t)]) for t in tensors)
 
 
 class GuardedCalls:

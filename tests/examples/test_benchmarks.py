@@ -148,10 +148,11 @@ def test_device_time_smoke(tmp_path: Path) -> None:
 
 
 def test_decoding_is_measured(tmp_path: Path) -> None:
-    decode.main(["--cpu-smoke", "--shapes", "0", "2", "5", "--latent", "3", "--out", str(tmp_path)])
+    decode.main(["--cpu-smoke", "--shapes", "0", "2", "5", "16", "--latent", "3", "--out", str(tmp_path)])
     rows = common.read(tmp_path / "decode.csv")
-    ours = [row for row in rows if row["contender"] in ("ours", "ours, batch-invariant", "SDPA")]
-    assert len(ours) == 9
+    known = ("ours", "ours, JAX", "ours, batch-invariant", "ours, no cache", "SDPA")
+    ours = [row for row in rows if row["contender"] in known]
+    assert len(ours) == 17
     assert {row["status"] for row in ours} == {"ok"}
     assert max(float(row["error"]) for row in ours) < 0.01
 

@@ -160,6 +160,21 @@ def test_a_known_call_neither_plans_nor_dispatches(make: Any, compiled: Any, mon
     assert compiled.calls == ["rmsnorm"] * 5
 
 
+def test_one_tensor_as_two_arguments_is_a_known_call(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And told apart from two tensors."""
+    gated = next(op for op in OPS if op.name == "silu_mul")
+    made, x, y = make(gated), torch.randn(4, 72, requires_grad=True), torch.randn(4, 72, requires_grad=True)
+    right = torch.nn.functional.silu(x) * x
+    for _ in range(2):
+        for call in (made.function, made.raw):
+            torch.testing.assert_close(call(x, x), right)
+            torch.testing.assert_close(call(x, y), torch.nn.functional.silu(x) * y)
+            (found,), (known,) = (torch.autograd.grad(out.sum(), [x]) for out in (call(x, x), right))
+            torch.testing.assert_close(found, known)
+            right = torch.nn.functional.silu(x) * x
+        monkeypatch.setattr(made.fast_path, "specialize", None)
+
+
 def test_a_first_call_binds_and_plans_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each direction; nothing else binds, for autograd neither."""
     done: list[str] = []
