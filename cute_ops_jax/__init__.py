@@ -27,7 +27,7 @@ _LAZY = {
     "export": "exporting", "fuse": "fusion", "fused": "composite.fused", "gated_linear": "composite.linear",
     "gated_mlp": "composite.block", "linear": "composite.linear", "linear_add_rmsnorm": "composite.block",
     "group_norm": "composite.layouts", "load": "loading", "mlp": "composite.block", "qkv_rope": "composite.block",
-    "rmsnorm_linear": "composite.block",
+    "rmsnorm_linear": "composite.block", "rope_from_positions": "composite.layouts",
     **dict.fromkeys(
         ("linear_distillation_loss", "linear_log_probs", "linear_policy_loss", "linear_preference_loss"),
         "composite.training",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.block import gated_mlp, linear_add_rmsnorm, mlp, qkv_rope, rmsnorm_linear
     from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
-    from cute_ops_torch.composite.layouts import group_norm
+    from cute_ops_torch.composite.layouts import group_norm, rope_from_positions
     from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
     from cute_ops_torch.composite.training import (
         linear_distillation_loss,
@@ -59,6 +59,7 @@ __all__ = [
     "register",
     "register_attention",
     "rmsnorm_linear",
+    "rope_from_positions",
     "scaled_dot_product_attention",
     "unpatch",
     "warm_up",
@@ -74,6 +75,7 @@ _LAZY = {
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
     "scaled_dot_product_attention": "composite.scaled_dot_product", "unpatch": "huggingface.patch",
     "warm_up": "huggingface.warm_up", "group_norm": "composite.layouts",
+    "rope_from_positions": "composite.layouts",
     **dict.fromkeys(
         ("linear_distillation_loss", "linear_log_probs", "linear_policy_loss", "linear_preference_loss"),
         "composite.training",

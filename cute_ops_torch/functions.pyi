@@ -49,6 +49,8 @@ __all__ = [
     "rmsnorm_fp8",
     "rope",
     "rope_at",
+    "rope_fp8",
+    "rope_packed",
     "route",
     "silu",
     "silu_mul",
@@ -95,7 +97,15 @@ def geglu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) ->
 def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 def gelu(x: Tensor, approximate: str = "tanh", *, out: Tensor | None = None) -> Tensor: ...
 def relu2(x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
-def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, out: Tensor | None = None) -> Tensor: ...
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace_backward: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -422,6 +432,25 @@ def dropout_add_layernorm(
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
+def rope_packed(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int = 0,
+    interleaved: bool = False,
+    inplace_backward: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
+def rope_fp8(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Tensor,
+    interleaved: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
 def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...

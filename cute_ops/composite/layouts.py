@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last
+from cute_ops.ops.rotary.rope import rope, rope_packed
 
 Array = TypeVar("Array")
 
@@ -14,12 +15,18 @@ class Layouts(Generic[Array]):
     """The functions of a framework.
 
     Args:
+        xp: its namespace: ``torch`` or ``jax.numpy``.
         register: makes functions of ops.
+        frequencies: ``base ** (-j / r)`` for j below r, in float32, on the device of an array.
         channels_last: whether an image ``[N, C, H, W]`` lies in memory with its channels last.
     """
 
-    def __init__(self, register: Callable[..., Any], channels_last: Callable[[Any], bool]) -> None:
-        self._channels_last = channels_last
+    def __init__(
+        self, xp: Any, register: Callable[..., Any], frequencies: Callable[[float, int, Any], Any],
+        channels_last: Callable[[Any], bool],
+    ) -> None:  # fmt: skip
+        self._xp, self._frequencies, self._channels_last = xp, frequencies, channels_last
+        self._rope, self._rope_packed = register(rope), register(rope_packed)
         self._group_norm = {True: register(group_norm_last), False: register(group_norm_first)}
 
     def group_norm(
@@ -64,3 +71,71 @@ class Layouts(Generic[Array]):
             return last.permute(0, 3, 1, 2)  # type: ignore[attr-defined,no-any-return]
         rows = given.reshape((*shape[:2], -1)) if 0 not in shape else given
         return self._group_norm[False](rows, weight, bias, groups, eps).reshape(shape)  # type: ignore[no-any-return]
+
+    def rope_from_positions(
+        self, x: Array, positions: Array, *, base: float = 10000.0, rotary_dim: int = 0, sections: Sequence[int] = (),
+        mixed: bool = False, heads: int = 0, interleaved: bool = False, frequencies: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """Rotary position embedding by positions, without tables; with sections that of images and videos (M-RoPE).
+
+        ``rope(x, cos(angles), sin(angles))``, ``angles[..., j] = positions * base ** (-j / r)``
+
+        Args:
+            x: ``T[*m h d]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, headdim).
+            positions: integers or floats ``[*m]``, or of the last few of these dims; with sections ``[k *m]``: time,
+                height and width.
+            base: of the frequencies.
+            rotary_dim: ``2r``, the elements of a head that are rotated; d where 0.
+            sections: how many of the r angles each of k positions has: ``(16, 24, 24)`` of Qwen2-VL.
+            mixed: sections take turns, as in Qwen3-VL: of angles ``3j + i`` below ``3 * sections[i]`` the position is
+                that of i, of others the first.
+            heads: how many heads are rotated, the first ones, as in :func:`rope_packed`; all where 0.
+            interleaved: pairs are ``(2j, 2j + 1)`` instead of ``(j, j + r)``.
+            frequencies: float32 ``[r]``, in place of ``base ** (-j / r)``: scaled ones of longer contexts.
+
+        Returns:
+            ``T[*m h d]``. Angles, cosines and sines are computed in float32.
+
+        Raises:
+            ValueError: an odd rotary dim, sections that do not add up to r, or fewer positions than sections.
+
+        Source: Su et al., RoFormer, 2021; Wang et al., Qwen2-VL, 2024.
+        """
+        given, at = _any(x), _any(positions)
+        r = (rotary_dim or given.shape[-1]) // 2
+        if (rotary_dim or given.shape[-1]) % 2:
+            problem = f"option `rotary_dim` is {rotary_dim or given.shape[-1]}, expected an even number."
+            raise ValueError(f"cute.rope_from_positions: {problem}")
+        steps = self._frequencies(base, r, given) if frequencies is None else _any(frequencies)
+        if sections:
+            owners = self._owners(tuple(sections), mixed, r, at.shape[0])
+            angles = 0.0
+            for k in range(len(sections)):
+                # Of other sections the terms are zeros, which change no angle.
+                own = self._xp.stack([steps[j] * (owners[j] == k) for j in range(r)])
+                angles = angles + at[k][..., None] * own
+        else:
+            angles = at[..., None] * steps
+        cos, sin = self._xp.cos(angles), self._xp.sin(angles)
+        if heads:
+            return self._rope_packed(x, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
+        return self._rope(x, cos, sin, interleaved)  # type: ignore[no-any-return]
+
+    def _owners(self, sections: tuple[int, ...], mixed: bool, r: int, count: int) -> list[int]:
+        """Of each angle the section whose position it has."""
+        problem = ""
+        if sum(sections) != r:
+            problem = f"option `sections` is {sections}, expected a sum of r={r}."
+        elif count != len(sections):
+            problem = f"argument `positions` has {count} positions of a token, expected {len(sections)}, one a section."
+        if problem:
+            raise ValueError(f"cute.rope_from_positions: {problem}")
+        if not mixed:
+            return [k for k, size in enumerate(sections) for _ in range(size)]
+        k = len(sections)
+        return [j % k if j < k * sections[j % k] else 0 for j in range(r)]
+
+
+def _any(array: Any) -> Any:
+    """An array of whose framework nothing is known here."""
+    return array

@@ -37,7 +37,7 @@ from cute_ops.ops.reduction.soft_cross_entropy import soft_cross_entropy
 from cute_ops.ops.reduction.softmax import log_softmax, softmax
 from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
 from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope
-from cute_ops.ops.rotary.rope import rope, rope_bwd_joined
+from cute_ops.ops.rotary.rope import rope, rope_bwd_joined, rope_fp8, rope_packed
 from cute_ops.ops.routing.permute import permute_tokens, unpermute_tokens
 from cute_ops.ops.routing.route import route
 from cute_ops.ops.routing.topk import topk
@@ -69,6 +69,8 @@ MODELS: tuple[Op, ...] = (
     head_layernorm,
     dropout_add_rmsnorm,
     dropout_add_layernorm,
+    rope_packed,
+    rope_fp8,
     topk,
     route,
     permute_tokens,

@@ -1,9 +1,18 @@
 """Functions for arrays of several layouts: :mod:`cute_ops.composite.layouts`."""
 
+import jax.numpy
+import numpy as np
+
 from cute_ops.composite.layouts import Layouts
 from cute_ops.composite.public import published
 from cute_ops_jax.primitive.arrays import checked
 from cute_ops_jax.primitive.function import register
 
-_layouts = Layouts(register, lambda x: False)
+_layouts = Layouts(
+    jax.numpy,
+    register,
+    lambda base, r, x: jax.numpy.asarray((base ** (np.arange(r) / -r)).astype(np.float32)),
+    lambda x: False,
+)
 group_norm = published(_layouts.group_norm, __name__, "Array", checked)
+rope_from_positions = published(_layouts.rope_from_positions, __name__, "Array", checked)

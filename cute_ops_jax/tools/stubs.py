@@ -15,6 +15,7 @@ from cute_ops_jax.primitive.function import signature
 ROOT = Path(__file__).parents[1]
 COMMAND = "python -m cute_ops_jax.tools.stubs"
 _IMPORTS = {
+    "Sequence": "from collections.abc import Sequence",
     "Any": "from typing import Any", "Array": "from jax import Array",
     "Epilogue": "from cute_ops.ops.gemm.by_call import Epilogue",
     "Given": "from cute_ops.composite.attention import Function, Given",
@@ -37,6 +38,7 @@ from cute_ops_jax.composite.dot_product_attention import dot_product_attention a
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.composite.fused import fused as fused
 from cute_ops_jax.composite.layouts import group_norm as group_norm
+from cute_ops_jax.composite.layouts import rope_from_positions as rope_from_positions
 from cute_ops_jax.composite.linear import gated_linear as gated_linear
 from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.losses import linear_cross_entropy as linear_cross_entropy

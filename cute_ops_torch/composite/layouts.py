@@ -8,7 +8,10 @@ from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import register
 
 _layouts = Layouts(
+    torch,
     register,
+    lambda base, r, x: (base ** (torch.arange(r, dtype=torch.float64, device=x.device) / -r)).float(),
     lambda x: x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last),
 )
 group_norm = published(_layouts.group_norm, __name__, "Tensor", checked)
+rope_from_positions = published(_layouts.rope_from_positions, __name__, "Tensor", checked)

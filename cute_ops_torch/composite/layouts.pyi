@@ -1,5 +1,7 @@
 """Functions for arrays of several layouts: :mod:`cute_ops.composite.layouts`. Made by ``python -m cute_ops_torch.tools.stubs``."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 def group_norm(
@@ -36,4 +38,42 @@ def group_norm(
         ValueError: fewer than two dims, channels that groups do not divide, no position.
 
     Source: Wu and He, Group Normalization, 2018.
+    """
+
+def rope_from_positions(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10000.0,
+    rotary_dim: int = 0,
+    sections: Sequence[int] = (),
+    mixed: bool = False,
+    heads: int = 0,
+    interleaved: bool = False,
+    frequencies: Tensor | None = None,
+) -> Tensor:
+    """Rotary position embedding by positions, without tables; with sections that of images and videos (M-RoPE).
+
+    ``rope(x, cos(angles), sin(angles))``, ``angles[..., j] = positions * base ** (-j / r)``
+
+    Args:
+        x: ``T[*m h d]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, headdim).
+        positions: integers or floats ``[*m]``, or of the last few of these dims; with sections ``[k *m]``: time,
+            height and width.
+        base: of the frequencies.
+        rotary_dim: ``2r``, the elements of a head that are rotated; d where 0.
+        sections: how many of the r angles each of k positions has: ``(16, 24, 24)`` of Qwen2-VL.
+        mixed: sections take turns, as in Qwen3-VL: of angles ``3j + i`` below ``3 * sections[i]`` the position is
+            that of i, of others the first.
+        heads: how many heads are rotated, the first ones, as in :func:`rope_packed`; all where 0.
+        interleaved: pairs are ``(2j, 2j + 1)`` instead of ``(j, j + r)``.
+        frequencies: float32 ``[r]``, in place of ``base ** (-j / r)``: scaled ones of longer contexts.
+
+    Returns:
+        ``T[*m h d]``. Angles, cosines and sines are computed in float32.
+
+    Raises:
+        ValueError: an odd rotary dim, sections that do not add up to r, or fewer positions than sections.
+
+    Source: Su et al., RoFormer, 2021; Wang et al., Qwen2-VL, 2024.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -72,3 +74,62 @@ def test_positions_are_rows_of_the_tables(adapter: Adapter, interleaved: bool) -
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="heads have d=64 elements, expected at least 2r=80 for r=40 angles"):
         adapter.ours.rope_at(adapter.array(x), at, *adapter.arrays([np.ones((11, 40), np.float32)] * 2))
+
+
+def test_tables_of_any_strides_and_in_place() -> None:
+    """Also in a part of a packed projection, whose other heads stay."""
+    torch = pytest.importorskip("torch")
+    import cute_ops_torch as ours
+
+    x, angles = torch.randn(2, 5, 6, 16), torch.randn(8, 5)
+    cos, sin = angles.cos().t(), angles.sin().t()
+    expected = ours.rope(x, cos.contiguous(), sin.contiguous())
+    torch.testing.assert_close(ours.rope(x, cos, sin), expected, rtol=0, atol=0)
+    whole, part = x.clone(), x.clone()
+    ours.rope(whole, cos, sin, out=whole)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=0)
+    ours.rope(part[:, :, :4], cos, sin, out=part[:, :, :4])
+    torch.testing.assert_close(part, ours.rope_packed(x, cos, sin, heads=4), rtol=0, atol=0)
+    torch.testing.assert_close(part, torch.cat([expected[:, :, :4], x[:, :, 4:]], 2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("sections", "mixed"), [((), False), ((3, 2, 1), False), ((2, 2, 2), True), ((4, 1, 1), True)])
+def test_positions_in_place_of_tables(adapter: Adapter, sections: tuple[int, ...], mixed: bool) -> None:
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((2, 5, 3, 16)).astype(np.float32)
+    at = rng.integers(0, 5000, (3, 2, 5) if sections else (2, 5)).astype(np.int32)
+    steps = 100.0 ** (-np.arange(6) / 6)
+    owners = [0] * 6
+    for k, size in enumerate(sections):  # as transformers' Qwen2-VL and Qwen3-VL have it
+        places = range(k, 3 * size, 3) if mixed and k else range(sum(sections[:k]), sum(sections[: k + 1]))
+        for j in [] if mixed and not k else places:
+            owners[j] = k
+    angles = np.stack([(at[k] if sections else at) * step for k, step in zip(owners, steps, strict=True)], -1)
+    cos, sin = (f(angles).astype(np.float32) for f in (np.cos, np.sin))
+    options = {"base": 100.0, "rotary_dim": 12, "sections": sections, "mixed": mixed}
+
+    def ours(x: Any) -> Any:
+        return adapter.ours.rope_from_positions(x, adapter.array(at), **options)
+
+    results = [
+        adapter.value_and_gradients(run, [adapter.array(x)], [np.cos(x)])
+        for run in (ours, lambda x: adapter.ours.rope(x, adapter.array(cos), adapter.array(sin)))
+    ]
+    for (found,), (expected,) in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=2e-3)  # an angle of 5000 in float32
+    packed = adapter.ours.rope_from_positions(adapter.array(x), adapter.array(at), heads=1, **options)
+    np.testing.assert_array_equal(adapter.numpy(packed)[:, :, 1:], x[:, :, 1:])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rotary_dim": 7}, "option `rotary_dim` is 7, expected an even number"),
+        ({"sections": (1, 2)}, r"option `sections` is \(1, 2\), expected a sum of r=4"),
+        ({"sections": (1, 1, 2)}, "argument `positions` has 2 positions of a token, expected 3, one a section"),
+    ],
+)  # fmt: skip
+def test_what_positions_refuse(adapter: Adapter, options: dict[str, Any], text: str) -> None:
+    x, at = adapter.array(np.ones((2, 5, 3, 8), np.float32)), adapter.array(np.zeros((2, 5), np.int32))
+    with pytest.raises(ValueError, match=text):
+        adapter.ours.rope_from_positions(x, at, **options)

@@ -6,6 +6,7 @@ from cutlass import Int32
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.kernels.lib.copy import gmem_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rotary.config import RotaryConfig
@@ -39,6 +40,7 @@ class Rope:
         self.sources, self.out = [variant.tensors[name] for name in sources], variant.tensors[out]
         self.rotary = Rotary(variant, (*sources, out), variant.attrs["interleaved"])
         self.sign, self.heads = sign, variant.dims.get("h", heads)
+        self.rotated = variant.attrs.get("heads")
         config = RotaryConfig.of(variant.config)
         self.threads = config.threads
         most = VECTOR_BYTES // ITEMSIZE[self.out.dtype] // self.rotary.vec
@@ -94,7 +96,11 @@ class Rope:
         let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
             rotary.rotate(rX, rCos, rSin, self._rotates(sources, chunk.rotated, head), self.sign)
+            self._finish(rX, sources)
             rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, chunk)
+
+    def _finish(self, rX, sources):
+        """What is done with rotated elements before they are stored."""
 
     def _source(self, sources, token, head, d):
         """Byte address of a head of the output in the source that has it."""
@@ -102,7 +108,25 @@ class Rope:
 
     def _rotates(self, sources, rotated, head):
         """Whether a chunk of a head is rotated, if it is ``rotated`` in heads that are."""
-        return rotated
+        return rotated if self.rotated is None else rotated & (head < self.rotated)
+
+
+class RopeFP8(Rope):
+    """The rotation, divided by a scale and rounded to fp8. Bytes moved per element: x, half of it, and the tables."""
+
+    @cute.jit
+    def __call__(self, mX, mCos, mSin, mScale, mOut, stream):
+        d, r = self.rotary.sizes(mX, mCos)
+        blocks = (row_count(mCos) * self._items(mOut, d, r) + (self.threads - 1)) // self.threads
+        self.kernel((mX, mScale), mCos, mSin, mOut).launch(
+            grid=table_grid(blocks, mX, mCos), block=[self.threads, 1, 1], stream=stream, use_pdl=self.pdl
+        )
+
+    def _finish(self, rX, sources):
+        mScale = sources[1]
+        factor = 1.0 / gmem_elements(mScale.element_type, mScale.iterator.toint(), 1)[0]
+        for j in range(cute.size(rX)):
+            rX[j] = rX[j] * factor
 
 
 class RopeBackward(Rope):

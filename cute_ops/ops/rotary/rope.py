@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.array_api import cast, divide, widen
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
+from cute_ops.declaration.kernel import Kernel
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
@@ -15,6 +16,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.rotary import config
 
 SHARED = {"cos": 1, "sin": 1}
+LARGEST, LEAST_SM = 448.0, 89  # of float8_e4m3fn, and the first GPUs with a conversion
 CASES = (
     Case("llama3-8b-k", {"m": (2, 67), "h": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),
     Case("llama3-8b-q", {"m": (2, 67), "h": 32, "d": 128, "r": 64}),
@@ -51,6 +53,15 @@ def reference_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, interleaved: bool) 
     return (xp.astype(rotate(xp, dy, c, -s, interleaved), dout.dtype),)
 
 
+def reference_packed(xp: Any, x: Any, cos: Any, sin: Any, *, heads: int, interleaved: bool) -> Any:
+    turned = reference(xp, x[..., :heads, :], cos, sin, interleaved=interleaved)
+    return xp.concat([turned, x[..., heads:, :]], axis=-2)
+
+
+def reference_packed_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, heads: int, interleaved: bool) -> tuple[Any]:
+    return (reference_packed(xp, dout, cos, -sin, heads=heads, interleaved=interleaved),)
+
+
 def reference_joined(xp: Any, dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, *, interleaved: bool) -> tuple[Any]:
     turned = (reference_bwd(xp, d, cos, sin, interleaved=interleaved)[0] for d in (dq, dk))
     return (xp.concat([*turned, dv], axis=-2),)
@@ -64,7 +75,14 @@ def check(binding: Any) -> str | None:
     return f"heads have d={d} elements, expected at least 2r={2 * r} for r={r} angles." if d < 2 * r else None
 
 
-HEADS, TABLE = Tensor("*m h d", "T"), Tensor("*#m r", "C")
+def _check_packed(binding: Any) -> str | None:
+    heads, h = binding.attrs["heads"], binding.dims["h"]
+    if heads < 0 or (isinstance(h, int) and heads > h):
+        return f"attribute `heads` is {heads}, expected at least 0 and at most h={h}."
+    return check(binding)
+
+
+HEADS, TABLE = Tensor("*m h d", "T"), Tensor("*#m r", "C", otherwise="copy")
 COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS, "C": FLOATS}, "attrs": {"interleaved": False},
     "tuning": Tuning(config.rope, space=config.SPACE), "check": check,
@@ -76,7 +94,7 @@ OF_ONE: dict[str, Any] = {
 rope_bwd = Op(
     "rope_bwd",
     inputs={"dout": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"dx": HEADS},
+    outputs={"dx": HEADS._replace(donates="dout")},
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.rope:RopeBackward",
     doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
@@ -86,7 +104,7 @@ rope_bwd = Op(
 rope = Op(
     "rope",
     inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"out": HEADS},
+    outputs={"out": HEADS._replace(donates="x")},
     reference=reference,
     kernel="cute_ops.kernels.rotary.rope:Rope",
     grad=rope_bwd,
@@ -101,17 +119,18 @@ rope = Op(
         x: ``T[*m h d]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, headdim); float32, float16 or bfloat16.
             Heads and positions may have any stride: q or k of a fused projection, or transposed, without a copy.
         cos: ``C[*#m r]``, a float dtype of its own: (seqlen, r) for all of a batch, or (batch, seqlen, r); leading
-            dims of 1 broadcast, too, as in (seqlen, 1, r) for positions first. ``2r`` is the rotary dim, at most d. No
-            gradient.
+            dims of 1 broadcast, too, as in (seqlen, 1, r) for positions first. ``2r`` is the rotary dim, at most d. Any
+            strides: a table whose last dim is not contiguous is copied. No gradient.
         sin: ``C[*#m r]``, likewise.
         interleaved: pairs are ``(2j, 2j + 1)``, as in GPT-J, instead of ``(j, j + r)``, as in GPT-NeoX and Llama.
 
     Returns:
-        ``T[*m h d]``, compact. Computed in float32, rounded once.
+        ``T[*m h d]``, compact. Computed in float32, rounded once. In place with ``out=x`` in PyTorch, also in a part of
+        a packed projection, ``out=qkv[:, :, :heads]`` of the same; in JAX where x is donated.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, ``d < 2r``.
+        ValueError: shapes that do not fit, a last dim of x that is not contiguous, ``d < 2r``.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """,
@@ -162,3 +181,98 @@ rope_bwd_joined = Op(
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """,
 )  # fmt: skip
+
+PACKED: dict[str, Any] = {
+    **COMMON, "attrs": {"heads": 0, "interleaved": False}, "check": _check_packed, "static": WhileFew("h", "d", "r"),
+    "sharding": Sharding(whole={"h": "is sharded along heads; `rope` takes those of queries and keys so"}),
+    "cases": (
+        Case("llama3-8b", {"m": (2, 67), "h": 48, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED,
+             attrs={"heads": 40}),
+        Case("odd-head", {"m": (3, 5), "h": 5, "d": 7, "r": 2}, attrs={"heads": 3}),
+        Case("kv", {"m": (131,), "h": 8, "d": 64, "r": 16}, attrs={"heads": 4, "interleaved": True}),
+    ),
+}  # fmt: skip
+
+rope_packed_bwd = Op(
+    "rope_packed_bwd",
+    inputs={"dout": HEADS, "cos": TABLE, "sin": TABLE},
+    outputs={"dx": HEADS._replace(donates="dout")},
+    reference=reference_packed_bwd,
+    kernel="cute_ops.kernels.rotary.rope:RopeBackward",
+    doc="""Gradient of :func:`rope_packed` to x: the first heads of ``dout`` rotated by the negative angles.""",
+    **PACKED,
+)
+
+rope_packed = Op(
+    "rope_packed",
+    inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
+    outputs={"out": HEADS._replace(donates="x")},
+    reference=reference_packed,
+    kernel="cute_ops.kernels.rotary.rope:Rope",
+    grad=rope_packed_bwd,
+    no_gradient=("cos", "sin"),
+    **PACKED,
+    doc="""Rotary position embedding of the first heads of a packed projection: of q and k in qkv, of k in kv.
+
+    ``out = concat([rope(x[..., :heads, :], cos, sin, interleaved), x[..., heads:, :]])``
+
+    Args:
+        x: ``T[*m h d]``: heads of queries, of keys, then of values; float32, float16 or bfloat16. Heads and positions
+            may have any stride.
+        cos: ``C[*#m r]``, as in :func:`rope`.
+        sin: ``C[*#m r]``, likewise.
+        heads: how many heads are rotated, the first ones; others pass through.
+        interleaved: as in :func:`rope`.
+
+    Returns:
+        ``T[*m h d]``, compact; in place with ``out=x`` in PyTorch. In place, :func:`rope` of a part of x,
+        ``rope(x[..., :heads, :], cos, sin, out=x[..., :heads, :])``, moves no values. Computed in float32, rounded
+        once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, ``d < 2r``, ``heads`` beyond h.
+
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+    """,
+)
+
+
+def reference_fp8(xp: Any, x: Any, cos: Any, sin: Any, scale: Any, *, interleaved: bool) -> Any:
+    wide, c, s, by = widen(xp, x, cos, sin, scale)
+    turned = divide(xp, rotate(xp, wide, c, s, interleaved), by)
+    return cast(xp, xp.clip(turned, -LARGEST, LARGEST), "float8_e4m3fn", x)
+
+
+rope_fp8 = Op(
+    "rope_fp8",
+    inputs={"x": HEADS, "cos": TABLE, "sin": TABLE, "scale": Tensor("", "float32")},
+    outputs={"out": HEADS._replace(dtype="float8_e4m3fn")},
+    reference=reference_fp8,
+    kernel=Kernel("cute_ops.kernels.rotary.rope:RopeFP8", least_sm=LEAST_SM),
+    inference_only="rotate without fp8 (rope)",
+    arrange=lambda xp, arrays: arrays["scale"].fill(0.125),
+    **OF_ONE,
+    doc="""Rotary position embedding, quantised to float8_e4m3fn with a given scale. Inference only.
+
+    ``out = rope(x, cos, sin, interleaved) / scale``, at most 448
+
+    Args:
+        x: ``T[*m h d]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, headdim); float32, float16 or bfloat16.
+            Heads and positions may have any stride.
+        cos: ``C[*#m r]``, as in :func:`rope`.
+        sin: ``C[*#m r]``, likewise.
+        scale: float32 scalar, on the device; positive.
+        interleaved: as in :func:`rope`.
+
+    Returns:
+        ``float8_e4m3fn[*m h d]``, compact. Computed in float32, to nearest even; infinities become 448 with their sign.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, ``d < 2r``.
+        NotImplementedError: a gradient is asked for, or the GPU is older than SM 8.9.
+
+    Source: Su et al., RoFormer, 2021; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+    """,
+)
