@@ -174,7 +174,7 @@ def halves(*given: np.ndarray | None) -> list[np.ndarray]:
 
 
 @products.emulated
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
 def test_results(call: Call, tmp_path: Path) -> None:
     _check_results(call, NO_FUNCTIONS, tmp_path)
 

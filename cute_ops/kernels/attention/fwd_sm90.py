@@ -43,6 +43,7 @@ from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP
 # Named barriers: each warpgroup's turn to multiply, one of its own threads, and that all have read the queries; 0 is
 # the CTA's.
 TURN, OWN, READ = 1, 4, 7
+LONG = 128  # elements of values; sums of more are rescaled before the next product, while scores are multiplied
 
 
 class AttentionFwd:
@@ -69,7 +70,7 @@ class AttentionFwd:
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
         self.softmax = OnlineSoftmax(*self.mods.outer)
-        self.packed = "cu_seqlens_q" in variant.names
+        self.packed, self.is_long = "cu_seqlens_q" in variant.names, self.dv > LONG
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
 
@@ -198,6 +199,7 @@ class AttentionFwd:
         q_slot = make_pipeline_state(PipelineUserType.Consumer, 1)
         slot = make_pipeline_state(PipelineUserType.Consumer, self.stages)
         before = make_pipeline_state(PipelineUserType.Consumer, self.stages)
+        late = cute.make_rmem_tensor(2, Float32)  # what sums are to be multiplied by before the next product
         if group == self.consumers - 1:
             self._end_turn(group)
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
@@ -218,6 +220,7 @@ class AttentionFwd:
                 slot.advance()
                 self._change(rS, (tile, own, tidx, there), last)
                 self.softmax.add(rS, rMax, rSum)
+                late.fill(1.0)
                 store_packed(rS, rP)
                 for i in cutlass.range(1, last - first + 1, unroll=1):
                     keys = last - i
@@ -225,6 +228,7 @@ class AttentionFwd:
                         self._begin_turn(group)
                         ring_k.consumer_wait(slot)
                         multiply(*score, (0, slot.index))
+                        self._rescale_late(rO, late)
                         ring_v.consumer_wait(before)
                         multiply_weights(*value, before.index)
                         self._end_turn(group)
@@ -240,8 +244,12 @@ class AttentionFwd:
                         warpgroup.wait_group(0)
                         ring_v.consumer_release(before)
                         before.advance()
-                        self.softmax.rescale(rO, factors)
+                        if const_expr(self.is_long):
+                            late.store(factors.load())
+                        else:
+                            self.softmax.rescale(rO, factors)
                         store_packed(rS, rP)
+                self._rescale_late(rO, late)
                 ring_v.consumer_wait(before)
                 multiply_weights(*value, before.index)
                 warpgroup.wait_group(0)
@@ -260,10 +268,20 @@ class AttentionFwd:
             self._begin_turn(group)  # the last warpgroup's last end of a turn
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def _rescale_late(self, rO, late):
+        """Rescale sums of long heads before the next product is added, while scores are multiplied."""
+        if self.is_long:
+            self.softmax.rescale(rO, late)
+
     def _begin_turn(self, group):
+        """Wait for a warpgroup's turn to multiply; those of long heads take none."""
+        if self.is_long:
+            return
         cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
 
     def _end_turn(self, group):
+        if self.is_long:
+            return
         after = cutlass.select_(group == self.consumers - 1, Int32(0), group + 1)
         cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
 
