@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.expressions import trace
 from cute_ops.ops import docs
+from cute_ops.ops.expression.formula import Formula, declare
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.reduction.softmax import softmax
 from cute_ops.ops.routing import topk as largest
@@ -35,6 +38,16 @@ expert_probabilities = fused(
     grad_doc="Gradient of the softmax of rows in float32.",
 )  # fmt: skip
 
+_TOTAL = Formula(
+    trace(lambda xp, logits: xp.softmax(logits, axis=-1), {"logits": "*m n"}), True, ("logits",), ("total",), "r",
+    "logits",
+)  # fmt: skip
+expert_totals = declare(
+    "expert_totals", lambda attrs: _TOTAL, {"logits": Tensor("*m n", "T")}, {"total": Tensor("n", "float32")}, {},
+    module=__name__, cases=expert_probabilities.cases,
+    doc="The sum of the softmax of all rows, in float32 and in a fixed order.",
+)  # fmt: skip
+
 
 def _probabilities(xp: Any, call: Call, logits: Any) -> Any:
     return call(expert_probabilities, {"logits": logits}, {})["out"]
@@ -43,14 +56,12 @@ def _probabilities(xp: Any, call: Call, logits: Any) -> Any:
 def _run(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     logits = inputs["logits"]
     found = call(largest.topk_step, {"x": logits, "index": None}, {"k": attrs["k"]})
-    probabilities = _probabilities(xp, call, logits)
     if attrs["normalize"]:
         weights = call(softmax, {"x": found["values"]}, {})["out"]
     else:
-        weights = xp.cast(xp.picked(probabilities, found["found"]), logits)
-    rows = probabilities.reshape(-1, logits.shape[-1])
-    count = max(rows.shape[0], 1)
-    mean = xp.sums(rows, (-2,), rows) / count
+        weights = xp.cast(xp.picked(_probabilities(xp, call, logits), found["found"]), logits)
+    count = max(math.prod(logits.shape[:-1]), 1)
+    mean = call(expert_totals, {"logits": logits}, {})["total"] / count
     # The sum over the experts of mean * load is that of the means of all experts that are chosen.
     of_chosen = xp.rows_of(mean.reshape(-1, 1), found["found"].reshape(-1))
     balance = of_chosen.sum() * (logits.shape[-1] / count)
@@ -112,7 +123,7 @@ route = Op(
     inputs={"logits": LOGITS},
     outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
     derived={"t": lambda dims, attrs: attrs["k"]},
-    kernel=Program(_run, (largest.topk_step, softmax, expert_probabilities)),
+    kernel=Program(_run, (largest.topk_step, softmax, expert_probabilities, expert_totals)),
     check=_check,
     grad=route_bwd,
     doc=f"""The k experts of each token, their weights, and the load-balancing loss.
