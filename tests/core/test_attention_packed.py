@@ -189,10 +189,16 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
 
 
 @products.emulated
-def test_the_gradient_of_sinks_in_one_pass(tmp_path: Path) -> None:
-    """Deltas of rows are those of whole tiles of each sequence, and what lies between is NaN."""
-    rng, starts = np.random.default_rng(0), np.array([0, 70, 70, 200], np.int32)
-    call, tokens, tile = CALLS[0]._replace(s=203, t=203, attrs={}), 203, 64
+@pytest.mark.parametrize("count", [3, 80])
+def test_the_gradient_of_sinks_in_one_pass(count: int, tmp_path: Path) -> None:
+    """Deltas of rows are those of whole tiles of each sequence, and what lies between is NaN. A warp looks at as many
+    sequences at a time as it has lanes.
+    """
+    rng = np.random.default_rng(0)
+    lengths = [70, 0, 130] if count == 3 else rng.integers(0, 6, count)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    tokens, tile = int(starts[-1]) + 3, 64
+    call = CALLS[0]._replace(s=tokens, t=tokens, attrs={})
     run = Run(attention_packed_bwd, call, tmp_path, offsets=[starts, starts], sinks=True)
     sinks, lse = rng.standard_normal(call.h), rng.standard_normal((1, call.h, tokens)) + 1
     lse[0, 0, 5] = -np.inf

@@ -24,6 +24,7 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "shr": np.right_shift, "mov": lambda a: a, "cvt": lambda a: a, "selp": lambda a, b, p: np.where(p != 0, a, b),
     "div": lambda a, b: np.trunc(a / b).astype(np.int64), "rem": np.fmod, "min": np.minimum, "max": np.maximum,
     "prmt": lambda a, b, selector: permuted(a, b, selector),
+    "popc": lambda a: np.bitwise_count(a.astype(np.uint32)).astype(np.int64),
 }  # fmt: skip
 
 
@@ -201,6 +202,8 @@ class Cta:
         for op, operands, now in self.steps():
             if op[0] in ("ld", "st"):
                 self.access(op, operands, now)
+            elif op[0] == "vote":
+                self.vote(op, operands, now)
             elif op[0] in ("ldmatrix", "mma", "bar", "shfl"):
                 if now is not self.everyone:
                     raise RuntimeError(f"{'.'.join(op)}: only some threads are here")
@@ -277,6 +280,16 @@ class Cta:
                     self.write(name, value, self.some(here))
                 else:
                     block[places] = self.read(name)[here].astype(f"u{size}")[:, None].view(np.uint8)
+
+    def vote(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
+        """What the lanes of a warp that are here say of a predicate: a bit of each, or whether it is true of all."""
+        true = (self.read(operands[1][0]) != 0) & now
+        if "all" in op:
+            found = np.repeat((true == now).reshape(-1, LANES).all(axis=1), LANES).astype(np.int64)
+        else:
+            bits = (true.reshape(-1, LANES) << np.arange(LANES)).sum(axis=1)
+            found = np.repeat(bits, LANES)
+        self.write(operands[0][0], found, now)
 
     def together(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
         if op[0] == "shfl":  # of a lane, or of the one across

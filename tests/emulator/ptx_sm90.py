@@ -238,9 +238,7 @@ class Warp(ptx_cta.Cta):
         elif op[0] == "red":
             self.add_to_memory(operands, now)
         elif op[0] == "vote":
-            true = self.read(operands[1][0]) != 0
-            value = int(true[now].all()) if "all" in op else int((true * (1 << self.threads)).sum())
-            self.write(operands[0][0], np.full(LANES, value), now)
+            self.vote(op, operands, now)
         elif op[0] in ("ldmatrix", "mma", "shfl"):
             self.together(op, operands)
         elif op[0] == "cvta":

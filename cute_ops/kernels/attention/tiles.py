@@ -10,7 +10,7 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
 from cute_ops.kernels.attention.folding import Along
 from cute_ops.kernels.lib.matrix import folded
-from cute_ops.kernels.tensor_core.sizes import WARPGROUP, RegisterBudget
+from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP, RegisterBudget
 
 REGISTERS = {2: RegisterBudget(load=24, multiply=240), 3: RegisterBudget(load=32, multiply=160)}  # by warpgroups
 SHARED_BYTES, BARRIER_BYTES = 227 << 10, 1 << 10
@@ -336,13 +336,17 @@ class Tiles:
 
     @cute.jit
     def sequence_of(self, block, sizes: cutlass.Constexpr, axis: cutlass.Constexpr):
-        """The packed sequence that a block is of, and the number of its first block."""
+        """The packed sequence that a block is of, and the number of its first block. All lanes of a warp ask for the
+        same block, and each looks at another sequence.
+        """
         tile, low, count = (self.tile_q, self.tile_k)[axis], Int32(0), sizes.batches
         while count > 0:  # the sequence is one of low ... low + count
-            middle = low + (count + 1) // 2
-            begins = extent(sizes.offsets[axis], middle, sizes.lengths[axis])[0] // tile + middle <= block
-            count = Int32(cutlass.select_(begins, low + count - middle, middle - 1 - low))
-            low = Int32(cutlass.select_(begins, middle, low))
+            step = cute.ceil_div(count, WARP)
+            number = low + (cute.arch.lane_idx() + 1) * step
+            first = extent(sizes.offsets[axis], number, sizes.lengths[axis])[0] // tile + number
+            begun = cute.arch.popc(cute.arch.vote_ballot_sync((number <= low + count) & (first <= block)))
+            count = cutlass.min(step - 1, count - begun * step)
+            low = low + begun * step
         return low, extent(sizes.offsets[axis], low, sizes.lengths[axis])[0] // tile + low
 
     def token_of(self, row, sizes):
