@@ -286,6 +286,19 @@ def rope_packed(
     inplace_backward: bool = False,
 ) -> Array: ...
 def rope_fp8(x: ArrayLike, cos: ArrayLike, sin: ArrayLike, scale: ArrayLike, interleaved: bool = False) -> Array: ...
+def adamw_stochastic(
+    param: ArrayLike,
+    grad: ArrayLike,
+    exp_avg: ArrayLike,
+    exp_avg_sq: ArrayLike,
+    seed: ArrayLike,
+    keep: ArrayLike,
+    step_size: ArrayLike,
+    scale: ArrayLike,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-08,
+) -> tuple[Array, Array, Array]: ...
 def topk(x: ArrayLike, k: int = 1) -> tuple[Array, Array]: ...
 def route(logits: ArrayLike, k: int = 1, normalize: bool = True) -> tuple[Array, Array, Array]: ...
 def permute_tokens(x: ArrayLike, index: ArrayLike, experts: int = 1) -> tuple[Array, Array, Array]: ...

@@ -6,6 +6,7 @@ from torch import Tensor
 
 __all__ = [
     "adamw",
+    "adamw_stochastic",
     "add_layernorm",
     "add_rmsnorm",
     "add_rmsnorm_fp8",
@@ -451,6 +452,21 @@ def rope_fp8(
     *,
     out: Tensor | None = None,
 ) -> Tensor: ...
+def adamw_stochastic(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    seed: Tensor,
+    keep: Tensor,
+    step_size: Tensor,
+    scale: Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-08,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
 def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -41,6 +41,9 @@ class AdamW(torch.optim.Optimizer):
         maximize: ascend the gradient; copies it once to negate it.
         capturable: count steps on the device, so that a CUDA graph may hold a step. A learning rate that is a tensor on
             the device may then change between replays.
+        stochastic_rounding: round bfloat16 parameters up or down by chance, so that steps smaller than half a unit in
+            their last place are not lost (:func:`cute_ops_torch.adamw_stochastic`). Torch's generator of the device
+            gives the seeds.
 
     Groups may have values of their own, numbers or tensors. Their ``foreach`` and ``fused``, as in a state dict of
     PyTorch's, are ignored.
@@ -63,10 +66,11 @@ class AdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         options = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
-            "capturable": capturable,
+            "capturable": capturable, "stochastic_rounding": stochastic_rounding,
         }  # fmt: skip
         _check(options)
         super().__init__(params, options)
@@ -115,7 +119,7 @@ class AdamW(torch.optim.Optimizer):
         def expanded(step: int, device: torch.device, lead: torch.Size) -> tuple[Tensor, ...]:
             return tuple(factor.expand(lead) for factor in factors(step, device))
 
-        _, run, into = family("cute", "adamw")
+        seeds = _seeds(parameters) if group.get("stochastic_rounding") else {}
         constants = *map(float, group["betas"]), float(group["eps"])
         for parameter, state in zip(parameters, states, strict=True):
             given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
@@ -129,7 +133,9 @@ class AdamW(torch.optim.Optimizer):
             rows = _rows(given)
             lead = rows[0].shape[:-1]
             numbers = [f.expand(lead) for f in own] if own else expanded(int(state["step"]), parameter.device, lead)
-            inputs = *rows, *numbers, *constants
+            seed = seeds.get(parameter)
+            _, run, into = family("cute", "adamw" if seed is None else "adamw_stochastic")
+            inputs = *rows, *(() if seed is None else (seed,)), *numbers, *constants
             _update(run, into, inputs, (rows[0], rows[2], rows[3]))
 
     def _init_state(self, parameter: Tensor, capturable: bool) -> dict[str, Any]:
@@ -165,6 +171,16 @@ def _update(run: Any, into: Any, inputs: tuple[Any, ...], results: tuple[Tensor,
     else:
         for result, value in zip(results, run(*inputs), strict=True):
             result.copy_(value)
+
+
+def _seeds(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
+    """A seed for each bfloat16 parameter, drawn on its device at once."""
+    found: dict[Tensor, Tensor] = {}
+    wanted = [p for p in parameters if p.dtype is torch.bfloat16]
+    for device in {p.device for p in wanted}:
+        own = [p for p in wanted if p.device == device]
+        found |= dict(zip(own, torch.randint(2**31, (len(own),), device=device).unbind(), strict=True))
+    return found
 
 
 def _parts(given: list[Any]) -> list[Tensor]:

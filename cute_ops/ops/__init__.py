@@ -25,6 +25,7 @@ from cute_ops.ops.norm.l2norm import l2norm
 from cute_ops.ops.norm.layernorm import layernorm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.optim.adamw import adamw
+from cute_ops.ops.optim.adamw_stochastic import adamw_stochastic
 from cute_ops.ops.quantize.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.quantize.quantize_fp8 import quantize_fp8
 from cute_ops.ops.quantize.rmsnorm_fp8 import rmsnorm_fp8
@@ -71,6 +72,7 @@ MODELS: tuple[Op, ...] = (
     dropout_add_layernorm,
     rope_packed,
     rope_fp8,
+    adamw_stochastic,
     topk,
     route,
     permute_tokens,

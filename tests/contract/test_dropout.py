@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_ops import testing
 from cute_ops.expressions.philox import philox, uniform
 from tests.contract.adapters import Adapter
 
@@ -104,3 +105,24 @@ def test_what_is_refused(adapter: Adapter, options: dict[str, float], text: str)
     x, weight = adapter.array(ZEROS), adapter.array(np.ones(400, np.float32))
     with pytest.raises(ValueError, match=text):
         adapter.ours.dropout_add_rmsnorm(x, x, weight, adapter.array(np.array(0, np.int32)), **options)
+
+
+def test_stochastic_rounding_is_unbiased(adapter: Adapter) -> None:
+    """Of many roundings of drawn numbers: the mean is the number, and each is one of its two neighbours."""
+    rng = np.random.default_rng(3)
+    rows, n = 4000, 33
+    target = rng.standard_normal(n).astype(np.float32)
+    zeros = np.zeros((rows, n), np.float32)
+    given = [np.zeros((rows, n), testing.numpy_dtype("bfloat16")), zeros + target, zeros, zeros]
+    seed, ones = np.array(11, np.int32), np.ones(rows, np.float32)
+    # With betas of zero and an eps of one the step is `step_size * grad / (|scale| * |grad| + 1)`.
+    numbers = [ones, -ones, 0 * ones]
+    arrays = adapter.arrays([*given, seed, *numbers])
+    found = adapter.ours.adamw_stochastic(*arrays, beta1=0.0, beta2=0.0, eps=1.0)[0]
+    got = adapter.numpy(found).astype(np.float64)
+    below = np.abs(np.frombuffer((target.view(np.uint32) & 0xFFFF0000).tobytes(), np.float32)).astype(np.float64)
+    above = below + 2.0 ** (np.floor(np.log2(below)) - 7)
+    assert ((np.abs(got) == below) | (np.abs(got) == above)).all()
+    odds = (np.abs(target) - below) / (above - below)
+    deviation = np.sqrt(odds * (1 - odds) / rows) * (above - below)
+    assert (np.abs(got.mean(0) - target) <= 5 * deviation + 1e-12).all()

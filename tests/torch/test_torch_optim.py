@@ -240,3 +240,34 @@ def test_a_step_in_a_graph() -> None:
         optimizers[1].step()
     for p, q in zip(made.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stochastic_rounding_keeps_the_mean_of_small_steps(device: str) -> None:
+    """Steps of an eighth of half a unit in the last place are lost by rounding to nearest."""
+    size, count = 1 << 16, 8
+    results = []
+    for seed, stochastic in ((0, True), (0, True), (1, True), (0, False)):
+        torch.manual_seed(seed)
+        weight = nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=device))
+        optimizer = AdamW([weight], lr=2**-11, eps=0.0, weight_decay=0.0, stochastic_rounding=stochastic)
+        for _ in range(count):
+            weight.grad = torch.full_like(weight, -1.0)
+            optimizer.step()
+        results.append(weight.detach().double().cpu())
+    first, again, other, nearest = results
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert nearest.eq(1).all()
+    unit = 2**-7  # of bfloat16 numbers from 1 on
+    deviation = unit * (count * (1 / 16) * (15 / 16)) ** 0.5
+    assert abs(first.mean() - (1 + count * 2**-11)) < 5 * deviation / size**0.5
+    assert set(first.unique().tolist()) <= {1 + k * unit for k in range(count + 1)}
+
+
+def test_stochastic_rounding_leaves_other_dtypes_alone() -> None:
+    ours, theirs = model("cpu", torch.float32), model("cpu", torch.float32)
+    steps(ours, AdamW(ours.parameters(), stochastic_rounding=True))
+    steps(theirs, AdamW(theirs.parameters()))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)

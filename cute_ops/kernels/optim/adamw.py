@@ -4,12 +4,16 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
-from cute_ops.kernels.lib.copy import fragment
+from cute_ops.expressions.philox import WORDS
+from cute_ops.kernels.lib.copy import fragment, gmem_elements
+from cute_ops.kernels.lib.philox import words
 from cute_ops.kernels.lib.row_copy import number_or
 from cute_ops.kernels.rowwise.function import RowFunction
 from cute_ops.kernels.rowwise.kernel import RowKernel
+
+EXPONENT = 0x7F800000  # bits of a float32's exponent: all are set in what is not finite
 
 
 class Update(RowFunction):
@@ -21,7 +25,7 @@ class Update(RowFunction):
     numbers = ("keep", "step_size", "scale")
 
     def __init__(self, variant):
-        attrs = variant.attrs
+        attrs, self.variant = variant.attrs, variant
         self.beta1, self.beta2, self.eps = attrs["beta1"], attrs["beta2"], attrs["eps"]
         # The exact root and quotient branch at every element, which takes longer than the memory. The fast ones
         # are off by a unit or two in the last place and flush squares below 2^-126 to zero, negligible beside this eps.
@@ -29,11 +33,12 @@ class Update(RowFunction):
 
     def begin(self, variant, numbers, row, valid):
         keys = variant.tensors
-        return [number_or(mX, keys[name], row, valid, 0) for mX, name in zip(numbers, self.numbers)], valid
+        found = zip(numbers, self.numbers[:3])
+        return [number_or(mX, keys[name], row, valid, 0) for mX, name in found], valid
 
     def emit(self, values, results, context, columns):
         p, g, m, v = values
-        keep, step_size, scale = context
+        keep, step_size, scale, *_ = context
         results = [fragment(Float32, columns.count) for _ in self.outputs]
         for j in range(columns.count):
             mean = self.beta1 * m[j] + (1.0 - self.beta1) * g[j]
@@ -53,4 +58,29 @@ def _absolute(x):
     return cute.arch.fmax(x, -x)
 
 
-AdamW = partial(RowKernel, Update)
+class StochasticUpdate(Update):
+    """An :class:`Update` whose parameters are rounded to bfloat16 up or down, by words of random bits."""
+
+    numbers = (*Update.numbers, "seed")
+
+    def begin(self, variant, numbers, row, valid):
+        found, valid = super().begin(variant, numbers, row, valid)
+        seed = gmem_elements(numbers[3].element_type, numbers[3].iterator.toint(), 1)[0]
+        return [*found, seed, row], valid
+
+    def emit(self, values, results, context, columns):
+        param, *moments = super().emit(values, results, context, columns)
+        *_, seed, row = context
+        whole = columns.count % WORDS == 0 and self.variant.dims["n"] is not None
+        whole = whole and self.variant.dims["n"] % WORDS == 0
+        rX = fragment(Float32, columns.count)
+        rX.store(param)
+        for j, word in enumerate(words(seed, row, (columns.first, columns.count, whole))):
+            bits = rX[j].bitcast(Int32)
+            up = (bits + Int32(word & 0xFFFF)) & Int32(-0x10000)
+            finite = (bits & EXPONENT) != EXPONENT
+            rX[j] = Int32(cutlass.select_(finite, up, bits)).bitcast(Float32)
+        return (rX.load(), *moments)
+
+
+AdamW, AdamWStochastic = partial(RowKernel, Update), partial(RowKernel, StochasticUpdate)
