@@ -9,7 +9,7 @@ from cute_ops.calls import lookup
 from cute_ops.calls.manifest import ROWS, Call
 from cute_ops.composite.qkv_rope import SIZES
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import FLOATS, Array
+from cute_ops.declaration.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.errors import meant, shown
 from cute_ops.jit.layout import Memory
 
@@ -150,6 +150,10 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                     yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
     if train and dtype != "float32":
         yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
+        if config.get("attention_bias") or str(config.get("model_type", "")).startswith("qwen2"):
+            for columns in {count * size for count in (heads, keys)}:
+                arrays = {"x": Array((ROWS, columns), dtype), "bias": Array((columns,), dtype)}
+                yield Call("column_sum", arrays)
         if size in SIZES:
             yield from _rotated(config["hidden_size"], [heads, keys, keys], size, dtype)
     if train:
@@ -271,8 +275,11 @@ def _losses(config: Mapping[str, Any], dtype: str) -> Iterator[Call]:
     logits, target = Array((ROWS, vocab), dtype), Array((ROWS,), "int64")
     weight = {"dloss": Memory((0,))}  # one number, expanded to all rows
     step = {"logits": logits, "target": target, "dloss": Array((ROWS,), "float32")}
-    yield Call("cross_entropy_step", step, weight, attrs)
-    yield Call("cross_entropy", {"logits": logits, "target": target}, attrs=attrs)
+    aligned = {"logits": Memory((-(-vocab * ITEMSIZE[dtype] // 16) * 16 // ITEMSIZE[dtype], 1))}  # in chunks, by torch
+    for memory in ({}, aligned, aligned | {"dlogits": aligned["logits"]}):
+        yield Call("cross_entropy_step", step, weight | memory, attrs)
+    for memory in ({}, aligned):
+        yield Call("cross_entropy", {"logits": logits, "target": target}, memory, attrs)
     # Gradients as one row of any length, scaled by the loss's cotangent.
     yield Call("scale", {"x": Array((1, ROWS), dtype), "factor": Array((1,), "float32")})
 

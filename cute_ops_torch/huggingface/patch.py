@@ -37,6 +37,7 @@ from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
 from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
+from cute_ops_torch.huggingface.shared_input import SHARED
 from cute_ops_torch.huggingface.sums import SUMS
 
 log = logging.getLogger("cute_ops")
@@ -46,11 +47,12 @@ _REPLACEMENTS = (
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION)
-_OF_FUNCTIONS = (*_OF_ALL, *SUMS)
+_OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED)
 # The ops that modules run.
 RUN = frozenset({
     "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "geglu", "gelu",
-    "gelu_mul", "layernorm", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
+    "gelu_mul", "layernorm", "linear", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul", "softmax",
+    "swiglu",
 })  # fmt: skip
 
 
@@ -185,7 +187,7 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
         # What it calls was not there when a part of the model was patched: the tables of rotations.
         module.__class__ = _unpatched(patched)
         if found := _matching(module, model, logits):
-            found = [] if found[0] in _OF_FUNCTIONS else found
+            found = [] if all(each in _OF_FUNCTIONS for each in found) else found
         if not found:
             module.__class__ = patched
         return found
@@ -194,8 +196,10 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
     first = next((each for each in known if each.matches(module, model)), None)
     first = first or plain_mlp.replacement_of(module) or replacement_of(module)
-    others = _OF_FUNCTIONS if first is None or first.op != "add_rmsnorm" else _OF_ALL  # a layer that does its sums
-    return [*([first] if first else []), *(each for each in others if each.matches(module, model))]
+    op = first.op if first else ""
+    others = (*_OF_ALL, *(SUMS if op != "add_rmsnorm" else ()))  # that of a layer does its sums
+    around = [SHARED] if op in ("", "rope") and SHARED.matches(module, model) else []
+    return [*around, *([first] if first else []), *(each for each in others if each.matches(module, model))]
 
 
 def _serves(replacement: Replacement, wanted: frozenset[str]) -> bool:
@@ -233,7 +237,8 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         "__init__": _unpatched_init(unpatched), "_cute_original": unpatched, "_cute_ours": staticmethod(ours),
         "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
         **({"_cute_norm": staticmethod(replacement.norm)} if replacement.norm else {}),
-        "_cute_may": staticmethod(may), "_cute_functions_only": replacement in _OF_FUNCTIONS, "__reduce_ex__": _reduce,
+        "_cute_may": staticmethod(may), "__reduce_ex__": _reduce,
+        "_cute_functions_only": replacement in _OF_FUNCTIONS and getattr(original, "_cute_functions_only", True),
     }  # fmt: skip
     made = type(original.__name__, (original,), attributes)
     made._cute_forward = staticmethod(made.forward)  # type: ignore[attr-defined]  # which a base class may have wrapped

@@ -1,0 +1,179 @@
+"""Linear layers that read the same input, biases included: queries, keys and values of BERT, ViT, Whisper, Qwen 2, T5.
+
+In the gradient they are one layer: each product adds to the input's gradient where autograd would add whole tensors,
+and biases are summed up by our op. Which layers those are follows from the names in a ``forward``; a layer that gets
+another tensor than its name has promised runs by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops.ops.gemm.sums import column_sum
+from cute_ops_torch import registry
+from cute_ops_torch.huggingface import products
+from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
+from cute_ops_torch.huggingface.bypass import is_eager, is_plain_linear, parameter, takes
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
+from cute_ops_torch.huggingface.source import Parameters, definition
+from cute_ops_torch.library.no_gradient import once
+
+Tensor = torch.Tensor
+
+
+def _make_forward(original: Any) -> Forward:
+    read, names = _read(original), Parameters.of(original).names
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        parts = dict[str, Any]()
+        for x, layers in _groups(read, given):
+            taken = [name for name in layers if _fits(getattr(self, name, None), x)]
+            if len(taken) > 1:
+                parts.update(_Together(x, {name: getattr(self, name) for name in taken}).calls())
+        return original(Bypassed(self, parts) if parts else self, *args, **kwargs)
+
+    return forward
+
+
+def _groups(read: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> list[tuple[Tensor, list[str]]]:
+    """Tensors among a call's arguments, and the layers that read each of them."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for layer, arguments in read.items():
+        x = next((given[name] for name in arguments if given.get(name) is not None), None)
+        if type(x) is Tensor and is_eager(x) and not torch.is_autocast_enabled(x.device.type):
+            found.setdefault(id(x), (x, []))[1].append(layer)
+    return list(found.values())
+
+
+def _fits(layer: Any, x: Tensor) -> bool:
+    """Whether a layer multiplies ``x`` by its weight, adds its bias, and does nothing else."""
+    if layer is None or not is_plain_linear(layer):
+        return False
+    weight, bias = parameter(layer, "weight"), layer._parameters["bias"]
+    own = [weight] if bias is None else [weight, parameter(layer, "bias")]
+    return all(t is not None and t.dtype == x.dtype for t in own) and x.ndim > 1 and takes(x, *own)
+
+
+class _Together:
+    """Layers of one input, all computed when the first of them is called."""
+
+    def __init__(self, x: Tensor, layers: Mapping[str, Any]) -> None:
+        self._x, self._layers, self._outputs = x, layers, dict[str, Tensor]()
+
+    def calls(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {name: self._call(name) for name in self._layers}
+
+    def _call(self, name: str) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            if x is not self._x:
+                return self._layers[name](x)  # type: ignore[no-any-return]
+            if not self._outputs:
+                layers = self._layers.values()
+                made = projections(x, [each.weight for each in layers], [each.bias for each in layers])
+                self._outputs = dict(zip(self._layers, made, strict=True))
+            return self._outputs[name]
+
+        return call
+
+
+def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """``x @ w.T + b`` for each weight and bias."""
+    return _Projections.apply(x, *weights, *biases)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        half = len(parameters) // 2
+        weights, biases = parameters[:half], parameters[half:]
+        # The gradient of a weight needs x.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1 : 1 + half]) else None, *parameters)
+        ctx.shape = x.shape
+        ctx.set_materialize_grads(False)
+        return tuple(nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once("layers of one input")
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        half = len(parameters) // 2
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        needs_dx, *needs = ctx.needs_input_grad
+        dx: Tensor | None = None
+        dweights: list[Tensor | None] = [None] * half
+        dbiases: list[Tensor | None] = [None] * half
+        for i, dout in enumerate(douts):
+            if dout is None:
+                continue
+            dout, weight = dout.reshape(-1, dout.shape[-1]), parameters[i]
+            if needs_dx:
+                dx = products.input_gradient(dout, weight) if dx is None else dx.addmm_(dout, weight)
+            if needs[i] and rows is not None:
+                dweights[i] = products.weight_gradient(dout, rows)
+            if needs[half + i]:
+                dbiases[i] = _sum_of_rows()(dout, parameters[half + i])
+        return None if dx is None else dx.view(ctx.shape), *dweights, *dbiases
+
+
+@cache
+def _sum_of_rows() -> Any:
+    return registry.define(column_sum()).overload
+
+
+@cache
+def _read(forward: Any) -> dict[str, tuple[str, ...]]:
+    """By modules that a ``forward`` calls once: the arguments that they may read, of which the first that is given
+    counts.
+    """
+    tree = definition(forward)
+    if tree is None:
+        return {}
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in Parameters.of(forward).names}
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.AugAssign | ast.For | ast.With)):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        stored = {n.id for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name)}
+        value = node.value if isinstance(node, ast.Assign) and isinstance(targets[0], ast.Name) else None
+        sources = [value.body, value.orelse] if isinstance(value, ast.IfExp) else []
+        known = [names.get(each.id, ()) for each in sources if isinstance(each, ast.Name)]
+        for name in stored:
+            fresh = name not in names and len(known) == 2 and all(known)
+            names[name] = tuple(p for each in known for p in each) if fresh else ()
+    me = forward.__code__.co_varnames[0]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith(f"{me}.")]
+    called = [ast.unparse(call.func).removeprefix(f"{me}.") for call in calls]
+    return {
+        name: names[call.args[0].id]
+        for name, call in zip(called, calls, strict=True)
+        if called.count(name) == 1 and len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name)
+        and names.get(call.args[0].id)
+    }  # fmt: skip
+
+
+def _projects(module: Any, model: nn.Module) -> bool:
+    """Whether linear layers of a module, three or some with a bias, may read the same argument of its ``forward``.
+    Without biases, those whose outputs are rotated have a node of their own.
+    """
+    forward = innermost(type(unwrapped(module)).forward)
+    if forward is None or forward.__code__.co_freevars:
+        return False
+    layers: dict[str, list[nn.Linear]] = {}
+    for name, arguments in _read(forward).items():
+        layer = module._modules.get(name)
+        if type(layer) is nn.Linear:
+            layers.setdefault(arguments[-1], []).append(layer)
+    rotates = "apply_rotary_pos_emb" in forward.__code__.co_names
+    several = [each for each in layers.values() if len(each) > 1]
+    return any(any(layer.bias is not None for layer in each) or (not rotates and len(each) > 2) for each in several)
+
+
+SHARED = Replacement("linear", _projects, _make_forward)
