@@ -16,7 +16,8 @@ from cute_ops_torch.library.tensors import DTYPES
 
 Tensor = torch.Tensor
 State = TypeVar("State")
-# Bytes that rows of logits begin at multiples of: products of 50257 classes take two to three times as long without.
+# Bytes that rows of logits begin at multiples of, and of which products take multiples: cuBLAS multiplies 50257 classes
+# four to six times as long as 50256, which is why the others are a product of their own.
 _ALIGNMENT = 16
 
 
@@ -35,6 +36,7 @@ class Chunks:
         sums_apart: whether the weight's gradient is summed in a float32 tensor of its own and rounded at the end.
         spare: memory for logits; None where there is none yet.
         pitch: elements from one row of logits to the next.
+        whole: how many of the classes are a multiple of what products are fast for.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class Chunks:
         self.weight: Tensor = inputs["weight"]
         self.bias: Tensor | None = inputs["bias"]
         rows, width = self.hidden.shape
-        self.pitch = _pitch(self.weight.shape[0], self.hidden.dtype.itemsize)
+        classes, step = self.weight.shape[0], max(_ALIGNMENT // self.hidden.dtype.itemsize, 1)
+        self.pitch, self.whole = -(-classes // step) * step, classes // step * step or classes
         sizes = rows, width, max(self.pitch, largest), self.hidden.dtype.itemsize
         asked: int = attrs["chunk_rows"]
         apart, shared = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype, 0
@@ -112,20 +115,37 @@ class Chunks:
         logits = self.spare[start : start + math.prod(shape)].view(shape)
         if self.pitch > self.weight.shape[0]:
             logits = logits[:, : self.weight.shape[0]]
-        if self.bias is None:
-            return torch.mm(self.hidden[at], self.weight.t(), out=logits)
-        return torch.addmm(self.bias, self.hidden[at], self.weight.t(), out=logits)
+        rows, weight, bias = self.hidden[at], self.weight, self.bias
+        for part in self._parts():
+            if bias is None:
+                torch.mm(rows, weight[part].t(), out=logits[:, part])
+            else:
+                torch.addmm(bias[part], rows, weight[part].t(), out=logits[:, part])
+        return logits
+
+    def _parts(self) -> Sequence[slice]:
+        """The classes in one part or two: the last few, if they are no multiple, come first."""
+        classes = self.weight.shape[0]
+        return [slice(None)] if self.whole == classes else [slice(self.whole, classes), slice(0, self.whole)]
 
     def sums(self) -> dict[str, Tensor]:
         return self._sums
 
     def put_product(self, array: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
-        torch.mm(a, b, out=array[at])
+        # Rounded once: the large product is added to the small one before it is stored.
+        first, *others = self._parts()
+        out = torch.mm(a[:, first], b[first], out=array[at])
+        for part in others:
+            out.addmm_(a[:, part], b[part])
         return array
 
     def add_product(self, total: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
         """The first product overwrites the total."""
-        first = at.start == 0
+        for part in self._parts():
+            self._add(total[part], at.start == 0, a[part], b)
+        return total
+
+    def _add(self, total: Tensor, first: bool, a: Tensor, b: Tensor) -> Tensor:
         if total.dtype == a.dtype:
             return torch.mm(a, b, out=total) if first else total.addmm_(a, b)
         if total.is_cuda:
@@ -142,8 +162,3 @@ class Chunks:
         if self.sums_apart:
             found["dweight"] = self.dweight.copy_(sums["dweight"])
         return found
-
-
-def _pitch(classes: int, itemsize: int) -> int:
-    step = max(_ALIGNMENT // itemsize, 1)
-    return -(-classes // step) * step
