@@ -49,7 +49,8 @@ class Chunks:
         self.bias: Tensor | None = inputs["bias"]
         rows, width = self.hidden.shape
         classes, step = self.weight.shape[0], max(_ALIGNMENT // self.hidden.dtype.itemsize, 1)
-        self.pitch, self.whole = -(-classes // step) * step, classes // step * step or classes
+        self.pitch: int = -(-classes // step) * step
+        self.whole: int = classes // step * step or classes
         sizes = rows, width, max(self.pitch, largest), self.hidden.dtype.itemsize
         asked: int = attrs["chunk_rows"]
         apart, shared = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype, 0
