@@ -18,14 +18,15 @@ class Layouts(Generic[Array]):
         xp: its namespace: ``torch`` or ``jax.numpy``.
         register: makes functions of ops.
         frequencies: ``base ** (-j / r)`` for j below r, in float32, on the device of an array.
+        places: integers below r, there, too.
         channels_last: whether an image ``[N, C, H, W]`` lies in memory with its channels last.
     """
 
     def __init__(
         self, xp: Any, register: Callable[..., Any], frequencies: Callable[[float, int, Any], Any],
-        channels_last: Callable[[Any], bool],
+        places: Callable[[int, Any], Any], channels_last: Callable[[Any], bool],
     ) -> None:  # fmt: skip
-        self._xp, self._frequencies, self._channels_last = xp, frequencies, channels_last
+        self._xp, self._frequencies, self._places, self._channels_last = xp, frequencies, places, channels_last
         self._rope, self._rope_packed = register(rope), register(rope_packed)
         self._group_norm = {True: register(group_norm_last), False: register(group_norm_first)}
 
@@ -108,12 +109,16 @@ class Layouts(Generic[Array]):
             raise ValueError(f"cute.rope_from_positions: {problem}")
         steps = self._frequencies(base, r, given) if frequencies is None else _any(frequencies)
         if sections:
-            owners = self._owners(tuple(sections), mixed, r, at.shape[0])
-            angles = 0.0
-            for k in range(len(sections)):
-                # Of other sections the terms are zeros, which change no angle.
-                own = self._xp.stack([steps[j] * (owners[j] == k) for j in range(r)])
-                angles = angles + at[k][..., None] * own
+            self._check_sections(tuple(sections), r, at.shape[0])
+            angles = at[0][..., None] * steps
+            places, start = self._places(r, given), sections[0]
+            for k in range(1, len(sections)):
+                end = start + sections[k]
+                if mixed:
+                    own = (places % len(sections) == k) & (places < len(sections) * sections[k])
+                else:
+                    own = (places >= start) & (places < end)
+                angles, start = self._xp.where(own, at[k][..., None] * steps, angles), end
         else:
             angles = at[..., None] * steps
         cos, sin = self._xp.cos(angles), self._xp.sin(angles)
@@ -121,8 +126,8 @@ class Layouts(Generic[Array]):
             return self._rope_packed(x, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
         return self._rope(x, cos, sin, interleaved)  # type: ignore[no-any-return]
 
-    def _owners(self, sections: tuple[int, ...], mixed: bool, r: int, count: int) -> list[int]:
-        """Of each angle the section whose position it has."""
+    def _check_sections(self, sections: tuple[int, ...], r: int, count: int) -> None:
+        """Raise ValueError for sections that are not those of r angles, or of so many positions."""
         problem = ""
         if sum(sections) != r:
             problem = f"option `sections` is {sections}, expected a sum of r={r}."
@@ -130,10 +135,6 @@ class Layouts(Generic[Array]):
             problem = f"argument `positions` has {count} positions of a token, expected {len(sections)}, one a section."
         if problem:
             raise ValueError(f"cute.rope_from_positions: {problem}")
-        if not mixed:
-            return [k for k, size in enumerate(sections) for _ in range(size)]
-        k = len(sections)
-        return [j % k if j < k * sections[j % k] else 0 for j in range(r)]
 
 
 def _any(array: Any) -> Any:

@@ -14,12 +14,13 @@ from typing import Any
 ROUNDS = 7
 FACTORS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
-# Numbers of one count, and bits of a uniform number.
-WORDS, BITS = 4, 24
+# Numbers of one count, and bits of a uniform number: those of a float32 between one and two, which no conversion from
+# an integer makes.
+WORDS, BITS = 4, 23
 
 
 def uniform(xp: Any, seed: Any, shape: tuple[Any, ...]) -> Any:
-    """Float32 numbers in ``[0, 1)``, multiples of ``2^-24``, of an integer scalar."""
+    """Float32 numbers in ``[0, 1)``, multiples of ``2^-23``, of an integer scalar."""
     *lead, n = shape
     found = words(xp, seed, math.prod(lead), n)
     return xp.reshape(xp.astype(found >> (32 - BITS), xp.float32) * 2.0**-BITS, tuple(shape))

@@ -11,6 +11,7 @@ _layouts = Layouts(
     torch,
     register,
     lambda base, r, x: (base ** (torch.arange(r, dtype=torch.float64, device=x.device) / -r)).float(),
+    lambda r, x: torch.arange(r, device=x.device),
     lambda x: x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last),
 )
 group_norm = published(_layouts.group_norm, __name__, "Tensor", checked)

@@ -1,14 +1,17 @@
 """Random numbers by counting, as :mod:`cute_ops.expressions.philox` has them."""
 
 import cutlass
-from cutlass import Float32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from cute_ops.expressions.philox import BITS, FACTORS, ROUNDS, STEPS, WORDS
 
+ONE = 0x3F800000  # the bits of 1.0
+
 
 def uniform(seed, row, columns):
-    """Float32 numbers in ``[0, 1)`` of a thread's columns of a row: :func:`words` as multiples of ``2^-24``."""
-    return [Float32(word >> (32 - BITS)) * 2.0**-BITS for word in words(seed, row, columns)]
+    """Float32 numbers in ``[0, 1)`` of a thread's columns of a row: :func:`words` as multiples of ``2^-23``."""
+    found = words(seed, row, columns)
+    return [Int32(ONE | word >> (32 - BITS)).bitcast(Float32) - 1.0 for word in found]
 
 
 def words(seed, row, columns):

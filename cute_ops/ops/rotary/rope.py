@@ -104,7 +104,7 @@ rope_bwd = Op(
 rope = Op(
     "rope",
     inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"out": HEADS._replace(donates="x")},
+    outputs={"out": HEADS._replace(donates="x", contiguous="d")},
     reference=reference,
     kernel="cute_ops.kernels.rotary.rope:Rope",
     grad=rope_bwd,
@@ -206,7 +206,7 @@ rope_packed_bwd = Op(
 rope_packed = Op(
     "rope_packed",
     inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"out": HEADS._replace(donates="x")},
+    outputs={"out": HEADS._replace(donates="x", contiguous="d")},
     reference=reference_packed,
     kernel="cute_ops.kernels.rotary.rope:Rope",
     grad=rope_packed_bwd,
