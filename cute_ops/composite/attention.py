@@ -38,7 +38,8 @@ _OPTIONS = """score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` 
             last query stands beside the last key, as in a prompt's last chunk; queries may be packed. No gradient:
             :func:`attention_cached`. For 1 to 16 queries :func:`decode_attention` is faster.
         page_table: int32 or int64 ``[b t]``: caches are (pages, page size, kv heads, headdim), and key i of a sequence
-            is in page ``page_table[i // page size]``."""
+            is in page ``page_table[i // page size]``.
+        k_scale, v_scale: float32 ``[kv heads]``, what caches in float8_e4m3fn are multiplied by."""
 _DECODE_OPTIONS = """\
 score_mod: ``score_mod(xp, score, batch, head, q, k, *captured)`` in array-API style: what takes the place of a score,
             after ``softcap``, as :func:`attention` has it. A score of -inf hides a key.
@@ -56,6 +57,8 @@ class Where(NamedTuple):
     cu_seqlens_k: Any = None
     lengths: Any = None
     page_table: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
     @property
     def form(self) -> str:
@@ -67,8 +70,10 @@ class Where(NamedTuple):
         if self.cu_seqlens_k is not None and (self.cu_seqlens_q is None or self.lengths is not None):
             said = "without `cu_seqlens_q`" if self.lengths is None else "beside `lengths`, which keys in caches have"
             raise TypeError(f"cute.attention: `cu_seqlens_k` was given {said}.")
-        if self.page_table is not None and self.lengths is None:
-            raise TypeError("cute.attention: `page_table` was given without `lengths`.")
+        if self.lengths is None:
+            for name in ("page_table", "k_scale", "v_scale"):
+                if getattr(self, name) is not None:
+                    raise TypeError(f"cute.attention: `{name}` was given without `lengths`.")
         if self.cu_seqlens_q is not None and queries.ndim != 3:
             shape = tuple(queries.shape)
             what = f"with `cu_seqlens_q`, argument `q` must be (tokens, heads, headdim), has shape {shape}"
@@ -132,14 +137,17 @@ class Attention(ABC, Generic[Array]):
         left: int = -1, right: int = -1, softcap: float = 0.0, deterministic: bool = False, *,
         fused: str = "auto", score_mod: Function | None = None, mask_mod: Function | None = None,
         captured: Given = (), cu_seqlens_q: Array | None = None, cu_seqlens_k: Array | None = None,
-        lengths: Array | None = None, page_table: Array | None = None,
+        lengths: Array | None = None, page_table: Array | None = None, k_scale: Array | None = None,
+        v_scale: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Attention of queries to keys and values, with grouped heads."""
-        where = cu_seqlens_q, cu_seqlens_k, lengths, page_table
+        where = cu_seqlens_q, cu_seqlens_k, lengths, page_table, k_scale, v_scale
         run, arrays = self.call(q, score_mod, mask_mod, captured, where)
+        attrs = scale, causal, left, right, softcap
+        if lengths is None:
+            return run(q, k, v, *arrays, sinks, *attrs, deterministic, fused)  # type: ignore[no-any-return]
         # The gradient alone is summed in another order where that is wanted, and caches have none.
-        attrs = scale, causal, left, right, softcap, *(() if lengths is not None else (deterministic,)), fused
-        return run(q, k, v, *arrays, sinks, *attrs)  # type: ignore[no-any-return]
+        return run(q, k, v, *arrays, sinks, k_scale, v_scale, *attrs, fused)  # type: ignore[no-any-return]
 
     @continued(DECODE_DOC)
     def decode_attention(
@@ -169,7 +177,7 @@ class Attention(ABC, Generic[Array]):
         that it captures. ``given`` are the fields of :class:`Where`.
         """
         where = None
-        if not (given[0] is given[1] is given[2] is given[3] is None):
+        if not (given[0] is given[1] is given[2] is given[3] is given[4] is given[5] is None):
             where = Where(*given)
             where.check(queries)
         if score_mod is None and mask_mod is None:

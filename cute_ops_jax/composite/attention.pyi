@@ -24,6 +24,8 @@ def attention(
     cu_seqlens_k: Array | None = None,
     lengths: Array | None = None,
     page_table: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of queries to keys and values, with grouped heads.
 
@@ -61,6 +63,7 @@ def attention(
             :func:`attention_cached`. For 1 to 16 queries :func:`decode_attention` is faster.
         page_table: int32 or int64 ``[b t]``: caches are (pages, page size, kv heads, headdim), and key i of a sequence
             is in page ``page_table[i // page size]``.
+        k_scale, v_scale: float32 ``[kv heads]``, what caches in float8_e4m3fn are multiplied by.
 
     Returns:
         ``out``: ``T[*m s g*r e]`` and ``lse``: ``float32[*m g*r s]``, compact. Sums and exponentials in float32;

@@ -32,13 +32,16 @@ class TorchAttention(Attention[Tensor]):
         left: int = -1, right: int = -1, softcap: float = 0.0, deterministic: bool = False, *,
         fused: str = "auto", score_mod: Function | None = None, mask_mod: Function | None = None,
         captured: Given = (), cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-        lengths: Tensor | None = None, page_table: Tensor | None = None, out: Sequence[Tensor | None] | None = None,
+        lengths: Tensor | None = None, page_table: Tensor | None = None, k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None, out: Sequence[Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        where = cu_seqlens_q, cu_seqlens_k, lengths, page_table
+        where = cu_seqlens_q, cu_seqlens_k, lengths, page_table, k_scale, v_scale
         run, arrays = self.call(q, score_mod, mask_mod, captured, where)
         options = {} if out is None else {"out": out}
-        attrs = scale, causal, left, right, softcap, *(() if lengths is not None else (deterministic,)), fused
-        return run(q, k, v, *arrays, sinks, *attrs, **options)  # type: ignore[no-any-return]
+        attrs = scale, causal, left, right, softcap
+        if lengths is None:
+            return run(q, k, v, *arrays, sinks, *attrs, deterministic, fused, **options)  # type: ignore[no-any-return]
+        return run(q, k, v, *arrays, sinks, k_scale, v_scale, *attrs, fused, **options)  # type: ignore[no-any-return]
 
     attention.__doc__ = Attention.attention.__doc__
 

@@ -40,6 +40,12 @@ CALLS = {
         Functions(biased, None, {"slopes": LONG.random(2).astype(np.float32),
                                  "keys": LONG.standard_normal((2, 141)).astype(np.float32)}),
     ),
+    "float8": Cached(
+        Decoding((150, 33), 1, 2, 1, 128, 64, 16, 160, holes=True, float8=True), (40, 40), False, {"causal": True}
+    ),
+    "float8 in float16": Cached(
+        Decoding((150,), 1, 1, 1, 96, 160, 5, 150, "float16", float8=True), (60,), True, {"left": 70}
+    ),
     "documents": Cached(
         Decoding((300, 170), 1, 2, 1, 64, 64, 16, 304), (100, 100), False, {"causal": True},
         Functions(None, documents, {"document": np.cumsum(LONG.random((2, 301)) < 0.02, axis=1).astype(np.int32)}),
@@ -75,7 +81,7 @@ class Emulated(EmulatedCall):
         form, sizes = ("<Qq3i4xq", (1, h, s, h * s, s)) if packed else ("<Q3q2q", (b, h, s, h * s, s))
         numbers = [struct.pack("<i", x) for x in (s, room, h, c.r, len(lengths))]
         behind = [*self.call.functions.captured, *(n for n in a if n.startswith("ranges")), *["cu_seqlens_q"] * packed,
-                  "lengths"]  # fmt: skip
+                  "lengths", *(n for n in a if n.endswith("_scale"))]  # fmt: skip
         rest = [*numbers, *(of[name] for name in behind)]
         arguments += [of[name] for name in ("k", "v", "page_table", "sinks") if name in a]
         arguments += [struct.pack(form, place["lse"], *sizes), *rest]

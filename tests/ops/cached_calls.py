@@ -55,7 +55,7 @@ class Cached(NamedTuple):
 
     def arrays(self, seed: int) -> dict[str, np.ndarray]:
         """Inputs by name, in the order of the op, captured arrays among them. NaN stands wherever no key does."""
-        given = decode_calls.arrays(self.caches._replace(s=1, float8=False), seed)
+        given = decode_calls.arrays(self.caches._replace(s=1), seed)
         rng, h = np.random.default_rng(seed), self.caches.g * self.caches.r
         shape = (sum(self.queries) + self.rest,) if self.packed else (len(self.queries), self.queries[0])
         q = rng.standard_normal((*shape, h, self.caches.d), np.float32).astype(testing.numpy_dtype(self.caches.dtype))
@@ -63,7 +63,8 @@ class Cached(NamedTuple):
         if self.packed:
             found["cu_seqlens_q"] = np.cumsum([0, *self.queries]).astype(np.int32)
         found |= {"lengths": given["lengths"], **self.functions.captured}
-        return found | {name: given[name] for name in ("page_table", "sinks") if name in given}
+        optional = ("page_table", "sinks", "k_scale", "v_scale")
+        return found | {name: given[name] for name in optional if name in given}
 
     def assert_right(self, given: dict[str, np.ndarray], found: dict[str, np.ndarray], what: str) -> None:
         """Results are those of each sequence alone, with the keys of its pages."""
@@ -87,8 +88,10 @@ class Cached(NamedTuple):
         places = [(i if table is None else int(table[i, key // size]), key % size) for key in range(length)]
         there = np.array([0 <= page < pages for page, _ in places], bool)
         none = {name: np.zeros((c.g, given[name].shape[-1])) for name in "kv"}
+        scales = {n: given[f"{n}_scale"][:, None] if c.float8 else np.ones((c.g, 1)) for n in "kv"}
         k, v = (
-            np.array([given[n][at].astype(np.float64) if ok else none[n] for at, ok in zip(places, there, strict=True)])
+            np.array([given[n][at].astype(np.float64) * scales[n] if ok else none[n]
+                      for at, ok in zip(places, there, strict=True)])
             .reshape(1, length, c.g, -1) if length else np.zeros((1, 0, c.g, given[n].shape[-1])) for n in "kv"
         )  # fmt: skip
         own = self.functions
@@ -107,7 +110,7 @@ class Cached(NamedTuple):
 def drawn(seed: int, longest: int = 300) -> Cached:
     """A call: caches as decoding has them, queries of any number, masks, changes of scores."""
     draw, rng = random.Random(seed), np.random.default_rng(seed)
-    caches = decode_calls.drawn(seed, longest)._replace(float8=False)
+    caches = decode_calls.drawn(seed, longest)
     attrs = attention_calls.drawn(3000 + seed).attrs
     attrs.pop("deterministic", None)
     most, documented = max(caches.lengths), seed % 3 == 2

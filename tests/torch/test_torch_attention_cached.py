@@ -19,11 +19,12 @@ EITHER = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def assert_right(seed: int, device: str, longest: int) -> None:
     call = drawn(seed, longest)
-    given, half = call.arrays(seed), getattr(torch, call.caches.dtype)
-    tensors = {}
+    given, half, tensors = call.arrays(seed), getattr(torch, call.caches.dtype), {}
+    of_caches = torch.float8_e4m3fn if call.caches.float8 else half
     for name, a in given.items():
-        x = torch.from_numpy(a.astype(np.float32) if name in "qkv" else a)
-        tensors[name] = x.to(device, half if name in "qkv" else x.dtype, memory_format=torch.preserve_format)
+        x = torch.from_numpy(a.astype(np.float32) if name in "qkv" else np.array(a))
+        dtype = {"q": half, "k": of_caches, "v": of_caches}.get(name, x.dtype)
+        tensors[name] = x.to(device, dtype, memory_format=torch.preserve_format)
     captured = {name: tensors.pop(name) for name in call.functions.captured}
     runs = []
     for _ in range(2 if device == "cuda" else 1):
@@ -149,6 +150,8 @@ LENGTHS = torch.tensor([9, 3])
         ({"lengths": torch.tensor([9])}, ValueError, "argument `lengths` has b=1, but b=2."),
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, "kv heads, headdim), got p=1 of them for b=2"),
         ({"lengths": torch.tensor([9.0, 3.0])}, TypeError, "argument `lengths` has dtype float32"),
+        ({"k_scale": LENGTHS.float()}, ValueError, "k_scale and v_scale are for caches in float8_e4m3fn, got bf"),
+        ({"lengths": None, "v_scale": LENGTHS.float()}, TypeError, "`v_scale` was given without `lengths`."),
         ({"captured": (LENGTHS,)}, TypeError, "`captured` was given, but no score_mod or mask_mod that reads it."),
     ],
 )  # fmt: skip

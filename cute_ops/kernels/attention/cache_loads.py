@@ -4,14 +4,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.kernels.attention.cache_tiles import two_pairs
 from cute_ops.kernels.attention.pages import copy_bytes, page_of
+from cute_ops.kernels.attention.softmax import pack
+from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
 
 WARPS = WARPGROUP // WARP
 SWIZZLED = (128, 64, 32)  # bytes of a row of a tile of columns
+WAITING = 4  # loads of 16 bytes that a thread has on their way where it converts numbers
 
 
 class Fixed:
@@ -61,9 +65,13 @@ class CopyRing(Fixed):
                 self.marks[warp, slot.index] = Int32(bits)
             cute.arch.mbarrier_arrive(self.full + slot.index)
 
-    def producer_commit(self, slot):
-        """The slot is full once the thread's copies have come."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(self.full + slot.index)
+    def producer_commit(self, slot, stored=False):
+        """The slot is full once the thread's copies have come, or at once where it has stored them."""
+        if const_expr(stored):
+            cute.arch.fence_view_async_shared()
+            cute.arch.mbarrier_arrive(self.full + slot.index)
+        else:
+            cute.arch.cp_async_mbarrier_arrive_noinc(self.full + slot.index)
 
     def consumer_wait(self, slot):
         cute.arch.mbarrier_wait(self.full + slot.index, slot.phase)
@@ -127,22 +135,83 @@ class CacheLoads(Fixed):
             stage: the slot.
             found: the keys of lanes.
         """
-        itemsize, columns = mCache.element_type.width // 8, cute.size(mCache, mode=[3])
-        width = next(width for width in SWIZZLED if columns * itemsize % width == 0)
-        vectors, tiles = width // VECTOR_BYTES, columns * itemsize // width
-        tidx = cute.arch.thread_idx()[0]
-        lane, first = tidx % WARP, tidx // WARP * self.of_warp
-        start = mCache.iterator.toint()
-        base = start + Int64(head) * mCache.stride[2] * itemsize + lane % vectors * VECTOR_BYTES
-        target = sX.iterator.toint() + stage * (self.keys * columns * itemsize)
-        for step in range(self.of_warp * vectors // WARP):
-            row = step * (WARP // vectors) + lane // vectors
-            page, slot = (cute.arch.shuffle_sync(x, row) for x in found)
-            source = base + (Int64(page) * mCache.stride[0] + Int64(slot) * mCache.stride[1]) * itemsize
-            there = page >= 0
-            source = cutlass.select_(there, source, start)
+        rows = _Rows(self, mCache, head, sX, stage, found)
+        for step in range(rows.steps):
+            row, (source, there) = rows.row(step), rows.source(step)
             size = cutlass.select_(there, Int32(VECTOR_BYTES), Int32(0))
-            place = (first + row) * width + lane % vectors * VECTOR_BYTES
-            place = place ^ ((place >> 7 & vectors - 1) << 4)
-            for tile in range(tiles):
-                copy_bytes((target + place, tile * self.keys * width), source + tile * width, size)
+            for tile in range(rows.tiles):
+                copy_bytes((rows.target(row, 0), tile * rows.tile_bytes), source + tile * rows.row_bytes, size)
+
+    def convert(self, mCache, head, sX, stage, found):
+        """Store a tile of a cache in float8_e4m3fn as numbers of shared memory's 16-bit dtype, which has all of them.
+        Arguments as of :meth:`copy`.
+        """
+        rows, dtype = _Rows(self, mCache, head, sX, stage, found), sX.element_type
+        together = max(WAITING // rows.tiles, 1)  # steps
+        for first in range(0, rows.steps, together):
+            loaded = []
+            for step in range(first, min(first + together, rows.steps)):
+                source, there = rows.source(step)
+                for tile in range(rows.tiles):
+                    rX = fragment(Int32, 4)
+                    load(rX, source + tile * rows.row_bytes)
+                    loaded.append((step, tile, there, rX))
+            for step, tile, there, rX in loaded:
+                words = [each for i in range(4) for each in widened(cutlass.select_(there, rX[i], Int32(0)), dtype)]
+                for half in range(2):
+                    rHalf = fragment(Int32, 4)
+                    for i in range(4):
+                        rHalf[i] = words[4 * half + i]
+                    place = rows.target(rows.row(step), half) + tile * rows.tile_bytes
+                    shared = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+                    cute.autovec_copy(rHalf, cute.make_tensor(shared, rHalf.layout))
+
+
+class _Rows:
+    """The rows of a warp's part of a tile, each 16 bytes of a cache at a time, of several neighbouring lanes.
+
+    Attributes:
+        steps: in which the warp goes through its rows.
+        tiles: of columns.
+        row_bytes, tile_bytes: of a row of such a tile in the cache, and of the tile in shared memory.
+    """
+
+    def __init__(self, loads, mCache, head, sX, stage, found):
+        tidx, itemsize, columns = cute.arch.thread_idx()[0], mCache.element_type.width // 8, cute.size(mCache, mode=[3])
+        self.m, self.found, self.itemsize = mCache, found, itemsize
+        self.width = next(width for width in SWIZZLED if columns * 2 % width == 0)
+        self.tiles, self.tile_bytes = columns * 2 // self.width, loads.keys * self.width
+        self.row_bytes = self.width // 2 * itemsize
+        self.vectors = self.row_bytes // VECTOR_BYTES
+        self.steps = loads.of_warp * self.vectors // WARP
+        self.lane, self.first = tidx % WARP, tidx // WARP * loads.of_warp
+        self.start = mCache.iterator.toint()
+        self.base = self.start + Int64(head) * mCache.stride[2] * itemsize + self.lane % self.vectors * VECTOR_BYTES
+        self.shared = sX.iterator.toint() + stage * (loads.keys * columns * 2)
+
+    def row(self, step):
+        """Of this thread, in the warp's part."""
+        return step * (WARP // self.vectors) + self.lane // self.vectors
+
+    def source(self, step):
+        """The address of a thread's 16 bytes, and whether they are there; else it has one that can be read."""
+        page, slot = (cute.arch.shuffle_sync(x, self.row(step)) for x in self.found)
+        place = (Int64(page) * self.m.stride[0] + Int64(slot) * self.m.stride[1]) * self.itemsize
+        return cutlass.select_(page >= 0, self.base + place, self.start), page >= 0
+
+    def target(self, row, half):
+        """The address of 16 bytes in shared memory, which are all or the first or second half of the thread's."""
+        vector = self.lane % self.vectors * (2 // self.itemsize) + half
+        place = (self.first + row) * self.width + vector * VECTOR_BYTES
+        return self.shared + (place ^ ((place >> 7 & self.width // VECTOR_BYTES - 1) << 4))
+
+
+def widened(word, dtype):
+    """The four numbers of float8 of a word as two words of a 16-bit dtype."""
+    pairs = two_pairs(word)
+    if dtype is Float16:
+        return pairs
+    rX = fragment(Int32, 2)
+    rX[0], rX[1] = pairs
+    numbers = cute.recast_tensor(rX, Float16)
+    return [pack(numbers[i].to(Float32), numbers[i + 1].to(Float32), dtype) for i in (0, 2)]

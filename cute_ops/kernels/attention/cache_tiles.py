@@ -81,7 +81,7 @@ class Tiles8(Tiles16):
         rX = cute.make_rmem_tensor(((2, 2), 2), Float16)
         to = cute.recast_tensor(rX, Int32)
         for block in range(2):
-            to[2 * block], to[2 * block + 1] = _two(words[half + 2 * block])
+            to[2 * block], to[2 * block + 1] = two_pairs(words[half + 2 * block])
         return rX
 
     def add_values(self, operands, rows, stage):
@@ -92,7 +92,7 @@ class Tiles8(Tiles16):
             for keys in range(2):
                 # Of two keys, even columns before odd ones.
                 turned = cute.arch.prmt(words[keys + 2 * block], Int32(0), Int32(0x3120))
-                to[keys], to[keys + 2] = _two(turned)
+                to[keys], to[keys + 2] = two_pairs(turned)
             for row in rows:
                 layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
                 sums = cute.make_tensor(row.values.iterator + 8 * block, layout)
@@ -152,7 +152,7 @@ def _words(rX):
     return cute.recast_tensor(rX, Int32)
 
 
-def _two(word):
+def two_pairs(word):
     """The four numbers of a word as two pairs of float16."""
     halves = Int16(word & 0xFFFF), Int16(word >> 16)
     return [

@@ -8,6 +8,7 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
+from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.attention.cache_loads import CacheLoads, CopyRing
 from cute_ops.kernels.attention.fwd_sm90 import AttentionFwd
 from cute_ops.kernels.attention.mods import by_index
@@ -20,19 +21,21 @@ from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 
 REGISTERS = RegisterBudget(load=40, multiply=232)
-OWN_NAMES = {"q", "k", "v", "cu_seqlens_q", "lengths", "page_table", "sinks", "out", "lse"}
+OWN_NAMES = {"q", "k", "v", "cu_seqlens_q", "lengths", "page_table", "sinks", "k_scale", "v_scale", "out", "lse"}
 
 
 class AttentionCached(AttentionFwd):
     """:class:`AttentionFwd` of keys and values in caches, of which each sequence has so many as its length says.
 
     A whole warpgroup loads keys and values, by ``cp.async``, because pages may have any size: a lane looks up the page
-    of one key, a tile ahead. Keys of pages outside of the pool are not there: the loading warps say which are.
+    of one key, a tile ahead. Keys of pages outside of the pool are not there: the loading warps say which are. Float8
+    is converted on its way; scores, and sums of values, are multiplied by a head's scales.
     """
 
     def __init__(self, variant):
         super().__init__(variant)
         self.registers, self.variant = REGISTERS, variant
+        self.float8 = ITEMSIZE[variant.tensors["k"].dtype] == 1
 
     @cute.jit
     def __call__(self, *arguments):
@@ -50,6 +53,7 @@ class AttentionCached(AttentionFwd):
         sizes = Sizes(
             Int32(cute.size(mQ, mode=[0])), capacity, heads, heads // kv_heads, Int32(cute.size(mLengths)),
             by_index(captured, self.mods), tables, offsets, keys=mLengths,
+            scales=(given.get("k_scale"), given.get("v_scale")),
         )  # fmt: skip
         if const_expr(self.packed):
             mQ, mOut = by_sequence(mQ), by_sequence(mOut)
@@ -142,13 +146,30 @@ class AttentionCached(AttentionFwd):
                 if self.tiles.some(tile, own, tile.block, keys):
                     ring_k.producer_acquire(slot)
                     ring_k.mark(slot, found[0] >= 0, warp, lane)
-                    loads.copy(mK, kv_head, k.s, slot.index, found)
-                    ring_k.producer_commit(slot)
-                    ring_v.producer_acquire(slot)
-                    loads.copy(mV, kv_head, v.s, slot.index, found)
-                    ring_v.producer_commit(slot)
+                    for mX, each, s in ((mK, ring_k, k.s), (mV, ring_v, v.s)):
+                        if const_expr(each is ring_v):
+                            each.producer_acquire(slot)
+                        if const_expr(self.float8):
+                            loads.convert(mX, kv_head, s, slot.index, found)
+                        else:
+                            loads.copy(mX, kv_head, s, slot.index, found)
+                        each.producer_commit(slot, self.float8)
                     slot.advance()
         let_next_start(True)
+
+    @cute.jit
+    def _change(self, rS, at: cutlass.Constexpr, keys):
+        tile, sizes, *_ = at
+        mScale = sizes.scales[0]
+        if const_expr(mScale is not None):
+            rS.store(rS.load() * mScale[tile.head // sizes.heads_per_kv])
+        AttentionFwd._change(self, rS, at, keys)
+
+    def _of_values(self, factors, at):
+        (tile, sizes, _), mScale = at, at[1].scales[1]
+        if mScale is not None:
+            for r in range(2):
+                factors[r] = factors[r] * mScale[tile.head // sizes.heads_per_kv]
 
     def _there(self, ring_k, slot):
         return None if ring_k.marks is None else ring_k.marked(slot)

@@ -297,6 +297,9 @@ class AttentionFwd:
             self.mods.hide(scores, place, -Float32.inf)
         self._hide_missing(scores, there, tidx)
 
+    def _of_values(self, factors, at):
+        """Multiply the factors of a block's sums by a scale of values."""
+
     def _there(self, ring_k, slot):
         """Which keys of a slot are there; None where all are."""
         return None
@@ -319,6 +322,7 @@ class AttentionFwd:
             row = tile.block * self.tile_m + first_row(tidx) + 8 * r
             if (lane % 4 == 0) & (row < sizes.seqlen_q):
                 mLse[sizes.of_query(tile, row)] = lse[r]
+        self._of_values(factors, at)
         self.softmax.rescale(rO, factors)
         rOut = cute.make_rmem_tensor_like(rO, self.dtype)
         rOut.store(rO.load().to(self.dtype))

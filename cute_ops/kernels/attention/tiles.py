@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
         offsets: the first token of each packed sequence and the end of the last one, of queries and of keys; or None.
         starts: the first token of a tile's sequence, of queries and of keys; None where they are not packed.
         slots: the number of its first tile among all sequences'.
+        scales: of keys and values in float8, by head of the cache; None where there are none.
         keys: how many each sequence has in a cache, which has room for ``seqlen_k``; None where keys lie in no cache.
     """
 
@@ -44,6 +45,7 @@ class Sizes(NamedTuple):
     starts: Any = None
     slots: Any = None
     keys: Any = None
+    scales: Any = (None, None)
 
     @property
     def lengths(self):

@@ -279,9 +279,9 @@ PACKED_DOC = (
 
 def by_framework(
     reference: Callable[..., tuple[Any, ...]], names: Sequence[str], outputs: Sequence[str],
-    when: Callable[[Problem], str | bool] = lambda problem: False,
+    when: Callable[[Problem], str | bool] = lambda problem: False, wide: Mapping[str, tuple[str, ...]] = WIDE,
 ) -> Fallback:  # fmt: skip
-    """The definition in the framework's functions: for float32, and ``when`` it is to run in other dtypes."""
+    """The definition in the framework's functions: of ``wide`` dtypes, and ``when`` it is to run in others."""
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         import array_api_compat  # start-up time
@@ -291,7 +291,7 @@ def by_framework(
             zip(outputs, reference(array_api_compat.array_namespace(inputs["q"]), *given, **attrs), strict=True)
         )
 
-    return Fallback(Program(run), when, WIDE)
+    return Fallback(Program(run), when, wide)
 
 
 @cache

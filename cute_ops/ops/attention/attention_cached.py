@@ -22,6 +22,7 @@ from cute_ops.ops.attention.attention import (
     DTYPES,
     HALVES,
     LONGEST,
+    WIDE,
     by_framework,
     check_sizes,
     finite,
@@ -29,24 +30,26 @@ from cute_ops.ops.attention.attention import (
     ungrouped,
     weights_of,
 )
-from cute_ops.ops.attention.decode_attention import fill_pages, side_by_side
+from cute_ops.ops.attention.decode_attention import FP8, SCALES, fill_pages, side_by_side
 from cute_ops.ops.attention.sequences import Sequences, Side, fill_offsets
 
-PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks"), "attrs": {"causal": True}}
-PAGED: dict[str, Any] = {"absent": ("sinks",), "attrs": {"causal": True}}
+PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks", *SCALES), "attrs": {"causal": True}}
+PAGED: dict[str, Any] = {"absent": ("sinks", *SCALES), "attrs": {"causal": True}}
 CASES = (
     Case("llama3-8b", {"b": 2, "s": 130, "g": 2, "r": 4, "d": 128, "e": 128, "p": 2, "c": 300}, **PLAIN),
     Case("llama3-8b-paged", {"b": 3, "s": 70, "g": 2, "r": 4, "d": 128, "e": 128, "p": 70, "c": 16, "t": 20}, **PAGED),
     Case("gpt-oss-20b", {"b": 2, "s": 77, "g": 1, "r": 8, "d": 64, "e": 64, "p": 9, "c": 64, "t": 4}, {"I": "int64"},
-         attrs={"causal": True, "left": 127}),
+         absent=SCALES, attrs={"causal": True, "left": 127}),
+    Case("llama3-8b-float8", {"b": 3, "s": 70, "g": 2, "r": 4, "d": 128, "e": 128, "p": 70, "c": 16, "t": 20},
+         {"C": FP8}, absent=("sinks",), attrs={"causal": True}),
     Case("gemma2-9b", {"b": 1, "s": 65, "g": 2, "r": 2, "d": 256, "e": 256, "p": 200, "c": 1, "t": 150},
-         {"P": "int64"}, absent=("sinks",), attrs={"causal": True, "softcap": 50.0, "scale": 0.0625}),
+         {"P": "int64"}, absent=("sinks", *SCALES), attrs={"causal": True, "softcap": 50.0, "scale": 0.0625}),
     Case("deepseek-v3", {"b": 1, "s": 140, "g": 2, "r": 1, "d": 192, "e": 128, "p": 80, "c": 7, "t": 30}, **PAGED),
 )  # fmt: skip
 PACKED_CASES = (
     Case("llama3-8b", {"s": 300, "b": 5, "g": 2, "r": 4, "d": 128, "e": 128, "p": 90, "c": 16, "t": 12}, **PAGED),
     Case("gpt-oss-20b", {"s": 277, "b": 3, "g": 1, "r": 8, "d": 64, "e": 64, "p": 3, "c": 200},
-         absent=("page_table",), attrs={"causal": True, "left": 127}),
+         absent=("page_table", *SCALES), attrs={"causal": True, "left": 127}),
     Case("no-sequence", {"s": 20, "b": 0, "g": 1, "r": 1, "d": 64, "e": 64, "p": 3, "c": 8, "t": 2}, **PAGED),
 )  # fmt: skip
 
@@ -105,14 +108,19 @@ class PackedQueries(Sequences):
 def reference(
     xp: Any, q: Any, k: Any, v: Any, *more: Any, own: mods.Own = mods.NONE, packed: bool = False, **attrs: Any
 ) -> tuple[Any, Any]:  # fmt: skip
-    """``more`` are offsets where queries are packed, lengths, the captured arrays, and pages and sinks or None."""
+    """``more`` are offsets where queries are packed, lengths, the captured arrays, and pages, sinks and scales or
+    None.
+    """
     offsets, more = (more[0], more[1:]) if packed else (None, more)
     lengths, count = more[0], len(own.captured)
-    captured, (table, sinks) = more[1 : 1 + count], (*more[1 + count :], None, None)[:2]
+    captured, (table, sinks, *scales) = more[1 : 1 + count], (*more[1 + count :], *[None] * 4)[:4]
     if 0 in (q.shape[-2], q.shape[-3], lengths.shape[0]):
         lse = xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=xp.float32, **beside(xp, q))
         sink = -math.inf if sinks is None else xp.astype(sinks, xp.float32)[:, None]
         return xp.zeros((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, **beside(xp, q)), lse + sink
+    if k.dtype != q.dtype:
+        k, v, *scales = widen(xp, k, v, *scales)
+        k, v = (x if scale is None else x * scale[:, None] for x, scale in zip((k, v), scales, strict=True))
     (k, v), key, there = side_by_side(xp, (k, v), lengths, table)
     k, v = (xp.where(there[:, :, None, None], x, xp.zeros_like(x)) for x in (k, v))
     whole = xp.where(lengths < key.shape[0], lengths, xp.full_like(lengths, key.shape[0]))
@@ -138,7 +146,13 @@ def _has_no_kernel(problem: Problem) -> str:
 
 
 def check(binding: Binding) -> str | None:
-    dims = binding.dims
+    dims, dtypes = binding.dims, binding.dtypes
+    if dtypes["C"] not in (dtypes["T"], FP8):
+        return f"caches are in the dtype of q or in {FP8}, got {dtypes['C']} for q in {dtypes['T']}."
+    if dtypes["C"] != FP8 and (binding.inputs["k_scale"] or binding.inputs["v_scale"]):
+        return f"k_scale and v_scale are for caches in {FP8}, got {dtypes['C']}."
+    if dtypes["C"] == FP8 and (dims["d"] % 32 or dims["e"] % 32):
+        return f"a head has 32, 64 ... 256 elements in float8, got d={dims['d']}, e={dims['e']}."
     if binding.inputs["page_table"] is None:
         keys = dims["c"]
         if dims["p"] != dims["b"]:
@@ -167,13 +181,16 @@ _DOC = """Attention of {packed}queries to keys and values in caches, with groupe
     Args:
         q: ``T[{lead}s g*r d]``: {dims}, float16, bfloat16 or float32. All dims but the last may have any
             stride of 16 bytes, as slices of a fused projection have them; others are copied.
-        k: ``T[p c g d]``: (pages, page size, kv heads, headdim), pages of any size; or (batch, capacity, kv heads,
+        k: ``C[p c g d]``: (pages, page size, kv heads, headdim), pages of any size; or (batch, capacity, kv heads,
             headdim). All dims but the last may have any stride of 16 bytes, as :func:`append_kv` takes them; r
-            neighbouring heads of q share one.
-        v: ``T[p c g e]``: as k, with a headdim of its own. d and e are multiples of 16, at most 256.{offsets}
+            neighbouring heads of q share one. In the dtype of q or in float8_e4m3fn.
+        v: ``C[p c g e]``: as k, with a headdim of its own. d and e are multiples of 16, in float8 of 32, at most
+            256.{offsets}
         lengths: int32 or int64 ``[b]``: keys of each sequence, new ones included, as :func:`decode_attention` has it.
         page_table: int32 or int64 ``[b t]``: as :func:`decode_attention` has it.
         sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
+        k_scale, v_scale: float32 ``[g]``, of any strides: what keys and values in float8 are multiplied by, as
+            :func:`decode_attention` has them.
         scale: of scores; 0 is ``1 / sqrt(d)``.
         causal: a query attends to keys up to its own.
         left: keys before its own that a query attends to at most; -1 is all.
@@ -208,7 +225,7 @@ def _doc(packed: bool) -> str:
 
 
 def _cache(shape: str) -> Tensor:
-    return Tensor(shape, "T", align=16)
+    return Tensor(shape, "C", align=16)
 
 
 @cache
@@ -224,13 +241,14 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         **{name: Tensor(shape, f"C_{name}") for name, _, shape in own.captured},
         "page_table": Tensor("b t", "P", optional=True, upper_bound="p"),
         "sinks": Tensor("g*r", "S", optional=True),
+        **{scale: Tensor("g", "float32", optional=True, contiguous=()) for scale in SCALES},
     }  # fmt: skip
     forward = partial(reference, own=own, packed=packed)
     return Op(
         name,
         inputs=given,
         outputs={"out": Tensor(f"{lead}s g*r e", "T"), "lse": Tensor(f"{lead}g*r s", "float32")},
-        dtypes={"T": HALVES, "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS,
+        dtypes={"T": HALVES, "C": (*HALVES, FP8), "I": ("int32", "int64"), "P": ("int32", "int64"), "S": FLOATS,
                 **{f"C_{name}": DTYPES[kind] for name, kind, _ in own.captured}},
         attrs={"scale": 0.0, "causal": False, "left": -1, "right": -1, "softcap": 0.0, "fused": FUSED},
         static=("d", "e"),
@@ -240,7 +258,9 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         called="attention" if functions else "",
         arrange=fill,
         reference=forward,
-        fallback=by_framework(forward, [*given], ("out", "lse"), _has_no_kernel),
+        fallback=by_framework(
+            forward, [*given], ("out", "lse"), _has_no_kernel, {**WIDE, "C": (*WIDE["T"], FP8)}
+        ),
         kernel=Kernel("cute_ops.kernels.attention.fwd_cached_sm90:AttentionCached", least_sm=90),
         tuning=Tuning(partial(config.attention_cached, own), workspace=partial(config.workspace_cached, own)),
         inference_only="caches have no gradient: train with attention to keys and values of their own.",

@@ -78,7 +78,7 @@ def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
 def attention_cached(own: mods.Own, problem: Problem) -> AttentionConfig:
     """Two warpgroups, which leave registers for the one that copies, and tiles of which its warps copy whole rows."""
     dims = problem.dims
-    size, narrow = _headdim(problem), dims["d"] % 32 or dims["e"] % 32
+    size, narrow = _headdim(problem), dims["d"] % 32 or dims["e"] % 32 or ITEMSIZE[problem.dtypes["k"]] == 1
     tile_n = 128 if size <= 128 else 96 if size <= 192 and not narrow else 64
     mask, bounds = _mask(own, problem)
     score = mods.score_of(problem.attrs["softcap"], own.score)
