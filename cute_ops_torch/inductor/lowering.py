@@ -31,7 +31,9 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
     """Register the lowering of an op."""
     _mark_caches(op)
     if op.mutates or op.scalars:
-        return  # Inductor's own call of ``torch.ops`` knows what is written, and takes numbers that are symbolic
+        # Inductor's own call of ``torch.ops`` knows what is written, and takes numbers that are symbolic.
+        leave_to_torch(overload)
+        return
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
@@ -63,6 +65,18 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def leave_to_torch(overload: Any) -> None:
+    """Have an op called through ``torch.ops``.
+
+    Inductor does so with every op that it finds without a lowering; but torch 2.11 first writes down what the op's
+    arguments are computed from, which takes twice as long with each layer of a model.
+    """
+    lowering.make_fallback(overload, lowering.constrain_to_fake_tensors, warn=False)
+
+
+leave_to_torch(torch.ops.cute.scaled_gradient.default)
 
 
 def _fused_by_inductor(op: Op, overload: Any, args: Sequence[Any], device: torch.device) -> Any:

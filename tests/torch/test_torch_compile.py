@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.lowering import lowerings
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, testing
@@ -37,6 +38,13 @@ def run(function: Callable[..., Any], m: int) -> list[torch.Tensor]:
     tensors = [torch.randn(s, requires_grad=True) for s in ((m, 3, 64), (m, 3, 64), (64,), (64,))]
     out = function(*tensors)
     return [out, *torch.autograd.grad(out.sin().sum(), tensors)]
+
+
+def test_every_op_has_a_lowering() -> None:
+    for _ in range(2):  # some register others
+        registry.register_lowerings()
+    assert not {made.overload for made in registry._registered.values() if not made.op.numbers} - set(lowerings)
+    assert torch.ops.cute.scaled_gradient.default in lowerings
 
 
 @pytest.mark.slow
