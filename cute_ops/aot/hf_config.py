@@ -148,6 +148,8 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 yield Call(name, inputs, memory=memory)
                 if positions > 1 and exchanged == name:
                     yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
+    if str(config.get("model_type", "")).startswith(("qwen3", "gemma3")):
+        yield from _normed_rotations(config, (heads, keys, size), dtype, train)
     if train and dtype != "float32":
         yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
         if config.get("attention_bias") or str(config.get("model_type", "")).startswith("qwen2"):
@@ -158,6 +160,25 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
             yield from _rotated(config["hidden_size"], [heads, keys, keys], size, dtype)
     if train:
         yield from _rotated_back(heads, keys, size, dtype, exchanged == "rope_bwd")
+
+
+def _normed_rotations(
+    config: Mapping[str, Any], heads: tuple[int, int, int], dtype: str, train: bool
+) -> Iterator[Call]:
+    """Norms of queries' and keys' heads with their rotation; ``heads``: how many there are of each, and their size."""
+    queries, keys, size = heads
+    eps = float(config.get("rms_norm_eps") or 1e-6)
+    # One is added to Gemma's weights in float32.
+    weight = Array((size,), "float32" if str(config.get("model_type")).startswith("gemma") else dtype)
+    for positions in (ROWS, 1):
+        q, k = (Array((1, positions, count, size), dtype) for count in (queries, keys))
+        table = Array((positions, size // 2), dtype)
+        inputs = {"q": q, "k": k, "q_weight": weight, "k_weight": weight, "cos": table, "sin": table}
+        memory = {name: Memory((size, 1)) for name in ("cos", "sin")} if positions > 1 else {}
+        attrs = {} if eps == lookup.find("qk_norm_rope").attrs["eps"] else {"eps": eps}
+        yield Call("qk_norm_rope", inputs, memory, attrs)
+        if train and positions > 1:
+            yield Call("qk_norm_rope_bwd", {**inputs, "dq_out": q, "dk_out": k}, memory, attrs)
 
 
 def _rotated_back(heads: int, keys: int, size: int, dtype: str, exchanged: bool) -> Iterator[Call]:

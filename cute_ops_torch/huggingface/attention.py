@@ -14,6 +14,8 @@ from torch import nn
 from cute_ops.composite.qkv_rope import SIZES
 from cute_ops_torch.huggingface import autograd_nodes, products
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
+from cute_ops_torch.huggingface.lazy_logits import realised
+from cute_ops_torch.huggingface.lazy_norm import LazyNorm, norm_and_rotate, stand_ins
 from cute_ops_torch.huggingface.masks import band_of
 from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
 from cute_ops_torch.huggingface.rotations import HALVES, PAIRS, Rotation, rotate, rotation_of
@@ -65,11 +67,24 @@ def _make_forward(original: Any) -> Forward:
     rotation = rotation_of(plain, f"{HALVES} {PAIRS}")
     assert rotation is not None  # it has been found
     forward = rebind(original, apply_rotary_pos_emb=_rotate(plain, rotation))
+    if not rotation.interleaved:
+        forward = _norm_lazily(forward)
     if not _projects_once(original):
         return forward
     together = source_digest(plain) == _APPLY and _rotates_projections(original)
     skips = rebind(original, apply_rotary_pos_emb=_keep) if together else None
     return _fuse_projections(forward, skips, _cache_argument(original))
+
+
+def _norm_lazily(forward: Forward) -> Forward:
+    """A ``forward`` whose norms of heads are left to the rotation behind them."""
+
+    @wraps(forward)
+    def lazily(self: Any, *args: Any, **kwargs: Any) -> Any:
+        norms = {} if torch.compiler.is_compiling() else stand_ins(self)
+        return forward(Bypassed(self, norms) if norms else self, *args, **kwargs)
+
+    return lazily
 
 
 def _keep(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,10 +222,15 @@ def _rotate(plain: Forward, rotation: Rotation) -> Forward:
     """``apply_rotary_pos_emb`` on our op, and ``plain`` where that does not take the heads or the tables."""
 
     def apply_rotary_pos_emb(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, unsqueeze_dim: int = 1,
-        **options: Any,
+        q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, *more: Any, unsqueeze_dim: int = 1, **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         known = not more and not options and unsqueeze_dim in rotation.dims
+        if isinstance(q, LazyNorm) and isinstance(k, LazyNorm) and known and unsqueeze_dim == 1:
+            alike = (q.made.eps, q.made.offset) == (k.made.eps, k.made.offset)
+            given = [(x.heads.transpose(1, 2), cos, sin) for x in (q, k)]
+            if alike and all(_can_rotate(*each, rotation) and rotation.fits(*each[:2]) for each in given):
+                return norm_and_rotate(q, k, rotation.angles(cos), rotation.angles(sin))
+        q, k = realised((q, k))
         if not (known and all(_can_rotate(x, cos, sin, rotation) and rotation.fits(x, cos) for x in (q, k))):
             options |= {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
             return plain(q, k, cos, sin, *more, **options)  # type: ignore[no-any-return]

@@ -32,7 +32,42 @@ PLAIN = Caps()
 Loss = Callable[..., Tensor | None]
 
 
-class LazyLogits:
+class Lazy:
+    """A tensor that has not been computed; ``compute`` gives it. What subclasses do not answer, the real one does."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._computed: Tensor | None = None
+
+    @property
+    def exist(self) -> bool:
+        """Whether the tensor has been computed."""
+        return self._computed is not None
+
+    def narrow(self) -> Tensor:
+        """What has been put off."""
+        if self._computed is None:
+            self._computed = self._compute()
+        return self._computed
+
+    def real(self) -> Tensor:
+        """The tensor itself."""
+        return self.narrow()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        return function(*realised(args), **realised(options or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.real(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.real()[index]
+
+
+class LazyLogits(Lazy):
     """The logits of a head.
 
     Args:
@@ -52,10 +87,10 @@ class LazyLogits:
         scale: tuple[Any, Any] = (1.0, 1.0), outer: Any = None, dtype: torch.dtype | None = None,
         bias: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.hidden, self.head, self._compute, self._loss = hidden, head, compute, loss
+        super().__init__(compute)
+        self.hidden, self.head, self._loss = hidden, head, loss
         self._scale, self._outer, self.dtype = scale, outer, hidden.dtype if dtype is None else dtype
         self.bias: Tensor | None = head.bias if bias is None else bias
-        self._computed: Tensor | None = None
 
     @property
     def caps(self) -> Caps | None:
@@ -66,19 +101,10 @@ class LazyLogits:
         logit_scale = factor * self._outer / divisor
         return Caps(logit_scale, self._outer) if logit_scale > 0 and self._outer > 0 else None
 
-    @property
-    def exist(self) -> bool:
-        """Whether the real logits have been computed."""
-        return self._computed is not None
-
-    def narrow(self) -> Tensor:
-        """The logits before the last step if that was a cast to float32, which our losses do on the way."""
-        if self._computed is None:
-            self._computed = self._compute()
-        return self._computed
-
     def real(self) -> Tensor:
-        """The logits themselves."""
+        """The logits themselves; :meth:`narrow` gives those before a cast to float32 if that was the last step: our
+        losses do it on the way.
+        """
         return self.narrow().to(self.dtype)
 
     @property
@@ -172,12 +198,7 @@ class LazyLogits:
             return args[0].tanh()
         if function is nn.functional.cross_entropy and isinstance(args[0], cls):
             return cls.cross_entropy(*args, **(options or {}))
-        return function(*realised(args), **realised(options or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.real(), name)
+        return super().__torch_function__(function, types, args, options)
 
     def __getitem__(self, index: Any) -> Any:
         if not _keeps_classes(index, len(self.shape)):
@@ -202,13 +223,31 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *others: getattr(self.real(), name)(*realised(others))
 
 
-for _name in ("radd", "sub", "rsub", "rtruediv", "pow", "matmul", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in (
+    "add",
+    "mul",
+    "rmul",
+    "truediv",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "pow",
+    "matmul",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+):
+    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def realised(value: Any) -> Any:
-    """A value, and what is in a tuple, a list or a dict, with real logits."""
-    if isinstance(value, LazyLogits):
+    """A value, and what is in a tuple, a list or a dict, with real tensors."""
+    if isinstance(value, Lazy):
         return value.real()
     if type(value) in (tuple, list):
         return type(value)(map(realised, value))
