@@ -1,5 +1,7 @@
 """What is done to a tile of scores in registers: expressions of :mod:`cute_ops.ops.attention.mods` as device code."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -182,6 +184,27 @@ class Mods:
                     found |= {(r, i): each for i, each in along.items()}
         return found
 
+    @property
+    def is_changed_by_column(self):
+        """Whether scores are changed one by one, however others of the tile are."""
+        return self._dscore is not None and not self._score.absolute
+
+    def by_column(self, products, place):
+        """Of each row and column what takes the place of a product of a query and a key, and a function from a
+        cotangent of the score to one of the product.
+        """
+        loaded = {}
+        for r, c, at, coordinates in place.each(down=True):
+            given = Scaled(self.scale, products[r, c]), *coordinates
+            operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
+            varying = self.score.varying(place)
+            yield r, c, self._score(operands, varying), partial(self._derived, operands, varying)
+
+    def _derived(self, operands, varying, before):
+        """A cotangent that is 0 stays so: what is hidden may have no derivative."""
+        after = self._dscore([*operands, before], {*varying, len(operands)})
+        return cutlass.select_(before == 0.0, before, after)
+
     def hide(self, values, place, hidden):
         """Replace values of keys that a query does not attend to, and of what lies behind the last key."""
         last, loaded = Float32(place.sizes.seqlen_k), {}
@@ -193,17 +216,12 @@ class Mods:
             values[r, c] = cutlass.select_(kept, values[r, c], Float32(hidden))
 
     def derive(self, cotangents, products, place):
-        """Multiply cotangents of changed scores by the derivative of the change, of products of queries and keys. One
-        that is 0 stays so: what is hidden may have no derivative.
-        """
+        """Multiply cotangents of changed scores by the derivative of the change, of products of queries and keys."""
         loaded = {}
         for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
             given = Scaled(self.scale, products[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded, at), place, c)
-            before = cotangents[r, c]
-            varying = {*self.score.varying(place), len(operands)}
-            after = self._dscore([*operands, before], varying)
-            cotangents[r, c] = cutlass.select_(before == 0.0, before, after)
+            cotangents[r, c] = self._derived(operands, self.score.varying(place), cotangents[r, c])
 
 
 def min_size(x, size):

@@ -168,6 +168,27 @@ class Weights:
             lse: ``lse(row, column)``, of base 2.
             whole: whether none is left out.
         """
+        if cutlass.const_expr(not self.mods.is_changed_by_column):
+            self._in_steps(rS, rWeights, place, lse, whole)
+        elif whole & (place.last_query < place.sizes.seqlen_q):
+            self._by_column(rS, rWeights, place, lse)
+        else:
+            self._in_steps(rS, rWeights, place, lse, whole)
+
+    def _by_column(self, rS, rWeights, place, lse):
+        """The same of a tile of which nothing is left out, with fewer registers: products are not kept."""
+        scores, scale = by_row(rS), Float32(self.mods.outer[0] * LOG2_E)
+        pairs = None if rWeights is None else cute.recast_tensor(rWeights, Int32)
+        weights = [[None, None], [None, None]]
+        for r, c, score, derive in self.mods.by_column(scores, place):
+            weight = exp2(score * scale - lse(r, c))
+            weights[r][c % 2] = weight
+            if pairs is not None and c % 2:
+                pairs[c // 2 * 2 + r] = pack(*weights[r], rWeights.element_type)
+            scores[r, c] = derive(weight)
+
+    @cute.jit
+    def _in_steps(self, rS, rWeights, place: cutlass.Constexpr, lse: cutlass.Constexpr, whole):
         scores = by_row(rS)
         rRaw = cute.make_rmem_tensor_like(rS) if cutlass.const_expr(self.mods.score is not None) else None
         if cutlass.const_expr(rRaw is not None):
