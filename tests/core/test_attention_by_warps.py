@@ -27,7 +27,7 @@ from tests.core.test_attention_kernels import (
     of_whole_tiles,
     with_cotangents,
 )
-from tests.emulator import products, ptx_sm90
+from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
 # Of a smaller one the gradients of long heads have one stage.
@@ -137,15 +137,29 @@ def test_gradients_in_one_pass_with_functions_that_read_arrays(tmp_path: Path) -
 def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), SMALLER, OTHERS), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
-    block = AttentionBackwardConfig.of(run.variant.config).block
+    config = AttentionBackwardConfig.of(run.variant.config)
     logs, delta = of_whole_tiles(call, functions, lse, delta)
-    sums = np.zeros((call.batch, call.h, call.s, call.d), np.float32)
+    sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
-    ctas = -(-call.t // block) * call.g * call.batch
+    ctas = -(-call.t // config.block) * call.g * call.batch
     emulate(run, "OnePassBackwardSm80", [q, k, v, dout, dk, dv], [logs, delta], ctas, sums)
-    dq = (sums.transpose(0, 2, 1, 3) * call.d**-0.5).astype(q.dtype)
+    dq, (b, h, length, d) = np.full_like(q, np.nan), sums.shape
+    (text,) = (entry for entry in run.entries if "_round_cute" in entry.partition("(")[0])
+    of_sums = struct.pack("<Q4i3q", 1 << 32, length, d, h, b, d, length * d, h * length * d)
+    blocks = [x.reshape(-1).view(np.uint8) for x in (sums, dq)]
+    ptx_cta.Kernel(run.head + text).run(-(-dq.size // 8 // 256), [of_sums, of_heads(2, dq)], blocks)
     for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
         right[name].assert_holds(found.astype(np.float64), name)
+
+
+def by_rows(sums: np.ndarray, config: AttentionBackwardConfig) -> np.ndarray:
+    """Sums of queries, which lie as the threads of a tile have them, by rows and columns."""
+    *lead, d = sums.shape
+    down = config.tile_q // 16
+    beside = config.warps // down
+    # Of a tile: warps, their registers (blocks of columns, rows 8 apart, pairs), their lanes (rows, pairs).
+    x = sums.reshape(-1, beside, down, d // beside // 8, 2, 2, 8, 4)
+    return x.transpose(0, 2, 4, 6, 1, 3, 7, 5).reshape(*lead, d)
 
 
 @pytest.mark.slow
@@ -189,5 +203,5 @@ def test_packed_sequences_in_one_pass(tmp_path: Path) -> None:
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
     ctas = (call.t // config.block + count + 1) * call.g
     emulate(run, "OnePassBackwardSm80", [q, k, v, dout, dk, dv], [logs, delta], ctas, sums)
-    dq = (sums[:, :, slots].transpose(0, 2, 1, 3) * call.d**-0.5).astype(q.dtype)
+    dq = (by_rows(sums, config)[:, :, slots].transpose(0, 2, 1, 3) * call.d**-0.5).astype(q.dtype)
     case.check({"dq": dq, "dk": dk, "dv": dv})

@@ -124,7 +124,7 @@ class AttentionBackward:
             for start in cutlass.range_constexpr(0, self.one_pass.d, self.lanes * 4):
                 first = start + lane * 4
                 zeros = address_of(mSums, (row, 0, head, batch), first)
-                there = given if const_expr(packed is None) else inside
+                there = given if const_expr(packed is None and not self.one_pass.whole_tiles) else inside
                 store_if(there & (first < self.one_pass.d), fragment(Float32, 4, 0.0), zeros)
 
     @cute.kernel

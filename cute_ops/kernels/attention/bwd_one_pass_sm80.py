@@ -1,16 +1,21 @@
 """All gradients of attention from scores that are computed once, on any GPU from SM 8.0 on."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
-from cute_ops.hardware import WARP
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.bwd_sm80 import KeysBackwardSm80
 from cute_ops.kernels.attention.config import MMA_ROWS
-from cute_ops.kernels.attention.softmax import by_row
-from cute_ops.kernels.attention.sums import SumsOfQueries
+from cute_ops.kernels.attention.pages import copy_bytes
+from cute_ops.kernels.attention.softmax import InPairs
+from cute_ops.kernels.attention.sums import CHUNK, SumsOfQueries
 from cute_ops.kernels.attention.tiles import address_of
 from cute_ops.kernels.attention.warps import Operand, Rows, accumulators, mma_of_warp, padded_rows, put_rows
+from cute_ops.kernels.lib.copy import fragment, load, store
 
 
 class OnePassBackwardSm80(SumsOfQueries, KeysBackwardSm80):
@@ -23,6 +28,8 @@ class OnePassBackwardSm80(SumsOfQueries, KeysBackwardSm80):
     Bytes moved per element: as :class:`KeysBackwardSm80`; the sums of dq are read and written by L2 once for each tile
     of keys, and once more to zero and to round them.
     """
+
+    whole_tiles = True
 
     def __init__(self, config, d, dv, mods, scale):
         super().__init__(config, d, dv, mods, scale)
@@ -43,14 +50,11 @@ class OnePassBackwardSm80(SumsOfQueries, KeysBackwardSm80):
         """The row of a tile's first query in numbers and sums of rows, which have whole tiles of packed sequences."""
         return (sizes.first_slots[0] + queries) * self.tile_q
 
-    def logs(self, mLogs, place, queries):
-        """Logarithms are of base 2 already, and infinite where there is no query."""
-        return self.deltas(mLogs, place, queries)
-
-    def deltas(self, mDelta, place, queries):
-        batch = place.tile.batch if place.sizes.offsets is None else Int32(0)
-        first = self.first_of(place.sizes, queries) - queries * self.tile_q + place.start
-        return [mDelta[batch, place.tile.head, first + column] for column in place.columns]
+    def rows_of(self, rows, held, at):
+        own, tidx = at
+        layout = cute.make_layout((self.tile_q, 2, self.stages))
+        s = held.smem.allocate_tensor(Float32, layout, VECTOR_BYTES)
+        return RowsOfQueries(s, rows, own, tidx, self.first_of)
 
     def adder(self, mma, mSums, held, at):
         """A function that adds what a tile's ``ds`` makes of dq."""
@@ -71,21 +75,67 @@ class OnePassBackwardSm80(SumsOfQueries, KeysBackwardSm80):
             cute.arch.barrier()
             rDq.fill(0.0)
             keys.add_to([rDq], lambda _, k: of_ds(k), 0)
-            batch = tile.batch if own.offsets is None else Int32(0)
-            values, first = by_row(rDq), row * MMA_ROWS + lane // 4
-            for r in range(2):
-                inside = queries * self.tile_q + first + 8 * r < own.seqlen_q
-                place = self.first_of(own, queries) + first + 8 * r, column * self.columns + lane % 4 * 2
-                add_to_memory(values, r, address_of(mSums, (*place, tile.head, batch)), inside)
+            # A tile's sums lie as threads have them: a warp adds to 32 neighbours at once.
+            place = self.first_of(own, queries), 0, tile.head, batch_of(tile, own)
+            address = address_of(mSums, place, warp * cute.size(rDq) * WARP + lane)
+            for i in range(cute.size(rDq)):
+                ptx = f"red.global.add.f32 [{{$r0}}+{4 * WARP * i}], {{$r1}};"
+                cute.arch.inline_ptx(ptx, read_only_args=[address, rDq[i]])
 
         return add
 
+    def _round_chunk(self, mSums, mDq, at, chunk):
+        row, token, head, batch = at
+        begin, row = row // self.tile_q * self.tile_q, row % self.tile_q
+        beside, block = chunk // (self.columns // CHUNK), chunk % (self.columns // CHUNK)
+        number = (row // MMA_ROWS + self.down * beside) * (self.columns // 2) + 4 * block + row % MMA_ROWS // 8 * 2
+        first = address_of(mSums, (begin, 0, head, batch), number * WARP + row % 8 * 4)
+        halves, rOut = [fragment(Float32, CHUNK // 2) for _ in range(2)], fragment(mDq.element_type, CHUNK)
+        for i, rX in enumerate(halves):  # of even and of odd columns
+            load(rX, first + 4 * WARP * i)
+            for j in range(CHUNK // 2):
+                rOut[2 * j + i] = (rX[j] * Float32(self.scale)).to(mDq.element_type)
+        store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))
+
+
+def batch_of(tile, sizes):
+    """The batch in numbers of rows, which packed sequences have one after another."""
+    return tile.batch if sizes.offsets is None else Int32(0)
+
+
+@dataclass(frozen=True)
+class RowsOfQueries:
+    """Logarithms and deltas of a tile's queries in shared memory.
+
+    Attributes:
+        s: (tile_q, 2, stages).
+        rows: both for all rows, (batch, heads, length), in whole tiles; logarithms are of base 2, and infinite where
+            there is no query.
+        sizes, tidx: of the sequence, of the thread.
+        first_of: from these and the number of a tile to its first row.
+    """
+
+    s: Any
+    rows: Any
+    sizes: Any
+    tidx: Any
+    first_of: Any
+
+    def load(self, tile, queries, stage):
+        """Start to copy those of a tile, 16 bytes with each of a few threads."""
+        place = batch_of(tile, self.sizes), tile.head, self.first_of(self.sizes, queries)
+        for which, m in enumerate(self.rows):
+            copy_numbers(self.s[None, which, stage], address_of(m, place), self.tidx)
+
+    def of(self, which, stage):
+        """A function of row and column to the number of a thread's column."""
+        size = cute.size(self.s, mode=[0])
+        layout = cute.make_layout((2, 4, size // 8), stride=(1, 2, 8))
+        pairs = cute.make_tensor(self.s[None, which, stage].iterator, layout)
+        return InPairs(pairs[None, self.tidx % 4, None])
+
 
 @cute.jit
-def add_to_memory(values, r: cutlass.Constexpr, address, inside):
-    """Add a thread's row of accumulators to sums, whose first one has this address."""
-    if inside:
-        for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            offset = 4 * (8 * (c // 2) + c % 2)
-            ptx = f"red.global.add.f32 [{{$r0}}+{offset}], {{$r1}};"
-            cute.arch.inline_ptx(ptx, read_only_args=[address, values[r, c]])
+def copy_numbers(sX, address, tidx):
+    if tidx < cute.size(sX) * 4 // VECTOR_BYTES:
+        copy_bytes((sX.iterator.toint() + tidx * VECTOR_BYTES, 0), address + tidx * VECTOR_BYTES, None)

@@ -17,7 +17,7 @@ from cute_ops.kernels.attention.products import (
     multiply_weights,
     tma_copies,
 )
-from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.softmax import InPairs, by_row, store_packed
 from cute_ops.kernels.attention.sums import CHUNK, SumsOfQueries
 from cute_ops.kernels.attention.tiles import (
     REGISTERS,
@@ -273,21 +273,6 @@ def chunks_of(d):
     """
     chunk, row = CHUNK.bit_length() - 1, d.bit_length() - 1
     return cute.make_swizzle(CHUNKS.bit_length() - 1, chunk, row - chunk)
-
-
-class InPairs:
-    """Numbers of columns in shared memory, as a function of row and column. Two at a time are read, since registers are
-    few: it is called column by column.
-    """
-
-    def __init__(self, numbers):
-        self.numbers, self.pair, self.read = numbers, None, None
-
-    def __call__(self, r, c):
-        if c // 2 != self.pair:
-            self.pair, self.read = c // 2, cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(self.numbers[None, self.pair], self.read)
-        return self.read[c % 2]
 
 
 def by_query(m):

@@ -61,10 +61,9 @@ class GradientSm80:
         )
 
     def load(self, sources, places, first, tidx):
-        """Start to copy rows from ``first`` on, as one group of copies."""
+        """Start to copy rows from ``first`` on."""
         for source, sX in zip(sources, places):
             load_rows(source, sX, first, tidx, self.threads)
-        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def go_through(
@@ -129,6 +128,7 @@ class QueriesBackwardSm80(GradientSm80):
         k, v = (source_of(m, kv_head, tile.batch, of_k, own.seqlen_k) for m in (mK, mV))
         held = self.held(self.dtype, self.tile_k)
         self.load((q, dout), held.rows, tile.block * self.block, tidx)
+        cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         self._multiply(mma, (k, v, dq), rows, held, (tile, own, tidx))
@@ -151,6 +151,7 @@ class QueriesBackwardSm80(GradientSm80):
 
         def load(index, stage):
             self.load((k, v), [s[None, None, stage] for s in held.tiles], index * self.tile_k, tidx)
+            cute.arch.cp_async_commit_group()
 
         def multiply(index, stage):
             rS.fill(0.0)
@@ -211,15 +212,22 @@ class KeysBackwardSm80(GradientSm80):
         of_keys = [source_of(m, keys.head, keys.batch, own.rows[1], own.seqlen_k) for m in (mK, mV, mDk, mDv)]
         held = self.held(self.dtype, self.tile_q)
         self.load(of_keys[:2], held.rows, keys.block * self.block, tidx)
+        cute.arch.cp_async_commit_group()
         self._multiply(mma, (mQ, mDout, *of_keys[2:], mSums), rows, held, (keys, own, tidx))
 
-    def logs(self, mLse, place, _):
-        """The log-sum-exp of each of a thread's columns, of base 2. The last argument is the tile of queries."""
-        return [self.weights.of_lse(*each) for each in of_columns(mLse, place, place.sizes)]
+    def rows_of(self, rows, held, at):
+        """Numbers of rows in shared memory; None where each thread reads those of its columns from memory."""
+        return None
 
-    def deltas(self, mDelta, place, _):
-        """The delta of each of a thread's columns."""
-        return [delta for delta, _ in of_columns(mDelta, place, place.sizes)]
+    def logs(self, mLse, place):
+        """A function to the log-sum-exp of a column, of base 2."""
+        logs = [self.weights.of_lse(*each) for each in of_columns(mLse, place, place.sizes)]
+        return lambda r, c: logs[c]
+
+    def deltas(self, mDelta, place):
+        """A function to the delta of a column."""
+        deltas = [delta for delta, _ in of_columns(mDelta, place, place.sizes)]
+        return lambda r, c: deltas[c]
 
     def adder(self, mma, mSums, held, at):
         """A function that is given a tile's ``ds``; None where nothing is to be done with it."""
@@ -245,28 +253,32 @@ class KeysBackwardSm80(GradientSm80):
         rWeights, rDs = (halves(self.tile_q, self.dtype) for _ in range(2))
         rDk, rDv = (accumulators(mma, width, 0.0) if width else None for width in widths)
         add = self.adder(mma, mSums, held, (own, tidx))
+        own_rows = self.rows_of(rows, held, (own, tidx))
         for i in cutlass.range(own.heads_per_kv, unroll=1):
             tile = Tile(keys.block, keys.head * own.heads_per_kv + i, keys.batch)
             sources = [source_of(m, tile.head, tile.batch, own.rows[0], own.seqlen_q) for m in (mQ, mDout)]
 
             def load(index, stage):
                 self.load(sources, [s[None, None, stage] for s in held.tiles], index * self.tile_q, tidx)
+                if const_expr(own_rows is not None):
+                    own_rows.load(tile, index, stage)
+                cute.arch.cp_async_commit_group()
 
             def multiply(index, stage):
                 place = place_of_warp(lane, tile, (first, index * self.tile_q, self.tile_q), own, keys_down=True)
-                logs = self.logs(rows[0], place, index)
+                logs = own_rows.of(0, stage) if const_expr(own_rows is not None) else self.logs(rows[0], place)
                 rS.fill(0.0)
                 of_q.add_to([rS], lambda _, k: of_k(k), stage)
                 weights = rWeights if self.of_v else None
                 whole = self.tiles.whole(tile, own, index, tile.block)
-                self.weights.of_scores(rS, weights, place, lambda r, c: logs[c], whole)
+                self.weights.of_scores(rS, weights, place, logs, whole)
                 if const_expr(self.of_v):
                     dout_across.add_to([rDv], lambda _, k: rWeights[None, None, k], stage)
                 if const_expr(self.of_k):
-                    delta = self.deltas(rows[1], place, index)
+                    delta = own_rows.of(1, stage) if const_expr(own_rows is not None) else self.deltas(rows[1], place)
                     rP.fill(0.0)
                     of_dout.add_to([rP], lambda _, k: of_v(k), stage)
-                    times_cotangents(rS, rP, lambda r, c: delta[c])
+                    times_cotangents(rS, rP, delta)
                     store_packed(rS, rDs)
                     if const_expr(add is not None):
                         add(rDs, tile, index)

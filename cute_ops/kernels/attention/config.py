@@ -98,11 +98,12 @@ class AttentionBackwardConfig(KernelConfig):
 
     def shared(self, d: int, e: int) -> int:
         """Bytes of shared memory where warps multiply: a block's rows, whose place results take, stages of the tiles
-        that it goes through and, in one pass, a tile of scores; padded.
+        that it goes through and, in one pass, a tile of scores and numbers of rows; padded.
         """
         rows = self.block + max(self.key_stages * self.tile_k, self.query_stages * self.tile_q)
         of_scores = self.block * (self.tile_q + PADDING) if self.one_pass else 0
-        return 2 * (rows * (d + e + 2 * PADDING) + of_scores)
+        of_rows = 8 * self.query_stages * self.tile_q if self.one_pass else 0
+        return 2 * (rows * (d + e + 2 * PADDING) + of_scores) + of_rows
 
 
 @dataclass(frozen=True)

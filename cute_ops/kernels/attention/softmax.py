@@ -219,3 +219,18 @@ def of_columns(mRows, place, sizes):
         at = sizes.of_query(place.tile, cutlass.min(query, sizes.seqlen_q - 1))
         found.append((mRows[at], query < sizes.seqlen_q))
     return found
+
+
+class InPairs:
+    """Numbers of columns in shared memory, as a function of row and column. Two at a time are read, since registers are
+    few: it is called column by column.
+    """
+
+    def __init__(self, numbers):
+        self.numbers, self.pair, self.read = numbers, None, None
+
+    def __call__(self, r, c):
+        if c // 2 != self.pair:
+            self.pair, self.read = c // 2, cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(self.numbers[None, self.pair], self.read)
+        return self.read[c % 2]

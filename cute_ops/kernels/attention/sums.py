@@ -16,9 +16,10 @@ class SumsOfQueries:
 
     Attributes:
         chunks: neighbouring chunks that change places by the row.
+        whole_tiles: whether sums have whole tiles where sequences are not packed, too.
     """
 
-    chunks = 1
+    chunks, whole_tiles = 1, False
 
     @cute.jit
     def finish(self, mSums, mDq, packed: cutlass.Constexpr, stream):
@@ -46,7 +47,6 @@ class SumsOfQueries:
     def _round_chunk(self, mSums, mDq, at, chunk):
         row, token, head, batch = at
         rX, rOut = fragment(Float32, CHUNK), fragment(mDq.element_type, CHUNK)
-        place = chunk ^ (row % self.chunks) if self.chunks > 1 else chunk
-        load(rX, address_of(mSums, (row, place * CHUNK, head, batch)))
+        load(rX, address_of(mSums, (row, (chunk ^ (row % self.chunks)) * CHUNK, head, batch)))
         rOut.store((rX.load() * Float32(self.scale)).to(mDq.element_type))
         store(rOut, address_of(mDq, (token, chunk * CHUNK, head, batch)))

@@ -150,7 +150,7 @@ def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, 
     if chosen.one_pass:
         tile = chosen.tile_q if _is_packed(problem) else chosen.block
         length = _blocks(problem, "s", tile) * tile
-        of_sums = length if _is_packed(problem) else of_sums
+        of_sums = length if _is_packed(problem) or chosen.warps else of_sums
     of_rows = Array((*rows, length), "float32")
     first = _tables(own, problem, {"queries": chosen.block, "keys": chosen.tile_k})
     second = _tables(own, problem, {"queries": chosen.tile_q, "keys": chosen.block})
