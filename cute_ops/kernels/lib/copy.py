@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int16, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
-MAX_BITS = 128
+MAX_BITS, WORD_BITS = 128, 32
 UPPER_HALF = -65536  # of a word
 BITS = {8: Uint8, 16: Int16, 32: Int32}
 AHEAD = 2048  # CTAs that prefetch: those that may start beside the previous kernel's; for later ones it only costs
@@ -156,15 +156,67 @@ def store_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
 
 
 @cute.jit
-def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, streaming: cutlass.Constexpr = False):
-    """Store the columns ``first + j`` that lie in ``[0, n)``: by one store if all do, else one by one."""
+def store_masked(
+    rX: cute.Tensor, address: Int64, first: Int32, n: Int32, streaming: cutlass.Constexpr = False,
+    pieces: cutlass.Constexpr = False,
+):  # fmt: skip
+    """Store the columns ``first + j`` that lie in ``[0, n)``: by one store if all do, else one by one, or by ``pieces``
+    of powers of two, if rows have at least a vector.
+    """
     if const_expr(cute.size(rX) * rX.element_type.width % 32 == 0):
         # Without the barrier every element would be recomputed before it is stored.
         compiler_barrier(rX)
     if first >= 0 and first + cute.size(rX) <= n:
         store(rX, address, streaming)
-    else:
+    elif const_expr(not (pieces and _in_words(rX))):
         store_elements(rX, compiler_barrier_value(address), first, n)
+    else:
+        # Of a row that does not exist n is 0.
+        count = cutlass.select_(n > 0, cutlass.min(first + cute.size(rX), n - first), Int32(0))
+        _store_end(rX, address, first < 0, Int32(count))
+
+
+def _in_words(rX):
+    """Whether a vector is a power of two of words, and of elements no wider."""
+    words = cute.size(rX) * rX.element_type.width // WORD_BITS
+    return words > 0 and words & (words - 1) == 0 and rX.element_type.width <= WORD_BITS
+
+
+@cute.jit
+def _store_end(rX: cute.Tensor, address: Int64, last: Boolean, count: Int32):
+    """Store the ``last`` or else the first ``count`` elements of a vector that is aligned in memory, of which the
+    vector has more: by at most one store of each power of two, since L2 takes each store by itself.
+    """
+    rWords = cute.recast_tensor(rX, Int32)
+    words = [rWords[i] for i in range(cute.size(rWords))]
+    half, bits = cute.size(rX) // 2, rX.element_type.width
+    place = compiler_barrier_value(address)
+    for _ in cutlass.range_constexpr((cute.size(rX) - 1).bit_length()):
+        # Half of what is left is stored or not, and the other half is left.
+        piece, upper = _half(words, last, half * bits), last != ((count & half) != 0)
+        step = Int64(half * bits // 8)
+        if (count > 0) & ((count & half) != 0):
+            _store_piece(piece, place + cutlass.select_(last, step, Int64(0)), half * bits)
+        words, place = _half(words, upper, half * bits), place + cutlass.select_(upper, step, Int64(0))
+        half //= 2
+
+
+def _half(words, upper, bits):
+    """The upper or the lower half of some words, or of one, with so many bits each."""
+    if len(words) == 1:
+        return [cutlass.select_(upper, words[0] >> bits, words[0])]
+    return [
+        Int32(cutlass.select_(upper, high, low))
+        for low, high in zip(words[: len(words) // 2], words[len(words) // 2 :])
+    ]
+
+
+def _store_piece(words, address, bits):
+    kind = BITS[min(bits, WORD_BITS)]
+    rPiece = fragment(kind, len(words))
+    for i, word in enumerate(words):
+        rPiece[i] = kind(word)
+    store(rPiece, address)
 
 
 @cute.jit

@@ -23,6 +23,9 @@ from cute_ops.kernels.lib.copy import (
 )
 from cute_ops.kernels.lib.row_layout import element_address, row_address
 
+# Vectors of a row from which on its ends are stored by pieces: in shorter rows finding them takes longer.
+PIECES_FROM = 32
+
 
 @cute.jit
 def load_tails(held: cutlass.Constexpr, first: cutlass.Constexpr, tile: cutlass.Constexpr, edge: cutlass.Constexpr):
@@ -159,7 +162,7 @@ class RowAccess:
         first, address = coord.first[k], gRow.at(coord.first[k])
         end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))
         if self.tile.predicated(k):
-            store_masked(rX, address, first, end)
+            store_masked(rX, address, first, end, pieces=self.n >= PIECES_FROM * self.tile.vec)
         elif self.tile.ends_outside(k) or (self.tile.rows > 1 and predicate is not True):
             store_if(first < end, rX, address)
         else:

@@ -69,6 +69,9 @@ SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
 # vectors, which share its overhead, an SM has REGISTER_THREADS threads with 64 registers each, and nothing is computed
 # twice, for which longer rows stay in the registers of a cluster.
 DEAR, REGISTER_THREADS = 3, 1024
+# Two tiles with DEAR special instructions and more than two stages have four vectors of each per thread, too: without
+# outputs that have columns nothing is kept, with them DEEP_KEPT values, for which an SM has DEEP_THREADS.
+DEEP_KEPT, DEEP_THREADS = 64, 512
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
 # registers, so 1.5 times as many bytes are in flight.
 WIDE_THREADS = 768
@@ -167,6 +170,11 @@ class RowExpression(NamedTuple):
         return (self.depth or len(stages(self.expression))) <= 2 and 0 < self.special < SLOW
 
     @property
+    def deep(self) -> bool:
+        """Whether two tiles take many special instructions and more than two stages: divergences of distributions."""
+        return self.read == 2 and self.special >= DEAR and (self.depth or len(stages(self.expression))) > 2
+
+    @property
     def many(self) -> bool:
         """Whether rows of several tiles have many reductions."""
         return self.read > 1 and sum(map(len, stages(self.expression))) >= MANY_REDUCTIONS
@@ -208,6 +216,8 @@ class RowExpression(NamedTuple):
         room = max(256 if row.vectors <= WARP else 128, share)
         threads = room // share * share
         most_kept = MOST_KEPT * (2 if self._wide(cluster) and self.few and not self.late else 1)
+        if self.deep and row.vectors > WARP:
+            most_kept = DEEP_KEPT if self.depth else 0
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
         resident = self._resident(row, cluster, share, threads, keep)
         return self._config("one_pass", threads, share, cluster, resident, align_vectors=row.align_vectors, keep=keep)
@@ -217,6 +227,8 @@ class RowExpression(NamedTuple):
         dear = self.special >= DEAR
         if row.vectors <= WARP:
             return threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
+        if self.deep and (cluster > 1 or not self.depth):
+            return threads_for(span, 4)
         if self.read > 1 and not self._wide(cluster):
             single = span <= PAIR_THREADS and not self.special and not self.many
             return threads_for(span, 1 if single else 2)
@@ -227,6 +239,8 @@ class RowExpression(NamedTuple):
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
         longer = row.vectors > WARP
+        if longer and self.deep and (cluster > 1 or not self.depth):
+            return max((DEEP_THREADS if self.depth else REGISTER_THREADS) // max(128, share), 1)
         if longer and self.few and (keep or self.late) and (self.special >= DEAR or self.read > 1):
             most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
             if cluster > 1 and self.read == 1:

@@ -53,9 +53,9 @@ COLUMNS = ("weight", "bias")
 CENTRED_SMEM_VECTORS = 512
 CENTRED_SMEM_SPAN: Ladder[int] = ((4 * 2048, 2048), (math.inf, SMEM_VECTORS))
 # Other norms keep longer rows than this in shared memory, by whether rows are aligned. With a residual, a CTA takes at
-# most SMEM_SPAN_OF_SUM of an aligned row.
+# most SMEM_SPAN_OF_SUM of an aligned row, and SMEM_SPAN_OF_WIDE_SUM of an unaligned one with a wide weight.
 SMEM_FROM = {True: 8192, False: 4096}
-SMEM_SPAN_OF_SUM = 1024
+SMEM_SPAN_OF_SUM, SMEM_SPAN_OF_WIDE_SUM = 1024, 1152
 # A CTA takes four groups of rows as short as this: with one group it would end before the next CTA has started.
 TINY_ROW = 8
 # Unaligned rows of two inputs, x and residual, have one thread per vector up to this length.
@@ -109,6 +109,8 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
 def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row in one CTA."""
     pair, share = "residual" in problem.dtypes, row_threads(row)
+    if row.aligned and 4 * WARP < row.vectors <= 5 * WARP:
+        share = 2 * WARP  # two rows of a CTA fill the four schedulers of an SM evenly, three warps of one do not
     if pair and row.aligned and row.vectors > WARP:
         threads, share = threads_of_pairs(row.vectors, 512)
         return NormConfig("one_pass", threads, share, align_vectors=row.align_vectors)
@@ -130,6 +132,8 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
         return _persistent(problem, row, cluster=2, per_thread=5, threads=640)
     full = not (row.aligned or centred or pair)
     span = SMEM_SPAN_OF_SUM if pair and row.aligned else SMEM_VECTORS
+    if pair and not row.aligned and _column_bytes(problem, row) > VECTOR_BYTES:
+        span = SMEM_SPAN_OF_WIDE_SUM
     if row.vectors > SMEM_FROM[row.aligned] and (found := _in_smem(problem, row, row.touched, span, full=full)):
         return found
     return _clustered(problem, row, centred, pair)

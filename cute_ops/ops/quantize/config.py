@@ -36,8 +36,10 @@ HELD, HELD_BESIDE_WEIGHT = 16384, 10240
 # Vectors of a thread: of aligned rows, of unaligned rows of one input, and of two. Each vector of an unaligned row is
 # loaded as two aligned ones, which takes registers.
 PER_THREAD, UNALIGNED_PER_THREAD, UNALIGNED_PAIRS_PER_THREAD = 4, 5, 3
+# Half vectors of a thread, of the shortest rows.
+HALVES = 4
 # Threads of an SM with rows in registers, which bounds the registers of a thread: fewer with an activation (gated),
-# with a norm's bias, or with two inputs.
+# with a norm's bias or an unaligned float32 weight, or with two inputs.
 SM_THREADS, SM_THREADS_GATED, SM_THREADS_BIAS = 1120, 896, 768
 UNALIGNED_SM_THREADS, UNALIGNED_SM_THREADS_GATED, UNALIGNED_SM_THREADS_PAIRS = 1024, 960, 768
 # Without a weight, a row of at least this many vectors has at least as many threads: when rows are few, their last
@@ -62,6 +64,7 @@ class _Quantized(NamedTuple):
         pair: whether there are two inputs.
         weight: whether there is a weight.
         by_row: whether a whole row shares a scale, instead of a block.
+        widest: elements of 16 bytes.
     """
 
     vectors: int
@@ -70,6 +73,7 @@ class _Quantized(NamedTuple):
     pair: bool
     weight: bool
     by_row: bool
+    widest: int
 
 
 def _quantized(problem: Problem) -> _Quantized:
@@ -77,10 +81,12 @@ def _quantized(problem: Problem) -> _Quantized:
     elements = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in rows)
     start = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
     # If rows start on half vectors, loading these beats moving whole ones into place, as long as a warp holds a block.
+    widest = elements
     elements = start if 2 * start == elements and start * WARP >= BLOCK else elements
     return _Quantized(
         -(-problem.dims["n"] // elements), elements, start >= elements,
         "up" in problem.dtypes or "residual" in problem.dtypes, "weight" in problem.dtypes, not problem.attrs["block"],
+        widest,
     )  # fmt: skip
 
 
@@ -91,7 +97,9 @@ def config(problem: Problem) -> QuantizeConfig:
     row = _quantized(problem)
     if row.vectors <= WARP:
         shortest = not row.aligned and row.vectors <= SHORTEST_ROW
-        share = threads_for(problem.n, 4) if shortest else threads_for(row.vectors, 1)
+        # Half vectors by fours: with one each, a row's threads mostly exchange its largest element.
+        by = HALVES if row.by_row and row.elements < row.widest else 1
+        share = threads_for(problem.n, 4) if shortest else threads_for(row.vectors, by)
         return QuantizeConfig("one_pass", 256, share, unroll=4 if row.aligned else 1)
     held = HELD_BESIDE_WEIGHT if row.weight and not row.pair else HELD
     # Two inputs are widened and combined once in registers, and each time that they are read in shared memory.
@@ -138,7 +146,8 @@ def _sm_threads(problem: Problem, row: _Quantized) -> int:
         return SM_THREADS_BIAS if bias else SM_THREADS_GATED if gated else SM_THREADS
     if row.pair:
         return UNALIGNED_SM_THREADS_GATED if gated else UNALIGNED_SM_THREADS_PAIRS
-    return SM_THREADS_BIAS if bias else UNALIGNED_SM_THREADS
+    wide = "weight" in problem.dtypes and ITEMSIZE[problem.dtypes["weight"]] > 2
+    return SM_THREADS_BIAS if bias or wide else UNALIGNED_SM_THREADS
 
 
 def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:

@@ -15,6 +15,7 @@ from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig
 from cute_ops.ops.rows import (
     CTA_VECTORS,
     RESERVED_BYTES,
+    SHORTEST_ROW,
     SMEM_PER_THREAD,
     SMEM_SM_THREADS_FULL,
     SMEM_THREADS,
@@ -43,6 +44,8 @@ REDUCED_SMEM_ROW = 16_384
 # CTAs per SM that read rows twice, by whether rows are aligned: more CTAs, with fewer registers, keep more loads in
 # flight.
 TWO_PASS_CTAS = {True: 7, False: 4}
+# Vectors of a thread in unaligned rows of up to a warp's vectors.
+UNALIGNED_PER_THREAD = 4
 # Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
 # an SM has SHORT_SMEM_SM_THREADS, by whether rows are aligned.
 SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 2048, False: 1024}
@@ -81,7 +84,9 @@ def reduced(problem: Problem) -> ReduceConfig:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
     if row.vectors <= WARP:
-        return ReduceConfig("one_pass", 256, row_threads(row), align_vectors=row.align_vectors)
+        # With a vector each, threads of an unaligned row would mostly mask it and exchange sums.
+        share = threads_for(row.touched, UNALIGNED_PER_THREAD) if _shifted(row) else row_threads(row)
+        return ReduceConfig("one_pass", 256, share, align_vectors=row.align_vectors)
     found = _full_smem(row) if row.vectors <= REDUCED_SMEM_ROW else None
     if found:
         return found
@@ -90,6 +95,11 @@ def reduced(problem: Problem) -> ReduceConfig:
     if problem.m < 2 * problem.sm_count and 1 < segments <= row.max_cluster:
         return replace(walk, cluster=segments)
     return replace(walk, segments_per_cta=segments, resident=TWO_PASS_CTAS[row.aligned])
+
+
+def _shifted(row: RowProblem) -> bool:
+    """Whether a row is read by vectors that begin before it."""
+    return not row.aligned and row.vectors > SHORTEST_ROW
 
 
 def _full_smem(row: RowProblem) -> ReduceConfig | None:
