@@ -383,6 +383,7 @@ def closure_of_product(k: float) -> Callable[..., Any]:
     return lambda xp, x: x * k
 
 
+@pytest.mark.slow
 def test_nothing_keeps_the_object_of_a_method_alive() -> None:
     layer = Layer()
     for method in (layer.plain, layer.nested, layer.by_helper, layer):

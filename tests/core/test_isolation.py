@@ -94,6 +94,7 @@ def test_every_variable_is_declared_in_one_place() -> None:
     assert named == {variable.name for variable in env.VARIABLES}
 
 
+@pytest.mark.slow
 def test_frameworks_offer_what_programs_may_use() -> None:
     """A program that used more would run in one framework alone. mypy compares the arguments."""
     members = {name for name in vars(Framework) if not name.startswith("_")}

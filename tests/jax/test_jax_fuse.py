@@ -251,6 +251,7 @@ LOOKUPS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_of_a_table_are_looked_up(name: str) -> None:
     """Targets below 0 and beyond the table, too: values, and gradients inside and around, and of several tables."""
@@ -334,6 +335,7 @@ def test_a_custom_vjp_is_kept_and_may_contain_fuse() -> None:
          jax.grad(lambda x: jnp.sum(jnp.tanh(rms(jax.nn.silu(x) * x, W))))(X))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_epilogue_comes_after_the_sum_of_a_sharded_k() -> None:
     """In a shard_map by its psum, under jit by XLA's; with shardings that a jit states, too."""
     mesh = jax.make_mesh((4,), ("k",), axis_types=(jax.sharding.AxisType.Auto,))

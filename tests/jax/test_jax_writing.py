@@ -168,6 +168,7 @@ def appended(cache: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     return cache.reshape(-1, *HEADS).at[jnp.where(slots < 0, 12, slots)].set(new, mode="drop").reshape(cache.shape)
 
 
+@pytest.mark.slow
 def test_decoding_copies_no_cache(through_ffi: Any) -> None:
     """Prefill, then a loop of steps, in caches that the caller donates."""
     append = through_ffi(APPEND)

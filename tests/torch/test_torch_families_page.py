@@ -117,6 +117,7 @@ def check(family: str) -> None:
     cute_ops_torch.unpatch(model)
 
 
+@pytest.mark.slow
 def test_the_page_has_drawn_families() -> None:
     text = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}" not in text:

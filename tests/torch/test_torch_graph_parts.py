@@ -98,6 +98,7 @@ def test_gated_mlps_with_a_frozen_weight() -> None:
         compare(mlp, *given, found={"gated_mlp": 1})
 
 
+@pytest.mark.slow
 def test_gated_mlps_that_stay_in_parts() -> None:
     """What others read too is computed for them; products of two inputs are no one product."""
     given = [made(B, S, K, seed=0), made(40, K, seed=1), made(40, K, seed=2), made(K, 40, seed=3)]
@@ -163,6 +164,7 @@ def test_mlps_without_a_gate(activation: str, biases: str) -> None:
     compare(mlp, *given, found={"mlp": 1})
 
 
+@pytest.mark.slow
 def test_mlps_without_a_gate_that_stay_in_parts() -> None:
     given = [made(B, S, K, seed=0), made(40, K, seed=1), made(40, seed=2), made(K, 40, seed=3)]
 
@@ -235,6 +237,7 @@ def test_projections_to_rotated_heads(heads: tuple[int, int], d: int, rotates: A
     compare(function, made(B, S, K, seed=0), *weights, found={"qkv_rope": 1})
 
 
+@pytest.mark.slow
 def test_projections_that_stay_in_parts() -> None:
     """Heads of other sizes, angles with a gradient, a norm before the rotation, a product that others read."""
     weights = [made(128, K, seed=1), made(128, K, seed=2), made(128, K, seed=3)]
@@ -290,6 +293,7 @@ def test_only_the_parts_asked_for_and_none_where_roundings_are_kept() -> None:
         compare(mlp, *given, found={"silu_mul": 1})
 
 
+@pytest.mark.slow
 def test_rows_of_any_number_compile_once() -> None:
     weights = [made(n * 64, K, seed=1 + i) for i, n in enumerate((4, 2, 2))]
     function = attention((4, 2), 64, whole)
@@ -301,6 +305,7 @@ def test_rows_of_any_number_compile_once() -> None:
     assert dict(inductor.replaced) == {"qkv_rope": 1}
 
 
+@pytest.mark.slow
 def test_drawn_layers() -> None:
     """Layers of drawn sizes, orders and neighbours, as often in parts as whole."""
     seed = random.randrange(2**32)
@@ -383,6 +388,7 @@ def test_logits_are_kept_unless_asked_and_where_nothing_is_trained() -> None:
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_patched_model_keeps_its_products_under_compile() -> None:
     """As in eager mode: one product of gate and up, one of queries, keys and values, rotated in its epilogue."""
     import transformers
