@@ -6,15 +6,16 @@ import math
 
 from cute_ops.declaration.config import Problem
 from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.hardware import VECTOR_BYTES, WARP
+from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
 from cute_ops.kernels.routing.config import SEGMENT, GatherConfig, TopkConfig
 from cute_ops.ops.rows import threads_for
 
 # Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
 # them.
 SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
-# Threads of a CTA that sorts; the most of one that selects, and how many such threads an SM has.
-SORT_THREADS, SELECT_THREADS, SELECT_SM_THREADS = 128, 256, 1024
+# Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
+# takes a register.
+SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
 
@@ -25,7 +26,11 @@ def topk(problem: Problem) -> TopkConfig:
     if n <= SORTED_ROW and k <= SORTED_MOST:
         return TopkConfig("sort", SORT_THREADS, threads_per_row=_power(-(-n // SORT_COLUMNS)))
     threads = max(_power(-(-n // SELECT_COLUMNS)), WARP)
-    return TopkConfig("select", threads, resident=SELECT_SM_THREADS // threads, groups=max(_power(2 * k), threads))
+    whole = (problem.n or 1) * ITEMSIZE[problem.dtypes["x"]] % VECTOR_BYTES == 0
+    resident = SELECT_SM_THREADS[whole] // threads
+    return TopkConfig(
+        "select", threads, resident=min(resident, ARCHES[problem.arch].ctas), groups=max(_power(2 * k), threads)
+    )
 
 
 def gathered_sum(problem: Problem) -> GatherConfig:
