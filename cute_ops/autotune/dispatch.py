@@ -112,10 +112,12 @@ def _reason_against(binding: Binding, memory: Mapping[str, Memory], target: Targ
     return _out_of_reach(binding, memory) or _slower(binding, memory, target)
 
 
-def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> dict[str, tuple[int, ...]]:
+def realigned(
+    binding: Binding, memory: Mapping[str, Memory], target: Target | None, reads: int = 1
+) -> dict[str, tuple[int, ...]]:
     """The operands of a product that are copied first, with the strides of their copies, because our kernel gains more
     than the copies cost: where TMA cannot load them, cuBLAS is slow, too. Only for adapters that can pass strides, and
-    only where ``fused`` is ``"auto"``. Arguments as in :func:`fallback`.
+    only where ``fused`` is ``"auto"``. ``reads``: how many products read each copy; others as in :func:`fallback`.
     """
     op = binding.op
     if op.fallback is None or target is None or sm(target.arch) != 90 or binding.attrs.get("fused") != "auto":
@@ -129,7 +131,7 @@ def realigned(binding: Binding, memory: Mapping[str, Memory], target: Target | N
         return {}
     copied = {**memory, **{n: Memory(s) for n, s in found.items()}}
     problem, expected = signature(binding, copied, target).problem, op.fallback.expected
-    if not choice.pays([multiplied[n] for n in found], problem, expected(problem) if expected else None):
+    if not choice.pays([multiplied[n] for n in found], problem, expected(problem) if expected else None, reads):
         return {}
     return found if fallback(binding, copied, target) is None else {}
 

@@ -21,6 +21,7 @@ from cute_ops.ops.gemm.row_copy import row_copy
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.host.compiled_call import NO_COPIERS, CompiledCall, KernelCall, Run
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
+from cute_ops_torch.library.copies import kept
 from cute_ops_torch.library.mutation import check_memory
 from cute_ops_torch.library.remembered import remembered
 from cute_ops_torch.library.schema import filler, parameters
@@ -88,7 +89,7 @@ class Launcher:
             for t in (*tensors, *outputs.values())
         ]
         constants = len(self.op.attrs)
-        key = (*places, *outputs, of_attributes(attrs[:constants]), *map(type, attrs[constants:]))
+        key = (*places, *outputs, of_attributes(attrs[:constants]), *map(type, attrs[constants:]), kept.forward)
         return remembered(self.calls, key, lambda: prepare(self.op, tensors, attrs, outputs))
 
     def _specialize(self, calls: GuardedCalls, *args: Any) -> Any:
@@ -133,7 +134,7 @@ def prepare(
     on = index if device.type == "cuda" else None
     with naming(op, binding.inputs, binding.dims, binding.dtypes):
         arch = target.of_device(index)
-    copies = dispatch.realigned(binding, places, arch)
+    copies = dispatch.realigned(binding, places, arch, reads=2 if kept.forward else 1)
     lying = {name: places[name] for name in copies}
     places |= {name: Memory(strides) for name, strides in copies.items()}
 

@@ -21,12 +21,14 @@ class Kept:
 
     Attributes:
         now: the tensors whose copies are kept, no others, of which there may be many; these tensors and their copies.
+        forward: whether a node's forward runs, whose copies the backward reads, too.
     """
 
-    __slots__ = ("now",)
+    __slots__ = ("forward", "now")
 
     def __init__(self) -> None:
         self.now: tuple[Sequence[Any], Copies] = (), []
+        self.forward = False
 
 
 kept = Kept()
@@ -50,11 +52,11 @@ def saving(forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward_with_copies(ctx: Any, *args: Any) -> Any:
         before = kept.now
         copies: Copies = []
-        kept.now = args, copies
+        kept.now, kept.forward = (args, copies), True
         try:
             out = forward(ctx, *args)
         finally:
-            kept.now = before
+            kept.now, kept.forward = before, False
         if copies:
             ctx.to_save = tuple(_instead(t, copies) for t in ctx.to_save)
         return out

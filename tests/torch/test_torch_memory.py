@@ -116,6 +116,14 @@ def test_operands_of_odd_rows_are_copied_where_that_pays(m: int, n: int, k: int,
         assert not realigned(binding, places, parse("sm_80:108")) and not realigned(binding, places, None)
 
 
+def test_copies_that_a_backward_reads_pay_sooner() -> None:
+    """Of 64 rows a copy of the weight takes longer than our kernel gains, unless two products share it."""
+    binding = bind(linear, {"x": Array((64, 2686), "bfloat16"), "weight": Array((21454, 2686), "bfloat16")}, {})
+    places, where = {name: Memory((2686, 1)) for name in binding.inputs}, parse("sm_90a:132")
+    assert not realigned(binding, places, where)
+    assert realigned(binding, places, where, reads=2) == dict.fromkeys(places, (2688, 1))
+
+
 def test_copies_of_operands(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gets rows of whole lines; columns stay columns. A kernel of ours copies, one for all lengths."""
     monkeypatch.setattr(choice, "THEIR_ODD", {1: (1.0, 1.0)})  # the smallest product pays

@@ -150,9 +150,9 @@ def copies(operands: Sequence[tuple[Array, Sequence[int], int]]) -> list[tuple[i
     return [None if _loadable(*operand) else whole_lines(*operand[:2]) for operand in operands]
 
 
-def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] | None) -> bool:
-    """Whether our kernel gains more than these copies cost; ``times`` are what is expected of it, with the copies, and
-    of the framework's product.
+def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] | None, reads: int) -> bool:
+    """Whether our kernel gains more than its share of these copies costs, which so many products read; ``times`` are
+    what is expected of it, with the copies, and of the framework's product.
     """
     if _divisor(problem) not in THEIR_ODD:
         return False
@@ -162,7 +162,8 @@ def pays(copied: Sequence[Array], problem: Problem, times: tuple[float, float] |
         times = _at_rates(size, OUR_ODD, OUR_ODD_MORE), _at_rates(size, rates, THEIR_ODD_MORE)
     ours, theirs = times
     moved = [2 * math.prod(array.shape) * ITEMSIZE[array.dtype] for array in copied]
-    with_copies, host = ours + sum(moved) / COPY + COPY_MORE * len(moved), HOST * (1 + len(moved))
+    copying = (sum(moved) / COPY + COPY_MORE * len(moved)) / reads
+    with_copies, host = ours + copying, HOST * (1 + len(moved))
     return bool(max(with_copies, host) < theirs)
 
 
