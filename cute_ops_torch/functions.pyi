@@ -16,6 +16,7 @@ __all__ = [
     "attention_cached_packed",
     "attention_packed",
     "causal_conv1d",
+    "causal_conv1d_channels_first",
     "causal_conv1d_packed",
     "causal_conv1d_states",
     "cross_entropy",
@@ -471,6 +472,15 @@ def adamw_stochastic(
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+def causal_conv1d_channels_first(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    activation: str = "none",
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
 def topk(x: Tensor, k: int = 1) -> tuple[Tensor, Tensor]: ...
 def route(logits: Tensor, k: int = 1, normalize: bool = True) -> tuple[Tensor, Tensor, Tensor]: ...
 def permute_tokens(x: Tensor, index: Tensor, experts: int = 1) -> tuple[Tensor, Tensor, Tensor]: ...

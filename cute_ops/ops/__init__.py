@@ -15,6 +15,7 @@ from cute_ops.ops.attention.decode_attention import decode_attention
 from cute_ops.ops.attention.merge_states import merge_states
 from cute_ops.ops.attention.mla_decode import mla_attention, mla_decode
 from cute_ops.ops.conv.causal_conv1d import causal_conv1d
+from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first
 from cute_ops.ops.embedding.sorted_embedding_bwd import sorted_embedding_bwd
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
 from cute_ops.ops.norm.add_layernorm import add_layernorm
@@ -73,6 +74,7 @@ MODELS: tuple[Op, ...] = (
     rope_packed,
     rope_fp8,
     adamw_stochastic,
+    causal_conv1d_channels_first,
     topk,
     route,
     permute_tokens,

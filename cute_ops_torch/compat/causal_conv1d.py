@@ -1,7 +1,9 @@
 """Functions of causal-conv1d 1.7, by :func:`cute_ops_torch.causal_conv1d`.
 
-Ours has channels last. An ``x`` in the memory of (batch, seqlen, channels), which theirs asks for beside states, too,
-is not copied; one whose positions are neighbours is.
+An ``x`` in the memory of (batch, seqlen, channels), which theirs asks for beside states, runs
+:func:`cute_ops_torch.causal_conv1d`, and one whose positions are neighbours
+:func:`cute_ops_torch.causal_conv1d_channels_first`: neither is copied. With ``seq_idx`` the former is, with states the
+latter.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 import cute_ops_torch
-from cute_ops_torch.compat.refusal import missing, one_of, only
+from cute_ops_torch.compat.refusal import missing, one_of
 
 Tensor = torch.Tensor
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
@@ -28,7 +30,7 @@ def causal_conv1d_fn(
 
     Args:
         x, weight, bias, activation: as :func:`cute_ops_torch.causal_conv1d` has them, positions last.
-        seq_idx: refused.
+        seq_idx: (batch, seqlen), int32: which sequence each position is of.
         initial_states: (batch, channels, width - 1): the inputs before x.
         return_final_states: return the last inputs, too, (batch, channels, width - 1).
         final_states_out: where to write them.
@@ -36,14 +38,28 @@ def causal_conv1d_fn(
     Returns:
         (batch, channels, seqlen), or with the final states behind it.
     """
-    only("causal_conv1d_fn", seq_idx=(seq_idx, None))
     one_of("causal_conv1d_fn", "activation", activation, ACTIVATIONS)
     if final_states_out is not None and not return_final_states:
         raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only.")
-    out, final = _convolved(x, weight, bias, initial_states, activation)
-    if not return_final_states:
+    if seq_idx is not None and initial_states is not None:
+        raise ValueError("causal_conv1d_fn: sequences of seq_idx begin with zeros, not with initial_states.")
+    if initial_states is None and (seq_idx is not None or (x.stride(-1) == 1 and x.stride(1) != 1)):
+        # Positions are neighbours in memory.
+        near = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+        mode = "silu" if activation else "none"
+        out = cute_ops_torch.causal_conv1d_channels_first(near, weight, bias, seq_idx, mode)
+        final = _last(x, weight.shape[-1] - 1) if return_final_states else None
+    else:
+        out, final = _convolved(x, weight, bias, initial_states, activation)
+    if final is None or not return_final_states:
         return out
     return out, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def _last(x: Tensor, count: int) -> Tensor:
+    """The last inputs, zeros before the first one."""
+    found = x[..., max(x.shape[-1] - count, 0) :]
+    return torch.nn.functional.pad(found, (count - found.shape[-1], 0))
 
 
 def _convolved(

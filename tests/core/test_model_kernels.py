@@ -20,13 +20,15 @@ from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
+from cute_ops.ops.conv.channels_first import channels_first_sums
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
 from cute_ops.tools import sass
 
-ALL = [each for op in MODELS if not op.program for each in (op, *op.steps)] + [topk_step]
+ALL = [each for op in MODELS if not op.program for each in (op, *op.steps) if not each.program]
+ALL += [topk_step, channels_first_sums]
 GATHERED = gathered_sum, gathered_dots
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {

@@ -229,3 +229,21 @@ def test_states_of_packed_sequences() -> None:
     wanted = torch.zeros(3, 4, 3)
     wanted[0, :, 1:], wanted[2] = x[:2].T, x[6:9].T
     assert torch.equal(states, wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_convolution_of_sequences_in_a_row(seed: int) -> None:
+    """Each sequence's outputs and gradients are those of the sequence alone; both layouts."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (3,), generator=generator).tolist()
+    x = torch.randn(1, 5, sum(lengths), generator=generator, requires_grad=True)
+    weight = torch.randn(5, 2 + seed, generator=generator, requires_grad=True)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
+    parts = [causal_conv1d.causal_conv1d_fn(each, weight, activation="silu") for each in x.split(lengths, -1)]
+    expected = torch.cat(parts, -1)
+    d = torch.randn(expected.shape, generator=generator)
+    wanted = torch.autograd.grad(expected, (x, weight), d)
+    for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        found = causal_conv1d.causal_conv1d_fn(given, weight, seq_idx=ids, activation="silu")
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, (x, weight), d), wanted)

@@ -46,3 +46,10 @@ class ConvConfig(KernelConfig):
     def ctas(self, vectors: int | None) -> int:
         """CTAs that are to fit on an SM together."""
         return self.resident * self.threads // (self.lanes(vectors) * self.depth(vectors))
+
+
+@dataclass(frozen=True)
+class FirstConfig(KernelConfig):
+    """Threads of a CTA where positions are neighbours in memory."""
+
+    threads: int

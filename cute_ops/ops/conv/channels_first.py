@@ -1,0 +1,158 @@
+"""Causal depthwise convolution of channels before positions, of several sequences in a row: declaration, cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cute_ops.declaration.array_api import widen
+from cute_ops.declaration.attributes import OneOf
+from cute_ops.declaration.case import Case
+from cute_ops.declaration.config import Problem, Tuning, vary
+from cute_ops.declaration.op import Op
+from cute_ops.declaration.program import Program
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.tensor import Tensor
+from cute_ops.kernels.conv.config import FirstConfig
+from cute_ops.ops.conv.causal_conv1d import SILU, _silu, check
+
+CASES = (
+    Case("short", {"m": (2,), "n": 24, "s": 16, "w": 4}, attrs=SILU),
+    Case("mamba2-2.7b", {"m": (2,), "n": 5376, "s": 64, "w": 4}, absent=("seq_idx",), attrs=SILU),
+    Case("mamba-370m", {"m": (3,), "n": 48, "s": 1000, "w": 4}, {"W": "float32", "B": "float32"}, attrs=SILU),
+    Case("odd", {"m": (3,), "n": 7, "s": 77, "w": 3}, {"W": "float16"}, absent=("bias",)),
+    Case("one-position", {"m": (5, 2), "n": 3, "s": 1, "w": 2}, absent=("seq_idx",)),
+)
+
+
+def _shifted(xp: Any, x: Any, by: int) -> Any:
+    """``x[..., t - by]``, zeros outside the row."""
+    if not by:
+        return x
+    s = x.shape[-1]
+    zeros = xp.zeros_like(x[..., : min(abs(by), s)])
+    return xp.concat([zeros, x[..., : s - by]] if by > 0 else [x[..., -by:], zeros], axis=-1)[..., :s]
+
+
+def _tap(xp: Any, x: Any, seq_idx: Any, by: int) -> Any:
+    """What the tap ``by`` positions before meets, zeros of another sequence."""
+    found = _shifted(xp, x, by)
+    if seq_idx is None or not by:
+        return found
+    same = (_shifted(xp, seq_idx, by) == seq_idx)[..., None, :]
+    return xp.where(same, found, xp.zeros_like(found))
+
+
+def _convolved(xp: Any, x: Any, w: Any, b: Any, seq_idx: Any) -> Any:
+    width = w.shape[-1]
+    total = sum(w[:, k, None] * _tap(xp, x, seq_idx, width - 1 - k) for k in range(width))
+    return total if b is None else total + b[:, None]
+
+
+def reference(xp: Any, x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, *, activation: str) -> Any:
+    wide, w, b = widen(xp, x, weight, bias)
+    out = _convolved(xp, wide, w, b, seq_idx)
+    return xp.astype(_silu(xp, out)[0] if activation == "silu" else out, x.dtype)
+
+
+def reference_sums(
+    xp: Any, x: Any, weight: Any, dout: Any, bias: Any = None, seq_idx: Any = None, *, activation: str
+) -> tuple[Any, Any]:
+    wide, w, b, d = widen(xp, x, weight, bias, dout)
+    width = w.shape[-1]
+    if activation == "silu":
+        d = d * _silu(xp, _convolved(xp, wide, w, b, seq_idx))[1]
+    dx = 0 * d
+    for by in range(width):
+        later = _shifted(xp, d, -by)
+        if seq_idx is not None and by:
+            same = (_shifted(xp, seq_idx, -by) == seq_idx)[..., None, :]
+            later = xp.where(same, later, xp.zeros_like(later))
+        dx = dx + w[:, width - 1 - by, None] * later
+    sums = [xp.sum(d * _tap(xp, wide, seq_idx, width - 1 - k), axis=-1) for k in range(width)]
+    return xp.astype(dx, x.dtype), xp.stack([*sums, xp.sum(d, axis=-1)], axis=-1)
+
+
+def reference_bwd(xp: Any, x: Any, weight: Any, dout: Any, bias: Any = None, *rest: Any, activation: str) -> Any:
+    dx, sums = reference_sums(xp, x, weight, dout, bias, *rest, activation=activation)
+    total = xp.sum(sums, axis=tuple(range(sums.ndim - 2)))
+    dbias = None if bias is None else xp.astype(total[:, -1], bias.dtype)
+    return dx, xp.astype(total[:, :-1], weight.dtype), dbias
+
+
+def _sum_up(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = call(channels_first_sums, inputs, attrs)
+    sums = found["sums"].reshape((-1, *found["sums"].shape[-2:]))
+    total = {"dweight": (sums[..., :-1], inputs["weight"]), "dbias": (sums[..., -1], inputs["bias"])}
+    made = {name: None if like is None else xp.sums(a, (-a.ndim,), like) for name, (a, like) in total.items()}
+    return {"dx": found["dx"], **made}
+
+
+def _arrange(xp: Any, arrays: Mapping[str, Any]) -> None:
+    """A few sequences, one after the other."""
+    if (ids := arrays["seq_idx"]) is not None:
+        ids[...] = xp.sort(ids % 3, axis=-1)
+
+
+def _config(problem: Problem) -> FirstConfig:
+    return FirstConfig(128)
+
+
+X, WEIGHT, BIAS = Tensor("*m n s", "T"), Tensor("n w", "W"), Tensor("n", "B")
+OPTIONAL = {"bias": BIAS._replace(optional=True), "seq_idx": Tensor("*m s", "int32", optional=True, upper_bound="s")}
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "attrs": {"activation": OneOf("none", "silu")}, "check": check,
+    "static": ("w",), "cases": CASES, "arrange": _arrange,
+}  # fmt: skip
+TUNED: dict[str, Any] = {"tuning": Tuning(_config, space=vary(threads=(64, 128, 256)))}
+
+channels_first_sums = Op(
+    "causal_conv1d_channels_first_sums",
+    inputs={"x": X, "weight": WEIGHT, "dout": X, **OPTIONAL},
+    outputs={"dx": X, "sums": Tensor("*m n w+1", "float32")},
+    reference=reference_sums,
+    kernel="cute_ops.kernels.conv.channels_first:CausalConv1dFirstBackward",
+    doc="The gradient to x, and for each sequence and channel those to the weights, then to the bias.",
+    **COMMON, **TUNED,
+)  # fmt: skip
+
+causal_conv1d_channels_first_bwd = Op(
+    "causal_conv1d_channels_first_bwd",
+    inputs={"x": X, "weight": WEIGHT, "dout": X, **OPTIONAL},
+    outputs={"dx": X, "dweight": WEIGHT, "dbias": BIAS._replace(given="bias")},
+    reference=reference_bwd,
+    kernel=Program(_sum_up, (channels_first_sums,)),
+    doc="Gradients of :func:`causal_conv1d_channels_first`; sums in float32, in a fixed order.",
+    **COMMON,
+)
+
+causal_conv1d_channels_first = Op(
+    "causal_conv1d_channels_first",
+    inputs={"x": X, "weight": WEIGHT, **OPTIONAL},
+    outputs={"out": X},
+    reference=reference,
+    kernel="cute_ops.kernels.conv.channels_first:CausalConv1dFirst",
+    grad=causal_conv1d_channels_first_bwd,
+    doc="""Causal depthwise convolution of (batch, channels, seqlen), as it lies, also of several sequences in a row.
+
+    ``out_t = activation(bias + sum_j weight[:, j] * x_(t - w + 1 + j))``, of positions with the same ``seq_idx``
+
+    Args:
+        x: ``T[*m n s]``: (batch, channels, seqlen); float32, float16 or bfloat16. Channels may have any stride.
+        weight: ``W[n w]``, a float dtype of its own; width 2, 3 or 4, a compile-time constant.
+        bias: ``B[n]``, a float dtype of its own; zeros where None.
+        seq_idx: int32 ``[*m s]``: which sequence each position is of; a sequence begins with zeros. All are of one
+            where None.
+        activation: "none" or "silu".
+
+    Returns:
+        ``T[*m n s]``, compact. Computed in float32, rounded once; deterministic.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, another width, a last dim that is not contiguous.
+
+    Source: Gu and Dao, Mamba, 2023; the layout of causal-conv1d.
+    """,
+    **COMMON, **TUNED,
+)  # fmt: skip
