@@ -37,8 +37,11 @@ class Windows:
     def named(self, arguments):
         return dict(zip(self.variant.names, arguments))
 
-    def elements(self, mX, name, row, first, s, before, behind):
-        """The elements from ``before`` positions before the vector to ``behind`` behind it; zeros outside the row."""
+    def elements(self, mX, name, place, before, behind):
+        """The elements from ``before`` positions before the vector to ``behind`` behind it; zeros outside the row.
+        ``place``: the row, the vector's first position, and the positions of a row.
+        """
+        row, first, s = place
         key, dtype = self.keys[name], mX.element_type
         base, found = row_address(mX, key, row, s), []
         for i in range(-self.around if before else 0, 1 + (self.around if behind else 0)):
@@ -52,12 +55,13 @@ class Windows:
     def wide(self, *given):
         return [x.to(Float32) for x in self.elements(*given)]
 
-    def sequences(self, tensors, row, channels, first, s, before, behind):
+    def sequences(self, tensors, place, before, behind):
         """The number of each position's sequence, as :meth:`elements`; None where all are of one."""
         mIds = tensors.get("seq_idx")
         if mIds is None:
             return None
-        return self.elements(mIds, "seq_idx", row // Int64(channels), first, s, before, behind)
+        row, *others = place
+        return self.elements(mIds, "seq_idx", (row // Int64(tensors["weight"].shape[0]), *others), before, behind)
 
     def parameters(self, tensors, channel):
         """The weights of a channel, and its bias."""
@@ -112,8 +116,8 @@ class CausalConv1dFirst(Windows):
         row = cutlass.min(row, row_count(mX) - 1)
         first = place * self.vec
         wait_for_previous(self.pdl)
-        x = self.wide(mX, "x", row, first, s, self.taps, 0)
-        ids = self.sequences(tensors, row, channels, first, s, self.taps, 0)
+        x = self.wide(mX, "x", (row, first, s), self.taps, 0)
+        ids = self.sequences(tensors, (row, first, s), self.taps, 0)
         weights, bias = self.parameters(tensors, Int32(row % Int64(channels)))
         let_next_start(self.pdl)
         rOut = fragment(Float32, self.vec)
@@ -154,7 +158,7 @@ class CausalConv1dFirstBackward(Windows):
         weights, bias = self.parameters(tensors, Int32(row % Int64(channels)))
         rSums = fragment(Float32, self.width + 1, 0.0)
         for first in cutlass.range(tidx * self.vec, s, self.threads * self.vec, unroll=1):
-            self._vector(tensors, (row, channels, first, s), weights, bias, rSums)
+            self._vector(tensors, (row, first, s), weights, bias, rSums)
         for k in cutlass.range_constexpr(self.width + 1):
             total = cute.arch.warp_reduction(rSums[k], operator.add)
             if tidx % WARP == 0:
@@ -171,11 +175,11 @@ class CausalConv1dFirstBackward(Windows):
         gmem_elements(Float32, address, 1)[0] = total
 
     def _vector(self, tensors, place, weights, bias, rSums):
-        row, channels, first, s = place
+        row, first, s = place
         mX, mD, mOut, taps = tensors["x"], tensors["dout"], tensors["dx"], self.taps
-        x = self.wide(mX, "x", row, first, s, taps, taps)
-        slopes = self.wide(mD, "dout", row, first, s, 0, taps)
-        ids = self.sequences(tensors, row, channels, first, s, taps, taps)
+        x = self.wide(mX, "x", place, taps, taps)
+        slopes = self.wide(mD, "dout", place, 0, taps)
+        ids = self.sequences(tensors, place, taps, taps)
         if self.silu:
             slopes = [times_silu_derivative(g, c) for g, c in zip(slopes, self.convolved(x, ids, weights, bias))]
         rOut = fragment(Float32, self.vec)
