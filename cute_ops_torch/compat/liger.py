@@ -23,6 +23,7 @@ __all__ = [
     "LigerFusedAddRMSNorm",
     "LigerFusedLinearCrossEntropyLoss",
     "LigerGEGLUMLP",
+    "LigerGroupNorm",
     "LigerLayerNorm",
     "LigerPhi3SwiGLUMLP",
     "LigerQwen3MoeSwiGLUMLP",
@@ -34,6 +35,7 @@ __all__ = [
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_geglu",
+    "liger_group_norm",
     "liger_layer_norm",
     "liger_llama4_text_rotary_pos_emb",
     "liger_relu_squared",
@@ -269,6 +271,33 @@ class LigerFusedAddRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+def liger_group_norm(
+    X: Tensor, affine_scaling_weight: Tensor, affine_shifting_bias: Tensor, num_channels: int, num_groups: int,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """The norm of groups of channels of (batch, channels, ...), by :func:`cute_ops_torch.group_norm`."""
+    if X.shape[1] != num_channels:
+        raise ValueError(f"liger_group_norm: X has {X.shape[1]} channels, expected num_channels={num_channels}.")
+    return cute_ops_torch.group_norm(X, affine_scaling_weight, affine_shifting_bias, num_groups, eps)
+
+
+class LigerGroupNorm(nn.Module):
+    """:func:`liger_group_norm` with a learned weight and bias; a bias that is not asked for starts as zeros."""
+
+    def __init__(
+        self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: str = "ones"
+    ) -> None:
+        super().__init__()
+        self.num_channels, self.num_groups, self.eps, self.variance_epsilon = num_channels, num_groups, eps, eps
+        self.weight = _start("LigerGroupNorm", num_channels, init_fn)
+        self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return liger_group_norm(
+            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
         )
 
 

@@ -42,13 +42,19 @@ def rmsnorm(
 ) -> Any:  # fmt: skip
     """``x * rsqrt(mean(x^2) + eps) * (weight + weight_offset) + bias``, of ``x + residual`` if one is given.
 
-    ``out_dtype`` and ``residual_dtype`` are that of x, the only one that is computed.
+    ``out_dtype`` and ``residual_dtype`` are that of x, the only one that is computed. A weight ``[heads, headdim]`` is
+    one of each head, by :func:`cute_ops_torch.head_rmsnorm`.
 
     Returns:
         The norm; with ``prenorm`` also what it is of, ``x + residual`` or x.
     """
     for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
         one_of("rmsnorm", name, dtype, (None, x.dtype))
+    if weight is not None and weight.ndim == 2:  # of heads
+        only("rmsnorm", bias=(bias, None))
+        summed = x if residual is None else x + residual
+        out = cute_ops_torch.head_rmsnorm(summed, weight, eps, weight_offset)
+        return (out, summed) if prenorm else out
     if residual is None:
         out = cute_ops_torch.rmsnorm(x, weight, bias, eps, weight_offset)
         return (out, x) if prenorm else out
@@ -148,17 +154,27 @@ def apply_rotary_emb(
 ) -> Tensor:  # fmt: skip
     """Rotary embeddings of (batch, seqlen, heads, headdim), by tables of (positions, rotary dim / 2).
 
-    ``seqlen_offsets``, a number or one for each sequence, is the position of the first token.
+    ``seqlen_offsets``, a number or one for each sequence, is the position of the first token. With ``cu_seqlens`` x is
+    (tokens, heads, headdim), of packed sequences.
     """
-    only("apply_rotary_emb", inplace=(inplace, False), cu_seqlens=(cu_seqlens, None), max_seqlen=(max_seqlen, None))
-    seqlen = x.shape[1]
-    if seqlen_offsets is None or isinstance(seqlen_offsets, int):
+    seqlen = x.shape[0 if cu_seqlens is not None else 1]
+    if cu_seqlens is not None:
+        tokens = torch.arange(seqlen, device=x.device, dtype=cu_seqlens.dtype)
+        sequence = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+        first = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets or 0
+        places = tokens - cu_seqlens[sequence] + first
+        cos, sin = cos[places], sin[places]
+    elif seqlen_offsets is None or isinstance(seqlen_offsets, int):
         first = seqlen_offsets or 0
         cos, sin = cos[first : first + seqlen], sin[first : first + seqlen]
     else:
         places = seqlen_offsets[:, None] + torch.arange(seqlen, device=x.device)
         cos, sin = cos[places], sin[places]
-    return cute_ops_torch.rope(x, cos, sin, interleaved)
+    if not inplace:
+        return cute_ops_torch.rope(x, cos, sin, interleaved)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return x.copy_(cute_ops_torch.rope(x, cos, sin, interleaved))
+    return cute_ops_torch.rope(x, cos, sin, interleaved, out=x)
 
 
 def linear_func(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,32 @@ def test_rotations_of_pairs() -> None:
         lambda x: quack.apply_rotary_emb(x, cos, sin, True, seqlen_offsets=offsets),
         lambda x: theirs(x, offsets[:, None] + start), x,
     )  # fmt: skip
+
+
+def test_rotations_in_place_and_of_packed_sequences() -> None:
+    x, angles = drawn(9, 2, 32), drawn(12, 16)
+    cos, sin, ends = angles.cos(), angles.sin(), torch.tensor([0, 4, 4, 9])
+    for offsets in (None, 2, torch.tensor([1, 0, 3])):
+        found = quack.apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets, cu_seqlens=ends, max_seqlen=5)
+        for i, (start, end) in enumerate(pairwise(ends.tolist())):
+            first = offsets[i : i + 1] if isinstance(offsets, Tensor) else offsets
+            alone = quack.apply_rotary_emb(x[None, start:end], cos, sin, seqlen_offsets=first)[0]
+            torch.testing.assert_close(found[start:end], alone, rtol=0, atol=0)
+    written = x[None].clone()
+    assert quack.apply_rotary_emb(written, cos, sin, inplace=True) is written
+    torch.testing.assert_close(written, quack.apply_rotary_emb(x[None], cos, sin), rtol=0, atol=0)
+    leaf = x[None].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(quack.apply_rotary_emb(leaf * 1, cos, sin, inplace=True).sum(), leaf)
+    (wanted,) = torch.autograd.grad(quack.apply_rotary_emb(leaf, cos, sin).sum(), leaf)
+    torch.testing.assert_close(slope, wanted, rtol=0, atol=0)
+
+
+def test_norms_of_heads_and_of_groups() -> None:
+    x, weight = drawn(3, 4, 8), drawn(4, 8)
+    alike(lambda x, w: quack.rmsnorm(x, w, weight_offset=1.0), lambda x, w: rms(x, torch.ones(8)) * (w + 1), x, weight)
+    images, made = drawn(2, 6, 5, 3), liger.LigerGroupNorm(6, 3, bias=True)
+    expected = F.group_norm(images, 3, made.weight, made.bias, 1e-6)
+    torch.testing.assert_close(made(images), expected)
 
 
 CONFIG = SimpleNamespace(hidden_size=32, intermediate_size=48, hidden_act="silu")
