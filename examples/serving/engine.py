@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-CHUNK = 16  # the most queries of a sequence that decode_attention takes
+CHUNK = 32  # tokens of a prompt that a step reads
 NOWHERE = -1  # a slot or a page that is not there
 
 

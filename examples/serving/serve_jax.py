@@ -43,7 +43,11 @@ class Attention(nnx.Module):
         q, k, v = (f(x).reshape(*x.shape[:2], -1, self.headdim) for f in (self.q_proj, self.k_proj, self.v_proj))
         q = cute_ops_jax.rope(q, *angles).astype(dtype)
         caches = cute_ops_jax.append_kv(*caches, k.astype(dtype), v.astype(dtype), step.slots, *angles)
-        out, _ = cute_ops_jax.decode_attention(q, *caches, step.lengths, step.page_table)
+        if q.shape[1] == 1:
+            out, _ = cute_ops_jax.decode_attention(q, *caches, step.lengths, step.page_table)
+        else:
+            where = {"lengths": step.lengths, "page_table": step.page_table}
+            out, _ = cute_ops_jax.attention(q, *caches, causal=True, **where)
         return self.o_proj(out.reshape(*x.shape[:2], -1).astype(x.dtype)), caches
 
 

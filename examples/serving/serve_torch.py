@@ -1,6 +1,7 @@
-"""Serves a Hugging Face model with paged caches: `append_kv` writes them, `decode_attention` reads them.
+"""Serves a Hugging Face model with paged caches: `append_kv` writes them, `attention` reads them for chunks of prompts,
+`decode_attention` for single tokens.
 
-The model is untouched: both ops are an attention function of transformers, which gets caches, slots, lengths and pages
+The model is untouched: these ops are an attention function of transformers, which gets caches, slots, lengths and pages
 by keyword. Its tokens are those of the model's own `generate`, one request after another.
 
     python examples/serving/serve_torch.py
@@ -41,10 +42,16 @@ def attend(
     k_cache, v_cache = paged.caches[module.layer_idx]
     q, k, v = (x.transpose(1, 2).to(k_cache.dtype) for x in (query, key, value))
     cute_ops_torch.append_kv(k_cache, v_cache, k, v, paged.slots)
-    out, _ = cute_ops_torch.decode_attention(
-        q, k_cache, v_cache, paged.lengths, paged.page_table, scale=scaling or 0.0, window=sliding_window or 0,
-        softcap=softcap or 0.0,
-    )  # fmt: skip
+    window, options = sliding_window or 0, {"scale": scaling or 0.0, "softcap": softcap or 0.0}
+    if q.shape[1] == 1:
+        out, _ = cute_ops_torch.decode_attention(
+            q, k_cache, v_cache, paged.lengths, paged.page_table, window=window, **options
+        )
+    else:
+        out, _ = cute_ops_torch.attention(
+            q, k_cache, v_cache, causal=True, left=window - 1, lengths=paged.lengths, page_table=paged.page_table,
+            **options,
+        )  # fmt: skip
     return out.to(query.dtype), None
 
 
