@@ -219,7 +219,10 @@ class RowExpression(NamedTuple):
         if self.deep and row.vectors > WARP:
             most_kept = DEEP_KEPT if self.depth else 0
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
-        resident = self._resident(row, cluster, share, threads, keep)
+        if row.vectors > WARP and self._in_fours(cluster):
+            resident = max((DEEP_THREADS if self.depth else REGISTER_THREADS) // max(128, share), 1)
+        else:
+            resident = self._resident(row, cluster, share, threads, keep)
         return self._config("one_pass", threads, share, cluster, resident, align_vectors=row.align_vectors, keep=keep)
 
     def _threads_of_row(self, row: RowProblem, span: int, cluster: int) -> int:
@@ -227,7 +230,7 @@ class RowExpression(NamedTuple):
         dear = self.special >= DEAR
         if row.vectors <= WARP:
             return threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
-        if self.deep and (cluster > 1 or not self.depth):
+        if self._in_fours(cluster):
             return threads_for(span, 4)
         if self.read > 1 and not self._wide(cluster):
             single = span <= PAIR_THREADS and not self.special and not self.many
@@ -239,8 +242,6 @@ class RowExpression(NamedTuple):
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
         longer = row.vectors > WARP
-        if longer and self.deep and (cluster > 1 or not self.depth):
-            return max((DEEP_THREADS if self.depth else REGISTER_THREADS) // max(128, share), 1)
         if longer and self.few and (keep or self.late) and (self.special >= DEAR or self.read > 1):
             most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
             if cluster > 1 and self.read == 1:
@@ -249,6 +250,10 @@ class RowExpression(NamedTuple):
         if longer and self.many and not self.special and -(-row.touched // cluster) <= PAIR_THREADS and cluster == 1:
             return max(MANY_REDUCED_THREADS // threads, 1)
         return 2 if self._pairs_share(share, keep) else 1
+
+    def _in_fours(self, cluster: int) -> bool:
+        """Whether a thread has four vectors of each of two tiles of a deep expression."""
+        return self.deep and (cluster > 1 or not self.depth)
 
     def _pairs_share(self, share: int, keep: bool) -> bool:
         """Whether two CTAs of several tiles share an SM: one loads while the other computes."""

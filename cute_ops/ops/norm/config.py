@@ -108,9 +108,7 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
 
 def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row in one CTA."""
-    pair, share = "residual" in problem.dtypes, row_threads(row)
-    if row.aligned and 4 * WARP < row.vectors <= 5 * WARP:
-        share = 2 * WARP  # two rows of a CTA fill the four schedulers of an SM evenly, three warps of one do not
+    pair, share = "residual" in problem.dtypes, _threads_of_row(row)
     if pair and row.aligned and row.vectors > WARP:
         threads, share = threads_of_pairs(row.vectors, 512)
         return NormConfig("one_pass", threads, share, align_vectors=row.align_vectors)
@@ -122,6 +120,11 @@ def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
         unroll=4 if tiny else 1,
         delay_weight_load=TINY_ROW < row.vectors <= WARP and row.aligned and not (pair or centred),
     )  # fmt: skip
+
+
+def _threads_of_row(row: RowProblem) -> int:
+    """Threads of a row; two rows share a CTA where they fill an SM's schedulers and three warps of one do not."""
+    return 2 * WARP if row.aligned and 4 * WARP < row.vectors <= 5 * WARP else row_threads(row)
 
 
 def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
