@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
 from cute_ops.expressions.reference import evaluate
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node
+
+if TYPE_CHECKING:  # a program without masks that are known needs no NumPy
+    import numpy as np
 
 _HIDDEN = -1e4  # a score so low has no weight
 # The value of an array of the program that is known when it is traced; None of any other.
@@ -112,6 +113,8 @@ class Masks:
 
     def _without_addend(self, expression: Expression, args: tuple[int, ...]) -> tuple[int, Any]:
         """A term, and where the other one is zero and not so low that it hides a score."""
+        import numpy as np
+
         for inner, other in (args, args[::-1]):
             value = self._value(expression, other)
             if value is not None and bool(np.all((value == 0) | (value <= _HIDDEN))):
@@ -120,6 +123,8 @@ class Masks:
 
     def _value(self, expression: Expression, node: int) -> np.ndarray[Any, Any] | None:
         """The value of a node, ``(queries, keys)``, if it is known and the same for all else."""
+        import numpy as np
+
         arrays: list[Any] = [np.zeros((), np.float32)] * len(expression.operands)
         used = operands_of(expression, node)
         for i in used:
@@ -152,6 +157,8 @@ def _band(allowed: np.ndarray[Any, Any], queries: int, keys: int) -> tuple[int, 
     """How many keys before and after its own each query attends to, -1 for all of them; None if that is no band, or a
     query may attend to nothing.
     """
+    import numpy as np
+
     allowed = np.broadcast_to(allowed, (queries, keys))
     if allowed.all():
         return -1, -1

@@ -176,7 +176,7 @@ class Weights:
             self._in_steps(rS, rWeights, place, lse, whole)
 
     def _by_column(self, rS, rWeights, place, lse):
-        """The same of a tile of which nothing is left out, with fewer registers: products are not kept."""
+        """Gradients of a tile of which nothing is left out, with fewer registers: products are not kept."""
         scores, scale = by_row(rS), Float32(self.mods.outer[0] * LOG2_E)
         pairs = None if rWeights is None else cute.recast_tensor(rWeights, Int32)
         weights = [[None, None], [None, None]]

@@ -34,7 +34,7 @@ def topk(problem: Problem) -> TopkConfig:
 
 
 def gathered_sum(problem: Problem) -> GatherConfig:
-    """As many threads of a row as have :data:`GATHERED_VECTORS` in flight, of all rows that they add up."""
+    """Threads of a row that have :data:`GATHERED_VECTORS` in flight, of all rows that they add up."""
     return _gathered(problem, 2 * SORT_THREADS)
 
 
