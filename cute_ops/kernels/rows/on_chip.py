@@ -234,6 +234,10 @@ class RowsInRing(HeldRows):
 
     def __init__(self, variant):
         super().__init__(variant)
+        # Where a cluster adds up sums of one example, what its rows share is loaded once, as row vectors are.
+        once = bool(self.sums_of_examples and self.outputs["r"])
+        self.once = [each for each in self.tiles if once and each[1].shared]
+        self.tiles = [each for each in self.tiles if each not in self.once]
         self.ring = RowRing(self.tile, [self.keys[piece] for _, piece in self.tiles], self.config.stages)
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         self.tile_sum = TileColumnSum(self.tile)
@@ -297,6 +301,8 @@ class RowsInRing(HeldRows):
         for stage in cutlass.range_constexpr(self.config.stages - 1):
             self._fetch(tensors, slots, first, row_of(Int32(stage)), count, Int32(stage))
         columns = self._columns(tensors, first, self.vectors) if const_expr(len(self.outputs["r"]) > 0) else []
+        if const_expr(len(self.once) > 0):
+            columns += self._of_example(tensors, coord)
         sums, numbers = self._nothing(), self._numbers(tensors, row_of(Int32(0)), count)
         for step in cutlass.range(steps, unroll=1):
             ahead = step + (self.config.stages - 1)
@@ -325,6 +331,12 @@ class RowsInRing(HeldRows):
             self._store_columns(address, rSums, base, group, rank, first)
         slot = Int64(group) * self.tile.rows + local
         self._store_scalars(tensors, sums[len(self.outputs["r"]) :], slot, (t == 0) & (rank == 0))
+
+    def _of_example(self, tensors, coord):
+        """What the rows of this cluster's example share, at this thread's columns."""
+        coord = coord._replace(row=cutlass.min(coord.row, coord.count - 1))
+        held = self.access.load(self.rows(tensors, self.once, coord.row, self.n), coord)
+        return [*zip(self.once, held)]
 
     def _by_row(self, tensors, row, first):
         """Operands that are not loaded, for rows whose vectors a thread takes all at once."""

@@ -121,6 +121,8 @@ class Formula(NamedTuple):
         packed = {name for name, half, _ in written if half} | {n.partition("[")[0] for n in read if "[" in n}
         names = {n.partition("[")[0] for n in read} | {name for name, *_ in written} or {self.tile}
         sums = self.kinds.count("r")
+        if sums and not {*self.shared}.isdisjoint(name.partition("[")[0] for name in self.writes):
+            read = {name for name in read if name.partition("[")[0] not in self.shared}  # others are read once
         return RowExpression(self.expression, sorted(names), sorted(packed), len(read), sums, self._texts)
 
     @property
