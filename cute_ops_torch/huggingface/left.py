@@ -209,5 +209,5 @@ _ROLES = (
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
     _Role("attention", ("attention", "softmax"), _is_eager, _why_attention),
     _Role("MLP", ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu", "mlp"), _is_mlp, _why_mlp),
-    _Role("norm", ("rmsnorm", "layernorm"), _is_norm, _why_norm),
+    _Role("norm", ("rmsnorm", "layernorm", "fused"), _is_norm, _why_norm),
 )

@@ -60,9 +60,9 @@ class Meaning(NamedTuple):
 def replacement_of(module: nn.Module) -> Replacement | None:
     """What replaces a module by its meaning; None where no op of ours has it."""
     shape = _shape(module)
-    if shape is None or not _takes_one(type(module).forward) or _reads_more(module):
+    if shape is None or not _takes_one(type(module).forward) or reads_more(module):
         return None
-    state = _state(module)
+    state = state_of(module)
     key = (type(module), type(module).forward, state, tuple(type(child) for child in module.modules()))
     if key not in _known:
         _known[key] = _replacement(module, shape, state)
@@ -112,7 +112,7 @@ def _takes_one(forward: Any) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[1:])
 
 
-def _reads_more(module: nn.Module) -> bool:
+def reads_more(module: nn.Module) -> bool:
     """Whether a ``forward`` reads an attribute that may change without a trace of it, such as a config."""
     code = getattr(innermost(type(module).forward), "__code__", None)
     named = set(code.co_names) if code else set()
@@ -127,7 +127,7 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) > 0 and all(type(size) is int for size in value)
 
 
-def _state(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def state_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The numbers, flags, texts and functions that a module and the modules in it have as attributes."""
     return tuple(
         (f"{name}.{key}", value)

@@ -21,6 +21,7 @@ from cute_ops_torch.huggingface import (
     attention,
     decoder,
     embedding,
+    gated_norm,
     layer,
     loss,
     mlp,
@@ -50,9 +51,9 @@ _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION)
 _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED)
 # The ops that modules run.
 RUN = frozenset({
-    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "geglu", "gelu",
-    "gelu_mul", "layernorm", "linear", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul", "softmax",
-    "swiglu",
+    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "fused", "geglu",
+    "gelu", "gelu_mul", "layernorm", "linear", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul",
+    "softmax", "swiglu",
 })  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
         return []  # its forward is replaced already, or hidden by a decorator
     known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
     first = next((each for each in known if each.matches(module, model)), None)
-    first = first or plain_mlp.replacement_of(module) or replacement_of(module)
+    first = first or plain_mlp.replacement_of(module) or gated_norm.replacement_of(module) or replacement_of(module)
     op = first.op if first else ""
     others = (*_OF_ALL, *(SUMS if op != "add_rmsnorm" else ()))  # that of a layer does its sums
     around = [SHARED] if op in ("", "rope") and SHARED.matches(module, model) else []
