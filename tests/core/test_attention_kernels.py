@@ -205,7 +205,7 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @products.emulated
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_gradients_with_functions_that_read_arrays(number: int, tmp_path: Path) -> None:
     _check_gradients(*modded(number), tmp_path)
 
