@@ -98,6 +98,7 @@ class AttentionFwdSm80:
         sQ, sK, sV = self._shared()
         wait_for_previous(self.pdl)
         tile, own = self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
+        own = self.mods.with_reads(tile, own)
         (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
         q, out = (source_of(m, tile.head, tile.batch, of_q, own.seqlen_q) for m in (moved[0], moved[3]))
         k, v = (source_of(m, kv_head, tile.batch, of_k, own.seqlen_k) for m in moved[1:3])

@@ -208,6 +208,7 @@ class AttentionFwd:
             self._end_turn(group)
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
             tile, own = self._tile(index, sizes)
+            own = self.mods.with_reads(tile, own)
             first, last = self.tiles.keys_of(tile, own)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)

@@ -149,10 +149,19 @@ class Mods:
         place = sizes.first_slots[axis] + tiles[axis]
         return [table[2 * number + which, batch, head, place] for which in (0, 1)]
 
+    def with_reads(self, tile, sizes):
+        """The sizes of a block's tiles, with what a change of scores reads for all of them."""
+        if self.score is None:
+            return sizes
+        given = Float32(0.0), Float32(tile.batch), Float32(tile.head), Float32(0.0), Float32(0.0), *sizes.counts
+        reads = [i for i in range(len(self.score.mod.reads)) if self.score.mod.depends(i) == (False, False)]
+        return sizes._replace(read=tuple([(i, self.score.read(i, given, sizes.captured)) for i in reads]))
+
     @cute.jit
     def change(self, scores, place: cutlass.Constexpr):
         """Replace products of queries and keys by numbers that :attr:`outer` makes scores of."""
-        loaded, same, signs = [{}, {}] if const_expr(place.heads_by_row) else [{}] * 2, Boolean(True), {}
+        read = {(i, None, None): value for i, value in place.sizes.read}
+        loaded, same, signs = [{}, {}] if const_expr(place.heads_by_row) else [read] * 2, Boolean(True), {}
         for (r, i), along in self._absolutes(place, loaded).items():
             keeps, signs[r, i] = along.between(place.columns)
             same = same & keeps

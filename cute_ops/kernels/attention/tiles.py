@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
         slots: the number of its first tile among all sequences'.
         scales: of keys and values in float8, by head of the cache; None where there are none.
         keys: how many each sequence has in a cache, which has room for ``seqlen_k``; None where keys lie in no cache.
+        read: what a change of scores reads for all tiles of a block: see :meth:`Mods.with_reads`.
     """
 
     seqlen_q: Any
@@ -46,6 +47,7 @@ class Sizes(NamedTuple):
     slots: Any = None
     keys: Any = None
     scales: Any = (None, None)
+    read: Any = ()
 
     @property
     def lengths(self):
