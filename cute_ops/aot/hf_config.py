@@ -151,15 +151,21 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
     if str(config.get("model_type", "")).startswith(("qwen3", "gemma3")):
         yield from _normed_rotations(config, (heads, keys, size), dtype, train)
     if train and dtype != "float32":
-        yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
-        if config.get("attention_bias") or str(config.get("model_type", "")).startswith("qwen2"):
-            for columns in {count * size for count in (heads, keys)}:
-                arrays = {"x": Array((ROWS, columns), dtype), "bias": Array((columns,), dtype)}
-                yield Call("column_sum", arrays)
-        if size in SIZES:
-            yield from _rotated(config["hidden_size"], [heads, keys, keys], size, dtype)
+        yield from _products_of_heads(config, (heads, keys, size), dtype)
     if train:
         yield from _rotated_back(heads, keys, size, dtype, exchanged == "rope_bwd")
+
+
+def _products_of_heads(config: Mapping[str, Any], heads: tuple[int, int, int], dtype: str) -> Iterator[Call]:
+    """Projections to queries, keys and values in training; ``heads`` as in :func:`_normed_rotations`."""
+    queries, keys, size = heads
+    yield from _projections(config["hidden_size"], [count * size for count in (queries, keys, keys)], dtype)
+    if config.get("attention_bias") or str(config.get("model_type", "")).startswith("qwen2"):
+        for columns in {count * size for count in (queries, keys)}:
+            arrays = {"x": Array((ROWS, columns), dtype), "bias": Array((columns,), dtype)}
+            yield Call("column_sum", arrays)
+    if size in SIZES:
+        yield from _rotated(config["hidden_size"], [queries, keys, keys], size, dtype)
 
 
 def _normed_rotations(

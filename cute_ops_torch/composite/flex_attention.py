@@ -170,17 +170,21 @@ def _state(x: Any, tensors: list[Tensor], within: list[Any]) -> Hashable:
     if isinstance(x, list | tuple):
         found = [_state(each, tensors, within) for each in x]
         return None if None in found else (type(x), *found)
-    if not isinstance(x, FunctionType) or x.__module__.partition(".")[0] == "torch":
-        return x if isinstance(x, FunctionType) else None
-    if x in within:
-        return x.__code__
-    refers = [x.__defaults__ or (), [*(x.__kwdefaults__ or {}).values()], *_globals(x)]
+    return _state_of_function(x, tensors, within) if isinstance(x, FunctionType) else None
+
+
+def _state_of_function(function: FunctionType, tensors: list[Tensor], within: list[Any]) -> Hashable:
+    if function.__module__.partition(".")[0] == "torch":
+        return function
+    if function in within:
+        return function.__code__
+    refers = [function.__defaults__ or (), [*(function.__kwdefaults__ or {}).values()], *_globals(function)]
     try:
-        refers += [cell.cell_contents for cell in x.__closure__ or ()]
+        refers += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell is empty
         return None
-    found = [_state(each, tensors, [*within, x]) for each in refers]
-    return None if None in found else (x.__code__, *found)
+    found = [_state(each, tensors, [*within, function]) for each in refers]
+    return None if None in found else (function.__code__, *found)
 
 
 def _globals(function: FunctionType) -> Iterator[Any]:
