@@ -127,11 +127,11 @@ class MLPOps(LayerDown):
     def _gate_up(self, xp: Any, inputs: Arrays) -> Any:
         """``[gate | up]``."""
         first, *more = (inputs[name] for name in self.halves)
-        return xp.joined((first, *more), self._axis) if more else first
+        return xp.joined((first, *more), self._axis(first)) if more else first
 
-    @property
-    def _axis(self) -> int:
-        return 1 if self.transposed else 0
+    def _axis(self, weight: Any) -> int:
+        """The axis of n; weights may have leading dims."""
+        return int(weight.ndim) - (1 if self.transposed else 2)
 
     def forward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         h = call(self.gated, {"x": inputs["x"], "weight": self._gate_up(xp, inputs)}, attrs)["out"]
@@ -155,8 +155,8 @@ class MLPOps(LayerDown):
         made = self._dweight(call, inputs["dpre"], inputs["x"], attrs)
         if len(self.halves) == 1:
             return {"dw_gate_up": made}
-        n = made.shape[self._axis] // 2
-        gate, up = (made[:, :n], made[:, n:]) if self.transposed else (made[:n], made[n:])
+        n = made.shape[self._axis(made)] // 2
+        gate, up = (made[..., :n], made[..., n:]) if self.transposed else (made[..., :n, :], made[..., n:, :])
         return {"dw_gate": gate, "dw_up": up}
 
     # --- declarations ----------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
     meaning = found.meaning
     if meaning is not None and meaning.op in BY_MEANING and _fits(found) and len(primitives) > 1:
         return Choice("op", meaning.op)
-    if len(primitives) < 2:
+    if len(primitives) - sum(root.dtype == "bool" for root in found.roots) < 2:  # a bool is written as a number
         return Choice("", why="one primitive alone: there is no pass to save")
     return Choice("fused", "fused")
 

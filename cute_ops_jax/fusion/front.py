@@ -85,6 +85,7 @@ class Front:
         self.stops: dict[Node, JaxprEqn] = {}
         self._whole, self._passed = whole, passed
         self._call: JaxprEqn | None = None
+        self._known: dict[Any, list[Node]] = {}
         avals = [v.aval for v in closed.jaxpr.invars]
         self.inputs = [self._value(self.graph.input(_shape(a), _dtype(a)), None, i) for i, a in enumerate(avals)]
         self.outputs = self._run(closed, self.inputs)
@@ -141,11 +142,25 @@ class Front:
     def _step(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         made = self._translated(name, equation, inputs)
         if made is None:
-            args = [a.node for a in inputs if isinstance(a, Value)]
-            made = [self.graph.opaque(name, args, _shape(v.aval), _dtype(v.aval)) for v in equation.outvars]
+            made = self._opaque(name, equation, inputs)
         step = Step(equation, tuple(inputs), self._call)
         self.steps.append(step)
         return [self._value(node, step, i) for i, node in enumerate(made)]
+
+    def _opaque(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> list[Node]:
+        """Nodes of an equation that the graph does not say. Equations without effects that are equal have the same."""
+        args = [each.node if isinstance(each, Value) else _number(each) for each in inputs]
+        key = None if equation.effects else (name, *args, *equation.params.items())
+        try:
+            known = self._known.get(key)
+        except TypeError:  # something in it has no hash
+            key = known = None
+        if known is None:
+            nodes = [each.node for each in inputs if isinstance(each, Value)]
+            known = [self.graph.opaque(name, nodes, _shape(v.aval), _dtype(v.aval)) for v in equation.outvars]
+            if key is not None:
+                self._known[key] = known
+        return known
 
     def _translated(self, name: str, equation: JaxprEqn, inputs: list[Any]) -> list[Node] | None:
         outputs = equation.outvars
@@ -165,9 +180,14 @@ class Front:
             return translate(self.graph, nodes, equation.params, _shape(aval), _dtype(aval))
         if name == "stop_gradient":
             return self._stop(equation, inputs[0])
-        if name == "iota":
-            return [self.graph.iota(equation.params["dimension"], _shape(aval), _dtype(aval))]
-        return None
+        return self._iota(equation) if name == "iota" else None
+
+    def _iota(self, equation: JaxprEqn) -> list[Node]:
+        aval, axis = equation.outvars[0].aval, equation.params["dimension"]
+        key = ("iota", axis, _shape(aval), _dtype(aval))
+        if key not in self._known:
+            self._known[key] = [self.graph.iota(*key[1:])]
+        return self._known[key]
 
     def _stop(self, equation: JaxprEqn, x: Any) -> list[Node] | None:
         if not isinstance(x, Value):
@@ -197,6 +217,12 @@ def _has_known_rule(equation: JaxprEqn) -> bool:
     where = getattr(equation.params["call_jaxpr"].jaxpr, "debug_info", None)
     name, file = getattr(where, "func_name", ""), getattr(where, "func_filename", None) or ""
     return name in _KNOWN_RULES and "/jax/_src/" in file.replace("\\", "/")
+
+
+def _number(number: Any) -> tuple[str, bytes]:
+    """What tells a number of the program from others."""
+    array = np.asarray(number)
+    return str(array.dtype), array.tobytes()
 
 
 def _shape(aval: Any) -> tuple[Any, ...]:

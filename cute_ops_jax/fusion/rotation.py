@@ -66,7 +66,7 @@ def _project_back(of: Projection, saved: Any, dout: Any) -> Any:
     def turned(cos: Any, sin: Any) -> Any:
         product = x @ (weight[:, :n] if of.transposed else weight[:n].T)
         by_head = jnp.reshape(product, (*product.shape[:-1], of.heads, of.size))
-        made = declared.reference(jnp, by_head, cos[..., None, :], sin[..., None, :], interleaved=False)
+        made = declared.reference(jnp, by_head, cos, sin, interleaved=False)
         return jnp.reshape(made, product.shape)
 
     return (*back(dout), *jax.vjp(turned, cos, sin)[1](dout[..., :n]))

@@ -1,13 +1,15 @@
 """Random JAX programs for ``fuse``: products, pointwise and row functions, casts, views, branches, loops and dropout.
 
 A program is drawn from a seed and runs in any dtype, in float64 for the exact values. More of them than the suite runs:
-``python tests/jax/drawn_graphs.py --count 500 --first 1000``.
+``python tests/jax/drawn_graphs.py --count 500 --first 1000``. Programs of seeds from 10000 on have parts of layers:
+attention in many forms, MLPs, lookups, and bodies of derivatives of their own, of shard maps and of loops.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,10 +20,18 @@ import cute_ops_jax
 from cute_ops.testing import compare_one, limits_of
 
 B, T, N, HEADS = 2, 3, 8, 2
+SIZE = 16  # columns of a head that our attention takes
+LAYERS = 10000  # the first seed of programs with parts of layers
 MORE = 128  # inputs on which a loss is measured that one input does not show
 SHAPES = {
     "x": (B, T, N), "y": (B, T, N), "cond": (B, N), "mask": (B, T, N), "bias": (N,), "weight": (N,), "scale": (B, T, 1),
     "w0": (N, N), "w1": (N, N), "packed": (N, 2 * N), "table": (5, N), "layers": (2, N, N),
+}  # fmt: skip
+# What programs with parts of layers have, too.
+MORE_SHAPES = {
+    "heads": (N, HEADS * SIZE), "keys": (N, HEADS * SIZE), "back": (HEADS * SIZE, N), "wide": (N, 128),
+    "narrow": (N, 64), "from_wide": (128, N), "up": (N, 12), "gate": (N, 12), "b_up": (12,), "down": (12, N),
+    "lengths": (B, T),
 }  # fmt: skip
 Arrays = Mapping[str, Any]
 Step = Callable[["Run"], Any]
@@ -45,16 +55,27 @@ class Run:
         return x.astype(self.dtype)
 
 
-def program(rng: np.random.Generator, smooth: bool) -> tuple[Callable[[Arrays, Any], tuple[Any, ...]], str]:
-    """A random program and its text. ``smooth``: without words whose derivative jumps."""
+def program(
+    rng: np.random.Generator, smooth: bool, layers: bool = False
+) -> tuple[Callable[[Arrays, Any], tuple[Any, ...]], str]:
+    """A random program and its text.
+
+    Args:
+        rng: draws it.
+        smooth: without words whose derivative jumps.
+        layers: with parts of layers.
+    """
     steps: list[tuple[str, Step]] = []
-    kinds = [kind for kind in _KINDS if not smooth or kind not in _JUMPS]
-    for k in range(int(rng.integers(3, 12))):
+    table = {**_KINDS, **_LAYERS} if layers else _KINDS
+    kinds = [kind for kind in table if not smooth or kind not in _JUMPS]
+    if layers:  # half of the steps
+        kinds = [*kinds, *[str(kind) for kind in rng.choice(list(_LAYERS), len(kinds) - len(_LAYERS))]]
+    for k in range(int(rng.integers(2, 6) if layers else rng.integers(3, 12))):
         kind = str(rng.choice(kinds))
         picked = [int(i) for i in rng.integers(0, 2 + k, 2)]
         if rng.random() < 0.6:
             picked[0] = 1 + k  # the last value, so that programs are deep
-        steps.append((f"{kind}{picked}", _KINDS[kind](rng, *picked)))
+        steps.append((f"{kind}{picked}", table[kind](rng, *picked)))
     shown = [int(i) for i in rng.integers(0, 2 + len(steps), 2)]
 
     def function(arrays: Arrays, dtype: Any) -> tuple[Any, ...]:
@@ -66,9 +87,10 @@ def program(rng: np.random.Generator, smooth: bool) -> tuple[Callable[[Arrays, A
     return function, "; ".join(text for text, _ in steps) + f" -> {shown}"
 
 
-def inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-    for name in ("w0", "w1", "packed", "layers"):
+def inputs(rng: np.random.Generator, layers: bool = False) -> dict[str, np.ndarray]:
+    shapes = {**SHAPES, **(MORE_SHAPES if layers else {})}
+    made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in {"w0", "w1", "packed", "layers", *MORE_SHAPES} & made.keys():
         made[name] *= 0.4
     return made
 
@@ -83,8 +105,9 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
         smooth: whether no derivative of the program jumps, which is so by default in 16 bits.
     """
     rng = np.random.default_rng([seed, 17])
-    function, text = program(rng, smooth=dtype != "float32" if smooth is None else smooth)
-    arrays = {name: jnp.asarray(array).astype(dtype) for name, array in inputs(rng).items()}
+    layers = seed >= LAYERS
+    function, text = program(rng, dtype != "float32" if smooth is None else smooth, layers)
+    arrays = {name: jnp.asarray(array).astype(dtype) for name, array in inputs(rng, layers).items()}
     cotangents = [rng.standard_normal((B, T, N)).astype(np.float32) for _ in range(3)]
 
     def loss(arrays: Arrays, dtype: Any) -> Any:
@@ -95,16 +118,23 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
         )
         return total, outputs
 
-    # Not under jit: operations are compiled once for all programs. The loss itself is one number, whose error is luck.
-    both = jax.grad(loss, has_aux=True)
+    # Not under jit: operations are compiled once for all programs. Bodies of loops are not, so programs with parts of
+    # layers are compiled as a whole. The loss itself is one number, whose error is luck.
+    compiled = partial(jax.jit, compiler_options=QUICK) if layers else lambda function: function
+    gradients = jax.grad(loss, has_aux=True)
+
+    def both(arrays: Arrays, dtype: Any) -> Any:
+        return compiled(lambda arrays: gradients(arrays, dtype))(arrays)
+
     if mode == "around":
-        got = cute_ops_jax.fuse(lambda a: both(a, jnp.dtype(dtype)))(arrays)
+        got = compiled(cute_ops_jax.fuse(lambda a: gradients(a, jnp.dtype(dtype))))(arrays)
     elif mode == "vmap":
         one = jax.grad(cute_ops_jax.fuse(lambda a: loss(a, jnp.dtype(dtype))), has_aux=True)
-        got = jax.tree.map(lambda a: a[1], jax.vmap(one)(jax.tree.map(lambda a: jnp.stack([a * 0, a]), arrays)))
+        stacked = jax.tree.map(lambda a: jnp.stack([a * 0, a]), arrays)
+        got = jax.tree.map(lambda a: a[1], compiled(jax.vmap(one))(stacked))
     else:
         fused = cute_ops_jax.fuse(lambda a: loss(a, jnp.dtype(dtype)), exact=mode == "exact")
-        got = jax.grad(fused, has_aux=True)(arrays)
+        got = compiled(jax.grad(fused, has_aux=True))(arrays)
     what = f"seed {seed}, {dtype}, {mode}: {text}"
     measured = _measured(both, arrays, dtype)
     try:
@@ -112,8 +142,8 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
     except AssertionError:
         # A dozen numbers say little about the largest loss of a deep program: it is measured on more inputs. One of 16
         # bits has to hold in float32, too, whose tolerance no wrong formula passes.
-        many = {name: jnp.stack(each) for name, each in _more(rng, dtype).items()}
-        stacked = _measured(jax.vmap(both, (0, None)), many, dtype)
+        many = {name: jnp.stack(each) for name, each in _more(rng, dtype, layers).items()}
+        stacked = _measured(lambda many, dtype: compiled(jax.vmap(lambda a: gradients(a, dtype)))(many), many, dtype)
         more = (jax.tree.map(lambda a: a[k], stacked) for k in range(MORE))  # noqa: B023
         _compare(what, got, measured, limits_of(*measured, more))
         if dtype != "float32":
@@ -121,9 +151,9 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
     return text
 
 
-def _more(rng: np.random.Generator, dtype: str) -> dict[str, list[Any]]:
-    drawn = [inputs(rng) for _ in range(MORE)]
-    return {name: [jnp.asarray(each[name]).astype(dtype) for each in drawn] for name in SHAPES}
+def _more(rng: np.random.Generator, dtype: str, layers: bool) -> dict[str, list[Any]]:
+    drawn = [inputs(rng, layers) for _ in range(MORE)]
+    return {name: [jnp.asarray(each[name]).astype(dtype) for each in drawn] for name in drawn[0]}
 
 
 def _measured(both: Callable[..., Any], arrays: Arrays, dtype: str) -> tuple[Any, ...]:
@@ -350,6 +380,238 @@ def _embedded(rng: np.random.Generator, i: int, j: int) -> Step:
     return lambda run: jnp.take(run["table"], ids, axis=0) + run.values[i]
 
 
+# Parts of layers ------------------------------------------------------------------------------------------------------
+
+
+def _mixed(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Attention of heads of 16 columns: in several orders of dims, with grouped heads, masks, caps and biases."""
+    order, mask, kind = (int(k) for k in rng.integers(0, [4, 6, 6]))
+    few = bool(rng.random() < 0.3)  # heads of keys
+
+    def step(run: Run) -> Any:
+        q = (run.values[i] @ run["heads"]).reshape(B, T, HEADS, SIZE)
+        keys = run["keys"][:, :SIZE] if few else run["keys"]
+        k, v = ((run.values[at] @ keys).reshape(B, T, -1, SIZE) for at in (j, i))
+        if kind == 1:
+            q = q * 0.25
+        if few and order != 3:
+            k, v = (jnp.repeat(x, HEADS, axis=2) for x in (k, v))
+        if order == 0:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        elif order == 1:
+            scores = q.transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1)
+        elif order == 2:
+            scores = jax.vmap(jax.vmap(lambda a, b: a @ b.T, 1, 0))(q, k)
+        else:
+            k, v = (x if few else x[:, :, :1] for x in (k, v))
+            scores = jnp.einsum("bqhd,bkd->bhqk", q, k[:, :, 0])
+        scores = _scored(run, scores * (1.0 if kind == 1 else 0.25), kind)
+        p = run.narrow(jax.nn.softmax(_masked(run, scores, mask), axis=-1))
+        if order == 0:
+            out = jnp.einsum("bhqk,bkhd->bqhd", p, v)
+        elif order == 3:
+            out = jnp.einsum("bhqk,bkd->bqhd", p, v[:, :, 0])
+        else:
+            out = (p @ v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+        return out.reshape(B, T, -1) @ run["back"]
+
+    return step
+
+
+def _scored(run: Run, scores: Any, kind: int) -> Any:
+    if kind == 2:
+        return jnp.tanh(run.wide(scores) / 5) * 5
+    if kind == 3:
+        return run.wide(scores) + run.wide(run["mask"])[:, None, :, :T]
+    if kind == 4:
+        return run.wide(scores) - 0.3 * jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(run.wide(scores).dtype)
+    return scores if kind == 5 else run.wide(scores)
+
+
+def _masked(run: Run, scores: Any, mask: int) -> Any:
+    ahead = jnp.arange(T)[:, None] - jnp.arange(T)
+    seen = run["lengths"] > 0  # an example may see no key
+    if mask == 0:
+        return scores
+    if mask == 1:
+        return jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -1e9)
+    if mask == 2:
+        return jnp.where((ahead >= 0) & (ahead < 2), scores, -jnp.inf)
+    if mask == 3:
+        return scores + jnp.where(ahead >= 0, 0.0, -1e9).astype(scores.dtype)
+    seen = seen[:, None, None, :]
+    return jnp.where(seen & (ahead >= 0) if mask == 4 else seen, scores, -1e9)
+
+
+def _mlp(rng: np.random.Generator, i: int, j: int) -> Step:
+    kind, activation = int(rng.integers(0, 5)), int(rng.integers(0, 4))
+    act = (jax.nn.silu, jax.nn.gelu, lambda x: jax.nn.gelu(x, approximate=False), jnp.tanh)[activation]
+
+    def step(run: Run) -> Any:
+        x = run.values[i]
+        up, gate = x @ run["up"], x @ run["gate"]
+        if kind == 0:
+            return (act(gate) * up) @ run["down"] + run.values[j]
+        if kind == 1:
+            return jnp.einsum("bth,nh->btn", act(up + run["b_up"]), run["down"].T) + run["bias"]
+        if kind == 2:
+            return act(up) @ run["down"] + run["bias"] + run.values[j]
+        if kind == 3:
+            a, b = jnp.split(x @ jnp.concatenate([run["gate"], run["up"]], -1), 2, axis=-1)
+            return (act(a) * b) @ run["down"]
+        return act(up + run["b_up"]) @ run["down"] + gate[..., :N]
+
+    return step
+
+
+def _projected(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Rotated heads of 64 columns, of products of one input."""
+    first, learned, values = (bool(rng.random() < p) for p in (0.5, 0.2, 0.7))
+
+    def step(run: Run) -> Any:
+        x = run.values[i]
+        angles = (jnp.arange(T)[:, None] * 0.9 ** jnp.arange(32)).astype(run.wide(x).dtype)
+        if learned:
+            angles = angles * jnp.tanh(run.wide(run["bias"])[0])
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        cos, sin = (cos[None, None], sin[None, None]) if first else (cos[None, :, None], sin[None, :, None])
+
+        def turned(weight: Any) -> Any:
+            heads = (x @ weight).reshape(B, T, -1, 64)
+            a, b = jnp.split(run.wide(heads.transpose(0, 2, 1, 3) if first else heads), 2, axis=-1)
+            both = run.narrow(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
+            return both.transpose(0, 2, 1, 3) if first else both
+
+        q, k = turned(run["wide"]), turned(run["narrow"])
+        out = q.reshape(B, T, -1) @ run["from_wide"] + (k * k).mean((-1, -2))[..., None]
+        return out + (x @ run["narrow"]).mean(-1, keepdims=True) if values else out
+
+    return step
+
+
+def _ended(rng: np.random.Generator, i: int, j: int) -> Step:
+    """The end of a block: a product, a residual and a norm of the sum, which may be read, too."""
+    both = bool(rng.random() < 0.5)
+
+    def step(run: Run) -> Any:
+        total = run.values[i] @ run["w0"] + run.values[j]
+        x = run.wide(total)
+        y = run.narrow(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3)) * run["weight"]
+        return y + total * 0.5 if both else y
+
+    return step
+
+
+def _looked_up(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Rows or elements of a table, by integers of which some may be outside, negative or the same."""
+    kind = int(rng.integers(0, 6))
+    ids = rng.integers(-5 if kind in (0, 3) else 0, 5, (B, T)).astype(np.int32)
+    far = np.where(rng.random((B, T)) < 0.2, 7, ids).astype(np.int32)
+
+    def step(run: Run) -> Any:
+        table, x = run["table"], run.values[i]
+        if kind == 0:
+            return table[ids] * x
+        if kind == 1:
+            return jnp.take(table, far, axis=0, mode="clip") + x
+        if kind == 2:
+            return table.at[far].get(mode="fill", fill_value=0) + x
+        if kind == 3:
+            return jnp.take_along_axis(x, ids[..., None] % N, axis=-1) * run.values[j]
+        if kind == 4:
+            return jax.nn.one_hot(ids, 5, dtype=x.dtype) @ table + x
+        return jnp.stack([table[ids[0]], table[ids[1]]]) + jnp.take(x, ids[:, 0] % T, axis=1)[:, :1]
+
+    return step
+
+
+@jax.custom_vjp
+def _doubled(x: Any, w: Any) -> Any:
+    """A norm whose derivative is twice that of its body."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-2) * w
+
+
+def _doubled_forward(x: Any, w: Any) -> Any:
+    return _doubled(x, w), (x, w)
+
+
+def _doubled_backward(saved: Any, dout: Any) -> Any:
+    plain = lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-2) * w  # noqa: E731
+    return tuple(2 * each for each in jax.vjp(plain, *saved)[1](dout))
+
+
+_doubled.defvjp(_doubled_forward, _doubled_backward)
+
+
+def _own_vjp(rng: np.random.Generator, i: int, j: int) -> Step:
+    return lambda run: _doubled(jnp.tanh(run.values[i]), run["weight"]) + run.values[j]
+
+
+def _sharded(rng: np.random.Generator, i: int, j: int) -> Step:
+    """A shard map over one device, whose body has a norm, a product and a sum over devices."""
+    check_vma = bool(rng.random() < 0.5)
+
+    def body(x: Any, y: Any, w: Any, bias: Any) -> Any:
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-2)
+        return jax.nn.gelu(jax.lax.psum(x @ w, "k") + bias) * y
+
+    def step(run: Run) -> Any:
+        mesh = jax.make_mesh((1,), ("k",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec
+        specs = {"in_specs": (spec(None, None, "k"), spec(), spec("k"), spec()), "out_specs": spec()}
+        mapped = jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs)
+        return mapped(run.values[i], run.values[j], run["w0"], run["bias"])
+
+    return step
+
+
+def _bodies(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Loops and branches with MLPs, lookups and softmaxes: of several outputs, backwards, nested, with checkpoints."""
+    kind = int(rng.integers(0, 4))
+
+    def layer(run: Run, x: Any, w: Any) -> Any:
+        return x + jax.nn.gelu(x @ w + run["bias"]) @ run["w1"]
+
+    def step(run: Run) -> Any:
+        x, y = run.values[i], run.values[j]
+        if kind == 0:
+            body = jax.checkpoint(lambda x, w: (layer(run, x, w), run.narrow(jax.nn.softmax(run.wide(x), -1))))
+            out, each = jax.lax.scan(body, x, run["layers"], reverse=True)
+            return out + each.sum(0) * y
+        if kind == 1:
+            return jax.lax.fori_loop(0, 2, lambda k, x: layer(run, x, run["layers"][k]) * 0.5, x)
+        if kind == 2:
+            branches = [
+                jnp.tanh,
+                lambda x: layer(run, x, run["w0"]),
+                lambda x: run["table"][jnp.arange(B * T).reshape(B, T) % 5] * x,
+            ]
+            return jax.lax.switch(jnp.int32(i % 3), branches, x) + y
+        inner = lambda x, w: (jax.lax.cond(w[0, 0] > 0, lambda x: layer(run, x, w), lambda x: x * 0.5, x), None)  # noqa: E731
+        return jax.vmap(lambda x: jax.lax.scan(inner, x, run["layers"])[0])(x) + y
+
+    return step
+
+
+def _inner_vmap(rng: np.random.Generator, i: int, j: int) -> Step:
+    axis = int(rng.integers(0, 2))
+
+    def step(run: Run) -> Any:
+        def row(x: Any, y: Any) -> Any:
+            x = run.wide(x) - run.wide(x).mean(-1, keepdims=True)
+            x = run.narrow(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-2)) * run["weight"] + run["bias"]
+            return jax.nn.silu(x @ run["w0"].T) * y
+
+        each = jax.vmap(row, axis, axis) if axis else jax.vmap(jax.vmap(row))
+        return each(run.values[i], run.values[j])
+
+    return step
+
+
+_LAYERS: dict[str, Callable[..., Step]] = {
+    "mixed": _mixed, "mlp": _mlp, "projected": _projected, "ended": _ended, "looked_up": _looked_up,
+    "own_vjp": _own_vjp, "sharded": _sharded, "bodies": _bodies, "inner_vmap": _inner_vmap,
+}  # fmt: skip
 _KINDS: dict[str, Callable[..., Step]] = {
     "tanh": _unary(jnp.tanh), "silu": _unary(jax.nn.silu), "gelu": _unary(jax.nn.gelu),
     "sigmoid": _unary(jax.nn.sigmoid), "root": _unary(lambda x: jnp.sqrt(x * x + 1)),
@@ -369,6 +631,14 @@ _KINDS: dict[str, Callable[..., Step]] = {
 # Kinds whose derivative jumps where two values cross, which rounding to 16 bits moves.
 _JUMPS = ("relu", "maximum", "clip", "rows", "stopped")
 MODES = ("inside", "around", "exact", "vmap")
+# Compiles programs in little time, and rounds what they round.
+QUICK = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+
+
+def run_seed(seed: int) -> str:
+    """Check the program of a seed in its dtype and mode."""
+    return check(seed, "float32" if seed % 3 else "bfloat16", MODES[seed % 4])
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -378,7 +648,7 @@ if __name__ == "__main__":
     wrong = 0
     for seed in range(args.first, args.first + args.count):
         try:
-            check(seed, "float32" if seed % 3 else "bfloat16", MODES[seed % 4])
+            run_seed(seed)
         except Exception as error:
             wrong += 1
             print(f"seed {seed}: {type(error).__name__}: {str(error)[:1500]}", flush=True)

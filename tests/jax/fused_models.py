@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-B, T, N, HEADS, CLASSES = 2, 4, 16, 2, 12
+B, T, N, HEADS, CLASSES = 2, 4, 32, 2, 12
 RNG = np.random.default_rng(11)
 
 
@@ -25,27 +25,33 @@ class Model(NamedTuple):
     Attributes:
         function: of its parameters and of inputs.
         args: the parameters, then the inputs.
-        becomes: what its parts become, in order.
+        becomes: what its parts become in float32, in order.
+        attends: which of them is attention in bfloat16, which has a kernel of it; -1 where none is.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     becomes: list[str]
+    attends: int = -1
 
 
 def draw(*shape: int) -> jax.Array:
     return jnp.asarray(RNG.standard_normal(shape) * 0.5, jnp.float32)
 
 
-def of_nnx(module: nnx.Module, *inputs: Any, becomes: list[str], call: Callable[..., Any] | None = None) -> Model:
+def of_nnx(
+    module: nnx.Module, *inputs: Any, becomes: list[str], call: Callable[..., Any] | None = None, attends: int = -1
+) -> Model:
     graph, state = nnx.split(module)
     run = call or (lambda module, *inputs: module(*inputs))
-    return Model(lambda state, *inputs: run(nnx.merge(graph, state), *inputs), (state, *inputs), becomes)
+    return Model(lambda state, *inputs: run(nnx.merge(graph, state), *inputs), (state, *inputs), becomes, attends)
 
 
-def of_equinox(module: Any, *inputs: Any, becomes: list[str], call: Callable[..., Any]) -> Model:
+def of_equinox(module: Any, *inputs: Any, becomes: list[str], call: Callable[..., Any], attends: int = -1) -> Model:
     arrays, static = eqx.partition(module, eqx.is_inexact_array)
-    return Model(lambda arrays, *inputs: call(eqx.combine(arrays, static), *inputs), (arrays, *inputs), becomes)
+    return Model(
+        lambda arrays, *inputs: call(eqx.combine(arrays, static), *inputs), (arrays, *inputs), becomes, attends
+    )
 
 
 def rms(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -54,17 +60,17 @@ def rms(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores.astype(jnp.float32), -1).astype(v.dtype), v)
 
 
 def turned(x: jax.Array) -> jax.Array:
     r = x.shape[-1] // 2
     angles = (jnp.arange(x.shape[1])[:, None] * 1e4 ** (-jnp.arange(r) / r))[None, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
 def llama(p: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
@@ -166,6 +172,93 @@ class Mixer(eqx.Module):
         return x + jax.vmap(self.channels)(jax.vmap(self.norm)(x))
 
 
+def grouped(p: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    """A decoder's layer with rotated heads of 64 columns, of which several share keys, and its loss."""
+    x = p["embed"][tokens[:, :-1]]
+    y = rms(x, p["n1"])
+    q, k, v = ((y @ p[name]).reshape(B, T, -1, 64) for name in "qkv")
+    q, k = turned(q), turned(k)
+    k, v = (jnp.repeat(each, 2, axis=2) for each in (k, v))
+    x = x + attend(q, k, v).reshape(B, T, -1) @ p["o"]
+    y = rms(x, p["n2"])
+    gate, up = jnp.split(y @ p["gate_up"], 2, -1)
+    x = x + (jax.nn.silu(gate) * up) @ p["down"]
+    return optax.softmax_cross_entropy_with_integer_labels(rms(x, p["n3"]) @ p["head"], tokens[:, 1:]).mean()
+
+
+def grouped_params() -> dict[str, jax.Array]:
+    shapes = {"embed": (CLASSES, N), "head": (N, CLASSES), "q": (N, 128), "k": (N, 64), "v": (N, 64), "o": (128, N)}
+    shapes |= {"gate_up": (N, 4 * N), "down": (2 * N, N)}
+    return {name: draw(*shape) for name, shape in shapes.items()} | {f"n{i}": draw(N) for i in (1, 2, 3)}
+
+
+class Bert(nnx.Module):
+    """An encoder with norms after its parts, a mask of padding, and a loss of the words that were hidden."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.words, self.places = nnx.Embed(CLASSES, N, rngs=rngs), nnx.Embed(T, N, rngs=rngs)
+        self.norms = nnx.List([nnx.LayerNorm(N, rngs=rngs) for _ in range(3)])
+        self.attention = nnx.MultiHeadAttention(HEADS, N, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(N, 2 * N, rngs=rngs), nnx.Linear(2 * N, N, rngs=rngs)
+
+    def __call__(self, words: jax.Array, kept: jax.Array, labels: jax.Array) -> jax.Array:
+        embedded = self.words(words) + self.places(jnp.arange(T))[None]
+        x = self.norms[0](embedded.astype(self.up.kernel[...].dtype))
+        x = self.norms[1](x + self.attention(x, mask=kept[:, None, None]))
+        x = self.norms[2](x + self.down(nnx.gelu(self.up(x), approximate=False)))
+        logp = jax.nn.log_softmax(self.words.attend(x))
+        at = jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
+        return -(at * kept).sum() / kept.sum()
+
+
+def t5(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """A layer with a learned bias of relative places, scores without a scale, and a gate of GELU."""
+    y = rms(x, p["n1"])
+    q, k, v = ((y @ p[name]).reshape(B, T, HEADS, -1) for name in "qkv")
+    ahead = jnp.clip(jnp.arange(T) - jnp.arange(T)[:, None], -2, 2) + 2
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["bias"][ahead].transpose(2, 0, 1)
+    weights = jax.nn.softmax(scores.astype(jnp.float32), -1).astype(x.dtype)
+    x = x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, T, N) @ p["o"]
+    y = rms(x, p["n2"])
+    return x + (jax.nn.gelu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
+
+
+def t5_params() -> dict[str, jax.Array]:
+    shapes = {**dict.fromkeys("qkvo", (N, N)), "gate": (N, 2 * N), "up": (N, 2 * N), "down": (2 * N, N)}
+    return {name: draw(*shape) for name, shape in {**shapes, "bias": (5, HEADS), "n1": (N,), "n2": (N,)}.items()}
+
+
+class Mamba(eqx.Module):
+    """A block of a state-space model of one sequence: a causal convolution, a scan over places, and a gate."""
+
+    norm: eqx.nn.RMSNorm
+    into: eqx.nn.Linear
+    out: eqx.nn.Linear
+    step: eqx.nn.Linear
+    taps: jax.Array
+    decay: jax.Array
+
+    def __init__(self, key: jax.Array) -> None:
+        self.norm, keys = eqx.nn.RMSNorm(N), jax.random.split(key, 3)
+        self.into, self.out = eqx.nn.Linear(N, 2 * N, key=keys[0]), eqx.nn.Linear(N, N, key=keys[1])
+        self.step = eqx.nn.Linear(N, N, key=keys[2])
+        self.taps, self.decay = draw(3, N), draw(N)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y, gate = jnp.split(jax.vmap(lambda row: self.into(self.norm(row)))(x), 2, -1)
+        padded = jnp.pad(y, ((2, 0), (0, 0)))
+        y = jax.nn.silu(sum(padded[k : k + T] * self.taps[k] for k in range(3)))
+        delta = jax.nn.softplus(jax.vmap(self.step)(y))
+
+        def advance(state: jax.Array, each: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            kept, new = each
+            state = state * kept + new
+            return state, state
+
+        _, states = jax.lax.scan(advance, jnp.zeros_like(x[0]), (jnp.exp(-delta * jnp.exp(self.decay)), delta * y))
+        return x + jax.vmap(self.out)(states * jax.nn.silu(gate))
+
+
 def classifier(p: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.Array:
     """An MLP with biases and a mask, as tutorials write it."""
     h = jax.nn.relu(x @ p["w1"] + p["b1"])
@@ -180,6 +273,7 @@ def make() -> dict[str, Model]:
     labels = jnp.asarray(RNG.integers(0, CLASSES, (B, T)), jnp.int32)
     p = {"w1": draw(N, N), "b1": draw(N), "w2": draw(N, CLASSES), "b2": draw(CLASSES)}
     each = jax.vmap
+    kept = jnp.asarray([[1] * T, [1] * (T - 1) + [0]], jnp.float32)
     block = ["layernorm", "softmax", "add_rmsnorm", "mlp"]
     return {
         "llama in jnp": Model(
@@ -189,12 +283,38 @@ def make() -> dict[str, Model]:
                 *("rmsnorm", "linear_cross_entropy", "embedding", "rmsnorm", "rope", "rope", "fused"),
                 *("linear_add_rmsnorm", "gated_mlp"),
             ],
+            6,
+        ),
+        "grouped heads in jnp": Model(
+            grouped,
+            (grouped_params(), tokens),
+            [
+                *("rmsnorm", "qkv_rope", "fused", "linear_add_rmsnorm", "gated_mlp", "add_rmsnorm"),
+                *("linear_cross_entropy", "embedding"),
+            ],
+            2,
+        ),
+        "nnx BERT": of_nnx(
+            Bert(nnx.Rngs(0)),
+            tokens[:, :-1],
+            kept,
+            labels,
+            becomes=[*["fused"] * 4, "mlp", "linear_cross_entropy", "fused", "embedding", "embedding"],
+            call=lambda m, words, kept, labels: m(words, kept > 0, labels),
+            attends=2,
+        ),
+        "T5 in jnp": Model(t5, (t5_params(), x), ["rmsnorm", "fused", "linear_add_rmsnorm", "gated_mlp", "embedding"]),
+        "equinox Mamba": of_equinox(
+            Mamba(key),
+            x,
+            becomes=["rmsnorm", "fused", "linear", "fused", "fused", "linear", "fused"],
+            call=lambda m, x: each(m)(x),
         ),
         "classifier in jnp": Model(classifier, (p, x, labels), ["mlp", "cross_entropy", "fused"]),
         "nnx DiT": of_nnx(DiT(nnx.Rngs(0)), x, draw(B, N), becomes=["fused", "mlp", "fused"]),
-        "nnx encoder": of_nnx(Encoder(nnx.Rngs(0)), x, becomes=[*["fused"] * 3, "mlp"]),
+        "nnx encoder": of_nnx(Encoder(nnx.Rngs(0)), x, becomes=[*["fused"] * 3, "mlp"], attends=1),
         "nnx gated MLP with dropout": of_nnx(Gated(nnx.Rngs(0)), x, key, becomes=["rmsnorm", "gated_mlp", "fused"]),
-        "equinox transformer": of_equinox(Equinox(key), x, becomes=block, call=lambda m, x: each(m)(x)),
+        "equinox transformer": of_equinox(Equinox(key), x, becomes=block, call=lambda m, x: each(m)(x), attends=1),
         "equinox mixer": of_equinox(
             Mixer(key),
             x,
@@ -202,6 +322,6 @@ def make() -> dict[str, Model]:
             call=lambda m, x: each(m)(x),
         ),
         "equinox checkpoint": of_equinox(
-            Equinox(jax.random.key(5)), x, becomes=block, call=lambda m, x: each(eqx.filter_checkpoint(m))(x)
+            Equinox(jax.random.key(5)), x, becomes=block, call=lambda m, x: each(eqx.filter_checkpoint(m))(x), attends=1
         ),
     }

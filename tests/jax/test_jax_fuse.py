@@ -19,7 +19,7 @@ from cute_ops.fusion.report import Report
 from cute_ops_jax.fusion.program import Program
 
 sys.path.append(str(Path(__file__).parent))
-from drawn_graphs import MODES, check
+from drawn_graphs import run_seed
 
 B, T, N = 2, 4, 16
 KEY = np.random.default_rng(3)
@@ -425,7 +425,7 @@ def test_what_is_no_function_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), 853, 10001, 10009])
 def test_drawn_programs(seed: int) -> None:
-    """``python tests/jax/drawn_graphs.py --count 500`` runs more of them."""
-    check(seed, "float32" if seed % 3 else "bfloat16", MODES[seed % 4])
+    """``python tests/jax/drawn_graphs.py --count 500`` runs more of them. 853 has terms that cancel."""
+    run_seed(seed)

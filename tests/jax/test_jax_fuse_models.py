@@ -14,34 +14,53 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
+from cute_ops.testing import compare_one, limits_of
 
 for library in ("equinox", "flax", "optax"):
     pytest.importorskip(library)
 sys.path.append(str(Path(__file__).parent))
+from drawn_graphs import QUICK  # noqa: E402
 from fused_models import make  # noqa: E402
 
 MODELS = make()
 
 
+COPIES = 6  # of the floats, a little different, on which the loss of 16 bits is measured
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models(name: str) -> None:
-    function, args, becomes = MODELS[name]
-    report = cute_ops_jax.fuse.report(function, *args)
-    assert [entry.becomes for entry in report.replaced for _ in range(entry.times)] == becomes
+def test_models(name: str, dtype: str) -> None:
+    function, args, becomes, attends = MODELS[name]
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
-    def loss(fused: bool, floats: list[Any]) -> Any:
-        given = list(leaves)
-        for place, array in zip(places, floats, strict=True):
-            given[place] = array
-        run = cute_ops_jax.fuse(function) if fused else function
-        out = run(*jax.tree.unflatten(tree, given))
-        return jnp.sum(jnp.sin(out)), out
+    def given(floats: list[Any]) -> Any:
+        own = dict(zip(places, floats, strict=True))
+        return jax.tree.unflatten(tree, [own.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    floats = [leaves[place] for place in places]
-    both = (jax.jit(jax.grad(loss, 1, has_aux=True), static_argnums=0)(fused, floats) for fused in (True, False))
-    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
-        # Of keys' biases, which change no softmax, gradients are rounding alone.
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6 * max(1, np.abs(want).max()))
+    def results(run: Any, floats: list[Any]) -> tuple[np.ndarray[Any, Any], ...]:
+        def loss(floats: list[Any]) -> Any:
+            out = run(*given(floats))
+            return jnp.sum(jnp.sin(out.astype(jnp.promote_types(out.dtype, jnp.float32)))), out
+
+        compiled = jax.jit(jax.vmap(jax.grad(loss, has_aux=True)), compiler_options=QUICK)
+        return tuple(map(np.asarray, jax.tree.leaves(compiled(floats))))
+
+    floats = [leaves[place].astype(dtype) for place in places]
+    report = cute_ops_jax.fuse.report(function, *given(floats))
+    want = ["attention" if dtype == "bfloat16" and i == attends else each for i, each in enumerate(becomes)]
+    assert [entry.becomes for entry in report.replaced for _ in range(entry.times)] == want
+    rng = np.random.default_rng(3)
+    noise = [(1 + 0.1 * rng.standard_normal((COPIES, *a.shape))).astype(dtype) for a in floats]
+    many = [jnp.concatenate([a[None], a * each]) for a, each in zip(floats, noise, strict=True)]
+    low, got = results(function, many), results(cute_ops_jax.fuse(function), [a[:1] for a in many])
+    with jax.enable_x64(True):
+        exact = results(function, [a.astype("float64") for a in many])
+    each = [
+        ({str(i): np.asarray(a[k]) for i, a in enumerate(many)}, tuple(a[k] for a in low), tuple(a[k] for a in exact))
+        for k in range(COPIES + 1)
+    ]
+    for i, (a, b, tolerance) in enumerate(zip(got, each[0][2], limits_of(*each[0], each[1:]), strict=True)):
+        compare_one(f"{name}, {dtype}, result {i}", a[0], b, tolerance)

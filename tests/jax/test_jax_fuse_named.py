@@ -110,6 +110,27 @@ def test_tables_that_are_learned_have_gradients() -> None:
     check(function, ["rope"], X, draw(T, D // 2))
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("values", [False, True])
+def test_projections_to_rotated_heads(heads_first: bool, values: bool) -> None:
+    """Products of one input are one; their tables have gradients, too."""
+
+    def function(x: jax.Array, angles: jax.Array, *weights: jax.Array) -> jax.Array:
+        cos, sin = (f(angles)[None, None] if heads_first else f(angles)[None, :, None] for f in (jnp.cos, jnp.sin))
+
+        def turned(weight: jax.Array) -> jax.Array:
+            heads = (x @ weight).reshape(B, T, -1, 64)
+            a, b = jnp.split(heads.transpose(0, 2, 1, 3) if heads_first else heads, 2, -1)
+            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+        heads = [jnp.tanh(turned(weight)) for weight in weights[:2]]
+        heads = [(each.transpose(0, 2, 1, 3) if heads_first else each).reshape(B, T, -1) for each in heads]
+        return jnp.concatenate([*heads, *(x @ weight for weight in weights[2:])], -1)
+
+    weights = draw(H, 128), draw(H, 64), *([draw(H, 64)] if values else [])
+    check(function, ["qkv_rope"], draw(B, T, H), draw(T, 32), *weights)
+
+
 @pytest.mark.slow
 def test_what_only_looks_like_a_rotation_is_none() -> None:
     def other_sign(x: jax.Array, positions: jax.Array) -> jax.Array:
