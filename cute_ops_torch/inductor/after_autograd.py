@@ -97,7 +97,10 @@ class RewritingAfter(Rewriting):
         while waiting:
             node = waiting.pop()
             value = values.get(node)
-            outside = node.op != "call_function" or (isinstance(value, Value) and value in operands)
+            # Nodes without a value stand for operands that were replaced before.
+            outside = (
+                node.op != "call_function" or node not in values or (isinstance(value, Value) and value in operands)
+            )
             if node not in members and not outside:
                 members[node] = None
                 waiting += node.all_input_nodes

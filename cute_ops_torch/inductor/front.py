@@ -80,7 +80,7 @@ class Front:
     def _value(self, node: Node) -> Any:
         value = node.meta.get("val", node.meta.get("example_value"))
         if node.op == "get_attr":
-            value = getattr(self._module, str(node.target), None)
+            value = getattr(self._module, str(node.target), value)
             if type(value) is torch.Tensor and value.numel() == 1 and dtype_of(value) in VALUES and not _is_fake(value):
                 return self._constant(value.item(), dtype_of(value))
         if node.op in ("placeholder", "get_attr"):
