@@ -148,8 +148,7 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 yield Call(name, inputs, memory=memory)
                 if positions > 1 and exchanged == name:
                     yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
-    if str(config.get("model_type", "")).startswith(("qwen3", "gemma3")):
-        yield from _normed_rotations(config, (heads, keys, size), dtype, train)
+    yield from _normed_rotations(config, (heads, keys, size), dtype, train)
     if train and dtype != "float32":
         yield from _products_of_heads(config, (heads, keys, size), dtype)
     if train:
@@ -172,6 +171,8 @@ def _normed_rotations(
     config: Mapping[str, Any], heads: tuple[int, int, int], dtype: str, train: bool
 ) -> Iterator[Call]:
     """Norms of queries' and keys' heads with their rotation; ``heads``: how many there are of each, and their size."""
+    if not str(config.get("model_type", "")).startswith(("qwen3", "gemma3")):
+        return
     queries, keys, size = heads
     eps = float(config.get("rms_norm_eps") or 1e-6)
     # One is added to Gemma's weights in float32.

@@ -225,11 +225,8 @@ def _rotate(plain: Forward, rotation: Rotation) -> Forward:
         q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, *more: Any, unsqueeze_dim: int = 1, **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         known = not more and not options and unsqueeze_dim in rotation.dims
-        if isinstance(q, LazyNorm) and isinstance(k, LazyNorm) and known and unsqueeze_dim == 1:
-            alike = (q.made.eps, q.made.offset) == (k.made.eps, k.made.offset)
-            given = [(x.heads.transpose(1, 2), cos, sin) for x in (q, k)]
-            if alike and all(_can_rotate(*each, rotation) and rotation.fits(*each[:2]) for each in given):
-                return norm_and_rotate(q, k, rotation.angles(cos), rotation.angles(sin))
+        if known and unsqueeze_dim == 1 and _are_normed_alike(q, k, cos, sin, rotation):
+            return norm_and_rotate(q, k, rotation.angles(cos), rotation.angles(sin))
         q, k = realised((q, k))
         if not (known and all(_can_rotate(x, cos, sin, rotation) and rotation.fits(x, cos) for x in (q, k))):
             options |= {} if unsqueeze_dim == 1 else {"unsqueeze_dim": unsqueeze_dim}
@@ -238,6 +235,16 @@ def _rotate(plain: Forward, rotation: Rotation) -> Forward:
         return rotate(q, rotation, cos, sin, unsqueeze_dim), rotate(k, rotation, cos, sin, unsqueeze_dim)
 
     return apply_rotary_pos_emb
+
+
+def _are_normed_alike(q: Any, k: Any, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> bool:
+    """Whether queries and keys wait for norms that our op computes with their rotation."""
+    if not (isinstance(q, LazyNorm) and isinstance(k, LazyNorm)):
+        return False
+    if (q.made.eps, q.made.offset) != (k.made.eps, k.made.offset):
+        return False
+    heads = [x.heads.transpose(1, 2) for x in (q, k)]
+    return all(_can_rotate(x, cos, sin, rotation) and rotation.fits(x, cos) for x in heads)
 
 
 _OF_HALVES = Rotation("first", HALVES, False, False, False, (1,))

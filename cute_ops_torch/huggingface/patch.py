@@ -194,13 +194,18 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
         return found
     if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
-    known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
-    first = next((each for each in known if each.matches(module, model)), None)
-    first = first or plain_mlp.replacement_of(module) or gated_norm.replacement_of(module) or replacement_of(module)
+    first = _first(module, model, logits)
     op = first.op if first else ""
     others = (*_OF_ALL, *(SUMS if op != "add_rmsnorm" else ()))  # that of a layer does its sums
     around = [SHARED] if op in ("", "rope") and SHARED.matches(module, model) else []
     return [*around, *([first] if first else []), *(each for each in others if each.matches(module, model))]
+
+
+def _first(module: nn.Module, model: nn.Module, logits: bool) -> Replacement | None:
+    """What replaces the ``forward`` of a module: the first that knows it, by its source or by its meaning."""
+    known = (*_REPLACEMENTS, *(loss.WITH_LOGITS if logits else loss.REPLACEMENTS))
+    first = next((each for each in known if each.matches(module, model)), None)
+    return first or plain_mlp.replacement_of(module) or gated_norm.replacement_of(module) or replacement_of(module)
 
 
 def _serves(replacement: Replacement, wanted: frozenset[str]) -> bool:

@@ -138,25 +138,39 @@ def _read(forward: Any) -> dict[str, tuple[str, ...]]:
     tree = definition(forward)
     if tree is None:
         return {}
-    names: dict[str, tuple[str, ...]] = {name: (name,) for name in Parameters.of(forward).names}
-    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assign | ast.AugAssign | ast.For | ast.With)):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        stored = {n.id for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name)}
-        value = node.value if isinstance(node, ast.Assign) and isinstance(targets[0], ast.Name) else None
-        sources = [value.body, value.orelse] if isinstance(value, ast.IfExp) else []
-        known = [names.get(each.id, ()) for each in sources if isinstance(each, ast.Name)]
-        for name in stored:
-            fresh = name not in names and len(known) == 2 and all(known)
-            names[name] = tuple(p for each in known for p in each) if fresh else ()
+    names = _sources(tree, Parameters.of(forward).names)
     me = forward.__code__.co_varnames[0]
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith(f"{me}.")]
     called = [ast.unparse(call.func).removeprefix(f"{me}.") for call in calls]
-    return {
-        name: names[call.args[0].id]
-        for name, call in zip(called, calls, strict=True)
-        if called.count(name) == 1 and len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name)
-        and names.get(call.args[0].id)
-    }  # fmt: skip
+    alone = [(name, call) for name, call in zip(called, calls, strict=True) if called.count(name) == 1]
+    found = {name: _named(call) for name, call in alone}
+    return {name: names[read] for name, read in found.items() if names.get(read)}
+
+
+def _named(call: ast.Call) -> str:
+    """The only argument of a call, if that is a name."""
+    first = call.args[0] if len(call.args) == 1 and not call.keywords else None
+    return first.id if isinstance(first, ast.Name) else ""
+
+
+def _sources(tree: ast.FunctionDef, arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The arguments that names may stand for: themselves, or two by ``a if condition else b``. A name that is assigned
+    anything else stands for none.
+    """
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in arguments}
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)):
+        known = [names.get(each, ()) for each in _chosen(tree, node)]
+        fresh = node.id not in names and len(known) == 2 and all(known)
+        names[node.id] = tuple(p for each in known for p in each) if fresh else ()
+    return names
+
+
+def _chosen(tree: ast.FunctionDef, target: ast.Name) -> list[str]:
+    """The two names of which one is assigned to another; none where that is not what happens."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and node.targets == [target] and isinstance(node.value, ast.IfExp):
+            return [each.id for each in (node.value.body, node.value.orelse) if isinstance(each, ast.Name)]
+    return []
 
 
 def _projects(module: Any, model: nn.Module) -> bool:

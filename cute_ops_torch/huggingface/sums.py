@@ -34,9 +34,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
         place: the number of the add in the ``forward`` of ``module``, and the names of modules to which that passes the
             sum.
     """
-    if type(a) is not Tensor or type(b) is not Tensor or not torch.is_grad_enabled() or not is_eager(a):
-        return a + b
-    if torch.is_autocast_enabled(a.device.type) or a.dtype != b.dtype or a.shape != b.shape or a.ndim < 2:
+    if not _are_streams(a, b):
         return a + b
     a, b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a, b))  # a stream that a convolution began
     if not takes(a, b):
@@ -51,6 +49,14 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     if not within:
         residual_norm.sign(total, module, number)
     return total
+
+
+def _are_streams(a: Any, b: Any) -> bool:
+    """Whether both are plain tensors of rows, alike, and nothing but autograd sees what is done with them."""
+    if type(a) is not Tensor or type(b) is not Tensor or not torch.is_grad_enabled() or not is_eager(a):
+        return False
+    alike = a.dtype == b.dtype and a.shape == b.shape and a.ndim > 1
+    return alike and not torch.is_autocast_enabled(a.device.type)
 
 
 def _goes_on() -> bool:

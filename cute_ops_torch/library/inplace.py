@@ -41,14 +41,20 @@ def overwriting(
         into_rows: the same for outputs that have aligned rows of any pitch.
     """
 
+    def _writer(args: Sequence[Any], given: Sequence[torch.Tensor]) -> Call | None:
+        # A negated view shares its base's memory.
+        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
+            return None
+        if all(map(_is_compact, given)):
+            return lambda args, reused: into(*args, *reused)
+        return into_rows if all(map(_has_rows, given)) else None
+
     def run(*args: Any) -> Any:
         reused = [None if place is None else args[place].detach() for place in places]
         given = [t for t in reused if t is not None]
-        # A negated view shares its base's memory.
-        plain = not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)
-        compact = plain and all(map(_is_compact, given))
-        if compact or (plain and into_rows is not None and all(map(_has_rows, given))):
-            fresh = iter((into(*args, *reused) if compact else into_rows(args, reused)) or ())  # type: ignore[misc]
+        write = _writer(args, given)
+        if write is not None:
+            fresh = iter(write(args, reused) or ())
             # Another node that has saved this memory raises in its backward instead of reading other numbers.
             torch.autograd.graph.increment_version(given)
             results = tuple(next(fresh, None) if t is None else t for t in reused)

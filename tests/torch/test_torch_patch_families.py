@@ -101,7 +101,7 @@ def test_what_is_found_in_decoders_built_like_a_llama(family: str) -> None:
     ops = {"linear_cross_entropy", "attention_mask", "embedding", "add_rmsnorm", "rope", "silu_mul", "rmsnorm"}
     ops.add("attention")
     others = {"silu_mul": "relu2"} if family in ("arcee", "bitnet") else {}  # their MLPs square a ReLU
-    plain = {"mlp"} if family == "arcee" else set()  # which has no gate
+    plain = {"mlp"} if family == "arcee" else {"linear"} if family == "qwen2" else set()  # no gate; biases
     assert {each.op for each in found} == ops - others.keys() | {*others.values()} | plain
     assert found.left == []
 
@@ -142,9 +142,7 @@ def test_ops_that_are_none() -> None:
     model = make("llama")
     with pytest.raises(ValueError) as caught:
         cute_ops_torch.patch(model, only=["rmsnrom"])
-    message = (
-        "cute_ops_torch.patch: argument `only` has 'rmsnrom' (did you mean rmsnorm?); modules run add_rmsnorm, att"
-    )
+    message = "cute_ops_torch.patch: argument `only` has 'rmsnrom' (did you mean rmsnorm?); modules run add_layernorm, "
     assert str(caught.value).startswith(message)
     with pytest.raises(TypeError, match=re.escape('argument `without` is a str, expected names, ["rope"].')):
         cute_ops_torch.patch(model, without="rope")
