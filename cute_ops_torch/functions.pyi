@@ -135,7 +135,13 @@ def softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 def log_softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 def sum(x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 def mean(x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
-def quantize_fp8(x: Tensor, block: int = 0, *, out: Sequence[Tensor | None] | None = None) -> tuple[Tensor, Tensor]: ...
+def quantize_fp8(
+    x: Tensor,
+    block: int = 0,
+    power_of_two: bool = False,
+    *,
+    out: Sequence[Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]: ...
 def rmsnorm_fp8(
     x: Tensor,
     weight: Tensor | None = None,
@@ -143,6 +149,7 @@ def rmsnorm_fp8(
     eps: float = 1e-06,
     weight_offset: float = 0.0,
     block: int = 0,
+    power_of_two: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -154,6 +161,7 @@ def add_rmsnorm_fp8(
     eps: float = 1e-06,
     weight_offset: float = 0.0,
     block: int = 0,
+    power_of_two: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -161,6 +169,7 @@ def silu_mul_fp8(
     gate: Tensor,
     up: Tensor,
     block: int = 0,
+    power_of_two: bool = False,
     *,
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...

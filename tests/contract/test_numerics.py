@@ -111,3 +111,14 @@ def test_float16_gradients_do_not_underflow_where_the_loss_is_scaled(adapter: Ad
     for gradient, wanted in zip(adapter.value_and_gradients(adapter.usual(loss), given)[1], exact, strict=True):
         error = np.linalg.norm(gradient.astype(np.float64) / scale - wanted)
         assert error < 1e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.on_gpus
+def test_scales_that_are_powers_of_two(adapter: Adapter) -> None:
+    """The least one by which nothing exceeds 448, at both sides of each power of two."""
+    powers = np.float32(448) * np.exp2(np.arange(-100, 60, dtype=np.float32))[:, None]
+    x = (powers * np.array([1.0, 1 + 2.0**-22, 1 - 2.0**-23], np.float32)).reshape(-1, 1)
+    out, scale = map(adapter.numpy, adapter.ours.quantize_fp8(adapter.array(x), power_of_two=True))
+    np.testing.assert_array_equal(np.log2(scale), np.round(np.log2(scale)))
+    assert (scale * 448 >= x).all() and (scale * 224 < x).all()
+    np.testing.assert_allclose(out.astype(np.float32) * scale, x, rtol=2.0**-4)

@@ -12,6 +12,8 @@ LARGEST = 448.0
 # The smallest normal fp32 number: its reciprocal is finite.
 LEAST_SCALE = 2.0**-126
 INFINITY = float("inf")
+# Bits of a float32.
+MANTISSA, EXPONENT = 0x7FFFFF, 0x7F800000
 
 # Rounds to nearest even. Numbers beyond the largest, infinities too, become the largest; NaN stays NaN.
 _PAIR = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
@@ -74,8 +76,14 @@ def largest_of_each(vectors: cutlass.Constexpr):
     return [rFound[i] for i in range(len(vectors))]
 
 
-def scale_of(largest):
-    """The scale of a row or block and its reciprocal."""
+def scale_of(largest, power_of_two=False):
+    """The scale of a row or block and its reciprocal; ``power_of_two``: the least such number that is large enough."""
     scale = cute.arch.fmax(largest * (1.0 / LARGEST), LEAST_SCALE)
+    if power_of_two:
+        # By the exponent's bits. The quotient above is rounded, products with powers of two are exact.
+        scale = ((scale.bitcast(Int32) + MANTISSA) & EXPONENT).bitcast(Float32)
+        scale = cutlass.select_(scale * LARGEST < largest, scale * 2.0, scale)
+        fits = (scale * (LARGEST / 2) >= largest) & (scale > LEAST_SCALE)
+        scale = cutlass.select_(fits, scale * 0.5, scale)
     scale = cutlass.select_(largest == 0.0, Float32(1.0), scale)
     return scale, cute.arch.rcp_approx(scale)

@@ -35,6 +35,7 @@ class QuantizeRows:
         self.source = source
         self.n = variant.dims["n"]
         # A row within one block has one scale.
+        self.power_of_two = variant.attrs["power_of_two"]
         self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         v = self._vectors(variant, (*source.names, "out", "residual_out"))
         self.tile = RowTile(v, config)
@@ -204,12 +205,12 @@ class QuantizeRows:
     def _row_scale(self, largest, maxima, base, step, speaks):
         """The reciprocal of a row's scale; the thread for which ``speaks`` is true stores the scale."""
         (largest,) = self.max((largest,), maxima, Int32(step))
-        factor, inverse = scale_of(largest)
+        factor, inverse = scale_of(largest, self.power_of_two)
         store_number_if(speaks, factor, base)
         return inverse
 
     def _block_scale(self, largest, base, first, speaks):
         """The reciprocal of a block's scale; the thread for which ``speaks`` is true stores the scale."""
-        factor, inverse = scale_of(lanes_max(largest, self.lanes))
+        factor, inverse = scale_of(lanes_max(largest, self.lanes), self.power_of_two)
         store_number_if(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
         return inverse

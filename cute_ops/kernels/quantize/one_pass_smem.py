@@ -126,7 +126,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             largest = magnitude(self._y(given, Float32(1.0), k), largest)
         squares, largest = self.sum_and_max((squares.value(), largest), both, Int32(0))
         _, rstd = self.sum.forward_terms((squares,), 1.0 / self.n)
-        factor, inverse = scale_of(largest * rstd)
+        factor, inverse = scale_of(largest * rstd, self.power_of_two)
         if (largest * rstd < INFINITY) & (rstd * inverse < MOST) & (rstd * inverse > 1 / MOST):
             store_number_if(speaks, factor, targets[3])
             self._write(given, rstd * inverse, None, targets)

@@ -34,6 +34,7 @@ class QuantizeTwoPass:
         self.vec = v.vec if self.whole else BLOCK // WARP
         self.lanes = BLOCK // self.vec
         self.tile = WalkedRow(v, config)
+        self.power_of_two = variant.attrs["power_of_two"]
         self.by_row = not variant.attrs["block"]
         self.sum = RowSum(self.tile, values=1, stages=2)
         self.max = RowMax(self.tile, stages=2)
@@ -91,7 +92,7 @@ class QuantizeTwoPass:
                     rY = self._value(read, rstd, columns, i * stride + start, n)
                     largest = largest_finite(rY, largest)
                 (largest,) = self.max((largest,), maxima, step)
-                factor, inverse = scale_of(largest)
+                factor, inverse = scale_of(largest, self.power_of_two)
                 store_number_if(tidx == 0, factor, gScale.address)
             for i in cutlass.range(walk, unroll=2):
                 first = i * stride + start
@@ -103,7 +104,7 @@ class QuantizeTwoPass:
                 self._write(to_fp8(rY.load(), self.vec), gOut, first, n)
 
     def _scale_block(self, rY, gScale, first, n):
-        factor, inverse = scale_of(lanes_max(largest_finite(rY, Float32(0.0)), self.lanes))
+        factor, inverse = scale_of(lanes_max(largest_finite(rY, Float32(0.0)), self.lanes), self.power_of_two)
         store_number_if((first % BLOCK == 0) & (first < n), factor, gScale.at(first // BLOCK))
         rY.store(rY.load() * inverse)
 

@@ -25,12 +25,12 @@ CASES = (
 
 def reference(
     xp: Any, x: Any, residual: Any, weight: Any = None, bias: Any = None,
-    *, eps: float, weight_offset: float, block: int,
+    *, eps: float, weight_offset: float, block: int, power_of_two: bool = False,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     wide, r = widen(xp, x, residual)
     residual_out = xp.astype(wide + r, residual.dtype)
     y = normalise(xp, *widen(xp, residual_out, weight, bias), eps=eps, weight_offset=weight_offset)
-    return *quantise(xp, y, block, x), residual_out
+    return *quantise(xp, y, block, x, power_of_two), residual_out
 
 
 add_rmsnorm_fp8 = declare(

@@ -30,6 +30,7 @@ CASES = (
     Case("deepseek-v3", {"m": (2, 33), "n": 7168}, attrs={"block": 128}),
     Case("llama3-8b", {"m": (2, 67), "n": 4096}),
     Case("last-block-short", {"m": (65,), "n": 1000}, attrs={"block": 128}),
+    Case("ue8m0", {"m": (17,), "n": 512}, attrs={"block": 128, "power_of_two": True}),
     Case("longest", {"m": (3,), "n": 262144}),
     Case("longest-blocks", {"m": (3,), "n": 262144}, attrs={"block": 128}),
 )
@@ -40,7 +41,16 @@ def blocks(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
     return -(-dims["n"] // attrs["block"]) if attrs["block"] else 1
 
 
-def quantise(xp: Any, y: Any, block: int, like: Any) -> tuple[Any, Any]:
+def _power_of_two(xp: Any, largest: Any) -> Any:
+    """The least power of two by which no number exceeds the largest of fp8. Logarithms are rounded, products are not."""
+    safe = xp.where(largest > 0, largest, 1.0)
+    exponent = xp.ceil(xp.log2(safe / LARGEST))
+    scale = xp.ldexp(xp.ones_like(safe), xp.astype(exponent, xp.int32))
+    scale = xp.where(scale * LARGEST < safe, scale * 2, scale)
+    return xp.where(scale * (LARGEST / 2) >= safe, scale / 2, scale)
+
+
+def quantise(xp: Any, y: Any, block: int, like: Any, power_of_two: bool = False) -> tuple[Any, Any]:
     """Rows in the accumulation dtype to ``(out, scale)``; both stay float64 where ``like`` is."""
     lead, n = y.shape[:-1], y.shape[-1]
     width = block or n
@@ -50,15 +60,15 @@ def quantise(xp: Any, y: Any, block: int, like: Any) -> tuple[Any, Any]:
     filled = xp.concat([y, xp.broadcast_to(xp.zeros_like(y[..., :1]), (*lead, short))], axis=-1) if short else y
     rows = xp.reshape(filled, (*lead, (n + short) // width, width))
     largest = xp.max(xp.where(xp.isfinite(rows), xp.abs(rows), 0.0), axis=-1, keepdims=True)
-    scale = divide(xp, largest, LARGEST)
+    scale = _power_of_two(xp, largest) if power_of_two else divide(xp, largest, LARGEST)
     scale = xp.where(largest == 0, 1.0, xp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
     out = xp.reshape(xp.clip(divide(xp, rows, scale), -LARGEST, LARGEST), (*lead, n + short))[..., :n]
     return cast(xp, out, "float8_e4m3fn", like), scale[..., 0]
 
 
-def reference(xp: Any, x: Any, *, block: int) -> tuple[Any, Any]:
+def reference(xp: Any, x: Any, *, block: int, power_of_two: bool = False) -> tuple[Any, Any]:
     (wide,) = widen(xp, x)
-    return quantise(xp, wide, block, x)
+    return quantise(xp, wide, block, x, power_of_two)
 
 
 RETURNS = """``(out, scale)``: ``float8_e4m3fn[*m n]`` and ``float32[*m blocks]``, compact, with one block per row or
@@ -68,7 +78,8 @@ RETURNS = """``(out, scale)``: ``float8_e4m3fn[*m n]`` and ``float32[*m blocks]`
         with their sign; neither changes the scale, nor any other element."""
 
 # What the docstrings of the ops that quantise what another op computes have of their block.
-BLOCK = "block: 0 for one scale per row, 128 for one per block of 128 columns; a compile-time constant."
+BLOCK = """block: 0 for one scale per row, 128 for one per block of 128 columns; a compile-time constant.
+        power_of_two: round scales up to powers of two, as ue8m0 has them; a compile-time constant."""
 
 
 def declare(
@@ -79,10 +90,10 @@ def declare(
     with rows alone. The reference is by default that of ``like``, whose one output is not rounded between.
     """
 
-    def of_like(xp: Any, *arrays: Any, block: int, **attrs: Any) -> tuple[Any, Any]:
+    def of_like(xp: Any, *arrays: Any, block: int, power_of_two: bool = False, **attrs: Any) -> tuple[Any, Any]:
         assert like is not None
         (y,) = as_outputs(like, like.reference(xp, *widen(xp, *arrays), **attrs))
-        return quantise(xp, y, block, arrays[0])
+        return quantise(xp, y, block, arrays[0], power_of_two)
 
     more = {n: t for n, t in like.outputs.items() if n != "out"} if like else {}
     return Op(
@@ -90,7 +101,7 @@ def declare(
         inputs=like.inputs if like else {"x": Tensor("*m n", "T")},
         outputs={"out": Tensor("*m n", "float8_e4m3fn"), "scale": Tensor("*m blocks", "float32"), **more},
         dtypes=like.dtypes if like else {"T": FLOATS},
-        attrs={**(like.attrs if like else {}), "block": OneOf(*BLOCKS)},
+        attrs={**(like.attrs if like else {}), "block": OneOf(*BLOCKS), "power_of_two": False},
         derived={"blocks": blocks},
         check=like.check if like else None,
         reference=reference or of_like,
@@ -116,6 +127,8 @@ quantize_fp8 = declare(
         {docs.X}
         block: 0 for one scale per row, which a rowwise ``torch._scaled_mm`` takes as it is; 128 for one per block of
             128 columns, which its 1x128 blocks want transposed in memory: ``scale.t().contiguous().t()``. A
+            compile-time constant.
+        power_of_two: round scales up to powers of two, as ue8m0 has them: their exponents alone are needed. A
             compile-time constant.
 
     Returns:
