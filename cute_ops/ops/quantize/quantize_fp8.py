@@ -42,7 +42,7 @@ def blocks(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 
 def _power_of_two(xp: Any, largest: Any) -> Any:
-    """The least power of two by which no number exceeds the largest of fp8. Logarithms are rounded, products are not."""
+    """The least power of two by which no number exceeds the largest of fp8: logarithms round, products do not."""
     safe = xp.where(largest > 0, largest, 1.0)
     exponent = xp.ceil(xp.log2(safe / LARGEST))
     scale = xp.ldexp(xp.ones_like(safe), xp.astype(exponent, xp.int32))
