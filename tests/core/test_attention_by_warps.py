@@ -27,6 +27,7 @@ from tests.core.test_attention_kernels import (
     of_whole_tiles,
     with_cotangents,
 )
+from tests.core.test_decode_kernels import check_shared
 from tests.emulator import products, ptx_cta, ptx_sm90
 from tests.ops.attention_calls import NO_FUNCTIONS, Call, Functions, arrays, expected
 
@@ -85,8 +86,9 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention, call, folder, functions, (), ARCH, OTHERS), halves(*arrays(call, 0))
     out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
     lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
-    block = AttentionConfig.of(run.variant.config).block
-    emulate(run, "AttentionFwdSm80", [q, k, v, out], [lse], -(-call.s // block) * call.h * call.batch)
+    config = AttentionConfig.of(run.variant.config)
+    check_shared(folder, config.shared(call.d, call.e))
+    emulate(run, "AttentionFwdSm80", [q, k, v, out], [lse], -(-call.s // config.block) * call.h * call.batch)
     right = expected(call, [*(x.astype(np.float64) for x in (q, k, v)), None], None, functions)
     for name, found in (("out", out), ("lse", lse)):
         right[name].assert_holds(found.astype(np.float64), name)
@@ -111,10 +113,12 @@ def _check_gradients(call: Call, functions: Functions, folder: Path, arch: str) 
     call = call._replace(attrs={**call.attrs, "deterministic": True})
     run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), arch, OTHERS), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
-    block = AttentionBackwardConfig.of(run.variant.config).block
+    config = AttentionBackwardConfig.of(run.variant.config)
+    check_shared(folder, config.shared(call.d, call.e))
+    queries, keys = (-(-size // config.block) * call.batch for size in (call.s, call.t))
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
-    emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], [lse, delta], -(-call.s // block) * call.h * call.batch)
-    emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], [lse, delta], -(-call.t // block) * call.g * call.batch)
+    emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], [lse, delta], queries * call.h)
+    emulate(run, "KeysBackwardSm80", [q, k, v, dout, dk, dv], [lse, delta], keys * call.g)
     for name, found in (("dq", dq), ("dk", dk), ("dv", dv)):
         right[name].assert_holds(found.astype(np.float64), name)
 
@@ -135,6 +139,7 @@ def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
     run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), SMALLER, OTHERS), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     config = AttentionBackwardConfig.of(run.variant.config)
+    check_shared(folder, config.shared(call.d, call.e))
     logs, delta = of_whole_tiles(call, functions, lse, delta)
     sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))

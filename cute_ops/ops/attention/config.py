@@ -39,7 +39,7 @@ BACKWARD = {64: (128, 2, 96, 2), 128: (96, 2, 48, 2), 192: (64, 2, 32, 2), 256: 
 # By ``mma.sync``, by the most elements of a head: warps, tiles of 16 queries of each, and keys of a tile; the first one
 # that shared memory holds.
 BY_WARPS = {
-    64: ((4, 2, 64),), 128: ((4, 2, 64),), 192: ((8, 1, 64), (8, 1, 48)), 256: ((8, 1, 64), (4, 1, 48)),
+    64: ((4, 2, 64),), 128: ((4, 2, 48),), 192: ((8, 1, 64), (8, 1, 48)), 256: ((8, 1, 64), (4, 1, 48)),
 }  # fmt: skip
 # Of gradients: warps with 16 rows each, and rows and stages of the tiles that a CTA goes through.
 BACKWARD_BY_WARPS = {
