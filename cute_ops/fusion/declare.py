@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from cute_ops.declaration.op import Op
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
+from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import is_whole
 from cute_ops.fusion.express import Leaf
@@ -20,6 +21,12 @@ def declared(found: Found) -> Op:
 
     An operand of bools is given as zeros and ones of the dtype that :func:`operand_dtypes` says.
     """
+    text, operands = declaration(found)
+    return op_of(text, dict(operands), name="found")
+
+
+def declaration(found: Found) -> tuple[str, Mapping[str, str]]:
+    """The text of an expression that is the op's, and the shapes of the op's operands by name."""
     kinds = tuple(
         f"any {_SHAPES[str(leaf.operand)]}" if is_expanded(leaf, found) else _SHAPES[str(leaf.operand)]
         for leaf in found.leaves
@@ -40,15 +47,16 @@ def operand_dtypes(found: Found) -> tuple[str, ...]:
 
 
 @cache
-def _declared(expression: Expression, dtypes: tuple[str, ...], shapes: tuple[str, ...], outputs: tuple[str, ...]) -> Op:
+def _declared(
+    expression: Expression, dtypes: tuple[str, ...], shapes: tuple[str, ...], outputs: tuple[str, ...]
+) -> tuple[str, Mapping[str, str]]:
     every = [i for i, operand in enumerate(expression.operands) if operand.kind[:2] == (True, True)]
     whole = [i for i in every if not shapes[i].startswith("any ")] or every
     tiles = {i: dtypes[i] for i in whole}
     several = len(set(tiles.values())) > 1
     own = {i: f"{dtypes[i]} {_SHAPES[str(expression.operands[i])]}" for i in tiles if several}
     operands = {f"x{i}": own.get(i, shape) for i, shape in enumerate(shapes)}
-    stored = with_dtypes(expression, tiles, outputs)
-    return op_of(stored, operands, name="found")
+    return text_of(with_dtypes(expression, tiles, outputs)), operands
 
 
 def with_dtypes(expression: Expression, tiles: dict[int, str], outputs: Sequence[str]) -> Expression:

@@ -27,11 +27,12 @@ from cute_ops.expressions.text import text_of
 from cute_ops.fusion.analyse import Found
 from cute_ops.fusion.choose import Choice, is_whole
 from cute_ops.fusion.composite import Composite
-from cute_ops.fusion.declare import declared, is_expanded, operand_dtypes, with_dtypes
+from cute_ops.fusion.declare import declaration, is_expanded, operand_dtypes, with_dtypes
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import by_call
+from cute_ops_torch.inductor import recipes
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
 from cute_ops_torch.registry import define
@@ -183,7 +184,7 @@ class Emitter:
         return Call(op, tuple(given.get(name) for name in op.inputs), attrs, outputs)
 
     def _fused(self, found: Found, choice: Choice) -> Call:
-        op = declared(found)
+        op = recipes.fused(*declaration(found))
         arrays = []
         for leaf, dtype in zip(found.leaves, operand_dtypes(found), strict=True):
             array = self._fitted(leaf, found)
@@ -360,7 +361,7 @@ def linear_op(found: Found, choice: Choice) -> tuple[Op, list[Leaf], tuple[int, 
     epilogue = text_of(with_dtypes(expression, tiles, [root.dtype for root in found.roots]))
     layout = by_call.weight_shape(leaf.packed, leaf.node.attr[1] == (0,))
     shapes = tuple(_SHAPES[str(each.operand)] for each in others)
-    return by_call.op_of_call(epilogue, shapes, False, layout, "pre"), others, tuple(range(len(found.roots)))
+    return recipes.linear(epilogue, shapes, layout), others, tuple(range(len(found.roots)))
 
 
 def _acc_first(expression: Expression, product: int) -> Expression:

@@ -22,7 +22,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
-from cute_ops_torch.inductor import cache_key
+from cute_ops_torch.inductor import cache_key, recipes
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
 from cute_ops_torch.library.schema import defaults
 
@@ -62,6 +62,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
         given = {n: (t, declared) for (n, declared), t in zip(op.inputs.items(), tensors, strict=True) if t is not None}
         kernel = f"extern_kernels.{kernels[device.type]}"
         call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
+        call.registering = recipes.registering(op)
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
@@ -116,7 +117,12 @@ class _Call(ir.ExternKernelAlloc):
 
     It goes through a :mod:`call site <cute_ops_torch.host.call_site>` of its own, whose key holds the symbols in the
     inputs' sizes and strides.
+
+    Attributes:
+        registering: the statement that makes the op, for code that another process takes from a cache.
     """
+
+    registering = ""
 
     def __init__(
         self,
@@ -160,6 +166,9 @@ class _Call(ir.ExternKernelAlloc):
         known = wrapper.__dict__.setdefault("_cute_sites", set())
         if name not in known:
             known.add(name)
+            if self.registering and self.registering not in known:
+                known.add(self.registering)
+                wrapper.imports.writeline(self.registering)
             wrapper.imports.writeline(f"{name} = {kernel}")
         return name
 
