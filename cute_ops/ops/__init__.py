@@ -30,6 +30,7 @@ from cute_ops.ops.optim.adamw_stochastic import adamw_stochastic
 from cute_ops.ops.quantize.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.quantize.quantize_fp8 import quantize_fp8
 from cute_ops.ops.quantize.rmsnorm_fp8 import rmsnorm_fp8
+from cute_ops.ops.quantize.scaled_fp8 import scaled_fp8
 from cute_ops.ops.quantize.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_step
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics, cross_entropy_of_slice
@@ -75,6 +76,7 @@ MODELS: tuple[Op, ...] = (
     rope_fp8,
     adamw_stochastic,
     causal_conv1d_channels_first,
+    scaled_fp8,
     topk,
     route,
     permute_tokens,

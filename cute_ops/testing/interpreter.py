@@ -80,6 +80,7 @@ KINDS = {
         "Float16",
         "BFloat16",
         "Float8_E4M3FN",
+        "Float8_E5M2",
         "Int64",
         "Int32",
         "Int16",
@@ -423,8 +424,9 @@ def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
         return tuple(f(*read_only_args) for f in (np.maximum, np.minimum))
     if "fma.rn." in code:
         return plus_zero(ml_dtypes.bfloat16 if "bf16x2" in code else np.float16, *read_only_args)
-    if "cvt.rn.satfinite.e4m3x2" in code:
-        each = np.stack([np.clip(np.asarray(x), -448, 448).astype(FP8.dtype) for x in read_only_args], -1)
+    if "cvt.rn.satfinite.e" in code:
+        kind, most = (FP8, 448) if "e4m3x2" in code else (KINDS["Float8_E5M2"], 57344)
+        each = np.stack([np.clip(np.asarray(x), -most, most).astype(kind.dtype) for x in read_only_args], -1)
         return each.view(write_only_types[0].dtype)[..., 0].view(Lanes)
     if not code.startswith("prefetch"):
         raise NotImplementedError(code)

@@ -25,20 +25,21 @@ mov.b32 {$w0}, {low, high};
 }"""
 
 
-def to_fp8(x, vec):
-    """An fp32 vector as a fragment of bytes."""
+def to_fp8(x, vec, kind="e4m3"):
+    """An fp32 vector as a fragment of bytes, of float8_e4m3fn or of float8_e5m2."""
+    pair, four_words = (code.replace("e4m3", kind) for code in (_PAIR, _FOUR))
     rX = fragment(Float32, vec)
     rX.store(x)
     if vec % 4 == 0:
         rWords = fragment(Int32, vec // 4)
         for i in range(vec // 4):
             four = [rX[4 * i + j] for j in range(4)]
-            rWords[i] = cute.arch.inline_ptx(_FOUR, write_only_types=[Int32], read_only_args=four)
+            rWords[i] = cute.arch.inline_ptx(four_words, write_only_types=[Int32], read_only_args=four)
         return _bytes(rWords, vec)
     rPairs = fragment(Int16, (vec + 1) // 2)
     for i in range((vec + 1) // 2):
         two = [rX[2 * i], rX[min(2 * i + 1, vec - 1)]]
-        rPairs[i] = cute.arch.inline_ptx(_PAIR, write_only_types=[Int16], read_only_args=two)
+        rPairs[i] = cute.arch.inline_ptx(pair, write_only_types=[Int16], read_only_args=two)
     return _bytes(rPairs, vec)
 
 

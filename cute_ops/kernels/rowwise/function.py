@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cute_ops.kernels.lib.copy import narrow
 from cute_ops.kernels.lib.row_reduce import RowSum
 
 
@@ -70,6 +71,10 @@ class RowFunction:
     def emit(self, values, results, context, columns):
         """Output vectors from input vectors and the results of the row's reduction, in fp32."""
         return ()
+
+    def rounded(self, x, dtype, vec):
+        """An fp32 vector of an output as it is stored."""
+        return narrow(x, dtype, vec)
 
     def postprocess(self, variant, numbers, rows, results, context, row):
         """Called by one thread of each row, after its reduction."""

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, store_elements
+from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, store_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, WalkedRow, row_count
@@ -76,7 +76,7 @@ class Segments:
             values = tuple(rX[k].load().to(Float32) for rX in held)
             emitted = function.emit(values, (), context, Columns(first, self.tile.vec))
             for x, mX, name in zip(emitted, outputs, function.outputs):
-                rOut = narrow(x, mX.element_type, self.tile.vec)
+                rOut = function.rounded(x, mX.element_type, self.tile.vec)
                 self.access.store(self.access.row(mX, name, coord.row), rOut, coord, k)
 
     @cute.jit
@@ -99,4 +99,4 @@ class Segments:
             load_elements(rX, gRow.at(column), column, n)
             values.append(rX.load().to(Float32))
         for x, gRow in zip(self.function.emit(tuple(values), (), context, Columns(column, 1)), targets):
-            store_elements(narrow(x, gRow.element_type, 1), gRow.at(column), column, n)
+            store_elements(self.function.rounded(x, gRow.element_type, 1), gRow.at(column), column, n)
