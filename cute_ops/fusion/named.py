@@ -96,7 +96,7 @@ def of_sum(args: Sequence[Node]) -> Turn | None:
         return None
     for first, second in ((one, other), (other, one)):
         for turned, sin in (second, second[::-1]):
-            if turned.op != "primitive" or turned.attr != ("rotate_half", turned.shape[-1]):
+            if turned.op != "primitive" or turned.attr != ("rotate_half", *turned.shape[-1:]):
                 continue
             x = uncast(turned.args[0])
             cos = next((b for a, b in (first, first[::-1]) if a is x), None)

@@ -69,7 +69,14 @@ def _project_back(of: Projection, saved: Any, dout: Any) -> Any:
         made = declared.reference(jnp, by_head, cos, sin, interleaved=False)
         return jnp.reshape(made, product.shape)
 
-    return (*back(dout), *jax.vjp(turned, cos, sin)[1](dout[..., :n]))
+    of_tables, back_to_tables = jax.vjp(turned, cos, sin)
+    return (*back(dout), *back_to_tables(_placed_as(dout[..., :n], of_tables)))
+
+
+def _placed_as(cotangent: Any, out: Any) -> Any:
+    """A cotangent where a result lies: on an explicit mesh that is part of its type."""
+    sharding = jax.typeof(out).sharding
+    return cotangent if sharding.mesh.empty else jax.sharding.reshard(cotangent, sharding)
 
 
 qkv_rope.defvjp(_project, _project_back)

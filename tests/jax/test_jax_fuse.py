@@ -217,6 +217,17 @@ def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
     same(cute_ops_jax.fuse(function)(x, w, y), function(x, w, y), 2e-5 if dtype == "float32" else 3e-2)
 
 
+def test_sums_of_numbers() -> None:
+    """A value without dims has no columns that a rotation could exchange."""
+    numbers = jnp.float32(0.3), jnp.float32(2.0)
+
+    def function(a: Any, b: Any) -> Any:
+        return jnp.tanh(a) * b + jnp.exp(a) * jnp.tanh(b)
+
+    same(cute_ops_jax.fuse(function)(*numbers), function(*numbers))
+    same(jax.grad(cute_ops_jax.fuse(function))(*numbers), jax.grad(function)(*numbers))
+
+
 def test_half_of_a_relu_is_kept_whole() -> None:
     """relu's derivative at 0 is 0, which its body ``maximum(x, 0)`` does not say."""
     zeros = jnp.zeros((2, 4))
