@@ -17,7 +17,7 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 from cute_ops_torch import inductor
-from cute_ops_torch.inductor import fusion_choice, kept
+from cute_ops_torch.inductor import after_autograd, fusion_choice, kept
 from tests.torch.drawn_programs import Program, compare, enabled, with_graphs_after_autograd
 
 Tensor = torch.Tensor
@@ -239,6 +239,13 @@ def test_the_slower_form_is_not_taken(function: Callable[..., Any], times: list[
         check(function, *TENSORS)
     assert became() == []
     assert "1.99e+03 us were measured, 2e+03 of our kernel" in {entry.why for entry in inductor.report()}
+
+
+def test_products_stay_on_a_gpu_unless_both_forms_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(after_autograd, "target_of", lambda device: "sm_90a")
+    check(one_product, *TENSORS)
+    assert became() == []
+    assert {entry.why for entry in inductor.report()} == {after_autograd._STAYS}
 
 
 def test_rows_stay_unless_both_forms_are_timed() -> None:
