@@ -118,3 +118,17 @@ def test_rows_that_an_index_names(op: Op) -> None:
             name: kernel_calls.place(op.inputs[name], a, LAYOUTS[i % 4]) for name, a in arrays.items() if a is not None
         }
         kernel_calls.check(kernel_calls.Call(op, {n: arrays[n] for n in op.inputs}, where, {}, "", draw))
+
+
+@pytest.mark.parametrize(
+    "op", [channels_first_sums, *(op for op in MODELS if "channels_first" in op.name)], ids=lambda op: op.name
+)
+def test_numbers_of_sequences_that_are_off_a_vector(op: Op) -> None:
+    """Their alignment bounds a thread's vector beside that of the positions."""
+    call = kernel_calls.made(op, 3, 5, "bfloat16", "compact", np.random.default_rng(0), s=64, w=4)
+    for seed in range(1, 9):  # until they are drawn
+        if call.arrays["seq_idx"] is not None:
+            break
+        call = kernel_calls.made(op, 3, 5, "bfloat16", "compact", np.random.default_rng(seed), s=64, w=4)
+    where = call.where["seq_idx"]
+    kernel_calls.check(call._replace(where={**call.where, "seq_idx": where._replace(address=4)}))

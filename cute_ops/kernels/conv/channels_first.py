@@ -30,6 +30,8 @@ class Windows:
         self.threads, self.silu = FirstConfig.of(variant.config).threads, variant.attrs["activation"] == "silu"
         keys = [self.keys[name] for name in self.rows]
         self.vec = min(min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in keys)
+        if (ids := self.keys.get("seq_idx")) is not None and min(ids.align, ids.row_align) < VECTOR_BYTES:
+            self.vec = min(self.vec, min(ids.align, ids.row_align) // ITEMSIZE[ids.dtype])
         self.taps = self.width - 1
         self.around = -(-self.taps // self.vec)  # vectors that hold the positions before or behind one
         self.pdl = can_use_pdl(variant.arch)
