@@ -8,14 +8,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
 from cute_ops.expressions.graph import operands_of
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.lib.activation import LOG2_E
-
-GUESS = 0x7EF311C3  # less the bits of a positive number: those of a number near its reciprocal
-MOST_EXPONENT = 64.0  # whose reciprocal by FMAs is a normal number, and nothing beside 1
 
 
 class Scaled(NamedTuple):
@@ -55,30 +52,6 @@ def computed(x):
     return x.computed() if isinstance(x, Scaled | Along) else x
 
 
-def by_mufu(exponent):
-    """``1 / (1 + 2 ** exponent)``."""
-    return cute.arch.rcp_approx(cute.math.exp2(exponent, fastmath=True) + 1.0)
-
-
-def by_fma(exponent):
-    """As :func:`by_mufu`, to 1.1e-7, by two cubic steps from a guess by the exponent's bits: where the MUFU is what
-    takes longest, as with two exponentials of each score.
-    """
-    x = cute.math.exp2(cute.arch.fmin(exponent, Float32(MOST_EXPONENT), nan=True), fastmath=True) + 1.0
-    found = (Int32(GUESS) - x.bitcast(Int32)).bitcast(Float32)
-    for _ in range(2):
-        error = 1.0 - x * found
-        found = found * (error * error + error) + found
-    return found
-
-
-class Device(NamedTuple):
-    """How functions of one score are computed: signs of arguments of absolute values, and a reciprocal."""
-
-    signs: Any
-    reciprocal_of_sum: Any
-
-
 class Folded:
     """Evaluates an expression whose operands may be numbers that are not computed yet.
 
@@ -92,17 +65,15 @@ class Folded:
         self.of = [operands_of(self.expression, i) for i in range(len(self.expression.nodes))]
         self.absolute = [i for i, node in enumerate(self.expression.nodes) if node.primitive == "abs"]
 
-    def __call__(self, operands, varying, signs=None, mufu=True):
+    def __call__(self, operands, varying, signs=None):
         """The output: a number of which :meth:`outer` has made it.
 
         Args:
             operands: numbers.
             varying: those of them that differ between columns of a row, besides those that are :class:`Along`.
             signs: those of the arguments of absolute values that keep theirs, by node; or None.
-            mufu: whether reciprocals take the MUFU.
         """
-        device = Device(signs or {}, by_mufu if mufu else by_fma)
-        found = self._value(self.expression.outputs[0], operands, varying, {}, device)
+        found = self._value(self.expression.outputs[0], operands, varying, {}, signs or {})
         if self.outer() == (1.0, 0.0):
             return computed(found)
         if found[::2] != self.outer():
@@ -128,12 +99,12 @@ class Folded:
         for i in self.absolute:
             (argument,) = self.expression.nodes[i].args
             if self.of[argument].isdisjoint(varying):
-                value = self._value(argument, operands, varying, known, Device({}, by_mufu))
+                value = self._value(argument, operands, varying, known, {})
                 if isinstance(value, Along):
                     found[i] = value
         return found
 
-    def _value(self, i, operands, varying, known, device):
+    def _value(self, i, operands, varying, known, signs):
         if i not in known:
             node = self.expression.nodes[i]
             if node.primitive == "operand":
@@ -141,12 +112,12 @@ class Folded:
             elif node.primitive == "constant":
                 known[i] = Boolean(node.number) if isinstance(node.number, bool) else float(node.number)
             else:
-                given = [self._value(arg, operands, varying, known, device) for arg in node.args]
+                given = [self._value(arg, operands, varying, known, signs) for arg in node.args]
                 of_row = [self.of[arg].isdisjoint(varying) for arg in node.args]
-                known[i] = self._result(i, given, of_row, device)
+                known[i] = self._result(i, given, of_row, signs)
         return known[i]
 
-    def _result(self, i, given, of_row, device):
+    def _result(self, i, given, of_row, signs):
         node = self.expression.nodes[i]
         if node.primitive in ("add", "subtract"):
             first, second = given
@@ -156,11 +127,12 @@ class Folded:
         if node.primitive == "multiply":
             return product(*given, of_row)
         if node.primitive == "tanh":  # 2 / (1 + exp(-2 x)) - 1, right to 2e-7 absolutely, as scores ask for
-            return Scaled(2.0, device.reciprocal_of_sum(computed(times(given[0], -2 * LOG2_E))), -1.0)
+            exponential = cute.math.exp2(computed(times(given[0], -2 * LOG2_E)), fastmath=True)
+            return Scaled(2.0, cute.arch.rcp_approx(exponential + 1.0), -1.0)
         if node.primitive == "exp":
             return cute.math.exp2(computed(times(given[0], LOG2_E)), fastmath=True)
-        if i in device.signs and isinstance(given[0], Along):
-            return product(given[0], device.signs[i], [True, True])
+        if i in signs and isinstance(given[0], Along):
+            return product(given[0], signs[i], [True, True])
         more = [node.value] if node.primitive == "astype" else []
         return self.device[node.primitive](*map(computed, given), *more)
 

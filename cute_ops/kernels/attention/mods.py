@@ -179,8 +179,7 @@ class Mods:
             given = Scaled(self.scale, scores[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded[r], at), place, c)
             own = {i: sign for (row, i), sign in signs.items() if row == r}
-            # The forward's MUFU has an exponential for each score already.
-            scores[r, c] = self._score(operands, self.score.varying(place), own, mufu=c % 4 == 0)
+            scores[r, c] = self._score(operands, self.score.varying(place), own)
 
     def _absolutes(self, place, loaded):
         """The arguments of absolute values that change along a row by a step, by row and node."""
