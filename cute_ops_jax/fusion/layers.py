@@ -22,6 +22,8 @@ from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
 
 Call = Callable[[Sequence[Any]], list[Any]]
+# Operands that are row vectors, which a program may hold with more dims, of one element.
+_ROWS = ("b_up", "b_down", "norm_weight")
 
 
 def call_of_layer(found: Composite) -> Call:
@@ -34,7 +36,12 @@ def call_of_layer(found: Composite) -> Call:
         raise ValueError(why)
     made = _MAKERS[found.name](found)
     names = tuple(found.operands)
-    return lambda arrays: made(dict(zip(names, arrays, strict=True)))
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        given = dict(zip(names, arrays, strict=True))
+        return made({name: jnp.ravel(a) if name in _ROWS else a for name, a in given.items()})
+
+    return call
 
 
 def _too_few_rows(found: Composite) -> str:

@@ -217,6 +217,20 @@ def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
     same(cute_ops_jax.fuse(function)(x, w, y), function(x, w, y), 2e-5 if dtype == "float32" else 3e-2)
 
 
+def test_row_vectors_with_more_dims() -> None:
+    """Biases and weights of norms ``[1, 1, n]``."""
+    up, down, b_up, b_down, w = draw(N, 8), draw(8, N), draw(1, 1, 8), draw(1, N), draw(1, 1, N)
+
+    def function(x: Any) -> Any:
+        x = jax.nn.gelu(x @ up + b_up) @ down + b_down
+        y = x @ square + X
+        return rms(y, w) + y
+
+    square = draw(N, N)
+    assert became(function, X)[0] == "mlp"
+    same(jax.grad(lambda x: cute_ops_jax.fuse(function)(x).sum())(X), jax.grad(lambda x: function(x).sum())(X), 1e-4)
+
+
 def test_sums_of_numbers() -> None:
     """A value without dims has no columns that a rotation could exchange."""
     numbers = jnp.float32(0.3), jnp.float32(2.0)
