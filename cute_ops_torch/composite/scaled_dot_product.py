@@ -114,9 +114,7 @@ def attend(
     """
     if not (computes(query) and takes(query, key, value) and fits(query, key, value)):
         return None
-    if any(x is not None and not x > 0 for x in (scale, softcap)):
-        return None
-    if sinks is not None and not (takes(sinks) and sinks.shape == query.shape[-3:-2]):
+    if not _takes_options(query, sinks, scale, softcap):
         return None
     if enabled():
         query, key, value = autocast(query, key, value)
@@ -129,6 +127,12 @@ def attend(
     q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
     options = scale or 0.0, causal, left, -1 if causal else right, softcap or 0.0
     return attend_rows(q, k, v, offsets, sinks, options)
+
+
+def _takes_options(query: Tensor, sinks: Tensor | None, *factors: float | None) -> bool:
+    """Whether factors are positive, and sinks those of the heads."""
+    fit = sinks is None or (takes(sinks) and sinks.shape == query.shape[-3:-2])
+    return fit and all(x is None or x > 0 for x in factors)
 
 
 def attend_rows(
