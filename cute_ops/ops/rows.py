@@ -35,6 +35,7 @@ RESERVED_BYTES = 2048
 CTA_VECTORS = 1024
 # Unaligned rows up to this length are read element by element, about four to a thread.
 SHORTEST_ROW = 8
+UNEVEN_THREADS = 8  # of longer ones, of up to some 40 vectors
 # Aligned rows of one CTA have two vectors per thread up to this length; longer ones four, if elements are narrow.
 TWO_VECTORS_ROW = 512
 # Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
@@ -153,6 +154,17 @@ def row_threads(row: RowProblem) -> int:
     if WARP * 2 < row.vectors <= WARP * 3:
         return WARP
     return threads_for(row.vectors, 2 if row.vectors <= TWO_VECTORS_ROW or row.itemsize == 4 else 4)
+
+
+def reduced_row_threads(row: RowProblem, most: int = 5 * UNEVEN_THREADS) -> int:
+    """Threads of a row of a norm or a softmax that one CTA holds in registers.
+
+    With a vector each, threads of short unaligned rows would mostly mask it and exchange sums: rows of up to ``most``
+    vectors have :data:`UNEVEN_THREADS`. Three warps of a CTA would leave one of an SM's four schedulers idle.
+    """
+    if not row.aligned and SHORTEST_ROW < row.vectors <= most:
+        return UNEVEN_THREADS
+    return 2 * WARP if row.aligned and 4 * WARP < row.vectors <= 5 * WARP else row_threads(row)
 
 
 def threads_of_pairs(vectors: int, most: int) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from cute_ops.ops.rows import (
     needs_of,
     next_power,
     of_scheduler,
+    reduced_row_threads,
     resident_clusters,
     row_of,
     row_threads,
@@ -108,7 +109,8 @@ def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
 
 def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row in one CTA."""
-    pair, share = "residual" in problem.dtypes, _threads_of_row(row)
+    pair = "residual" in problem.dtypes
+    share = row_threads(row) if pair else reduced_row_threads(row, WARP)
     if pair and row.aligned and row.vectors > WARP:
         threads, share = threads_of_pairs(row.vectors, 512)
         return NormConfig("one_pass", threads, share, align_vectors=row.align_vectors)
@@ -122,11 +124,6 @@ def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     )  # fmt: skip
 
 
-def _threads_of_row(row: RowProblem) -> int:
-    """Threads of a row; two rows share a CTA where they fill an SM's schedulers and three warps of one do not."""
-    return 2 * WARP if row.aligned and 4 * WARP < row.vectors <= 5 * WARP else row_threads(row)
-
-
 def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row that one CTA's registers do not hold in float32."""
     pair, touched = "residual" in problem.dtypes, row.vectors + row.align_vectors
@@ -135,9 +132,12 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
         return _persistent(problem, row, cluster=2, per_thread=5, threads=640)
     full = not (row.aligned or centred or pair)
     span = SMEM_SPAN_OF_SUM if pair and row.aligned else SMEM_VECTORS
-    if pair and not row.aligned and _column_bytes(problem, row) > VECTOR_BYTES:
+    wide = pair and not row.aligned and _column_bytes(problem, row) > VECTOR_BYTES
+    if wide:
         span = SMEM_SPAN_OF_WIDE_SUM
-    if row.vectors > SMEM_FROM[row.aligned] and (found := _in_smem(problem, row, row.touched, span, full=full)):
+    if row.vectors > SMEM_FROM[row.aligned] and (
+        found := _in_smem(problem, row, row.touched, span, full=full, shallow=wide)
+    ):
         return found
     return _clustered(problem, row, centred, pair)
 
@@ -176,8 +176,11 @@ def _in_registers(
     )  # fmt: skip
 
 
-def _in_smem(problem: Problem, row: RowProblem, vectors: int, span: int, *, full: bool) -> NormConfig | None:
-    spread = spread_in_smem(row, vectors, bytes_of(problem, ("x", "residual")), span, full=full, shallow=full)
+def _in_smem(
+    problem: Problem, row: RowProblem, vectors: int, span: int, *, full: bool, shallow: bool = False
+) -> NormConfig | None:
+    row_bytes = bytes_of(problem, ("x", "residual"))
+    spread = spread_in_smem(row, vectors, row_bytes, span, full=full, shallow=full or shallow)
     if spread is None:
         return None
     # With at most 1088 threads per SM, registers have room for the weight (16 bytes per vector) while the row loads.

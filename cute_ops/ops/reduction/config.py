@@ -27,6 +27,7 @@ from cute_ops.ops.rows import (
     bytes_of,
     cluster_for,
     needs_of,
+    reduced_row_threads,
     row_of,
     row_threads,
     spread_in_smem,
@@ -106,7 +107,7 @@ def _full_smem(row: RowProblem) -> ReduceConfig | None:
     """A row in the shared memory of at most eight CTAs; None where it is too long."""
     room = row.ring_bytes - RESERVED_BYTES
     if row.vectors <= SHORT_SMEM_ROW:
-        share = threads_for(row.vectors, 4)
+        share = threads_for(row.vectors, 4 if row.aligned else 5)
         threads = SHORT_SMEM_THREADS
         slot = threads * -(-row.touched // share) * VECTOR_BYTES + OWN_BYTES
         resident = min(room // slot, SHORT_SMEM_SM_THREADS[row.aligned] // SHORT_SMEM_THREADS)
@@ -136,7 +137,7 @@ def normalised(problem: Problem) -> ReduceConfig:
 
 
 def _one_pass(row: RowProblem) -> ReduceConfig:
-    share = row_threads(row)
+    share = reduced_row_threads(row)
     threads = max(128 if row.vectors > WARP else 256, share)
     return ReduceConfig("one_pass", threads, share, align_vectors=row.align_vectors)
 
