@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,16 +124,22 @@ def realigned(
         return {}
     if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or not op.fallback.anywhere:
         return {}
-    multiplied = {n: a for n in op.fallback.anywhere if (a := binding.inputs[n])}
-    strides = choice.copies([(a, memory[n].strides, memory[n].address) for n, a in multiplied.items()])
-    found = {n: s for n, s in zip(multiplied, strides, strict=True) if s}
+    found = _copies(binding, memory, op.fallback.anywhere)
     if not found:
         return {}
     copied = {**memory, **{n: Memory(s) for n, s in found.items()}}
     problem, expected = signature(binding, copied, target).problem, op.fallback.expected
-    if not choice.pays([multiplied[n] for n in found], problem, expected(problem) if expected else None, reads):
+    arrays = [array for n in found if (array := binding.inputs[n])]
+    if not choice.pays(arrays, problem, expected(problem) if expected else None, reads):
         return {}
     return found if fallback(binding, copied, target) is None else {}
+
+
+def _copies(binding: Binding, memory: Mapping[str, Memory], names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The strides of copies of those of these inputs that TMA cannot load where they lie."""
+    given = {n: a for n in names if (a := binding.inputs[n])}
+    strides = choice.copies([(a, memory[n].strides, memory[n].address) for n, a in given.items()])
+    return {n: s for n, s in zip(given, strides, strict=True) if s}
 
 
 def _slower(binding: Binding, memory: Mapping[str, Memory], target: Target) -> bool | str:

@@ -50,8 +50,9 @@ def _products_are_faster(
 ) -> bool:
     """Whether the framework's products compute the gradients of these inputs, of compact cotangents."""
     binding, places = bind_tensors(op, tensors, attrs), memory(op, tensors)
-    known = {**binding.inputs, **{f"d{name}": array for name, array in binding.outputs.items()}}
-    places |= {f"d{name}": Memory(compact(a.shape), 0) for name, a in binding.outputs.items() if a is not None}
+    made = {f"d{name}": array for name, array in binding.outputs.items() if array is not None}
+    known = {**binding.inputs, **made}
+    places |= {name: Memory(compact(array.shape), 0) for name, array in made.items()}
     arch = target.of_device(next(t.device.index or 0 for t in tensors if t is not None))
     for step in op.backward(wanted, tuple(op.inputs)):
         if product.bias and list(step.outputs) == [f"d{product.bias}"]:
