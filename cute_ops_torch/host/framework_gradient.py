@@ -11,7 +11,7 @@ from typing import Any
 from cute_ops.autotune import dispatch
 from cute_ops.declaration.binding import bind
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.program import ProductPlan, Program
+from cute_ops.declaration.program import ProductPlan
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory, compact
 from cute_ops_torch.host.compiled_call import CompiledCall
@@ -59,7 +59,7 @@ def _products_are_faster(
             if binding.rows * binding.dims["n"] > MOST_SUMMED:
                 return False
             continue
-        if step.fallback is None or not _alone(step.fallback.program) or not known.keys() >= step.inputs.keys():
+        if not _by_product(step) or not known.keys() >= step.inputs.keys():
             return False
         inputs = {name: known[name] for name in step.inputs}
         call = bind(step, inputs, {name: binding.attrs[name] for name in step.attrs})
@@ -69,6 +69,7 @@ def _products_are_faster(
     return True
 
 
-def _alone(program: Program) -> bool:
-    """Whether a program is a product and nothing else."""
-    return program.product is not None and not program.ops
+def _by_product(step: Op) -> bool:
+    """Whether the framework computes a step by a product and nothing else."""
+    program = step.fallback.program if step.fallback else None
+    return program is not None and program.product is not None and not program.ops
