@@ -81,3 +81,17 @@ def test_vectors_of_a_row_that_starts_anywhere(itemsize: int, vec: int, moving: 
             place = np.vstack([first, known]) + np.arange(vec)
             inside = (place >= start) & (place < start + n)
             np.testing.assert_array_equal(vectors[inside], x[place[inside]])
+
+
+@pytest.mark.parametrize(("itemsize", "vec"), [(4, 4), (4, 2), (2, 8), (2, 4), (2, 2), (1, 16), (1, 8), (1, 4), (4, 1)])
+def test_ends_of_a_row_are_stored_by_pieces(itemsize: int, vec: int, moving: Any, tmp_path: Path) -> None:
+    n = 3 * vec + 1
+    kernel = Kernel(moving.compile_to_ptx(moving.Ends(itemsize, vec, n), tmp_path))
+    x, elements = numbered(8 * vec, itemsize), np.arange(1, 8 * vec + 1).astype(DTYPES[itemsize])
+    for number in range(-2 * vec, vec + 1):
+        out = bytearray(len(x))
+        for thread in range(8):
+            kernel.run(x, out, number % 2**64, thread=thread)
+        column = np.arange(8 * vec) + number
+        inside = (column >= 0) & (column < n)
+        np.testing.assert_array_equal(np.frombuffer(out, DTYPES[itemsize]), np.where(inside, elements, 0))

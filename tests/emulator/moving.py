@@ -11,7 +11,7 @@ from cutlass import Int32, Int64
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.lib.column_params import column_vectors
-from cute_ops.kernels.lib.copy import access_bits, compiler_barrier_value, fragment
+from cute_ops.kernels.lib.copy import access_bits, compiler_barrier_value, fragment, load, store_masked
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle, settle_all
 from cute_ops.kernels.lib.row_config import RowConfig
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors
@@ -113,3 +113,18 @@ class Windows(Moving):
             fetch(pairs[i], address - past + Int64(first) * itemsize, begin, Int32(self.n), bound, True)
         known = [settle(pairs[0], begin * itemsize) for begin in range(self.vec)]
         return [*(settle(rPair, past) for rPair in pairs), *settle_all(pairs, past), *known]
+
+
+class Ends(Moving):
+    """Those of a thread's elements of x that lie in a row of n, which starts ``number`` elements before x."""
+
+    def __init__(self, itemsize, vec, n):
+        self.dtype, self.vec, self.n = DTYPES[itemsize], vec, n
+
+    @cute.kernel
+    def kernel(self, gX: cute.Tensor, gOut: cute.Tensor, number: Int64):
+        thread, _, _ = cute.arch.thread_idx()
+        rX, place = fragment(self.dtype, self.vec), Int64(thread) * (self.vec * self.dtype.width // 8)
+        load(rX, gX.iterator.toint() + place)
+        first = Int32(number) + thread * self.vec
+        store_masked(rX, gOut.iterator.toint() + place, first, Int32(self.n), pieces=True)
