@@ -163,8 +163,7 @@ class Graph:
         """Another shape. A product of rows that were joined before, with or without a bias, is that of the rows as they
         were, and pairs of which each was turned are the primitive ``rotate_pairs``.
         """
-        if self.flat and x.op == "reshape" and x.args[0].shape[-1:] == shape[-1:]:
-            x = x.args[0]
+        x = self._of_view(x, shape)
         if x.shape == shape:
             return x
         if x.op == "concat" and (turned := _turned_pairs(x, shape)) is not None:
@@ -178,6 +177,11 @@ class Graph:
             if any(a is not None and len(b.shape) == 1 for a, b in zip(made, x.args[::-1], strict=True)):
                 return self.primitive("add", [a or b for a, b in zip(made, x.args, strict=True)], shape, x.dtype)
         return self.make("reshape", [x], None, shape, x.dtype)
+
+    def _of_view(self, x: Node, shape: Shape) -> Node:
+        """What a flat graph's view of rows is a view of, if it has the columns of this shape; else the node."""
+        view = self.flat and x.op == "reshape" and x.args[0].shape[-1:] == shape[-1:]
+        return x.args[0] if view else x
 
     def _of_rows(self, x: Node, shape: Shape) -> Node | None:
         """The product of rows as they were before they were joined for it, in this shape; None of what is none."""

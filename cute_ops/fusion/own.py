@@ -152,21 +152,26 @@ def _pattern(own: Own) -> tuple[str, _Pattern]:
     if wrong := [name for name, shape in shapes.items() if shape not in _SHAPES]:
         listed = ", ".join(map(repr, _SHAPES))
         raise ValueError(f"{op.name}: input `{wrong[0]}` has shape {shapes[wrong[0]]!r}; recognised are {listed}.")
-    attrs = dict(op.attrs)
-    made = _traced(own, shapes, attrs)
+    made = _traced(own, shapes, op.attrs)
     text, numbers = with_holes(made.expression)
+    given, outputs = list(shapes), list(op.outputs)
+    operands = tuple(given[i] for i in made.operands)
+    outs = tuple(outputs[k] for k in made.outputs)
+    return text, _Pattern(own, operands, outs, numbers, _holes(own, shapes, text, numbers))
+
+
+def _holes(own: Own, shapes: Mapping[str, str], text: str, numbers: tuple[float, ...]) -> dict[int, tuple[str, str]]:
+    """The numbers that follow from an attribute alone: which one, and how."""
     holes: dict[int, tuple[str, str]] = {}
-    for name, value in op.attrs.items():
+    for name, value in own.op.attrs.items():
         if isinstance(value, float):
-            probed_text, probed = with_holes(_traced(own, shapes, {**attrs, name: _PROBE}).expression)
+            probed_text, probed = with_holes(_traced(own, shapes, {**own.op.attrs, name: _PROBE}).expression)
             changed = [i for i, (a, b) in enumerate(zip(numbers, probed, strict=False)) if a != b]
             how = {i: next((k for k, f in _HOW.items() if math.isclose(probed[i], f(_PROBE), rel_tol=_CLOSE)), "")
                    for i in changed}  # fmt: skip
             if probed_text == text and all(how.values()):
                 holes |= {i: (name, each) for i, each in how.items()}
-    given, outputs = list(shapes), list(op.outputs)
-    operands = tuple(given[i] for i in made.operands)
-    return text, _Pattern(own, operands, tuple(outputs[k] for k in made.outputs), numbers, holes)
+    return holes
 
 
 def _traced(own: Own, shapes: Mapping[str, str], attrs: Mapping[str, Any]) -> Canonical:

@@ -64,6 +64,10 @@ class Chooser:
             return Choice("", why=f"it is not asked for on {device or 'no device'}")
         if (own := self.own.of(found, products)) is not None:
             return Choice("own", own[0].own.op.name, product=own[1], own=own[0])
+        return self._of_ours(found, products, device)
+
+    def _of_ours(self, found: Found, products: list[int], device: str) -> Choice:
+        """What an expression becomes of ours."""
         choice = neutral.choose(found, products, exact=self.exact)
         if choice.kind == "linear" and (_adds_bias(found) or "linear" not in self.names):
             choice = neutral.choose(found, exact=self.exact)

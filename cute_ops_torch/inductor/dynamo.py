@@ -91,11 +91,13 @@ class DynamoFront(Front):
     def _value(self, node: Node) -> Any:
         self.place[node], self.mode[node] = len(self.place), self._now
         made, effects = example(node), has_effects(node)
-        if effects and node.op == "call_function" and name_of(node.target) in MODES:
-            self._switch(node)
-            return None
-        if effects and (writes := written_by(node)):
-            return self._write(node, writes)
+        if effects:
+            if node.op == "call_function" and name_of(node.target) in MODES:
+                return self._switch(node)
+            if writes := written_by(node):
+                return self._write(node, writes)
+            if is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+                self.barriers.append(self.place[node])
         value = super()._value(node)
         if isinstance(value, Value) and value.op not in ("constant", "input", "opaque"):
             if self._now and not any(isinstance(each, Value) for each in self._reads(node)):
@@ -103,13 +105,15 @@ class DynamoFront(Front):
             self._of_mode.setdefault(value, self._now)
         elif isinstance(value, Value):
             self._of_mode.setdefault(value, self._now if value.op == "opaque" else 0)
-        if effects and (is_random(node) or isinstance(node.target, torch._ops.HigherOrderOperator)):
-            self.barriers.append(self.place[node])
-        elif not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
-            self.barriers.append(self.place[node])
-            self._effects += [each for each in self._reads(node) if isinstance(each, Value)]
+        if not isinstance(made, (torch.Tensor, tuple, list, torch.SymInt, torch.SymFloat, torch.SymBool, int)):
+            self._note_effect(node)
         self._hold(node, value, made)
         return value
+
+    def _note_effect(self, node: Node) -> None:
+        """A node that makes no value is there for what it does."""
+        self.barriers.append(self.place[node])
+        self._effects += [each for each in self._reads(node) if isinstance(each, Value)]
 
     def _hold(self, node: Node, value: Any, made: Any) -> None:
         if isinstance(value, Value) and isinstance(made, torch.Tensor):
@@ -195,9 +199,9 @@ class DynamoFront(Front):
         if not isinstance(value, torch.Tensor) or not args or self._moves(node):
             return None
         kinds = kinds_of(args) | kinds_of(kwargs.values()) if kwargs else kinds_of(args)
-        if kinds and any(issubclass(kind, (torch.Tensor, Node)) for kind in kinds):
+        if _are_some(kinds, (torch.Tensor, Node)):
             return None
-        if kinds and name not in _TAKES_SIZES and any(issubclass(kind, _SYMBOLS) for kind in kinds):
+        if name not in _TAKES_SIZES and _are_some(kinds, _SYMBOLS):
             if name not in ("layer_norm", "rms_norm") and not (name == "add" and shape_of(value)[-1:] == (1,)):
                 return None
             args, kwargs = _specialized((args, kwargs))  # an epsilon, of whose value alone the graph then is
@@ -209,6 +213,10 @@ class DynamoFront(Front):
         if name in _WITH_DTYPE:
             args, kwargs = _cast_first(self.graph, name, args, kwargs, value)
         return self._of_name(_ATEN.get(name, name), args, kwargs, value)
+
+
+def _are_some(kinds: set[type], wanted: tuple[type, ...]) -> bool:
+    return bool(kinds) and any(issubclass(kind, wanted) for kind in kinds)
 
 
 def _initial_mode(module: GraphModule) -> bool | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -187,14 +188,9 @@ class Rewriting:
             emits = emitter(order)
             made, gain = emits.emit(found, choice, self.choosing.judge)
         made = [emits.as_held(new, holders[0].node) for holders, new in zip(roots, made, strict=True)]
-        for holders, new in zip(roots, made, strict=True):
-            wrong = _differs(new, holders[0].node)
-            if not wrong and not lies_alike(new, holders[0].node):
-                fits = isinstance(found, Composite) and all(is_read_alike(each.node, example(new)) for each in holders)
-                wrong = "" if fits else "its result is not laid out row by row"
-            if wrong:
-                emits.undo()
-                raise Refused(wrong)
+        if wrong := next(filter(None, map(partial(_wrong, isinstance(found, Composite)), made, roots)), ""):
+            emits.undo()
+            raise Refused(wrong)
         gain = self.settled(found, choice, emits, roots, made, gain)
         for holders, new in zip(roots, made, strict=True):
             for holder in holders:
@@ -298,6 +294,15 @@ def _order(found: Found, results: list[Any]) -> tuple[int, ...]:
         orders.add(tuple(sorted(range(rank), key=descending.__getitem__)))
     order = orders.pop() if len(orders) == 1 else ()
     return () if order == tuple(range(rank)) else order
+
+
+def _wrong(is_part_of_layer: bool, new: Node, holders: list[Holder]) -> str:
+    """Why a new tensor cannot take the place of others; empty if it can."""
+    wrong = _differs(new, holders[0].node)
+    if wrong or lies_alike(new, holders[0].node):
+        return wrong
+    fits = is_part_of_layer and all(is_read_alike(each.node, example(new)) for each in holders)
+    return "" if fits else "its result is not laid out row by row"
 
 
 def _differs(new: Node, old: Node) -> str:
