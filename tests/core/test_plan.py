@@ -367,8 +367,8 @@ def test_a_kernel_gets_dims_in_declared_order(tmp_path: Path) -> None:
 def test_what_may_run_by_the_framework_is_planned_for_a_gpu(op: Op) -> None:
     """Whether the kernel runs, and from which copies, is known of every such op, a product or not."""
     for case in op.cases[:2]:
-        dtype = op.dtypes["T"][0]
-        given = testing.inputs(op, case, dtype)
+        dtypes = {variable: choices[0] for variable, choices in op.dtypes.items()}
+        given = testing.inputs(op, case._replace(dtypes={**dtypes, **case.dtypes}), dtypes["T"])
         arrays = {name: Array(a.shape, a.dtype.name) for name, a in given.items() if a is not None}
         binding = bind(op, arrays, {**case.attrs, "fused": "auto"})
         places = {name: Memory(compact(array.shape)) for name, array in arrays.items()}

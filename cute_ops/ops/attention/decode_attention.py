@@ -157,7 +157,7 @@ def _of_heads(dims: Mapping[str, int], eights: bool) -> str:
 def fill_pages(xp: Any, arrays: dict[str, Any]) -> None:
     """Lengths from none to all keys, of which the last is not always there; pages of the pool, and some beyond."""
     lengths, table = arrays["lengths"], arrays.get("page_table")
-    pages, size = next(x for name, x in arrays.items() if name.endswith("_cache")).shape[:2]
+    pages, size = next(x for name, x in arrays.items() if name == "k" or name.endswith("_cache")).shape[:2]
     room = size * (1 if table is None else table.shape[1])
     if lengths.size:
         lengths[...] = xp.linspace(room, 0, lengths.size).astype(lengths.dtype)
