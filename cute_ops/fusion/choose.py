@@ -49,12 +49,9 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
         products: leaves that are products which may take an epilogue.
         exact: whether the program's own roundings are kept; ours that round elsewhere are left out then.
     """
-    expression = found.expression
     if why := _obstacle(found):
         return Choice("", why=why)
-    primitives = [
-        node.primitive for node in expression.nodes if node.primitive in PRIMITIVES and node.primitive != "astype"
-    ]
+    primitives = _primitives(found)
     reduces = any(PRIMITIVES[primitive].reduces for primitive in primitives)
     if len(products) == 1 and not reduces and not exact and _is_epilogue(found, products[0]):
         return Choice("linear", "linear", product=products[0])
@@ -66,6 +63,11 @@ def choose(found: Found, products: Sequence[int] = (), *, exact: bool = False) -
     if len(primitives) - sum(root.dtype == "bool" for root in found.roots) < 2:  # a bool is written as a number
         return Choice("", why="one primitive alone: there is no pass to save")
     return Choice("fused", "fused")
+
+
+def _primitives(found: Found) -> list[str]:
+    names = (node.primitive for node in found.expression.nodes)
+    return [name for name in names if name in PRIMITIVES and name != "astype"]
 
 
 def _obstacle(found: Found) -> str:

@@ -102,13 +102,11 @@ class _Parts:
             if not all(map(is_linear, halves)) or len(set(halves)) < len(halves):
                 continue
             x, weights = first.args[0], [each.args[1] for each in halves]
-            alike = all(
-                (p.args[0], p.attr, w.shape) == (x, first.attr, weights[0].shape)
-                for p, w in zip(halves, weights, strict=True)
-            )
             read = all(self._is_read_only_by(each, inside) for each in halves)
             alone = read and self._is_read_only_by(hidden, {down})
-            if not (alike and alone and first.attr[1] == down.attr[1] and _one_dtype(*halves, hidden, down)):
+            if not (
+                _are_alike(halves) and alone and first.attr[1] == down.attr[1] and _one_dtype(*halves, hidden, down)
+            ):
                 continue
             names = ("w_gate", "w_up") if len(halves) == 2 else ("w_gate_up",)
             operands = {"x": x, **dict(zip(names, weights, strict=True)), "w_down": w_down}
@@ -190,19 +188,17 @@ class _Parts:
         if not isinstance(size, int) or call.shapes[1][-1] != size // 2 or call.shapes[1] != call.shapes[2]:
             return None
         nodes = [root]
-        while not is_linear(x):
-            if x.op not in ("reshape", "transpose") or not self._is_read_only_by(x, set(nodes)):
-                return None
+        while not is_linear(x) and x.op in ("reshape", "transpose") and self._is_read_only_by(x, set(nodes)):
             nodes.append(x)
             x = x.args[0]
-        if not self._is_read_only_by(x, set(nodes)) or root.dtype != x.dtype:
+        if not is_linear(x) or not self._is_read_only_by(x, set(nodes)) or root.dtype != x.dtype:
             return None
         lead, n = x.shape[:-1], x.shape[-1]
         if not isinstance(n, int) or n % size:
             return None
         by_head = (*lead, n // size, size)
         turned = root.shape != by_head or (len(lead) == 2 and lead[1] == n // size and _transposes(nodes))
-        if turned and (len(lead) != 2 or root.shape != (lead[0], n // size, lead[1], size)):
+        if turned and root.shape != (*lead[:1], n // size, *lead[1:2], size):
             return None
         table = _by_position(call.shapes[1], turned, len(lead))
         return None if table is None else _Heads(root, x, cos, sin, size, table, turned, (*nodes, x))
@@ -301,6 +297,11 @@ def _activation(meaning: Meaning) -> str:
     if meaning.op in ("silu_mul", "swiglu"):
         return "silu"
     return "gelu_tanh" if meaning.attrs.get("approximate") == "tanh" else "gelu"
+
+
+def _are_alike(products: list[Node]) -> bool:
+    """Whether products have one input, and weights of one shape in one layout."""
+    return len({(each.args[0], each.attr, each.args[1].shape) for each in products}) == 1
 
 
 def _row(node: Node) -> Node:
