@@ -173,14 +173,7 @@ class _Expressing:
             return [(arg, rows, _aligned(arg, node, labels)) for arg in node.args]
         x = node.args[0]
         if node.op == "reduce":
-            _, _, keepdims = node.attr
-            if any(label in (COLUMNS, LOW, HIGH) for label in labels):
-                raise Cut("what was reduced becomes columns")
-            if self.n is None:
-                self.n = x.shape[-1]
-            if x.shape[-1] != self.n:
-                raise Cut("rows of two lengths")
-            return [(x, rows, (*(labels[:-1] if keepdims else labels), COLUMNS))]
+            return [self._reduced(node, rows, labels)]
         if node.op == "broadcast":
             sizes = zip(node.attr, x.shape, strict=True)
             return [(x, rows, tuple(labels[i] if size != 1 else ONE for i, size in sizes))]
@@ -192,6 +185,17 @@ class _Expressing:
             remaining = iter([label for label, size in zip(labels, node.shape, strict=True) if size != 1])
             return [(x, rows, tuple(ONE if size == 1 else next(remaining) for size in x.shape))]
         return [self._other_rows(node, rows, labels)]
+
+    def _reduced(self, node: Node, rows: Shape, labels: Labels) -> tuple[Node, Shape, Labels]:
+        """What a reduction reads: rows with columns, as long as all rows that are reduced."""
+        x, (_, _, keepdims) = node.args[0], node.attr
+        if any(label in (COLUMNS, LOW, HIGH) for label in labels):
+            raise Cut("what was reduced becomes columns")
+        if self.n is None:
+            self.n = x.shape[-1]
+        if x.shape[-1] != self.n:
+            raise Cut("rows of two lengths")
+        return x, rows, (*(labels[:-1] if keepdims else labels), COLUMNS)
 
     def _other_rows(self, node: Node, rows: Shape, labels: Labels) -> tuple[Node, Shape, Labels]:
         """A reshape that joins or splits the dims of rows: the same rows by other numbers."""

@@ -102,11 +102,8 @@ class Graph:
 
     def primitive(self, name: str, args: Sequence[Node], shape: Shape, dtype: str) -> Node:
         """A primitive of elements. ``erfc`` is written with others; primitives of constants are constants."""
-        numbers = [arg.attr for arg in args if arg.op == "constant"]
-        if numbers and len(numbers) == len(args) and name in REFERENCE and shape == ():
-            folded = fold(name, *numbers)
-            if folded is not None:
-                return self.constant(folded)
+        if (folded := _folded(name, args, shape)) is not None:
+            return self.constant(folded)
         if name == "where" and args[0].op == "constant":
             return self.broadcast(self.cast(args[1 if args[0].attr else 2], dtype), shape)
         if name == "erfc":  # 2 ndtr(-x sqrt(2)): one minus erf would cancel
@@ -114,10 +111,8 @@ class Graph:
             scaled = self.primitive("multiply", [turned, self.constant(math.sqrt(2))], turned.shape, dtype)
             half = self.make("primitive", [scaled], "ndtr", shape, dtype)
             return self.primitive("multiply", [half, self.constant(2.0)], shape, dtype)
-        if name == "maximum":  # of rows without elements
-            for x, bound in (args, args[::-1]):
-                if bound.op == "constant" and bound.attr == -math.inf and x.shape == shape:
-                    return x
+        if name == "maximum" and (bounded := _bounded_by_nothing(args, shape)) is not None:
+            return bounded
         if name == "less" and args[1].op == "constant" and args[1].attr <= 0 and self._names(args[0], "iota"):
             return self.broadcast(self.constant(False), shape)
         if name == "add" and (rope := self._rotation(named.of_sum(args), shape, dtype)) is not None:
@@ -291,6 +286,21 @@ class Graph:
             (left, a), (right, b) = _as_it_lies(left, dims[0][0]), _as_it_lies(right, dims[1][0])
             dims = ((a,), (b,))
         return self.make("contract", [left, right], (*dims, batch), shape, dtype)
+
+
+def _folded(name: str, args: Sequence[Node], shape: Shape) -> float | bool | None:
+    """The number that a primitive of constants is; None of another."""
+    numbers = [arg.attr for arg in args if arg.op == "constant"]
+    constant = numbers and len(numbers) == len(args) and name in REFERENCE and shape == ()
+    return fold(name, *numbers) if constant else None
+
+
+def _bounded_by_nothing(args: Sequence[Node], shape: Shape) -> Node | None:
+    """``x`` of ``maximum(x, -inf)``, of which the second is the maximum of a row without elements; None of another."""
+    for x, bound in (args, args[::-1]):
+        if bound.op == "constant" and bound.attr == -math.inf and x.shape == shape:
+            return x
+    return None
 
 
 def _as_it_lies(x: Node, axis: int) -> tuple[Node, int]:

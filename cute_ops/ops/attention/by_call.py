@@ -171,18 +171,28 @@ def _arrays(called: str, option: str, function: Function, captured: Sequence[Cap
         expected = coordinates if option == "score_mod" else "xp, batch, head, q, k"
         _refuse(called, TypeError, f"{what} must take ({expected}, *captured), takes {len(parameters)} arguments.")
     if captured and captured[0].name:
-        by_name = {array.name: i for i, array in enumerate(captured)}
-        lacking = [p.name for p in own if p.name not in by_name and p.default is Parameter.empty]
-        if lacking:
-            near = meant(lacking[0], by_name)
-            _refuse(called, TypeError, f"{what} reads `{lacking[0]}`, which `captured` does not have{near}.")
-        return [by_name[p.name] for p in own if p.name in by_name]
-    least = sum(p.default is Parameter.empty for p in own)
-    if not least <= len(captured) <= (len(captured) if every else len(own)):
-        names = ", ".join(f"`{p.name}`" for p in own) or "no arrays"
-        more = "; a dict gives each function those that its parameters name" if len(captured) > len(own) else ""
-        _refuse(called, TypeError, f"{what} reads {names}, but `captured` has {len(captured)}{more}.")
+        return _arrays_by_name(called, what, own, captured)
+    _check_count(called, what, own, every, len(captured))
     return [*range(len(captured))]
+
+
+def _arrays_by_name(called: str, what: str, own: Sequence[Parameter], captured: Sequence[Captured]) -> list[int]:
+    """The captured arrays that a function's parameters name."""
+    by_name = {array.name: i for i, array in enumerate(captured)}
+    lacking = [p.name for p in own if p.name not in by_name and p.default is Parameter.empty]
+    if lacking:
+        near = meant(lacking[0], by_name)
+        _refuse(called, TypeError, f"{what} reads `{lacking[0]}`, which `captured` does not have{near}.")
+    return [by_name[p.name] for p in own if p.name in by_name]
+
+
+def _check_count(called: str, what: str, own: Sequence[Parameter], every: bool, count: int) -> None:
+    """Refuse another number of arrays than a function has parameters for; ``every``: it takes any number."""
+    least = sum(p.default is Parameter.empty for p in own)
+    if not least <= count <= (count if every else len(own)):
+        names = ", ".join(f"`{p.name}`" for p in own) or "no arrays"
+        more = "; a dict gives each function those that its parameters name" if count > len(own) else ""
+        _refuse(called, TypeError, f"{what} reads {names}, but `captured` has {count}{more}.")
 
 
 def _traced(option: str, function: Function, captured: Sequence[Captured], chosen: Sequence[int]) -> Mod:

@@ -15,7 +15,7 @@ from cute_ops.expressions.captured import trace_mod
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import OPERANDS, Expression, Graph, Node, copied, operands_of
 from cute_ops.expressions.intervals import Range, bounds
-from cute_ops.expressions.reads import FLOAT, SIZE, Mod, known
+from cute_ops.expressions.reads import FLOAT, SIZE, Mod, Read, known
 from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.text import text_of
 
@@ -135,28 +135,35 @@ def declared(
         if base + BATCH in uses or base + len(COORDINATES) + BATCH in uses:
             refuse("`batch` may only be the first index of a captured array: calls are batched and shared by it.")
         for read in mod.reads:
-            if read.kind.startswith(SIZE):
-                continue
-            if read.place is None:
-                refuse(f"`{names[read.array]}` has no dims: give it one, and read element 0.")
-            roles = [_role(read.place.nodes[i], base) for i in read.place.outputs] if read.place else []
-            before = found[read.array]
-            if before is not None and len(before) != len(roles):
-                refuse(f"`{names[read.array]}` is read with {len(before)} indices and with {len(roles)}.")
-            if "*m" in roles[1:]:
-                refuse(f"`{names[read.array]}` is read by `batch` in another place than the first.")
-            found[read.array] = [{role, *old} for role, old in zip(roles, before or [set()] * len(roles), strict=True)]
-    shapes = []
-    for number, dims in enumerate(found):
-        if dims is None:
-            refuse(f"`{names[number]}` is read by no function.")
-        if dims and "*m" in dims[0] and len(dims[0]) > 1:
-            refuse(f"`{names[number]}` is read by `batch` and by something else in its place.")
-        shapes.append([
-            next(iter(roles)) if len(roles) == 1 and "" not in roles else f"c{number}d{place}"
-            for place, roles in enumerate(dims)
-        ])  # fmt: skip
-    return shapes
+            if not read.kind.startswith(SIZE):
+                found[read.array] = _roles(read, base, found[read.array], names[read.array], refuse)
+    return [_dims(number, roles, names[number], refuse) for number, roles in enumerate(found)]
+
+
+def _roles(
+    read: Read, base: int, before: list[set[str]] | None, name: str, refuse: Callable[[str], NoReturn]
+) -> list[set[str]]:
+    """The roles of each index of an array, those of earlier reads (``before``) and of this one."""
+    if read.place is None:
+        refuse(f"`{name}` has no dims: give it one, and read element 0.")
+    roles = [_role(read.place.nodes[i], base) for i in read.place.outputs]
+    if before is not None and len(before) != len(roles):
+        refuse(f"`{name}` is read with {len(before)} indices and with {len(roles)}.")
+    if "*m" in roles[1:]:
+        refuse(f"`{name}` is read by `batch` in another place than the first.")
+    return [{role, *old} for role, old in zip(roles, before or [set()] * len(roles), strict=True)]
+
+
+def _dims(number: int, roles: list[set[str]] | None, name: str, refuse: Callable[[str], NoReturn]) -> list[str]:
+    """The dims of a captured array, from the roles of each of its indices."""
+    if roles is None:
+        refuse(f"`{name}` is read by no function.")
+    if roles and "*m" in roles[0] and len(roles[0]) > 1:
+        refuse(f"`{name}` is read by `batch` and by something else in its place.")
+    return [
+        next(iter(each)) if len(each) == 1 and "" not in each else f"c{number}d{place}"
+        for place, each in enumerate(roles)
+    ]
 
 
 def depends_on_head(functions: Sequence[Mod], shapes: Sequence[str]) -> bool:
