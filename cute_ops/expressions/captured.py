@@ -196,20 +196,31 @@ def trace_mod(
         args.append(Coordinate(graph, graph.operand(i), graph.operand(i + len(coordinates))))
     args += [Captured(graph, i, kind) for i, kind in arrays.items()]
     found = finished(graph, lambda xp: function(xp, *args), at)
-    if [graph_kind.dtype for graph_kind in found.output_kinds] != [gives]:
-        instead = {"bool": "return a comparison, such as k <= q", "float32": "return the new score"}[gives]
-        returned = " and ".join(each.dtype for each in found.output_kinds)
-        graph.refuse(f"it returns {returned}, not one {gives}", instead, at)
+    _check_result(graph, found, gives, at)
     reads = [Read(array, kind, _simple(graph, index) if index else None) for array, kind, index in graph.reads]
     indices = [read.place for read in reads if read.place is not None]
-    for node in (node for expression in (found, *indices) for node in expression.nodes):
+    for expression in (found, *indices):
+        _check_nodes(graph, expression, at)
+    if any(min(operands_of(index, i), default=len(values)) < len(values) for index in indices for i in index.outputs):
+        graph.refuse("an index that depends on a score", "read by batch, head, q and k", at)
+    return Mod(found, tuple(reads))
+
+
+def _check_result(graph: Tracing, found: Expression, gives: str, at: tuple[str, int] | None) -> None:
+    """Refuse a function that does not return one value of the dtype ``gives``."""
+    if [kind.dtype for kind in found.output_kinds] != [gives]:
+        instead = {"bool": "return a comparison, such as k <= q", "float32": "return the new score"}[gives]
+        returned = " and ".join(kind.dtype for kind in found.output_kinds)
+        graph.refuse(f"it returns {returned}, not one {gives}", instead, at)
+
+
+def _check_nodes(graph: Tracing, expression: Expression, at: tuple[str, int] | None) -> None:
+    """Refuse what is computed of more than one score."""
+    for node in expression.nodes:
         if node.primitive in ("n", "column"):
             graph.refuse("the length of a row of scores", "write k.size, the number of keys", at)
         if node.primitive in PRIMITIVES and (PRIMITIVES[node.primitive].reduces or PRIMITIVES[node.primitive].grouped):
             graph.refuse(f"xp.{node.primitive} of scores", "a function sees one score at a time", at)
-    if any(min(operands_of(index, i), default=len(values)) < len(values) for index in indices for i in index.outputs):
-        graph.refuse("an index that depends on a score", "read by batch, head, q and k", at)
-    return Mod(found, tuple(reads))
 
 
 def _simple(graph: Graph, outputs: Sequence[int]) -> Expression:

@@ -102,16 +102,29 @@ def reference_bwd(
         _kv(xp, xp.sum(xp.matrix_transpose(x) @ y, axis=2), like)
         for x, y, like in ((dscores, wide_q * scale, k), (weights, wide_do, v))
     )
-    dsinks = None
-    if sinks is not None:
-        share = xp.exp(xp.reshape(*widen(xp, sinks), (1, g, -1, 1)) - row_lse[..., 0])
-        share = xp.where(row_lse[..., 0] > -math.inf, share, xp.zeros_like(share))
-        dsinks = xp.astype(xp.reshape(-xp.sum(share * delta, axis=(0, 3)), sinks.shape), sinks.dtype)
+    dsinks = None if sinks is None else _sinks_bwd(xp, sinks, row_lse[..., 0], delta)
     if sequences is not None and unknown is not None:
-        dq = dq + unknown[sequences.q.number][:, None, None]
-        dk, dv = (x + unknown[sequences.k.number][:, None, None] for x in (dk, dv))
-        dsinks = None if dsinks is None else dsinks + xp.astype(xp.sum(unknown), dsinks.dtype)
+        dq, dk, dv, dsinks = _with_unknown(xp, sequences, unknown, (dq, dk, dv, dsinks))
     return xp.astype(dq, q.dtype), xp.astype(dk, k.dtype), xp.astype(dv, v.dtype), dsinks
+
+
+def _sinks_bwd(xp: Any, sinks: Any, lse: Any, delta: Any) -> Any:
+    """The gradient of sinks, of the log-sum-exp of rows and of the sums of products of their results and cotangents,
+    both (batch, kv heads, heads of one, s).
+    """
+    share = xp.exp(xp.reshape(*widen(xp, sinks), (1, lse.shape[1], -1, 1)) - lse)
+    share = xp.where(lse > -math.inf, share, xp.zeros_like(share))
+    return xp.astype(xp.reshape(-xp.sum(share * delta, axis=(0, 3)), sinks.shape), sinks.dtype)
+
+
+def _with_unknown(
+    xp: Any, sequences: Sequences, unknown: Any, gradients: tuple[Any, Any, Any, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """Gradients of packed sequences, NaN in those whose values are ``unknown``: NaN by sequence, else 0."""
+    dq, dk, dv, dsinks = gradients
+    of_q, of_k = (unknown[side.number][:, None, None] for side in (sequences.q, sequences.k))
+    dsinks = None if dsinks is None else dsinks + xp.astype(xp.sum(unknown), dsinks.dtype)
+    return dq + of_q, dk + of_k, dv + of_k, dsinks
 
 
 def _sequences(
@@ -301,26 +314,8 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
     offsets = OFFSETS if packed else {}
     functions = [Mod.parse(text) for text in (own.score, own.mask) if text]
     captured = {name: Tensor(shape, f"C_{name}", merged=shape.startswith("*m")) for name, _, shape in own.captured}
-    of_head = mods.depends_on_head(functions, [shape for _, _, shape in own.captured])
     wanted = [own.captured[i][0] for i in mods.differentiable(own)]
-    common: dict[str, Any] = {
-        "dtypes": {"T": HALVES, "S": FLOATS, **{f"C_{name}": DTYPES[kind] for name, kind, _ in own.captured}},
-        "attrs": {
-            "scale": 0.0,
-            "causal": False,
-            "left": -1,
-            "right": -1,
-            "softcap": 0.0,
-            "deterministic": False,
-            "fused": FUSED,
-        },
-        "static": ("d", "e"),
-        "sharding": Sharding(parallel=() if of_head else ("g",)),
-        "check": check,
-        "cases": () if functions else PACKED_CASES if packed else CASES,
-        **({"called": "attention"} if functions else {}),
-        **({"arrange": fill_offsets} if packed else {}),
-    }
+    common = _of_both(own, functions, packed)
     wide = {**common["dtypes"], "T": (*HALVES, *WIDE["T"])}
     cotangent = _declared(_heads(OUT.shape), packed)
     read = {"q": q, "k": k, "v": v, **offsets, "out": cotangent, "lse": lse, "dout": cotangent, **captured,
@@ -352,6 +347,29 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         no_gradient=tuple(name for name, kind, _ in own.captured if kind == FLOAT and name not in wanted),
         doc=PACKED_DOC if packed else DOC,
     )  # fmt: skip
+
+
+def _of_both(own: mods.Own, functions: Sequence[Mod], packed: bool) -> dict[str, Any]:
+    """What attention and its gradient declare alike."""
+    of_head = mods.depends_on_head(functions, [shape for _, _, shape in own.captured])
+    return {
+        "dtypes": {"T": HALVES, "S": FLOATS, **{f"C_{name}": DTYPES[kind] for name, kind, _ in own.captured}},
+        "attrs": {
+            "scale": 0.0,
+            "causal": False,
+            "left": -1,
+            "right": -1,
+            "softcap": 0.0,
+            "deterministic": False,
+            "fused": FUSED,
+        },
+        "static": ("d", "e"),
+        "sharding": Sharding(parallel=() if of_head else ("g",)),
+        "check": check,
+        "cases": () if functions else PACKED_CASES if packed else CASES,
+        **({"called": "attention"} if functions else {}),
+        **({"arrange": fill_offsets} if packed else {}),
+    }
 
 
 def _declared(tensor: Tensor, packed: bool) -> Tensor:
