@@ -7,7 +7,7 @@ epilogues, and what the gradient can compute again is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import isclose
 from typing import Any, NamedTuple
@@ -99,15 +99,11 @@ class _Parts:
             given = dict(zip(meaning.operands, (leaf.node for leaf in gated.leaves), strict=True))
             halves = [given[name] for name in ("gate", "up", "x") if name in given]
             first, inside = halves[0], set(gated.region.nodes)
-            if not all(map(is_linear, halves)) or len(set(halves)) < len(halves):
+            if not _are_alike(halves) or first.attr[1] != down.attr[1] or not _one_dtype(*halves, hidden, down):
+                continue
+            if not self._are_read_only_by(halves, inside) or not self._is_read_only_by(hidden, {down}):
                 continue
             x, weights = first.args[0], [each.args[1] for each in halves]
-            read = all(self._is_read_only_by(each, inside) for each in halves)
-            alone = read and self._is_read_only_by(hidden, {down})
-            if not (
-                _are_alike(halves) and alone and first.attr[1] == down.attr[1] and _one_dtype(*halves, hidden, down)
-            ):
-                continue
             names = ("w_gate", "w_up") if len(halves) == 2 else ("w_gate_up",)
             operands = {"x": x, **dict(zip(names, weights, strict=True)), "w_down": w_down}
             attrs = {"activation": _activation(meaning), "transposed": first.attr[1] == (0,)}
@@ -187,21 +183,28 @@ class _Parts:
         (x, cos, sin), size = call.nodes, root.shape[-1]
         if not isinstance(size, int) or call.shapes[1][-1] != size // 2 or call.shapes[1] != call.shapes[2]:
             return None
-        nodes = [root]
+        nodes = self._to_product(x, root)
+        if not nodes or root.dtype != nodes[-1].dtype:
+            return None
+        product = nodes[-1]
+        lead, n = product.shape[:-1], product.shape[-1]
+        if not isinstance(n, int) or n % size:
+            return None
+        by_row = (*lead, n // size, size)
+        by_head = (lead[0], n // size, lead[1], size) if len(lead) == 2 else ()
+        if root.shape not in (by_row, by_head):
+            return None
+        turned = root.shape == by_head and (by_head != by_row or _transposes(nodes))
+        table = _by_position(call.shapes[1], turned, len(lead))
+        return None if table is None else _Heads(root, product, cos, sin, size, table, turned, nodes)
+
+    def _to_product(self, x: Node, reader: Node) -> tuple[Node, ...]:
+        """The reader of a view of a product, the views, and the product; empty if it is none or others read of it."""
+        nodes = [reader]
         while not is_linear(x) and x.op in ("reshape", "transpose") and self._is_read_only_by(x, set(nodes)):
             nodes.append(x)
             x = x.args[0]
-        if not is_linear(x) or not self._is_read_only_by(x, set(nodes)) or root.dtype != x.dtype:
-            return None
-        lead, n = x.shape[:-1], x.shape[-1]
-        if not isinstance(n, int) or n % size:
-            return None
-        by_head = (*lead, n // size, size)
-        turned = root.shape != by_head or (len(lead) == 2 and lead[1] == n // size and _transposes(nodes))
-        if turned and root.shape != (*lead[:1], n // size, *lead[1:2], size):
-            return None
-        table = _by_position(call.shapes[1], turned, len(lead))
-        return None if table is None else _Heads(root, x, cos, sin, size, table, turned, (*nodes, x))
+        return (*nodes, x) if is_linear(x) and self._is_read_only_by(x, set(nodes)) else ()
 
     # The end of a block
 
@@ -230,6 +233,9 @@ class _Parts:
                     "linear_add_rmsnorm", operands, attrs, found.roots, (product, *found.region.nodes), (found,)
                 )
                 break
+
+    def _are_read_only_by(self, nodes: Sequence[Node], readers: set[Node]) -> bool:
+        return all(self._is_read_only_by(node, readers) for node in nodes)
 
     def _is_read_only_by(self, node: Node, readers: set[Node]) -> bool:
         live = {user for user in node.users if user in self.live}
@@ -299,9 +305,11 @@ def _activation(meaning: Meaning) -> str:
     return "gelu_tanh" if meaning.attrs.get("approximate") == "tanh" else "gelu"
 
 
-def _are_alike(products: list[Node]) -> bool:
-    """Whether products have one input, and weights of one shape in one layout."""
-    return len({(each.args[0], each.attr, each.args[1].shape) for each in products}) == 1
+def _are_alike(nodes: list[Node]) -> bool:
+    """Whether nodes are products, no two the same one, of one input and of weights of one shape in one layout."""
+    if not all(map(is_linear, nodes)) or len(set(nodes)) < len(nodes):
+        return False
+    return len({(each.args[0], each.attr, each.args[1].shape) for each in nodes}) == 1
 
 
 def _row(node: Node) -> Node:
@@ -326,7 +334,7 @@ def _one_dtype(*nodes: Node) -> bool:
     return len(found) == 1
 
 
-def _transposes(nodes: list[Node]) -> bool:
+def _transposes(nodes: Sequence[Node]) -> bool:
     return any(node.op == "transpose" for node in nodes)
 
 
