@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -198,13 +198,17 @@ def _traced_meaning(module: nn.Module, n: int, dtype: torch.dtype) -> Meaning | 
     layers = {node: layer for node in front.graph.nodes if (layer := _layer(node, places, module)) is not None}
     analysis = analyse(front.graph, whole=[node for node in layers if node.op != "contract"])
     reasons = analysis.reasons.keys() - layers.keys()
-    if len(front.graph.outputs) != 1 or front.graph.outputs[0].dtype != str(dtype).removeprefix("torch."):
+    if reasons or [output.dtype for output in front.graph.outputs] != [str(dtype).removeprefix("torch.")]:
         return None
+    (output,) = front.graph.outputs
     gates = [found for found in analysis.found if found.meaning is not None and found.meaning.op in _GATES]
-    if gates and not reasons:
-        return _of_mlp(gates, front.graph.outputs[0], places, layers)
-    (found,) = analysis.found if len(analysis.found) == 1 else (None,)
-    if found is None or reasons or found.roots != (front.graph.outputs[0],):
+    return _of_mlp(gates, output, places, layers) if gates else _of_leaf(analysis.found, output, places)
+
+
+def _of_leaf(expressions: Sequence[Found], output: Node, places: Mapping[Node, str]) -> Meaning | None:
+    """One op of the module's input and its tensors."""
+    (found,) = expressions if len(expressions) == 1 else (None,)
+    if found is None or found.roots != (output,):
         return None
     meaning = found.meaning
     if meaning is None or meaning.op not in _LEAVES or not all(leaf.node in places for leaf in found.leaves):

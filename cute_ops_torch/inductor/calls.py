@@ -103,21 +103,27 @@ def _are_plain(*tensors: torch.Tensor) -> bool:
 
 def _unrepeated(node: Any) -> Any:
     """``x`` of ``x[:, :, None].expand(b, heads, times, s, d).reshape(b, heads * times, s, d)``; else the node."""
-    joined, spread = value_of(node), value_of(node.args[0]) if _is_method(node, "reshape") else None
-    if joined is None or spread is None or not _is_method(node.args[0], "expand") or spread.ndim != 5:
+    if not (_is_method(node, "reshape") and _is_method(node.args[0], "expand")):
         return node
     single = node.args[0].args[0]
-    one, x = value_of(single), value_of(single.args[0]) if isinstance(single, Node) and single.args else None
-    if one is None or x is None or x.ndim != 4 or not (calls(single, "getitem") or calls(single, "unsqueeze")):
+    if not (calls(single, "unsqueeze") or (calls(single, "getitem") and _only_inserts(single.args[1]))):
         return node
+    x = single.args[0] if single.args else None
+    values = [value_of(each) for each in (x, single, node.args[0], node)]
+    return node if any(value is None for value in values) or not _repeat(*values) else x  # type: ignore[arg-type]
+
+
+def _repeat(x: torch.Tensor, single: torch.Tensor, spread: torch.Tensor, joined: torch.Tensor) -> bool:
+    """Whether ``x`` gets a dim behind its heads, which is spread and joined with them, by the shapes."""
+    if (x.ndim, spread.ndim, joined.ndim) != (4, 5, 4):
+        return False
     b, heads, s, d = map(str, x.shape)
-    as_texts = [tuple(map(str, t.shape)) for t in (one, spread)]
+    as_texts = [tuple(map(str, t.shape)) for t in (single, spread)]
     times = as_texts[1][2]
-    if as_texts != [(b, heads, "1", s, d), (b, heads, times, s, d)] or joined.ndim != 4:
-        return node
+    if as_texts != [(b, heads, "1", s, d), (b, heads, times, s, d)]:
+        return False
     whole = isinstance(x.shape[1], int) and joined.shape[1] == x.shape[1] * spread.shape[2]
-    inserts = calls(single, "unsqueeze") or _only_inserts(single.args[1])
-    return single.args[0] if whole and inserts and tuple(map(str, joined.shape[2:])) == (s, d) else node
+    return whole and tuple(map(str, joined.shape[2:])) == (s, d)
 
 
 def _only_inserts(index: Any) -> bool:

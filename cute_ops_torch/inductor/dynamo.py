@@ -202,7 +202,7 @@ class DynamoFront(Front):
         if _are_some(kinds, (torch.Tensor, Node)):
             return None
         if name not in _TAKES_SIZES and _are_some(kinds, _SYMBOLS):
-            if name not in ("layer_norm", "rms_norm") and not (name == "add" and shape_of(value)[-1:] == (1,)):
+            if not _may_add_epsilon(name, value):
                 return None
             args, kwargs = _specialized((args, kwargs))  # an epsilon, of whose value alone the graph then is
         if name in _PRODUCTS:
@@ -213,6 +213,11 @@ class DynamoFront(Front):
         if name in _WITH_DTYPE:
             args, kwargs = _cast_first(self.graph, name, args, kwargs, value)
         return self._of_name(_ATEN.get(name, name), args, kwargs, value)
+
+
+def _may_add_epsilon(name: str, value: torch.Tensor) -> bool:
+    """Whether a function may add an epsilon, which is a number of the graph: a norm, or a sum of one column."""
+    return name in ("layer_norm", "rms_norm") or (name == "add" and shape_of(value)[-1:] == (1,))
 
 
 def _are_some(kinds: set[type], wanted: tuple[type, ...]) -> bool:

@@ -97,6 +97,24 @@ class _Head(NamedTuple):
 
 
 def _head(graph: Graph, node: Any, logits: Any, keeps_logits: bool) -> _Head | None:
+    """The linear layer whose output are the logits of a loss, if the loss can be computed from its input instead."""
+    head = _read_once(logits, keeps_logits)
+    if head is None:
+        return None
+    layer = head.layer
+    x, weight, *_ = layer.args if len(layer.args) > 1 else (None, None)
+    made, hidden, matrix = value_of(layer), value_of(x), value_of(weight)
+    if made is None or hidden is None or matrix is None or changed(graph, layer, node):
+        return None
+    if any(str(value_of(each).shape[:-1]) != str(made.shape[:-1]) for each in head.returned):  # type: ignore[union-attr]
+        return None
+    bias = value_of(_bias(layer))
+    alike = hidden.dtype == matrix.dtype == made.dtype and (bias is None or bias.dtype == made.dtype)
+    return head if alike and made.dtype in _DTYPES and hidden.ndim > 1 else None
+
+
+def _read_once(logits: Any, keeps_logits: bool) -> _Head | None:
+    """The linear layer and the views that logits are made by, if nothing else reads these."""
     views: list[Any] = []
     returned: list[Any] = []
 
@@ -119,15 +137,7 @@ def _head(graph: Graph, node: Any, logits: Any, keeps_logits: bool) -> _Head | N
         elif not calls(source, "contiguous") and _uncast(source, torch.float32) is source:
             return None
         source = source.args[0]
-    x, weight, *_ = source.args if len(source.args) > 1 else (None, None)
-    made, hidden, matrix = value_of(source), value_of(x), value_of(weight)
-    if made is None or hidden is None or matrix is None or changed(graph, source, node):
-        return None
-    if not is_read_once(source) or any(str(value_of(each).shape[:-1]) != str(made.shape[:-1]) for each in returned):  # type: ignore[union-attr]
-        return None
-    bias = value_of(_bias(source))
-    alike = hidden.dtype == matrix.dtype == made.dtype and (bias is None or bias.dtype == made.dtype)
-    return _Head(source, views[::-1], returned) if alike and made.dtype in _DTYPES and hidden.ndim > 1 else None
+    return _Head(source, views[::-1], returned) if is_read_once(source) else None
 
 
 def _bias(layer: Node) -> Any:
