@@ -100,6 +100,7 @@ class Problem:
             "R": self.residual or self.dtype,
             "C": "float32",
             "I": "int64",
+            "K": self.dtype,
             "P": self.dtype,
             "G": self.dtype,
             "S": self.weight or self.dtype,
@@ -110,6 +111,7 @@ class Problem:
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
             beside = name == "initial_state" or (self.op == "append_kv" and t.optional and "r" not in dict(self.sizes))
+            beside |= name in ("k_scale", "v_scale")  # of caches in float8
             if not beside and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
                 # The vectors of an expression are weights.
                 kind = by_variable.get("W" if t.dtype.startswith("T_") else t.dtype, t.dtype)

@@ -390,7 +390,7 @@ DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "exp2": lambda xp, d, y, x: (d * y * math.log(2),),
     "log": lambda xp, d, y, x: (d / x,),
     "log1p": lambda xp, d, y, x: (d / (1 + x),),
-    "log2": lambda xp, d, y, x: (d / (x * math.log(2)),),
+    "log2": lambda xp, d, y, x: (d / x * (1 / math.log(2)),),
     "tanh": lambda xp, d, y, x: (d * (1 - y**2),),
     "sigmoid": lambda xp, d, y, x: (d * y * (1 - y),),
     "softplus": lambda xp, d, y, x: (d * xp.sigmoid(x),),

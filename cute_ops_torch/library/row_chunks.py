@@ -51,13 +51,15 @@ class Chunks:
         classes, step = self.weight.shape[0], max(_ALIGNMENT // self.hidden.dtype.itemsize, 1)
         self.pitch: int = -(-classes // step) * step
         self.whole: int = classes // step * step or classes
-        sizes = rows, width, max(self.pitch, largest), self.hidden.dtype.itemsize
+        # Of what all ranks know: with other chunks they would wait for each other.
+        most = -(-(largest or classes) // step) * step
+        sizes = rows, width, most, self.hidden.dtype.itemsize
         asked: int = attrs["chunk_rows"]
         apart, shared = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype, 0
         self.slices = self._of_rows(asked or chunks.rows_per_chunk(*sizes))
         if share and "dhidden" in wanted and not (asked or largest):
             shared, self.slices = chunks.plan_shared(*sizes)
-        size = chunks.rows_in_weight(rows, self._fitting()) if apart and not asked else 0
+        size = chunks.rows_in_weight(rows, self._fitting()) if apart and not (asked or largest) else 0
         if size and -(-rows // size) <= len(self.slices):
             shared, self.slices = 0, self._of_rows(size)
         self.sums_apart = apart and len(self.slices) > 1

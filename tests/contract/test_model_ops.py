@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cute_ops import testing
 from cute_ops.composite.models import MODELS
@@ -78,6 +79,7 @@ def test_the_gradient_is_that_of_the_reference(op: Op, case: Case) -> None:
 @pytest.mark.parametrize("op", [op for op in MODELS if not op.program], ids=lambda op: op.name)
 def test_programs_and_batches(adapter: Adapter, op: Op) -> None:
     """Compiled, abstract and under vmap, a call is what it is."""
+    torch._dynamo.reset()  # all ops compile one function
     case = next(case for case in op.cases if testing.elements(case) <= 40_000)
     attrs = testing.attributes(op, case)
     function = testing.plain(op, adapter.register(op))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def test_kernels_in_place_get_no_negated_views() -> None:
     for times in (factor, torch._neg_view(factor)):
         for rows in (x.clone().as_subclass(OnDevice), torch._neg_view(x.clone()).as_subclass(OnDevice)):
             expected = rows * times[:, None]
-            torch.testing.assert_close(inplace_gradient(scale, torch.ops.cute.scale, into)(rows, times), expected)
+            torch.testing.assert_close(
+                inplace_gradient(scale, torch.ops.cute.scale, SimpleNamespace(into=into))(rows, times), expected
+            )
             torch.testing.assert_close(rows, expected)
             assert len(launched) == 1, "of all, only numbers that are what is in memory"
 
@@ -95,7 +98,8 @@ def test_rows_in_place(dtype: torch.dtype, device: str) -> None:
     factor = torch.tensor(NUMBERS, device=device)[:, None].expand(-1, 3)
     expected, place = (x.float() * factor[..., None]).to(dtype), x.data_ptr()
     bits = x[0].clone().view(torch.uint8)
-    out = inplace_gradient(*family("cute", "scale"))(x, factor)
+    declared, run, into = family("cute", "scale")
+    out = inplace_gradient(declared, run, SimpleNamespace(into=into))(x, factor)
     same(out, expected)
     assert out.data_ptr() == x.data_ptr() == place
     assert torch.equal(x[0].view(torch.uint8), bits)
