@@ -189,7 +189,8 @@ _DOC = """Attention of {packed}queries to keys and values in caches, with groupe
         lengths: int32 or int64 ``[b]``: keys of each sequence, new ones included, as :func:`decode_attention` has it.
         page_table: int32 or int64 ``[b t]``: as :func:`decode_attention` has it.
         sinks: ``S[g*r]``, a float dtype of its own: for each head one more score, which has no value.
-        k_scale: float32 ``[g]``, of any strides: what keys in float8 are multiplied by, as :func:`decode_attention` has it.
+        k_scale: float32 ``[g]``, of any strides: what keys in float8 are multiplied by, as
+            :func:`decode_attention` has it.
         v_scale: as k_scale, of values.
         scale: of scores; 0 is ``1 / sqrt(d)``.
         causal: a query attends to keys up to its own.
