@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
-import logging
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -18,15 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops.errors import CacheError
-from cute_ops.files import cache_dir, json_schema
+from cute_ops.files import json_schema
+from cute_ops.files.kept import Kept
 from cute_ops.version import __version__
 
-log = logging.getLogger("cute_ops")
-_FOLDER = "meanings"
 _PAIRS = [(str, object)]
 # A meaning: the op, its tensors, its attributes and the last layer; None of what is no op of ours.
 _SHAPE = {"op": json_schema.Either(str, None), "tensors": _PAIRS, "attrs": _PAIRS, "last": str}
+meanings = Kept("meanings", "meaning", _SHAPE)
 
 
 def key_of(module: nn.Module, n: int, state: Iterable[tuple[str, Any]]) -> str:
@@ -36,29 +33,6 @@ def key_of(module: nn.Module, n: int, state: Iterable[tuple[str, Any]]) -> str:
         parts += [name, *(_source(cls) for cls in type(child).__mro__ if not _is_torchs(cls))]
     parts += [(name, _source(value) if callable(value) else repr(value)) for name, value in state]
     return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
-
-
-def recall(key: str) -> dict[str, Any] | None:
-    """What is known of a module; None if nothing is, or it cannot be read."""
-    try:
-        found = json_schema.parse(cache_dir.read(cache_dir.folder() / _FOLDER, f"{key}.json"), _SHAPE)
-    except FileNotFoundError:
-        return None
-    except (OSError, CacheError, ValueError) as error:
-        log.debug("meaning %s cannot be read: %s", key, error)
-        return None
-    return dict(found)
-
-
-def keep(key: str, meaning: dict[str, Any]) -> None:
-    """Write what is known of a module, if the cache folder can be written."""
-    where = cache_dir.folder() / _FOLDER
-    try:
-        cache_dir.make(where)
-        cache_dir.check_trusted(where)
-        cache_dir.write_whole(where, {f"{key}.json": json.dumps(meaning).encode()})
-    except (OSError, CacheError) as error:
-        log.debug("meaning %s cannot be kept: %s", key, error)
 
 
 def _is_torchs(cls: type) -> bool:

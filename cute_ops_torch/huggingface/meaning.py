@@ -158,7 +158,7 @@ def _replacement(module: nn.Module, n: int, state: Any) -> Replacement | None:
 
 
 def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
-    """What a module that is this norm computes; None where its attributes have changed."""
+    """A function that reads a norm from a module of this meaning: None where the module's attributes changed."""
     places, attrs = dict(meaning.tensors), dict(meaning.attrs)
 
     def read(module: Any) -> Norm | None:
@@ -173,7 +173,7 @@ def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
 def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
     """What a module computes, as another process found it or a trace says, if it agrees with the original."""
     key = known.key_of(module, n, state)
-    if (found := known.recall(key)) is not None:
+    if (found := known.meanings.recall(key)) is not None:
         if found["op"] is None:
             return None
         tensors, attrs = (tuple((name, value) for name, value in found[each]) for each in ("tensors", "attrs"))
@@ -182,7 +182,7 @@ def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
             return meaning
     traced = meaning_of(module, n)
     traced = traced if traced is not None and _agrees(module, traced, n) else None
-    known.keep(key, _NO_OP if traced is None else traced._asdict())
+    known.meanings.keep(key, _NO_OP if traced is None else traced._asdict())
     return traced
 
 
