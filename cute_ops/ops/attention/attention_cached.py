@@ -30,7 +30,7 @@ from cute_ops.ops.attention.attention import (
     ungrouped,
     weights_of,
 )
-from cute_ops.ops.attention.decode_attention import FP8, SCALES, fill_pages, side_by_side
+from cute_ops.ops.attention.decode_attention import FP8, SCALES, fill_pages, room, side_by_side, wrong_dtypes
 from cute_ops.ops.attention.sequences import Sequences, Side, fill_offsets
 
 PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks", *SCALES), "attrs": {"causal": True}}
@@ -147,19 +147,13 @@ def _has_no_kernel(problem: Problem) -> str:
 
 def check(binding: Binding) -> str | None:
     dims, dtypes = binding.dims, binding.dtypes
-    if dtypes["C"] not in (dtypes["T"], FP8):
-        return f"caches are in the dtype of q or in {FP8}, got {dtypes['C']} for q in {dtypes['T']}."
-    if dtypes["C"] != FP8 and (binding.inputs["k_scale"] or binding.inputs["v_scale"]):
-        return f"k_scale and v_scale are for caches in {FP8}, got {dtypes['C']}."
+    if problem := wrong_dtypes(binding):
+        return problem
     if dtypes["C"] == FP8 and (dims["d"] % 32 or dims["e"] % 32):
         return f"a head has 32, 64 ... 256 elements in float8, got d={dims['d']}, e={dims['e']}."
-    if binding.inputs["page_table"] is None:
-        keys = dims["c"]
-        if dims["p"] != dims["b"]:
-            said = "without page_table caches are (batch, capacity, kv heads, headdim)"
-            return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
-    else:
-        keys = dims["t"] * dims["c"]
+    keys = room(binding)
+    if isinstance(keys, str):
+        return keys
     if isinstance(keys, int) and keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     return check_sizes(dims, binding.attrs)

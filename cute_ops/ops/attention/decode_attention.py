@@ -120,29 +120,41 @@ def place_of_queries(xp: Any, lengths: Any, key: Any, queries: int) -> Any:
 
 
 def check(binding: Binding) -> str | None:
-    dims, attrs, dtypes = binding.dims, binding.attrs, binding.dtypes
-    eights = dtypes["C"] == FP8
-    if not eights and dtypes["C"] != dtypes["T"]:
-        return f"caches are in the dtype of q or in {FP8}, got {dtypes['C']} for q in {dtypes['T']}."
-    if not eights and (binding.inputs["k_scale"] or binding.inputs["v_scale"]):
-        return f"k_scale and v_scale are for caches in {FP8}, got {dtypes['C']}."
-    if problem := _of_heads(dims, eights):
+    dims, attrs = binding.dims, binding.attrs
+    if problem := wrong_dtypes(binding) or _of_heads(dims, binding.dtypes["C"] == FP8):
         return problem
     if not 1 <= dims["s"] <= MOST_QUERIES:
         return f"a sequence has 1 to {MOST_QUERIES} queries, got s={dims['s']}; `attention` takes more."
-    if binding.inputs["page_table"] is None:
-        keys = dims["c"]
-        if dims["p"] != dims["b"]:
-            said = "without page_table caches are (batch, capacity, kv heads, headdim)"
-            return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
-    else:
-        keys = dims["t"] * dims["c"]
+    keys = room(binding)
+    if isinstance(keys, str):
+        return keys
     if keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     for name in ("scale", "softcap", "window"):
         if attrs[name] < 0:
             return f"{name} is not negative, got {attrs[name]}."
     return None
+
+
+def wrong_dtypes(binding: Binding) -> str:
+    """What is wrong with the dtypes of caches, and with scales beside them; "" if nothing is."""
+    q, caches = binding.dtypes["T"], binding.dtypes["C"]
+    if caches not in (q, FP8):
+        return f"caches are in the dtype of q or in {FP8}, got {caches} for q in {q}."
+    if caches != FP8 and (binding.inputs["k_scale"] or binding.inputs["v_scale"]):
+        return f"k_scale and v_scale are for caches in {FP8}, got {caches}."
+    return ""
+
+
+def room(binding: Binding) -> Any:
+    """How many keys the caches have room for in each sequence; what is wrong, if their shape does not fit."""
+    dims = binding.dims
+    if binding.inputs["page_table"] is not None:
+        return dims["t"] * dims["c"]
+    if dims["p"] != dims["b"]:
+        said = "without page_table caches are (batch, capacity, kv heads, headdim)"
+        return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
+    return dims["c"]
 
 
 def _of_heads(dims: Mapping[str, int], eights: bool) -> str:
