@@ -329,7 +329,7 @@ def _before(node: Node) -> tuple[Node, tuple[int, ...], float, list[Node]]:
 
 
 def _multiplied(node: Node) -> tuple[Node, float] | None:
-    """What a node multiplies by a positive number, and that."""
+    """The tensor that a node multiplies by a positive number, and the number; None if the node does not."""
     if (node.op, node.attr) == ("primitive", "multiply"):
         for x, number in (node.args, node.args[::-1]):
             while number.op in ("broadcast", "cast", "reshape"):

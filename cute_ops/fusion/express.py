@@ -187,7 +187,7 @@ class _Expressing:
         return [self._other_rows(node, rows, labels)]
 
     def _reduced(self, node: Node, rows: Shape, labels: Labels) -> tuple[Node, Shape, Labels]:
-        """What a reduction reads: rows with columns, as long as all rows that are reduced."""
+        """The node that a reduction reads, with its rows and columns; a region reduces rows of one length."""
         x, (_, _, keepdims) = node.args[0], node.attr
         if any(label in (COLUMNS, LOW, HIGH) for label in labels):
             raise Cut("what was reduced becomes columns")

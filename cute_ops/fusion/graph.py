@@ -174,7 +174,7 @@ class Graph:
         return self.make("reshape", [x], None, shape, x.dtype)
 
     def _of_view(self, x: Node, shape: Shape) -> Node:
-        """What a flat graph's view of rows is a view of, if it has the columns of this shape; else the node."""
+        """The node below a reshape in a flat graph, if its last dim is that of this shape; else the node itself."""
         view = self.flat and x.op == "reshape" and x.args[0].shape[-1:] == shape[-1:]
         return x.args[0] if view else x
 

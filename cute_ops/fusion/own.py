@@ -78,7 +78,8 @@ class _Pattern(NamedTuple):
         return {**self.own.op.attrs, **found}
 
 
-# What a number is of an attribute, which is the same the other way; the attribute itself is looked at first.
+# How a number in an expression may follow from an attribute. Each function is its own inverse; the attribute itself is
+# tried first.
 _HOW: dict[str, Callable[[float], float]] = {
     "itself": lambda x: x, "negative": lambda x: -x, "reciprocal": lambda x: 1 / x, "opposite": lambda x: -1 / x,
 }  # fmt: skip

@@ -39,7 +39,7 @@ class Scores(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What a report says of it."""
+        """The changes of the scores, as a report names them."""
         sides = "causal" if (self.left, self.right) == (-1, 0) else f"left={self.left}, right={self.right}"
         said = [sides] if (self.left, self.right) != (-1, -1) else []
         said += [f"softcap={self.softcap:.6g}"] if self.softcap else []

@@ -185,7 +185,7 @@ class _Bytes(NamedTuple):
     strides: tuple[int, ...]
 
     def array(self, memory: Any) -> np.ndarray:
-        # As words, since NumPy strides no float8_e5m2.
+        # The array is strided as words, since NumPy cannot stride float8_e5m2.
         flat = memory.bytes[self.start : self.start + self.size].view(self.kind.word)
         strided = np.lib.stride_tricks.as_strided(flat, self.shape, [s * self.kind.size for s in self.strides])
         return strided.view(self.kind.dtype)

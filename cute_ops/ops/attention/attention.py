@@ -350,7 +350,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
 
 
 def _of_both(own: mods.Own, functions: Sequence[Mod], packed: bool) -> dict[str, Any]:
-    """What attention and its gradient declare alike."""
+    """The fields of a declaration that attention and its gradient share."""
     of_head = mods.depends_on_head(functions, [shape for _, _, shape in own.captured])
     return {
         "dtypes": {"T": HALVES, "S": FLOATS, **{f"C_{name}": DTYPES[kind] for name, kind, _ in own.captured}},
