@@ -26,6 +26,7 @@ from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
+_PRODUCTS = (*HALVES, "float32")  # of values that were 16 bits before, and are afterwards
 
 
 class Part(NamedTuple):
@@ -71,12 +72,12 @@ def attentions(graph: Program, analysis: Analysis, known: Known) -> Iterator[Com
 
     Attributes of each: ``parts``, a :class:`Part` for each of the three; ``scores``; ``reads``, a :class:`Read` for
     each other operand; ``out``, the sizes and the order of dims that bring ``[batch, sequence, heads, columns]`` to the
-    root.
+    product; ``views``, what brings that to the root.
     """
     readers = _Readers(graph, analysis)
     of_root = {found.roots[0]: found for found in analysis.found if len(found.roots) == 1}
     for node in graph.nodes:
-        if node in readers.live and node.op == "contract" and node.dtype in HALVES:
+        if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
                 found = of_root.get(node.args[side])
                 z = None if found is None else softmax_of(found.expression)
@@ -105,6 +106,16 @@ class _Readers:
                     return False
                 waiting.append(user)
         return True
+
+    def only(self, node: Node) -> Node:
+        """The only node that reads a value as it is.
+
+        Raises:
+            _No: there are others, or the program returns the value.
+        """
+        users = [user for user in node.users if user in self.live]
+        _require(len(users) == 1 and node not in self._outputs)
+        return users[0]
 
 
 class _No(Exception):
@@ -135,28 +146,39 @@ class _Attention:
         _require(root.shape == (*self.rows, self.scores.n))
         acc, leaf = self._acc()
         contract, dims, factor, between = _before(leaf.node)
-        _require(contract.dtype in (*HALVES, "float32") and self.readers.are(leaf.node, self.scores.region.nodes))
+        _require(contract.dtype in _PRODUCTS and self.readers.are(leaf.node, self.scores.region.nodes))
         chain = [leaf.node, *between]
         _require(all(self.readers.are(node, {after}) for after, node in pairwise(chain)))
         self._follow(contract, dims, leaf)
         self._name_rows(acc)
-        queries, keys = contract.args[self.of_q], contract.args[1 - self.of_q]
+        (queries, of_q), (keys, of_k) = (_narrow(contract.args[i]) for i in (self.of_q, 1 - self.of_q))
+        (value, of_v), views = _narrow(value), self._views()
+        result = (self.product, *views)[-1]
         values, rows = self._values(value)
         parts = {"q": self._queries(queries, contract), "k": self._keys(keys, contract), "v": values}
         if self.of_group is None and self.of_head is not None:
             parts = _unrepeated(parts)
-        _require({node.dtype for node in (queries, keys, value)} == {self.product.dtype})
+        _require({node.dtype for node in (queries, keys, value)} == {result.dtype} and of_v == 1)
         _require(parts["q"].shape[3] in HEAD_SIZES and parts["v"].shape[3] in HEAD_SIZES)
         masks = Masks(self.scores, self.of_query, self.known)
         scores = masks.scores(self.z, acc, (parts["q"].shape[1], parts["k"].shape[1]))
-        scores = scores._replace(scale=scores.scale * factor)
+        scores = scores._replace(scale=scores.scale * factor * of_q * of_k)
         reads = [] if scores.expression is None else self._reads(scores)
         parts["q"], scores = _unscaled(parts["q"], scores, contract, self.readers)
         operands = {name: part.node for name, part in parts.items()}
         operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
-        attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "said": scores.said}
-        nodes = (*chain, *self.scores.region.nodes, self.product)
-        return Composite("attention", operands, attrs, (self.product,), nodes, (self.scores,))
+        attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
+        nodes = (*chain, *self.scores.region.nodes, self.product, *views)
+        return Composite("attention", operands, attrs, (result,), nodes, (self.scores,))
+
+    def _views(self) -> tuple[Node, ...]:
+        """What brings a product in float32 to 16 bits, which nothing else reads."""
+        node, views = self.product, list[Node]()
+        while node.dtype == "float32":
+            node = self.readers.only(node)
+            _require(node.op in ("transpose", "reshape") or (node.op == "cast" and node.dtype in HALVES))
+            views.append(node)
+        return tuple(views)
 
     # Whose dims the scores' are
 
@@ -326,6 +348,17 @@ def _before(node: Node) -> tuple[Node, tuple[int, ...], float, list[Node]]:
         else:
             return node, dims, number, between
         between.append(node)
+
+
+def _narrow(node: Node) -> tuple[Node, float]:
+    """The 16 bits that a value in float32 was before it was multiplied by a positive number, and the number; the value
+    itself and 1 of another.
+    """
+    x, number = node, 1.0
+    while node.dtype == "float32" and (found := _multiplied(x)) is not None:
+        x, number = found[0], number * found[1]
+    cast = x.op == "cast" and x.dtype == "float32" and x.args[0].dtype in HALVES
+    return (x.args[0], number) if cast else (node, 1.0)
 
 
 def _multiplied(node: Node) -> tuple[Node, float] | None:

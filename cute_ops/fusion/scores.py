@@ -47,18 +47,84 @@ class Scores(NamedTuple):
 
 
 def softmax_of(expression: Expression) -> int | None:
-    """The node of which an expression's only output is the softmax; None of other expressions."""
+    """The node of which an expression's only output is the softmax; None of other expressions.
+
+    Programs write it with or without the maximum, by way of its logarithm, and with zeros where a mask hides a score.
+    """
+    if len(expression.outputs) != 1:
+        return None
+    hidden, i = _zero_where(expression, expression.outputs[0])
+    node = expression.nodes[i]
+    if node.primitive == "exp" and hidden is None:
+        return _log_softmax_of(expression, node.args[0])
+    if node.primitive != "divide":
+        return None
+    weights, total = node.args
+    if expression.nodes[total].primitive != "sum" or expression.nodes[weights].primitive != "exp":
+        return None
+    if _zero_where(expression, expression.nodes[total].args[0]) != (hidden, weights):
+        return None
+    z = _unshifted(expression, expression.nodes[weights].args[0])
+    return z if hidden is None or _is_hidden_by(expression, z, hidden) else None
+
+
+_Where = tuple[int, bool]  # a condition, and which of its values hides
+
+
+def _zero_where(expression: Expression, i: int) -> tuple[_Where | None, int]:
+    """Where a node is zero instead of another, and the other; the node itself if it is that nowhere."""
+    node = expression.nodes[i]
+    if node.primitive == "where":
+        for arg, other, hides in ((node.args[1], node.args[2], True), (node.args[2], node.args[1], False)):
+            number = expression.nodes[arg].number
+            if number == 0 and not isinstance(number, bool):
+                return (node.args[0], hides), other
+    return None, i
+
+
+def _is_hidden_by(expression: Expression, z: int, hidden: _Where) -> bool:
+    """Whether scores have no weight where a mask hides them."""
+    node = expression.nodes[z]
+    return node.primitive == "where" and node.args[0] == hidden[0] and _is_hidden(expression, node.args[2 - hidden[1]])
+
+
+def _unshifted(expression: Expression, i: int) -> int:
+    """A value before its row's maximum was subtracted."""
+    node = expression.nodes[i]
+    shifted = node.primitive == "subtract" and _is_maximum(expression, node.args[1], node.args[0])
+    return node.args[0] if shifted else i
+
+
+def _is_maximum(expression: Expression, i: int, z: int) -> bool:
+    """Whether a node is the maximum of the rows of z, or 0 where that is infinite."""
+    node = expression.nodes[i]
+    if node.primitive == "where" and expression.nodes[node.args[2]].number == 0:
+        node = expression.nodes[node.args[1]]
+    return node.primitive == "max" and node.args == (z,)
+
+
+def _log_softmax_of(expression: Expression, i: int) -> int | None:
+    """The node whose softmax a node is the logarithm of."""
     nodes = expression.nodes
-    if len(expression.outputs) != 1 or nodes[expression.outputs[0]].primitive != "divide":
+    if nodes[i].primitive != "subtract":
         return None
-    weights, total = nodes[expression.outputs[0]].args
-    if nodes[weights].primitive != "exp" or (nodes[total].primitive, nodes[total].args) != ("sum", (weights,)):
+    y, lse = nodes[i].args
+    if nodes[lse].primitive == "add":  # of the maximum and the rest
+        for most, rest in (nodes[lse].args, nodes[lse].args[::-1]):
+            if _is_maximum(expression, most, y) and (summed := _log_sum_of(expression, rest)) is not None:
+                return y if nodes[summed].primitive == "subtract" and nodes[summed].args == (y, most) else None
         return None
-    z = nodes[weights].args[0]
-    if nodes[z].primitive != "subtract":
-        return None
-    inner, largest = nodes[z].args
-    return inner if (nodes[largest].primitive, nodes[largest].args) == ("max", (inner,)) else None
+    return _unshifted(expression, y) if _log_sum_of(expression, lse) == y else None
+
+
+def _log_sum_of(expression: Expression, i: int) -> int | None:
+    """The node of which a node is the logarithm of the sum of exponentials."""
+    for primitive in ("log", "abs", "sum", "exp"):
+        if expression.nodes[i].primitive == primitive:
+            (i,) = expression.nodes[i].args
+        elif primitive != "abs":
+            return None
+    return i
 
 
 class Masks:
@@ -136,8 +202,12 @@ class Masks:
         graph = Graph(expression.operands)
         one = graph.finish([copied(expression, graph)[node]])
         found = evaluate(one, np, arrays)[0]
-        if any(size != 1 and i not in (len(self.found.rows), self.of_query) for i, size in enumerate(found.shape)):
-            return None
+        for axis, size in enumerate(found.shape):
+            if size != 1 and axis not in (len(self.found.rows), self.of_query):
+                first = np.take(found, [0], axis)
+                if not bool(np.all(found == first)):
+                    return None
+                found = first
         rows = 1 if self.of_query is None or found.ndim <= self.of_query else found.shape[self.of_query]
         return np.reshape(found, (rows, found.shape[-1] if found.ndim else 1))
 

@@ -108,13 +108,17 @@ def _attention(found: Composite) -> Callable[..., list[Any]]:
     if scores.right == 0:
         attrs |= {"causal": True, "right": -1}
     function = register(plain if scores.expression is None else with_reads(scores, reads))
-    (sizes, order), (root,) = found.attrs["out"], found.roots
+    sizes, order = found.attrs["out"]
+    views = [*found.attrs["views"], *found.roots]
 
     def call(given: dict[str, Any]) -> list[Any]:
         arrays = [jnp.reshape(jnp.transpose(given[name], part.order), part.shape) for name, part in parts.items()]
         captured = [_as_read(given[f"captured{i}"], read) for i, read in enumerate(reads)]
         out, _ = function(*arrays, *captured, **attrs)
-        return [jnp.reshape(jnp.transpose(jnp.reshape(out, sizes), order), root.shape)]
+        out = jnp.transpose(jnp.reshape(out, sizes), order)
+        for view in views:
+            out = jnp.transpose(out, view.attr) if view.op == "transpose" else jnp.reshape(out, view.shape)
+        return [out]
 
     return call
 

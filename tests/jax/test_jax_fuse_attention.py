@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +15,9 @@ import pytest
 
 import cute_ops_jax
 from cute_ops.testing import compare_one, limits_of
+
+sys.path.append(str(Path(__file__).parent))
+from drawn_graphs import QUICK
 
 B, T, H, KV, D = 2, 6, 4, 2, 16
 RNG = np.random.default_rng(5)
@@ -117,6 +122,25 @@ def chosen_by_head(q: Array, k: Array, v: Array) -> Array:
     return mixed(jnp.where(seen, dots(q, k), -1e9), v)
 
 
+def wide_to_the_end(q: Array, k: Array, v: Array) -> Array:
+    """In float32 with values that were 16 bits before, and are afterwards."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", wide(q) * 0.25, wide(k))
+    p = jax.nn.softmax(jnp.where(lower(), scores, -1e9), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, wide(v)).astype(q.dtype)
+
+
+def zero_where_hidden(q: Array, k: Array, v: Array, m: Array) -> Array:
+    """With no weights at all where a query sees no key."""
+    p = jax.nn.softmax(wide(dots(q, k)), -1, where=m[:, None, None])
+    return jnp.einsum("bhqk,bkhd->bqhd", p.astype(v.dtype), v)
+
+
+def by(weights: Callable[[Array], Array]) -> Callable[..., Array]:
+    return lambda q, k, v: jnp.einsum(
+        "bhqk,bkhd->bqhd", weights(jnp.where(lower(), wide(dots(q, k)), -1e9)).astype(v.dtype), v
+    )
+
+
 FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "no mask": (masked(None), (Q, K, V), ""),
     "causal": (causal, (Q, K, V), "causal"),
@@ -140,6 +164,12 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     "padding and causal": (
         lambda q, k, v, m: masked(m[:, None, None] & lower())(q, k, v), (Q, K, V, PADDING), "scores changed"
     ),
+    "mask of all examples": (masked(lower()[None, None].repeat(B, 0)), (Q, K, V), "causal"),
+    "float32": (wide_to_the_end, (Q, K, V), "causal"),
+    "softmax's where": (zero_where_hidden, (Q, K, V, PADDING), "scores changed"),
+    "without a maximum": (by(lambda x: jnp.exp(x) / jnp.exp(x).sum(-1, keepdims=True)), (Q, K, V), "causal"),
+    "by the logarithm": (by(lambda x: jnp.exp(jax.nn.log_softmax(x))), (Q, K, V), "causal"),
+    "by the log-sum": (by(lambda x: jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))), (Q, K, V), "causal"),
     "mask of each head": (chosen_by_head, (Q, K, V), "scores changed"),
 }  # fmt: skip
 
@@ -163,15 +193,19 @@ def test_forms(name: str) -> None:
     rng = np.random.default_rng([5, *name.encode()])
     many = tuple(a if a.dtype == bool else jnp.concatenate([a[None], draw(7, *a.shape, rng=rng)]) for a in args)
     axes = tuple(None if a.dtype == bool else 0 for a in args)
-    all_low = _arrays(jax.jit(jax.vmap(partial(results, function), (axes,)))(many))
+    all_low = _arrays(compiled(jax.vmap(partial(results, function), (axes,)))(many))
     with jax.enable_x64(True):
         exact = tuple(a if a.dtype == bool else a.astype("float64") for a in many)
-        all_exact = _arrays(jax.jit(jax.vmap(partial(results, function), (axes,)))(exact))
+        all_exact = _arrays(compiled(jax.vmap(partial(results, function), (axes,)))(exact))
     given = {str(i): np.asarray(a) for i, a in enumerate(args) if a.dtype != bool}
     each = [(given, tuple(a[k] for a in all_low), tuple(a[k] for a in all_exact)) for k in range(8)]
-    got = _arrays(jax.jit(partial(results, cute_ops_jax.fuse(function)))(args))
+    got = _arrays(compiled(partial(results, cute_ops_jax.fuse(function)))(args))
     for i, (a, b, tolerance) in enumerate(zip(got, each[0][2], limits_of(*each[0], each[1:]), strict=True)):
         compare_one(f"{name}, result {i}", a, b, tolerance)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(function, compiler_options=QUICK)
 
 
 def _arrays(tree: Any) -> tuple[np.ndarray[Any, Any], ...]:
