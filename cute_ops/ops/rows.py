@@ -186,10 +186,25 @@ def of_scheduler(vectors: int, per_thread: int, most: int = 1024) -> int:
     return -(-threads_for(vectors, per_thread, most) // (4 * WARP)) * per_thread
 
 
+def period_of(row: RowProblem, align_vectors: int) -> int:
+    """After how many rows they start at the same place of ``align_vectors`` vectors again."""
+    unit = row.vector_elements * align_vectors
+    return 1 if row.aligned else unit // math.gcd(row.n, unit)
+
+
 def in_step(clusters: int, row: RowProblem, align_vectors: int) -> int:
     """At most ``clusters``, such that all unaligned rows of a cluster start at the same place of a vector."""
-    period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
+    period = period_of(row, align_vectors)
     return max(clusters // period, 1) * period
+
+
+def alignment_in_step(clusters: int, row: RowProblem) -> int:
+    """Vectors that row starts are rounded down to: a line's, or fewer where :func:`in_step` would then leave out more
+    than a tenth of the clusters that run at once, or have more of them than do.
+    """
+    aligns = [row.align_vectors >> i for i in range(row.align_vectors.bit_length())]
+    running = {align: clusters - clusters % period_of(row, align) for align in aligns}
+    return next(align for align in aligns if running[align] >= 0.9 * max(running.values()))
 
 
 def resident_clusters(problem: Problem, cluster: int) -> int:

@@ -31,9 +31,11 @@ from cute_ops.ops.rows import (
     TWO_PASS_THREADS,
     WIDEST_VECTOR,
     RowProblem,
+    alignment_in_step,
     cluster_for,
     in_step,
     of_scheduler,
+    period_of,
     resident_clusters,
     row_of,
     row_threads,
@@ -313,10 +315,12 @@ class RowExpression(NamedTuple):
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
         slots = 3 if (alone or (cluster > 1 and not halved)) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
-        clusters = in_step(resident_clusters(problem, cluster) * resident, row, row.align_vectors)
+        running = resident_clusters(problem, cluster) * resident
+        align = alignment_in_step(running, row)
         return self._config(
-            "ring", threads, share, cluster, resident, align_vectors=row.align_vectors, stages=slots, clusters=clusters
-        )
+            "ring", threads, share, cluster, resident, align_vectors=align, stages=slots,
+            clusters=in_step(running, row, align),
+        )  # fmt: skip
 
     def _vectors_and_threads(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
         """Vectors of a thread and threads of an SM, in persistent clusters."""
@@ -371,8 +375,8 @@ class RowExpression(NamedTuple):
         clusters = config.clusters
         if groups < clusters:
             clusters = groups
-            if problem.n is None or not self.row(problem).aligned:
-                clusters = min(-(-groups // PERIOD) * PERIOD, config.clusters)
+            period = PERIOD if problem.n is None else period_of(self.row(problem), config.align_vectors)
+            clusters = min(-(-groups // period) * period, config.clusters)
         return clusters, clusters * rows
 
 

@@ -32,6 +32,7 @@ from cute_ops.ops.rows import (
     needs_of,
     next_power,
     of_scheduler,
+    period_of,
     reduced_row_threads,
     resident_clusters,
     row_of,
@@ -281,7 +282,13 @@ def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
     """
     if config.sort_period or {"dweight", "dbias"} & problem.dtypes.keys():
         return config
-    return replace(config, clusters=in_step(config.clusters, row_of(problem), config.align_vectors))
+    return replace(config, clusters=in_step(config.clusters, _any_or_row(problem), config.align_vectors))
+
+
+def _any_or_row(problem: Problem) -> RowProblem:
+    """The row; of a length that kernels do not know, one that starts at as many places as any."""
+    row = row_of(problem)
+    return row._replace(n=1) if problem.n is None else row
 
 
 def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, centred: bool) -> NormConfig | None:
@@ -317,7 +324,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     config = NormConfig("persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced)
     config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
     # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
-    return config if row.aligned or cluster <= 2 else replace(config, sort_period=WIDEST_VECTOR * align)
+    return config if row.aligned or cluster <= 2 else replace(config, sort_period=period_of(row, align))
 
 
 def _alignment(problem: Problem, row: RowProblem) -> int:
@@ -458,7 +465,7 @@ def _partial_sums(problem: Problem, config: NormConfig) -> int:
         return clusters + config.sort_period - 1
     if not row_of(problem).aligned:
         # Every cluster takes rows of one offset only, so the number of clusters is a multiple of the offsets.
-        period = WIDEST_VECTOR * config.align_vectors
+        period = period_of(_any_or_row(problem), config.align_vectors)
         clusters = period * max(min(-(-clusters // period), config.clusters // period), 1)
     return clusters
 
