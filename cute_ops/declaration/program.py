@@ -63,6 +63,9 @@ class Framework(Protocol):
     def rows_of(self, table: Any, index: Any, /) -> Any:
         """``table[index]``; the framework decides what an index out of range gives."""
 
+    def named_rows(self, index: Any, count: int, /) -> tuple[Any, bool]:
+        """(index, whether one that is no row is an error) for kernels that copy rows as :meth:`rows_of` does."""
+
     def classes_of(self, index: Any, count: int, /) -> Any:
         """Indices as int32, ``count`` in place of those out of range."""
 

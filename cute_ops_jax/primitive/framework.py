@@ -33,6 +33,11 @@ def rows_of(table: Array, index: Array) -> Array:
     return jnp.take(table, index, axis=0)
 
 
+def named_rows(index: Array, count: int) -> tuple[Array, bool]:
+    """(index, whether one that is no row is an error) for kernels that copy rows as :func:`rows_of` does."""
+    return classes_of(index, count), False
+
+
 def classes_of(index: Array, count: int) -> Array:
     index = jnp.where(index < 0, index + count, index)
     return jnp.where((index >= 0) & (index < count), index, count).astype(jnp.int32)

@@ -35,6 +35,11 @@ def rows_of(table: Tensor, index: Tensor) -> Tensor:
     return torch.embedding(table, index)
 
 
+def named_rows(index: Tensor, count: int) -> tuple[Tensor, bool]:
+    """(index, whether one that is no row is an error) for kernels that copy rows as :func:`rows_of` does."""
+    return index, True
+
+
 def classes_of(index: Tensor, count: int) -> Tensor:
     """Of indices that :func:`rows_of` has taken, which are all in range."""
     return index.to(torch.int32)

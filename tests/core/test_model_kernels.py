@@ -21,7 +21,7 @@ from cute_ops.jit.target import parse
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.conv.channels_first import channels_first_sums
-from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
@@ -29,7 +29,7 @@ from cute_ops.tools import sass
 
 ALL = [each for op in MODELS if not op.program for each in (op, *op.steps) if not each.program]
 ALL += [topk_step, channels_first_sums]
-GATHERED = gathered_sum, gathered_dots
+GATHERED = gathered_sum, gathered_dots, scattered_rows
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 ATTRS: dict[str, list[dict[str, Any]]] = {
     "cross_entropy": [{}, SMOOTHED, {"softcap": 3.0, **SMOOTHED}, {"logit_scale": 0.5, "label_smoothing": 0.2}],
@@ -107,7 +107,8 @@ def test_rows_that_an_index_names(op: Op) -> None:
     rng = np.random.default_rng(7)
     for i in range(12):
         dims = dict(zip("trk", map(int, rng.integers(1, (30, 20, 9))), strict=True))
-        dims["n"] = (1, 7, 64, 255, 1000, 2056)[i % 6]
+        dims["n"] = (1, 7, 64, 255, 1000, 2057)[i % 6]
+        dims |= {d: of(dims, {}) for d, of in op.derived.items()}
         kinds = {"I": ("int32", "int64")[i % 2], "W": FLOATS[i // 2 % 3]}
         case = Case("", dims, {v: kind for v, kind in kinds.items() if v in op.dtypes})
         draw = partial(testing.inputs, op, case, FLOATS[i % 3])
@@ -118,6 +119,29 @@ def test_rows_that_an_index_names(op: Op) -> None:
             name: kernel_calls.place(op.inputs[name], a, LAYOUTS[i % 4]) for name, a in arrays.items() if a is not None
         }
         kernel_calls.check(kernel_calls.Call(op, {n: arrays[n] for n in op.inputs}, where, {}, "", draw))
+
+
+def test_rows_are_copied_bit_by_bit_and_an_index_that_is_no_row_gives_nan() -> None:
+    rng = np.random.default_rng(3)
+    for n, dtype in ((255, "bfloat16"), (64, "float32"), (67, "float32"), (1, "float16")):
+        case = Case("", {"t": 6, "r": 9, "k": 1, "n": n}, {"I": "int64"}, ("weights",))
+        arrays = testing.inputs(gathered_sum, case, dtype, 5)
+        y, index = arrays["y"], arrays["index"]
+        assert y is not None and index is not None
+        for value in (-0.0, np.nan, np.inf, -np.inf):
+            y[rng.integers(6, size=4), rng.integers(n, size=4)] = value
+        wrong = rng.permutation(9)[:3]
+        index[wrong, 0] = [6, -1, 1 << 40]
+        call = kernel_calls.Call(gathered_sum, arrays, {}, {}, "", lambda seed: arrays)
+        (out,) = kernel_calls.run(call)
+        assert out is not None
+        kept = np.delete(np.arange(9), wrong)
+        expected = y[index[kept, 0]]
+        np.testing.assert_array_equal(out[kept].astype(np.float64), expected.astype(np.float64))
+        np.testing.assert_array_equal(np.signbit(out[kept].astype(np.float64)), np.signbit(expected.astype(np.float64)))
+        assert np.isnan(out[wrong].astype(np.float64)).all()
+        with pytest.raises(RuntimeError, match="a kernel traps"):
+            kernel_calls.run(call._replace(attrs={"strict": True}))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from cute_ops.kernels.lib.row_config import RowConfig
 
 # Columns of a segment, of which each gives its k largest: 16 bits of a key count them backwards.
 SEGMENT = 8192
+# Rows that do not start on half a vector are moved into place if they have so many vectors.
+MOVED_FROM = 8
 
 
 @dataclass(frozen=True)

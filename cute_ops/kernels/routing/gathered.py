@@ -7,28 +7,40 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import VECTOR_BYTES
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, load_if, narrow, store_if, widen
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, load_if, narrow, store_if, store_masked, trim, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
+from cute_ops.kernels.lib.row_copy import PIECES_FROM
 from cute_ops.kernels.lib.row_layout import extent, row_address
-from cute_ops.kernels.routing.config import GatherConfig
+from cute_ops.kernels.routing.config import MOVED_FROM, GatherConfig
 
 
-class Gathered:
-    """Rows named by an index, ``threads_per_row`` threads to each row of the index. Vectors are as long as all rows'
-    alignment and their length allow, so that none has a mask.
+class NamedRows:
+    """Rows of two tensors, one row of the first for each number of an index or each row of the second.
+
+    ``threads_per_row`` threads share a row. Vectors are as long as all rows' alignment and their length allow, so that
+    none has a mask. Where that is less than half of 16 bytes, vectors are those of the memory of ``own``, 16 bytes
+    wide: its elements of neighbouring rows are masked, and rows of the other tensor are moved into place, see
+    :mod:`cute_ops.kernels.lib.realign`.
     """
 
-    def __init__(self, variant, names):
+    def __init__(self, variant, other, own):
         self.keys, self.config = variant.tensors, GatherConfig(**variant.config)
         self.n, self.k = variant.dims["n"], variant.dims["k"]
-        self.vec = 1
+        keys = [self.keys[name] for name in (other, own)]
+        self.vec, widest = 1, VECTOR_BYTES // keys[0].itemsize
         while self.n % (2 * self.vec) == 0 and all(
-            2 * self.vec * key.itemsize <= min(key.align, key.row_align, VECTOR_BYTES)
-            for key in (self.keys[name] for name in names)
+            2 * self.vec * key.itemsize <= min(key.align, key.row_align, VECTOR_BYTES) for key in keys
         ):
             self.vec *= 2
+        whole = keys[1].layout == "flat" and keys[1].align >= VECTOR_BYTES and self.n >= MOVED_FROM * widest
+        self.moved = whole and 2 * self.vec < widest
+        if self.moved:
+            self.vec = widest
         self.rows = self.config.threads // self.config.threads_per_row
         self.step = self.config.threads_per_row * self.vec
+        # Columns from a thread's first vector on, those of the row before included.
+        self.columns = self.n + (self.vec - 1 if self.moved else 0)
         self.pdl = can_use_pdl(variant.arch)
 
     def launch(self, kernel, count, stream):
@@ -41,30 +53,68 @@ class Gathered:
         tidx, bidx, share = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], self.config.threads_per_row
         return Int64(bidx) * self.rows + tidx // share, tidx % share
 
-    def sources(self, mY, mIndex, row):
-        """Addresses of the rows that a row of the index names."""
-        gIndex = gmem_elements(mIndex.element_type, row_address(mIndex, self.keys["index"], row, self.k), self.k)
-        return [row_address(mY, self.keys["y"], Int64(gIndex[j]), self.n) for j in range(self.k)]
+    def named(self, mIndex, name, row, count):
+        """The ``count`` rows that a row of the index names, 0 in place of those that do not exist, and whether all
+        exist.
+        """
+        gIndex = gmem_elements(mIndex.element_type, row_address(mIndex, self.keys[name], row, self.k), self.k)
+        found = [Int64(gIndex[j]) for j in range(self.k)]
+        there = Boolean(True)
+        for each in found:
+            there = there & (each >= 0) & (each < count)
+        return [cutlass.select_((each >= 0) & (each < count), each, Int64(0)) for each in found], there
 
-    def firsts(self, start, t):
-        """First columns of a thread's next vectors, which are in flight together."""
-        return [start + u * self.step + t * self.vec for u in range(self.config.unroll)]
+    def numbers(self, mX, name, row):
+        """The numbers of a row of weights, in fp32; None where there are none."""
+        if mX is None:
+            return None
+        gX = gmem_elements(mX.element_type, row_address(mX, self.keys[name], row, self.k), self.k)
+        return [gX[j].to(Float32) for j in range(self.k)]
 
-    def load(self, mX, address, first):
-        rX = fragment(mX.element_type, self.vec, 0)
-        load_if(Boolean(first < self.n), rX, address + Int64(first) * (mX.element_type.width // 8))
-        return rX
+    def firsts(self, start, t, own):
+        """First columns of a thread's next vectors, which are in flight together, for a row of ``own``."""
+        shift = Int32((own * self.n) % self.vec) if self.moved else 0
+        return [start + u * self.step + t * self.vec - shift for u in range(self.config.unroll)]
+
+    def load(self, mX, name, row, first):
+        """A row's vector from the column ``first`` on; its elements outside the row are undefined."""
+        dtype, rX = mX.element_type, fragment(mX.element_type, self.vec, 0)
+        address = row_address(mX, self.keys[name], row, self.n) + Int64(first) * (dtype.width // 8)
+        if not self.moved:
+            load_if(Boolean(first < self.n), rX, address)
+            return rX
+        past = bytes_past(address, dtype, self.vec)
+        # The memory between strided rows, and after the last row, may not be readable.
+        tail = Boolean(row + 1 >= extent(mX, 0)) if self.keys[name].layout == "flat" else Boolean(True)
+        bound = cutlass.select_(tail, Int32(self.n - self.vec + 1), Int32(self.n))
+        rPair = fragment(dtype, 2 * self.vec, 0)
+        fetch(rPair, address - past, first - past // (dtype.width // 8), Int32(self.n), bound, tail)
+        return settle(rPair, past)
+
+    def store(self, rX, mX, name, row, first):
+        """Store a vector's elements that lie in the row."""
+        address = row_address(mX, self.keys[name], row, self.n) + Int64(first) * (mX.element_type.width // 8)
+        if self.moved:
+            self._store_inside(rX, address, first)
+        else:
+            store_if(first < self.n, rX, address)
+
+    @cute.jit
+    def _store_inside(self, rX: cute.Tensor, address: Int64, first: Int32):
+        if (first + self.vec > 0) & (first < self.n):
+            store_masked(rX, address, first, Int32(self.n), pieces=self.n >= PIECES_FROM * self.vec)
 
 
-class GatheredSum(Gathered):
-    """``out[i] = sum_j weights[i, j] * y[index[i, j]]``, in fp32.
+class GatheredSum(NamedRows):
+    """``out[i] = sum_j weights[i, j] * y[index[i, j]]``, in fp32; single rows without a weight are copied.
 
-    Tile: see :class:`Gathered`; a CTA takes ``threads / threads_per_row`` rows. No shared memory.
+    Tile: see :class:`NamedRows`; a CTA takes ``threads / threads_per_row`` rows. No shared memory.
     Bytes moved per element: each named row once, out once.
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("y", "out"))
+        super().__init__(variant, "y", "out")
+        self.strict = variant.attrs["strict"]
 
     @cute.jit
     def __call__(self, mY, mIndex, mWeights, mOut, stream):
@@ -82,35 +132,95 @@ class GatheredSum(Gathered):
     def _sum(
         self, mY: cute.Tensor, mIndex: cute.Tensor, mWeights: cute.Tensor, mOut: cute.Tensor, row: Int64, t: Int32
     ):
-        sources, weights = self.sources(mY, mIndex, row), None
-        if const_expr(mWeights is not None):
-            address = row_address(mWeights, self.keys["weights"], row, self.k)
-            gWeights = gmem_elements(mWeights.element_type, address, self.k)
-            weights = [gWeights[j].to(Float32) for j in range(self.k)]
-        target = row_address(mOut, self.keys["out"], row, self.n)
-        for start in cutlass.range(0, self.n, self.step * self.config.unroll, unroll=1):
-            self._step(mY, mOut, sources, weights, target, self.firsts(start, t))
+        sources, there = self.named(mIndex, "index", row, extent(mY, 0))
+        if const_expr(self.strict):
+            trap_unless(there)
+        weights = self.numbers(mWeights, "weights", row)
+        for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
+            self._step(mY, mOut, (sources, there, weights), row, self.firsts(start, t, row))
 
-    def _step(self, mY, mOut, sources, weights, target, firsts):
-        held = [[self.load(mY, source, first) for source in sources] for first in firsts]
+    def _step(self, mY, mOut, given, row, firsts):
+        sources, there, weights = given
+        held = [[self.load(mY, "y", source, first) for source in sources] for first in firsts]
         for first, vectors in zip(firsts, held):
+            if self.k == 1 and weights is None:
+                nan_unless(there, vectors[0])
+                self.store(vectors[0], mOut, "out", row, first)
+                continue
             total = fragment(Float32, self.vec, 0.0)
+            nan_unless(there, total)
             for j, rX in enumerate(vectors):
                 x = widen(rX)
                 total.store(total.load() + (x if weights is None else x * weights[j]))
-            rOut = narrow(total.load(), mOut.element_type, self.vec)
-            store_if(first < self.n, rOut, target + Int64(first) * (mOut.element_type.width // 8))
+            self.store(narrow(total.load(), mOut.element_type, self.vec), mOut, "out", row, first)
 
 
-class GatheredDots(Gathered):
+@cute.jit
+def trap_unless(valid: Boolean):
+    """End the kernel, and the program's context, with an error."""
+    if not valid:
+        cute.arch.inline_ptx("trap;", read_only_args=[])
+
+
+@cute.jit
+def nan_unless(valid: Boolean, rX: cute.Tensor):
+    if not valid:
+        rX.fill(float("nan"))
+
+
+class ScatteredRows(NamedRows):
+    """``out[place[i, j]] = weights[i, j] * x[i]``, in fp32; without weights rows are copied.
+
+    Tile: see :class:`NamedRows`; a CTA takes ``threads / threads_per_row`` rows of x. No shared memory.
+    Bytes moved per element: x once, out once; rows that are moved into place come from L1 after the first time.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant, "x", "out")
+
+    @cute.jit
+    def __call__(self, mX, mPlace, mWeights, mOut, stream):
+        self.launch(self.kernel(mX, mPlace, mWeights, mOut), extent(mPlace, 0), stream)
+
+    @cute.kernel
+    def kernel(self, mX, mPlace, mWeights, mOut):
+        row, t = self.here()
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        if row < extent(mPlace, 0):
+            self._scatter(mX, mPlace, mWeights, mOut, row, t)
+
+    @cute.jit
+    def _scatter(
+        self, mX: cute.Tensor, mPlace: cute.Tensor, mWeights: cute.Tensor, mOut: cute.Tensor, row: Int64, t: Int32
+    ):
+        targets, _ = self.named(mPlace, "place", row, extent(mOut, 0))
+        weights = self.numbers(mWeights, "weights", row)
+        for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
+            if const_expr(self.moved):
+                for j, target in enumerate(targets):
+                    firsts = self.firsts(start, t, target)
+                    self._copy(mX, mOut, row, firsts, [target], None if weights is None else [weights[j]])
+            else:
+                self._copy(mX, mOut, row, self.firsts(start, t, row), targets, weights)
+
+    def _copy(self, mX, mOut, row, firsts, targets, weights):
+        held = [self.load(mX, "x", row, first) for first in firsts]
+        for first, rX in zip(firsts, held):
+            for j, target in enumerate(targets):
+                rOut = rX if weights is None else narrow(widen(rX) * weights[j], mOut.element_type, self.vec)
+                self.store(rOut, mOut, "out", target, first)
+
+
+class GatheredDots(NamedRows):
     """``dots[i, j] = sum(y[index[i, j]] * dout[i])``, in fp32.
 
-    Tile: see :class:`Gathered`; a warp, or a part of one, takes a row. No shared memory.
+    Tile: see :class:`NamedRows`; a warp, or a part of one, takes a row. No shared memory.
     Bytes moved per element: each named row once, dout once.
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("y", "dout"))
+        super().__init__(variant, "y", "dout")
 
     @cute.jit
     def __call__(self, mY, mIndex, mDout, mDots, stream):
@@ -125,20 +235,27 @@ class GatheredDots(Gathered):
         # Past the last row it is taken again: all lanes of a warp exchange their sums.
         place = cutlass.min(row, count - 1)
         rDots, share = fragment(Float32, self.k, 0.0), self.config.threads_per_row
-        sources, address = self.sources(mY, mIndex, place), row_address(mDout, self.keys["dout"], place, self.n)
-        for start in cutlass.range(0, self.n, self.step * self.config.unroll, unroll=1):
-            self._step(mY, mDout, sources, address, rDots, self.firsts(start, t))
+        sources, there = self.named(mIndex, "index", place, extent(mY, 0))
+        nan_unless(there, rDots)
+        for start in cutlass.range(0, self.columns, self.step * self.config.unroll, unroll=1):
+            self._step(mY, mDout, sources, place, rDots, self.firsts(start, t, place))
         totals = [cute.arch.warp_reduction(rDots[j], operator.add, threads_in_group=share) for j in range(self.k)]
         if (t == 0) & (row < count):
             gDots = gmem_elements(Float32, row_address(mDots, self.keys["dots"], row, self.k), self.k)
             for j in cutlass.range_constexpr(self.k):
                 gDots[j] = totals[j]
 
-    def _step(self, mY, mDout, sources, address, rDots, firsts):
+    def _step(self, mY, mDout, sources, row, rDots, firsts):
         """Add some vectors' products."""
-        held = [[self.load(mY, source, first) for source in sources] for first in firsts]
-        others = [self.load(mDout, address, first) for first in firsts]
-        for rD, vectors in zip(others, held):
-            d = widen(rD)
+        held = [[self.load(mY, "y", source, first) for source in sources] for first in firsts]
+        others = [self.load(mDout, "dout", row, first) for first in firsts]
+        for first, rD, vectors in zip(firsts, others, held):
+            d = self._inside(rD, first)
             for j, rX in enumerate(vectors):
-                rDots[j] = rDots[j] + (widen(rX) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                rDots[j] = rDots[j] + (self._inside(rX, first) * d).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+    def _inside(self, rX, first):
+        """A vector in fp32, zeros outside the row."""
+        if self.moved:
+            trim(rX, first, Int32(self.n))
+        return widen(rX)

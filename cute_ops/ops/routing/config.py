@@ -7,7 +7,7 @@ import math
 from cute_ops.declaration.config import Problem
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
-from cute_ops.kernels.routing.config import SEGMENT, GatherConfig, TopkConfig
+from cute_ops.kernels.routing.config import MOVED_FROM, SEGMENT, GatherConfig, TopkConfig
 from cute_ops.ops.rows import threads_for
 
 # Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
@@ -35,20 +35,28 @@ def topk(problem: Problem) -> TopkConfig:
 
 def gathered_sum(problem: Problem) -> GatherConfig:
     """Threads of a row that have :data:`GATHERED_VECTORS` in flight, of all rows that they add up."""
-    return _gathered(problem, 2 * SORT_THREADS)
+    return _gathered(problem, 2 * SORT_THREADS, problem.dims["k"])
 
 
 def gathered_dots(problem: Problem) -> GatherConfig:
     """At most a warp for each row, which exchanges sums by shuffles."""
-    return _gathered(problem, WARP)
+    return _gathered(problem, WARP, problem.dims["k"])
 
 
-def _gathered(problem: Problem, most: int) -> GatherConfig:
-    rows = [name for name in ("y", "out", "dout") if name in problem.aligns]
-    wide = min(min(problem.aligns[name], VECTOR_BYTES) for name in rows) // ITEMSIZE[problem.dtypes["y"]]
-    n = problem.dims["n"]
-    vectors = -(-n // math.gcd(n, max(wide, 1)))
-    unroll = max(GATHERED_VECTORS // problem.dims["k"], 1)
+def scattered_rows(problem: Problem) -> GatherConfig:
+    """Threads of a row that have :data:`GATHERED_VECTORS` of it in flight."""
+    return _gathered(problem, 2 * SORT_THREADS, each=1)
+
+
+def _gathered(problem: Problem, most: int, each: int) -> GatherConfig:
+    """``each``: rows of a thread at a time."""
+    rows = [name for name in ("x", "y", "out", "dout") if name in problem.aligns]
+    itemsize, n = ITEMSIZE[problem.dtypes[rows[0]]], problem.dims["n"]
+    vec = math.gcd(n, max(min(min(problem.aligns[name], VECTOR_BYTES) for name in rows) // itemsize, 1))
+    if n >= MOVED_FROM * VECTOR_BYTES // itemsize and 2 * vec * itemsize < VECTOR_BYTES:
+        vec, each = VECTOR_BYTES // itemsize, problem.dims["k"]  # a row is moved once for each
+    vectors = -(-n // vec)
+    unroll = max(GATHERED_VECTORS // each, 1)
     share = threads_for(vectors, unroll, most)
     return GatherConfig(max(SORT_THREADS // share, 1) * share, share, unroll)
 

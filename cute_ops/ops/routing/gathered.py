@@ -23,7 +23,7 @@ CASES = (
 )
 
 
-def reference(xp: Any, y: Any, index: Any, weights: Any = None) -> Any:
+def reference(xp: Any, y: Any, index: Any, weights: Any = None, strict: bool = False) -> Any:
     rows = xp.reshape(xp.take(y, xp.reshape(index, (-1,)), axis=0), (*index.shape, y.shape[-1]))
     rows, wide = widen(xp, rows, weights)
     return xp.astype(xp.sum(rows if wide is None else rows * wide[..., None], axis=-2), y.dtype)
@@ -32,6 +32,19 @@ def reference(xp: Any, y: Any, index: Any, weights: Any = None) -> Any:
 def reference_dots(xp: Any, y: Any, index: Any, dout: Any) -> Any:
     rows, wide = widen(xp, xp.reshape(xp.take(y, xp.reshape(index, (-1,)), axis=0), (*index.shape, y.shape[-1])), dout)
     return xp.sum(rows * wide[..., None, :], axis=-1)
+
+
+def reference_scattered(xp: Any, x: Any, place: Any, weights: Any = None) -> Any:
+    rows, wide = widen(xp, x, weights)
+    rows = rows[:, None, :] if wide is None else rows[:, None, :] * wide[..., None]
+    rows = xp.reshape(xp.broadcast_to(rows, (*place.shape, x.shape[-1])), (-1, x.shape[-1]))
+    return xp.astype(xp.take(rows, xp.argsort(xp.reshape(place, (-1,))), axis=0), x.dtype)
+
+
+def permuted(xp: Any, arrays: dict[str, Any]) -> None:
+    """Places are those of a permutation."""
+    place = arrays["place"]
+    place[:] = xp.argsort(xp.argsort(place.reshape(-1), stable=True), stable=True).reshape(place.shape)
 
 
 _INPUTS = {"y": Tensor("t n", "T"), "index": Tensor("r k", "I", upper_bound="t")}
@@ -44,6 +57,7 @@ gathered_sum = Op(
     "gathered_sum",
     inputs={**_INPUTS, "weights": Tensor("r k", "W", optional=True)},
     outputs={"out": Tensor("r n", "T")},
+    attrs={"strict": False},
     sharding=Sharding(parallel=("r", "n")),
     reference=reference,
     kernel="cute_ops.kernels.routing.gathered:GatheredSum",
@@ -55,8 +69,9 @@ gathered_sum = Op(
 
     Args:
         y: ``T[t n]``; float32, float16 or bfloat16; any row stride.
-        index: ``I[r k]``, int64 or int32: rows of y, which exist.
+        index: ``I[r k]``, int64 or int32: rows of y.
         weights: ``W[r k]``, a float dtype of its own; ones where None.
+        strict: whether an index that is no row ends the kernel with an error, instead of a row of NaN.
 
     Returns:
         ``T[r n]``. Summed in float32 in the order of j, rounded once.
@@ -83,7 +98,7 @@ gathered_dots = Op(
 
     Args:
         y: ``T[t n]``; float32, float16 or bfloat16; any row stride.
-        index: ``I[r k]``, int64 or int32: rows of y, which exist.
+        index: ``I[r k]``, int64 or int32: rows of y; NaN for a row with one that is none.
         dout: ``T[r n]``; any row stride.
 
     Returns:
@@ -95,3 +110,36 @@ gathered_dots = Op(
     """,
     **{**_COMMON, "dtypes": {"T": FLOATS, "I": ("int64", "int32")}},
 )
+
+scattered_rows = Op(
+    "scattered_rows",
+    inputs={
+        "x": Tensor("r n", "T"), "place": Tensor("r k", "int32"),
+        "weights": Tensor("r k", "W", optional=True),
+    },
+    outputs={"out": Tensor("t n", "T")},
+    derived={"t": lambda dims, attrs: dims["r"] * dims["k"]},
+    sharding=Sharding(parallel=("n",)),
+    reference=reference_scattered,
+    kernel="cute_ops.kernels.routing.gathered:ScatteredRows",
+    tuning=Tuning(config.scattered_rows),
+    cases=tuple(case._replace(dims={d: size for d, size in case.dims.items() if d != "t"}) for case in CASES),
+    arrange=permuted,
+    doc="""Rows at the places of a permutation, each times its weights: a step of :func:`permute_tokens`.
+
+    ``out[place[i, j]] = weights[i, j] * x[i]``
+
+    Args:
+        x: ``T[r n]``; float32, float16 or bfloat16; any row stride.
+        place: int32 ``[r k]``: each number below ``r*k`` once.
+        weights: ``W[r k]``, a float dtype of its own; ones where None.
+
+    Returns:
+        ``T[r*k n]``. Multiplied in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous.
+    """,
+    **{**_COMMON, "dtypes": {"T": FLOATS, "W": FLOATS}},
+)  # fmt: skip

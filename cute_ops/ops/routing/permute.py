@@ -10,7 +10,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
 
 Arrays = Mapping[str, Any]
 Call = Callable[..., Any]
@@ -23,10 +23,8 @@ CASES = (
 def _permute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x, index = inputs["x"], inputs["index"]
     keys, order = xp.sort(xp.classes_of(index.reshape(-1), attrs["experts"]))
-    order = xp.whole(order)
-    out = _gathered(call, x, (order // index.shape[-1])[:, None], None)
-    place = _inverse(xp, order).reshape(index.shape)
-    return {"out": out, "place": place, "ends": xp.ends(keys, attrs["experts"])}
+    place = _inverse(xp, xp.whole(order)).reshape(index.shape)
+    return {"out": _scattered(call, x, place, None), "place": place, "ends": xp.ends(keys, attrs["experts"])}
 
 
 def _inverse(xp: Any, order: Any) -> Any:
@@ -44,18 +42,21 @@ def _gathered(call: Call, y: Any, index: Any, weights: Any) -> Any:
     return call(gathered_sum, {"y": y, "index": index, "weights": weights}, {})["out"]
 
 
+def _scattered(call: Call, x: Any, place: Any, weights: Any) -> Any:
+    """Each row once for each of its places: it is read once, where a gather would read it again for each."""
+    return call(scattered_rows, {"x": x, "place": place, "weights": weights}, {})["out"]
+
+
 def _unpermute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     return {"out": _gathered(call, inputs["y"], inputs["place"], inputs["weights"])}
 
 
 def _unpermute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     y, place, weights, dout = (inputs[name] for name in ("y", "place", "weights", "dout"))
-    order = _inverse(xp, place.reshape(-1))
-    token = (order // place.shape[-1])[:, None]
+    dy = _scattered(call, dout, place, weights)
     if weights is None:
-        return {"dy": _gathered(call, dout, token, None), "dweights": None}
+        return {"dy": dy, "dweights": None}
     dots = call(gathered_dots, {"y": y, "index": place, "dout": dout}, {})["dots"]
-    dy = _gathered(call, dout, token, xp.rows_of(weights.reshape(-1, 1), order))
     return {"dy": dy, "dweights": xp.cast(dots, weights)}
 
 
@@ -82,7 +83,7 @@ permute_tokens = Op(
     inputs={"x": TOKENS, "index": INDEX},
     outputs={"out": SORTED, "place": Tensor("r k", "int32"), "ends": Tensor("e", "int32")},
     derived={**_T, "e": lambda dims, attrs: attrs["experts"]},
-    kernel=Program(_permute, (gathered_sum,)),
+    kernel=Program(_permute, (scattered_rows,)),
     grad=permute_tokens_bwd,
     doc="""Tokens in the order of their experts, as grouped products want them.
 
@@ -110,7 +111,7 @@ unpermute_tokens_bwd = Op(
     "unpermute_tokens_bwd",
     inputs={"y": SORTED, "place": PLACE, "dout": TOKENS, "weights": WEIGHTS},
     outputs={"dy": SORTED, "dweights": WEIGHTS._replace(optional=False, given="weights")},
-    kernel=Program(_unpermute_bwd, (gathered_sum, gathered_dots)),
+    kernel=Program(_unpermute_bwd, (scattered_rows, gathered_dots)),
     doc="""Gradients of :func:`unpermute_tokens`: each token's cotangent times its weights, and their dot products.""",
     **_SUMMING,
 )
