@@ -132,7 +132,7 @@ def test_rows_are_copied_bit_by_bit_and_an_index_that_is_no_row_gives_nan() -> N
             y[rng.integers(6, size=4), rng.integers(n, size=4)] = value
         wrong = rng.permutation(9)[:3]
         index[wrong, 0] = [6, -1, 1 << 40]
-        call = kernel_calls.Call(gathered_sum, arrays, {}, {}, "", lambda seed: arrays)
+        call = kernel_calls.Call(gathered_sum, arrays, {}, {}, "", partial(dict, arrays))
         (out,) = kernel_calls.run(call)
         assert out is not None
         kept = np.delete(np.arange(9), wrong)
