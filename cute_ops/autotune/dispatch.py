@@ -125,9 +125,9 @@ def realigned(
     if binding.empty or binding.dtype_without_kernel or "b" in binding.dims or not op.fallback.anywhere:
         return {}
     found = _copies(binding, memory, op.fallback.anywhere)
-    if not found:
-        return {}
     copied = {**memory, **{n: Memory(s) for n, s in found.items()}}
+    if not found or _out_of_reach(binding, copied):  # a copy of one operand does not help if the other has none
+        return {}
     problem, expected = signature(binding, copied, target).problem, op.fallback.expected
     arrays = [array for n in found if (array := binding.inputs[n])]
     if not choice.pays(arrays, problem, expected(problem) if expected else None, reads):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -289,6 +290,33 @@ def test_what_torchs_function_runs_may_lie_anywhere(fast: Any, monkeypatch: pyte
             for given in (first, other, first, other):
                 assert torch.equal(call(given, weight), F.linear(given, weight))
         assert len(done) == planned
+
+
+def test_operands_lie_in_any_layout_on_a_gpu(fast: Any, compiled: Any) -> None:
+    """Drawn layouts of each operand: no stride of 1, rows that no stride steps over, rows off a vector. What our kernel
+    does not read where it lies is given to the framework's product, and what the pass does not read is copied.
+    """
+    ops, rng = (linear.linear, linear.linear_dweight, linear_add, linear_gelu, BIASED), random.Random(0)
+    calls = {op: fast(op) for op in ops}
+    compiled.ops.update({op.name: op for op in (*ops, *(step for op in ops[2:] for step in op.fallback.program.ops))})
+    for _ in range(40):
+        op, dtype = rng.choice([*calls]), rng.choice([torch.bfloat16, torch.float16, torch.float32])
+        tensors = [lying(rng.choice(LAYOUTS), t) for t in made(op, (2, 3), dtype)]
+        wanted = calls[op](*[t.contiguous() for t in tensors])
+        torch.testing.assert_close(calls[op](*tensors), wanted, rtol=2**-6, atol=2**-6)
+
+
+LAYOUTS = ("compact", "apart", "steps", "turned")
+
+
+def lying(how: str, tensor: Tensor) -> Tensor:
+    """The values of a tensor in another layout, beside NaN."""
+    if how == "turned":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    more = {"compact": tensor.shape[-1], "apart": tensor.shape[-1] + 3, "steps": 2 * tensor.shape[-1]}[how]
+    wide = torch.full((*tensor.shape[:-1], more), torch.nan, dtype=tensor.dtype)
+    view = wide[..., ::2] if how == "steps" else wide[..., : tensor.shape[-1]]
+    return view.copy_(tensor)
 
 
 def test_one_tensor_as_both_operands(fast: Any) -> None:

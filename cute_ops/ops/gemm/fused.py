@@ -451,7 +451,8 @@ class _Epilogue:
         def formula(attrs: Mapping[str, Any]) -> Formula:
             return Formula(self.expression(attrs), not self.by_element, reads, writes, kinds, ACC)
 
-        inputs = {ACC: Tensor(forward.acc.shape, forward.acc.dtype), **forward.operands}
+        operands = {key: tensor._replace(otherwise="copy") for key, tensor in forward.operands.items()}
+        inputs = {ACC: Tensor(forward.acc.shape, forward.acc.dtype), **operands}
         if forward.acc.dtype != "T":  # the weight says what dtype outputs have
             inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
         return pointwise(
