@@ -37,10 +37,10 @@ demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the 
 	$(PYTHON) examples/llama/train.py $(ARGS)
 	$(PYTHON) examples/llama/hugging_face.py
 
-PYTEST = $(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS)
+PYTEST = $(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS) $(if $(ALL),--all)
 # With COVERAGE=1 the core's tests come first and are measured, which takes a tenth longer; measuring all would take half
 # as long again.
-test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
+test: $(READY)  ## all tests, with a drawn part of the cases of some; ALL=1: all cases. Those marked gpu need a GPU
 	$(if $(COVERAGE),$(PYTEST) tests/core --cov --cov-report= $(ARGS))
 	$(PYTEST) $(if $(COVERAGE),--ignore=tests/core) $(ARGS)
 	$(if $(COVERAGE),$(PYTHON) tests/coverage_by_room.py)

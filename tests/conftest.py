@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import zlib
@@ -36,6 +37,7 @@ FOR_PROGRAMS = {
 # What tests themselves read: how many calls they draw, and by which seed.
 OF_TESTS = {"CUTE_OPS_FEATURES", "CUTE_OPS_SEED", "CUTE_OPS_SWEEP", "CUTE_OPS_SWEEP_SEED"}
 GIVEN: dict[str, str] = {}
+DRAW = "TESTS_DRAW"  # in the environment: the text that draws cases
 BYTECODE = str(Path(__file__).parents[1] / "out" / "bytecode")
 
 
@@ -69,6 +71,7 @@ from cute_ops.autotune import dispatch  # noqa: E402
 from cute_ops.jit import target  # noqa: E402
 from cute_ops.ops import OPS, PRODUCTS  # noqa: E402
 from cute_ops.ops.attention import config as attention  # noqa: E402
+from tests.drawing import part_of  # noqa: E402
 
 # What the second table of features has as columns.
 PRODUCT_NAMES = (
@@ -109,6 +112,8 @@ elif "CUTE_OPS_CACHE_DIR" in GIVEN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="one case of each fast test; with --room all cases")
     parser.addoption("--attention-by-warps", action="store_true", help="attention by mma.sync on Hopper, too")
+    parser.addoption("--all", action="store_true", help="all cases of tests with the mark drawn")
+    parser.addoption("--draw", metavar="TEXT", help="another text draws other cases; by default the commit")
     parser.addoption("--room", metavar="NAME", help="only files of tests that import this room, or have its name")
     parser.addoption("--sample", type=float, default=1.0, metavar="PART", help="this part of the tests, by chance")
     parser.addoption("--sample-seed", default="0", metavar="TEXT", help="another text takes another part")
@@ -142,6 +147,38 @@ def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item in kept]
 
 
+def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases of tests with the mark ``drawn`` that are not drawn."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left = set[pytest.Item]()
+    for name, some in cases.items():
+        (part,) = some[0].get_closest_marker("drawn").args  # type: ignore[union-attr]
+        left.update(set(some).difference(part_of(some, part, f"{os.environ[DRAW]} {name}")))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+
+
+def _draws(config: pytest.Config) -> bool:
+    """Not on a GPU, where ``--sample`` takes a part of all tests."""
+    whole = any(map(config.getoption, ("--all", "--quick"))) or "CUTE_OPS_FEATURES" in os.environ
+    return not (whole or target.device_count())
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _draws(config):
+        terminalreporter.write_line(f"drawn tests: --draw {os.environ[DRAW]} takes these again, --all takes all")
+
+
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what ``--sample`` does not draw: by each test's name, so that all processes draw the same."""
     part, seed = config.getoption("--sample"), config.getoption("--sample-seed")
@@ -173,6 +210,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if name not in os.environ:
             os.environ[name] = folder = tempfile.mkdtemp(prefix="cute_ops_tests_")
             config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # all processes draw the same
+        os.environ[DRAW] = config.getoption("--draw") or _commit() or "0"
     if config.getoption("--attention-by-warps"):
         attention.by_warpgroups = lambda arch: False
     if "PYTEST_XDIST_WORKER" not in os.environ:  # of modules that tests wrote and that are gone
@@ -315,11 +354,14 @@ def _skipped(item: pytest.Item) -> bool:
     return not target.device_count() and item.get_closest_marker("gpu") is not None
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``gpu`` tests skip only where there is no GPU. One case of each says so: thousands take half a minute."""
     _leave_out(config, items)
     if config.getoption("--quick"):
         _quick(config, items)
+    elif _draws(config):
+        _draw(config, items)
     for item in items if not _as_root() else ():
         if item.get_closest_marker("as_root"):
             item.add_marker(pytest.mark.skip(reason="only root can give a file away or become another user"))

@@ -396,8 +396,8 @@ def _run(
     drawn = str(random.Random(f"{given.seed} {name}").randrange(2**32))
     report, log = base / "results" / "report.xml", given.logs / f"{name.replace(' ', '_')}.txt"
     arguments = [
-        "-v", "-p", "no:cacheprovider", "--sample", str(given.fraction), "--sample-seed", drawn, "--sample-often",
-        f"{LIKELY_TIMES}:{LIKELY}", f"--junitxml={report}", *(given.tests or machine.tests),
+        "-v", "-p", "no:cacheprovider", "--all", "--sample", str(given.fraction), "--sample-seed", drawn,
+        "--sample-often", f"{LIKELY_TIMES}:{LIKELY}", f"--junitxml={report}", *(given.tests or machine.tests),
     ]  # fmt: skip
     if machine.processes:
         arguments += [f"--numprocesses={machine.processes}", "--dist=worksteal"]

@@ -104,6 +104,7 @@ def targets(op: Op) -> list[tuple[str, str]]:
     return [*TARGETS, *(("bfloat16", arch) for arch in archs)][turn(op)]
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(
     ("op", "dtype", "arch"),
     [pytest.param(op, *each, id="-".join([op.name, *each])) for op in ALL for each in targets(op)],
@@ -289,6 +290,7 @@ def lengths(op: Op) -> list[int]:
     return list(kinds.values())[turn(op)]
 
 
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
     ("op", "n"), [(op, n) for op in ALL for n in lengths(op)], ids=lambda v: v.name if isinstance(v, Op) else None
 )
@@ -328,6 +330,7 @@ def test_losses_and_their_gradients_compile_with_every_option(name: str, compile
         compiled(variant_of(op, "bfloat16", 4096, "sm_90a", **attrs))
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:

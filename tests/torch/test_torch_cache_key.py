@@ -258,13 +258,11 @@ for edited in sys.argv[3:]:
 
 
 @pytest.mark.slow
-def test_a_warm_cache_gives_no_old_value(tmp_path: Path) -> None:
+def test_a_warm_cache_gives_no_old_value(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Fresh processes, in which Inductor writes the op out, find what the first one has compiled, unless one of the
-    things that the function reads is edited. Two are drawn; TESTS_WHOLE=1 edits all.
+    things that the function reads is edited. Two are drawn, by ``--draw``; ``--all`` edits all.
     """
-    seed = 20261128  # the same calls in every run: a failure is the change's
-    print("seed", seed)
-    drawn = THINGS if os.environ.get("TESTS_WHOLE") else random.Random(seed).sample(THINGS, 2)
+    drawn = THINGS if pytestconfig.getoption("--all") else random.Random(os.environ["TESTS_DRAW"]).sample(THINGS, 2)
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
