@@ -12,13 +12,14 @@ python benchmarks/llama_step.py --out out/benchmarks
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,18 @@ def prepare(contender: str, model: Any) -> Any:
     """The contender's form of the model."""
     parts = contender.split(" + ")
     if "Liger" in parts:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        apply_liger_kernel_to_llama(
-            rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True, cross_entropy=False, model=model
-        )
+        apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+        if apply is None:
+            raise LookupError(f"Liger does not have {model.config.model_type}")
+        apply(model=model)
     if "ours" in parts:
         import cute_ops_torch
 
-        cute_ops_torch.patch(model)
-        cute_ops_torch.warm_up(model)
+        print(cute_ops_torch.patch(model), file=sys.stderr)
+        with contextlib.suppress(ValueError):  # of a configuration that is no decoder's; the first steps warm up, too
+            cute_ops_torch.warm_up(model)
     if "graph pass" in parts:  # without "ours", the model as it is; Liger and ours return no logits either
         import cute_ops_torch.inductor
 
@@ -88,17 +91,20 @@ def optimizer_of(contender: str, model: Any, small: bool) -> torch.optim.Optimiz
 
 
 class Trainer:
-    """A contender's model, compiled and warm."""
+    """A model, compiled and warm.
 
-    def __init__(self, contender: str, batch: int, seqlen: int, small: bool) -> None:
-        self.contender, self.batch, self.seqlen = contender, batch, seqlen
-        model = build(small=small)
-        self.device = next(model.parameters()).device
-        self.tokens = torch.randint(0, model.config.vocab_size, (batch, seqlen), device=self.device)
-        self.run = prepare(contender, model)
-        self.optimizer = optimizer_of(contender, model, small)
+    Args:
+        run: what is called for a step, with ``inputs``.
+        warm_up: so many steps, which compile, too.
+    """
+
+    def __init__(
+        self, run: Any, inputs: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, warm_up: int
+    ) -> None:
+        self.run, self.inputs, self.optimizer = run, inputs, optimizer
+        self.device = next(iter(inputs.values())).device
         self.times: list[float] = []
-        self.losses = [self.step() for _ in range(4)]  # compiles, too
+        self.losses = [self.step() for _ in range(warm_up)]
         self.wait()
         gc.collect()
         if self.device.type == "cuda":
@@ -106,7 +112,7 @@ class Trainer:
 
     def step(self) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.run(input_ids=self.tokens, labels=self.tokens).loss
+        loss = self.run(**self.inputs).loss
         loss.backward()
         self.optimizer.step()
         return loss.detach()  # type: ignore[no-any-return]
@@ -123,21 +129,35 @@ class Trainer:
         self.times.append((time.perf_counter() - begin) / steps)
         self.losses.append(last)
 
+    def figures(self) -> dict[str, float]:
+        """Columns that do not depend on the model."""
+        peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else 0.0
+        return {"peak_gb": peak, "loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item()}
+
+
+class LlamaTrainer(Trainer):
+    """A contender's Llama."""
+
+    def __init__(self, contender: str, batch: int, seqlen: int, small: bool) -> None:
+        self.contender, self.batch, self.seqlen = contender, batch, seqlen
+        model = build(small=small)
+        tokens = torch.randint(0, model.config.vocab_size, (batch, seqlen), device=model.device)
+        inputs = {"input_ids": tokens, "labels": tokens}
+        super().__init__(prepare(contender, model), inputs, optimizer_of(contender, model, small), 4)
+
     def row(self) -> dict[str, Any]:
         """Medians over the samples."""
-        peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else 0.0
         seconds, count = spread(self.times), self.batch * self.seqlen
         return {
             "contender": self.contender, "batch": self.batch, "seqlen": self.seqlen,
             "tokens_per_s": count / seconds.median, "tokens_per_s_min": count / seconds.high,
-            "tokens_per_s_max": count / seconds.low, "ms": seconds.median * 1e3, "peak_gb": peak,
-            "loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item(),
+            "tokens_per_s_max": count / seconds.low, "ms": seconds.median * 1e3, **self.figures(),
         }  # fmt: skip
 
 
 def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, small: bool) -> dict[str, Any]:
     """One contender alone."""
-    trainer = Trainer(contender, batch, seqlen, small)
+    trainer = LlamaTrainer(contender, batch, seqlen, small)
     for _ in range(rounds):
         trainer.sample(steps)
     if "graph pass" in contender:
@@ -147,7 +167,7 @@ def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, sm
     return trainer.row()
 
 
-def obey(trainer: Trainer, steps: int) -> None:
+def obey(trainer: LlamaTrainer, steps: int) -> None:
     """A contender's process: a sample for each line that comes, then its row."""
     print(READY, flush=True)
     for _ in sys.stdin:
@@ -213,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = (options.batch, options.seqlen, options.steps, options.rounds, options.cpu_smoke)
     if options.one and options.in_turns:
-        obey(Trainer(options.one, options.batch, options.seqlen, options.cpu_smoke), options.steps)
+        obey(LlamaTrainer(options.one, options.batch, options.seqlen, options.cpu_smoke), options.steps)
         return 0
     if options.one:
         print(json.dumps(measure(options.one, *sizes)))

@@ -12,7 +12,6 @@ python benchmarks/model_steps.py --out out/benchmarks [--models BERT-large ViT-H
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import sys
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import Table, first_line, read, spread
-from llama_step import READY, TOLERANCE, Worker
+from llama_step import READY, TOLERANCE, Trainer, Worker, prepare
 from rich.console import Console
 from rich.table import Table as View
 
@@ -171,67 +170,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-def prepare(contender: str, model: Any) -> Any:
-    """The contender's form of the model."""
-    parts = contender.split(" + ")
-    if "Liger" in parts:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-        apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
-        if apply is None:
-            raise LookupError(f"Liger does not have {model.config.model_type}")
-        apply(model=model)
-    if "ours" in parts:
-        import cute_ops_torch
-
-        print(cute_ops_torch.patch(model), file=sys.stderr)
-        with contextlib.suppress(ValueError):  # of a configuration that is no decoder's; the first steps warm up, too
-            cute_ops_torch.warm_up(model)
-    if "graph pass" in parts:
-        import cute_ops_torch.inductor
-
-        cute_ops_torch.inductor.enable(devices=(next(model.parameters()).device.type,), logits=False)
-    return torch.compile(model) if parts[-1] in ("compile", "torch.compile") else model
-
-
-class Trainer:
-    """A contender's model, compiled and warm."""
+class ModelTrainer(Trainer):
+    """A contender's model."""
 
     def __init__(self, name: str, contender: str, small: bool) -> None:
         begin, shape = time.perf_counter(), SHAPES[name]
         batch, seqlen = (2, 24) if small else (shape.batch, shape.seqlen)
         model = shape.build(small)
-        self.device = next(model.parameters()).device
-        self.inputs = shape.inputs(model.config, batch, seqlen, self.device)
-        self.run = prepare(contender, model)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
+        inputs = shape.inputs(model.config, batch, seqlen, model.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
         self.about = {"model": name, "contender": contender, "batch": batch, "seqlen": seqlen}
-        self.times: list[float] = []
-        self.losses = [self.step() for _ in range(WARM_UP)]
-        self.wait()
+        super().__init__(prepare(contender, model), inputs, optimizer, WARM_UP)
         self.warm_up = time.perf_counter() - begin
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.run(**self.inputs).loss
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def sample(self, steps: int) -> None:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            last = self.step()
-        self.wait()
-        self.times.append((time.perf_counter() - begin) / steps)
-        self.losses.append(last)
 
     def kernels(self, most: int) -> str:
         """The kernels of one step that take longest, a line each: microseconds, calls, name."""
@@ -250,12 +200,10 @@ class Trainer:
 
     def row(self) -> dict[str, Any]:
         """Medians over the samples."""
-        peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else 0.0
         ms = spread(1e3 * each for each in self.times)
         return {
-            **self.about, "ms": ms.median, "ms_min": ms.low, "ms_max": ms.high, "peak_gb": peak,
-            "loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item(), "warm_up_s": self.warm_up,
-            "status": "ok",
+            **self.about, "ms": ms.median, "ms_min": ms.low, "ms_max": ms.high, **self.figures(),
+            "warm_up_s": self.warm_up, "status": "ok",
         }  # fmt: skip
 
 
@@ -266,7 +214,7 @@ class Turns:
 
     def __init__(self, contender: str, small: bool, profile: int = 0) -> None:
         self.contender, self.small, self.profile = contender, small, profile
-        self.trainer: Trainer | None = None
+        self.trainer: ModelTrainer | None = None
         self.row: dict[str, Any] = {}
 
     def obey(self, line: str) -> dict[str, Any] | None:
@@ -274,7 +222,7 @@ class Turns:
         try:
             if line in SHAPES:
                 self.row = {"model": line, "contender": self.contender}
-                self.trainer = Trainer(line, self.contender, self.small)
+                self.trainer = ModelTrainer(line, self.contender, self.small)
             elif self.trainer is not None and line:
                 self.trainer.sample(int(line))
             elif self.trainer is not None:

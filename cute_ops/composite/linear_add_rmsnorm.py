@@ -19,7 +19,6 @@ from cute_ops.declaration.tensor import Accumulation, Tensor
 from cute_ops.ops.expression.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import exact, linear, linear_acc, product_gradients
-from cute_ops.ops.norm import add_rmsnorm as norm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm, add_rmsnorm_bwd
 
 DOC = """``residual_out = x @ weight.T + residual``; ``out = rmsnorm(residual_out, norm_weight, eps)``
@@ -103,7 +102,8 @@ def _bwd(name: str = "linear_add_rmsnorm_bwd", wanted: tuple[str, ...] = ("dresi
         xp: Any, residual_out: Any, dout: Any, norm_weight: Any, dresidual_out: Any = None, *, eps: float, fused: str
     ) -> tuple[Any, ...]:
         options = {"eps": eps, "weight_offset": 0.0}
-        return norm.reference_bwd(xp, residual_out, dout, dresidual_out, norm_weight, **options)[1 : 1 + len(wanted)]
+        every = add_rmsnorm_bwd.reference(xp, residual_out, dout, dresidual_out, norm_weight, **options)
+        return tuple(every[1 : 1 + len(wanted)])
 
     return Op(
         name,
@@ -150,7 +150,7 @@ def _op(transposed: bool) -> Op:
     ) -> tuple[Any, Any]:
         acc = exact(xp, ProductPlan(None if transposed else 1), x, weight)
         residual, options = xp.astype(residual, acc.dtype), {"eps": eps, "weight_offset": 0.0}
-        out, residual_out = norm.reference(xp, acc, residual, norm_weight, **options)
+        out, residual_out = add_rmsnorm.reference(xp, acc, residual, norm_weight, **options)
         return xp.astype(out, x.dtype), xp.astype(residual_out, x.dtype)
 
     weight = Tensor("k n" if transposed else "n k", "T")

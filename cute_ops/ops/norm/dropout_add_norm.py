@@ -8,14 +8,13 @@ from typing import Any
 
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
-from cute_ops.declaration.shapes import FLOATS, ITEMSIZE
+from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops import docs
 from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
-from cute_ops.ops.norm.add_rmsnorm import RESIDUAL
-from cute_ops.ops.norm.declare import ROWS
+from cute_ops.ops.norm.declare import RESIDUAL, ROWS, residual_problem
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
 CASES = (
@@ -90,12 +89,9 @@ def _formula(function: Callable[..., Any], inputs: Mapping[str, Tensor], outputs
 def _check(binding: Any) -> str | None:
     if problem := within(eps=NOT_NEGATIVE)(binding):
         return problem
-    p, x, residual = binding.attrs["p"], binding.dtypes["T"], binding.dtypes["R"]
-    if not 0 <= p < 1:
-        return f"attribute `p` is {p}, expected at least 0 and less than 1."
-    if residual == x or ITEMSIZE[residual] > ITEMSIZE[x]:
-        return None
-    return f"argument `residual` has dtype {residual}, expected {x} (that of `x`) or a wider one."
+    if not 0 <= binding.attrs["p"] < 1:
+        return f"attribute `p` is {binding.attrs['p']}, expected at least 0 and less than 1."
+    return residual_problem(binding)
 
 
 def _norm(name: str, forward: Any, backward: Any, bias: bool, eps: float, doc: str) -> Op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cute_ops.declaration.array_api import cast, divide, widen
@@ -91,24 +92,27 @@ OF_ONE: dict[str, Any] = {
     **COMMON, "static": WhileFew("h", "d", "r"), "sharding": Sharding(parallel=("h",)), "cases": CASES,
 }  # fmt: skip
 
-rope_bwd = Op(
-    "rope_bwd",
-    inputs={"dout": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"dx": HEADS._replace(donates="dout")},
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.rotary.rope:RopeBackward",
-    doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
-    **OF_ONE,
-)
 
-rope = Op(
+def _declare(
+    name: str, reference: Callable[..., Any], reference_bwd: Callable[..., Any], doc: str, doc_bwd: str, **common: Any
+) -> Op:
+    """A rotation of heads, in place where it may be, and its gradient."""
+    tables = {"cos": TABLE, "sin": TABLE}
+    gradient = Op(
+        f"{name}_bwd", inputs={"dout": HEADS, **tables}, outputs={"dx": HEADS._replace(donates="dout")},
+        reference=reference_bwd, kernel="cute_ops.kernels.rotary.rope:RopeBackward", doc=doc_bwd, **common,
+    )  # fmt: skip
+    return Op(
+        name, inputs={"x": HEADS, **tables}, outputs={"out": HEADS._replace(donates="x", contiguous="d")},
+        reference=reference, kernel="cute_ops.kernels.rotary.rope:Rope", grad=gradient, no_gradient=("cos", "sin"),
+        doc=doc, **common,
+    )  # fmt: skip
+
+
+rope = _declare(
     "rope",
-    inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"out": HEADS._replace(donates="x", contiguous="d")},
-    reference=reference,
-    kernel="cute_ops.kernels.rotary.rope:Rope",
-    grad=rope_bwd,
-    no_gradient=("cos", "sin"),
+    reference,
+    reference_bwd,
     **OF_ONE,
     doc="""Rotary position embedding of every head.
 
@@ -134,7 +138,9 @@ rope = Op(
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """,
+    doc_bwd="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
 )
+(rope_bwd,) = rope.steps
 
 rope_bwd_joined = Op(
     "rope_bwd_joined",
@@ -182,36 +188,22 @@ rope_bwd_joined = Op(
     """,
 )  # fmt: skip
 
-PACKED: dict[str, Any] = {
-    **COMMON, "attrs": {"heads": 0, "interleaved": False}, "check": _check_packed, "static": WhileFew("h", "d", "r"),
-    "sharding": Sharding(whole={"h": "is sharded along heads; `rope` takes those of queries and keys so"}),
-    "cases": (
+rope_packed = _declare(
+    "rope_packed",
+    reference_packed,
+    reference_packed_bwd,
+    dtypes=COMMON["dtypes"],
+    attrs={"heads": 0, "interleaved": False},
+    tuning=COMMON["tuning"],
+    check=_check_packed,
+    static=WhileFew("h", "d", "r"),
+    sharding=Sharding(whole={"h": "is sharded along heads; `rope` takes those of queries and keys so"}),
+    cases=(
         Case("llama3-8b", {"m": (2, 67), "h": 48, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED,
              attrs={"heads": 40}),
         Case("odd-head", {"m": (3, 5), "h": 5, "d": 7, "r": 2}, attrs={"heads": 3}),
         Case("kv", {"m": (131,), "h": 8, "d": 64, "r": 16}, attrs={"heads": 4, "interleaved": True}),
     ),
-}  # fmt: skip
-
-rope_packed_bwd = Op(
-    "rope_packed_bwd",
-    inputs={"dout": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"dx": HEADS._replace(donates="dout")},
-    reference=reference_packed_bwd,
-    kernel="cute_ops.kernels.rotary.rope:RopeBackward",
-    doc="""Gradient of :func:`rope_packed` to x: the first heads of ``dout`` rotated by the negative angles.""",
-    **PACKED,
-)
-
-rope_packed = Op(
-    "rope_packed",
-    inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
-    outputs={"out": HEADS._replace(donates="x", contiguous="d")},
-    reference=reference_packed,
-    kernel="cute_ops.kernels.rotary.rope:Rope",
-    grad=rope_packed_bwd,
-    no_gradient=("cos", "sin"),
-    **PACKED,
     doc="""Rotary position embedding of the first heads of a packed projection: of q and k in qkv, of k in kv.
 
     ``out = concat([rope(x[..., :heads, :], cos, sin, interleaved), x[..., heads:, :]])``
@@ -235,7 +227,8 @@ rope_packed = Op(
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """,
-)
+    doc_bwd="""Gradient of :func:`rope_packed` to x: the first heads of ``dout`` rotated by the negative angles.""",
+)  # fmt: skip
 
 
 def reference_fp8(xp: Any, x: Any, cos: Any, sin: Any, scale: Any, *, interleaved: bool) -> Any:
