@@ -94,6 +94,25 @@ class Found(NamedTuple):
     slot: Any
 
 
+def find_key(table, mCache, batch, key, count):
+    """Where a key of a sequence of ``count`` keys lies; ``table``: pages of each sequence; None of contiguous
+    caches.
+    """
+    slot = key if const_expr(table is None) else key % Int32(mCache.shape[1])
+    return Found(_page(table, mCache, batch, key, count), slot)
+
+
+@cute.jit
+def _page(table, mCache, batch, key, count):
+    page = Int32(-1)
+    if (key >= 0) & (key < count):
+        if const_expr(table is None):
+            page = batch
+        else:
+            page = page_of(table, mCache, batch, key)
+    return page
+
+
 class CacheLoads(Fixed):
     """What copies tiles of ``keys`` keys, of which each warp has a quarter.
 
@@ -111,19 +130,9 @@ class CacheLoads(Fixed):
     def find(self, mCache, batch, tile, count):
         """The key of this thread's lane in a tile, of a sequence of ``count`` keys."""
         tidx = cute.arch.thread_idx()[0]
-        key = tile * self.keys + tidx // WARP * self.of_warp + tidx % WARP
-        slot = key if const_expr(self.table is None) else key % Int32(mCache.shape[1])
-        return Found(self._page(mCache, batch, key, count), slot)
-
-    @cute.jit
-    def _page(self, mCache, batch, key, count):
-        page = Int32(-1)
-        if (key >= 0) & (key < count):
-            if const_expr(self.table is None):
-                page = batch
-            else:
-                page = page_of(self.table, mCache, batch, key)
-        return page
+        return find_key(
+            self.table, mCache, batch, tile * self.keys + tidx // WARP * self.of_warp + tidx % WARP, count
+        )  # fmt: skip
 
     def copy(self, mCache, head, sX, stage, found):
         """Start to copy a tile of one head, zeros where no key is.

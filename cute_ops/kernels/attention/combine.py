@@ -116,3 +116,20 @@ class Combine:
             total, largest = total * share + exp2(score - shift), shift
         lse, factor = self.of_part(largest, total)
         return lse * Float32(LN2), share * factor
+
+
+def store_pairs(values, r, factor, address, dtype):
+    """Store a row's sums of values times a factor, two columns at once. Columns are pairs, 8 apart.
+
+    Args:
+        values: a thread's accumulators by row.
+        r: which of its rows.
+        factor: of the row.
+        address: of the first pair, in bytes.
+        dtype: of memory.
+    """
+    rOut = fragment(dtype, 2)
+    for c in range(cute.size(values, mode=[1]) // 2):
+        for j in range(2):
+            rOut[j] = (values[r, 2 * c + j] * factor).to(dtype)
+        store(rOut, address + c * dtype.width)

@@ -42,6 +42,7 @@ class AttentionConfig(KernelConfig):
         mask: the expression of the mask; empty if there is none.
         bounds: the expression of the mask's bounds over a tile.
         score: the expression of a change of scores; empty if there is none.
+        cached: whether keys lie in caches.
     """
 
     tile_n: int
@@ -52,6 +53,7 @@ class AttentionConfig(KernelConfig):
     mask: str = ""
     bounds: str = ""
     score: str = ""
+    cached: bool = False
 
     @property
     def block(self) -> int:
@@ -59,8 +61,11 @@ class AttentionConfig(KernelConfig):
         return MMA_ROWS * self.tiles_m * self.warps if self.warps else MMA_M * self.consumers
 
     def shared(self, d: int, e: int) -> int:
-        """Bytes of shared memory where warps multiply: queries, whose place outputs take, keys and values; padded."""
-        return 2 * (self.block * (max(d, e) + PADDING) + self.tile_n * (d + e + 2 * PADDING))
+        """Bytes of shared memory where warps multiply: queries, whose place outputs take, keys and values, padded; of
+        caches where the keys of two tiles lie, and a bit for each.
+        """
+        places = 4 * 2 * (2 * self.tile_n + -(-self.tile_n // 32)) if self.cached else 0
+        return 2 * (self.block * (max(d, e) + PADDING) + self.tile_n * (d + e + 2 * PADDING)) + places
 
 
 @dataclass(frozen=True)

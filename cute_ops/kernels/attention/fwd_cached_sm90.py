@@ -2,29 +2,26 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_init_arrive, pipeline_init_wait
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.kernels.attention.cache_loads import CacheLoads, CopyRing
+from cute_ops.kernels.attention.cache_loads import WARPS, CacheLoads, CopyRing
+from cute_ops.kernels.attention.cached import Cached, hide_missing
 from cute_ops.kernels.attention.fwd_sm90 import AttentionFwd
-from cute_ops.kernels.attention.mods import by_index
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, tma_copies
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.tiles import Moved, Sizes, by_sequence, partition, ring, slots, view
-from cute_ops.kernels.lib.arguments import by_name
+from cute_ops.kernels.attention.tiles import Moved, Sizes, by_sequence, first_row, partition, ring, slots, view
 from cute_ops.kernels.lib.matrix import folded
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.tensor_core.sizes import MMA_M, WARPGROUP, RegisterBudget
 
 REGISTERS = RegisterBudget(load=40, multiply=232)
-OWN_NAMES = {"q", "k", "v", "cu_seqlens_q", "lengths", "page_table", "sinks", "k_scale", "v_scale", "out", "lse"}
 
 
-class AttentionCached(AttentionFwd):
+class AttentionCachedSm90(Cached, AttentionFwd):
     """:class:`AttentionFwd` of keys and values in caches, of which each sequence has so many as its length says.
 
     A whole warpgroup loads keys and values, by ``cp.async``, because pages may have any size: a lane looks up the page
@@ -34,27 +31,15 @@ class AttentionCached(AttentionFwd):
 
     def __init__(self, variant):
         super().__init__(variant)
-        self.registers, self.variant = REGISTERS, variant
-        self.float8 = ITEMSIZE[variant.tensors["k"].dtype] == 1
+        self.registers = REGISTERS
 
     @cute.jit
     def __call__(self, *arguments):
-        stream, given = arguments[-1], by_name(self.variant, arguments)
-        captured = [given[name] for name in given if name not in OWN_NAMES and not name.startswith("ranges_of_")]
-        mK, mV, mLengths, mTable = (given.get(name) for name in ("k", "v", "lengths", "page_table"))
+        given, stream = self._given(arguments), arguments[-1]
+        mK, mV, mTable = (given.get(name) for name in ("k", "v", "page_table"))
         mQ, mOut = view(given["q"]), view(given["out"])  # (seqlen, d, heads, batch)
         self.dtype = dtype = mQ.element_type
-        capacity = Int32(mK.shape[1])
-        if const_expr(mTable is not None):
-            capacity = capacity * Int32(mTable.shape[1])
-        offsets = (given["cu_seqlens_q"], None) if const_expr(self.packed) else None
-        heads, kv_heads = Int32(cute.size(mQ, mode=[2])), Int32(mK.shape[2])
-        tables = given["ranges_of_queries"], given["ranges_of_keys"]
-        sizes = Sizes(
-            Int32(cute.size(mQ, mode=[0])), capacity, heads, heads // kv_heads, Int32(cute.size(mLengths)),
-            by_index(captured, self.mods), tables, offsets, keys=mLengths,
-            scales=(given.get("k_scale"), given.get("v_scale")),
-        )  # fmt: skip
+        sizes = self._sizes(given, mQ)
         if const_expr(self.packed):
             mQ, mOut = by_sequence(mQ), by_sequence(mOut)
         row, column = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
@@ -78,6 +63,7 @@ class AttentionCached(AttentionFwd):
             grid=[ctas, 1, 1], block=[WARPGROUP * (1 + self.consumers), 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
         )  # fmt: skip
+        self._combine(given, sizes, stream)
 
     @cute.kernel
     def cached_kernel(self, mmas, moved, caches, mSinks, mLse, sizes):
@@ -132,7 +118,7 @@ class AttentionCached(AttentionFwd):
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
             tile, own = self._tile(index, sizes)
             kv_head = tile.head // sizes.heads_per_kv
-            first, last = self.tiles.keys_of(tile, own)
+            first, last = self._keys_of(tile, own)
             page, place = loads.find(mK, tile.batch, last, own.seqlen_k)
             if warp == 0:
                 tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), own.rows[0])
@@ -160,32 +146,23 @@ class AttentionCached(AttentionFwd):
     @cute.jit
     def _change(self, rS, at: cutlass.Constexpr, keys):
         tile, sizes, *_ = at
-        mScale = sizes.scales[0]
-        if const_expr(mScale is not None):
-            rS.store(rS.load() * mScale[tile.head // sizes.heads_per_kv])
+        self._scale(rS, tile, sizes)
         AttentionFwd._change(self, rS, at, keys)
-
-    def _of_values(self, factors, at):
-        (tile, sizes, _), mScale = at, at[1].scales[1]
-        if mScale is not None:
-            for r in range(2):
-                factors[r] = factors[r] * mScale[tile.head // sizes.heads_per_kv]
 
     def _there(self, ring_k, slot):
         return None if ring_k.marks is None else ring_k.marked(slot)
 
+    def _hide_missing(self, scores, there, tidx):
+        hide_missing(scores, there, self.tile_n // WARPS, tidx % 32)
+
     @cute.jit
-    def _hide_missing(self, scores, there: cutlass.Constexpr, tidx):
-        """Hide keys of pages outside of the pool, of which a word for each loading warp says that they are there."""
-        if const_expr(there is not None):
-            of_warp, lane = self.tile_n // len(there), tidx % 32
-            every = Int32(-1 if of_warp == 32 else (1 << of_warp) - 1)
-            whole = cutlass.Boolean(True)
-            for word in there:
-                whole = whole & ((word & every) == every)
-            if not whole:
-                for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                    column = 8 * (c // 2)
-                    bits = there[column // of_warp] >> (column % of_warp + lane % 4 * 2 + c % 2)
-                    for r in cutlass.range_constexpr(2):
-                        scores[r, c] = cutlass.select_((bits & 1) != 0, scores[r, c], -Float32.inf)
+    def _finish(
+        self, mma_pv, rO, rows: cutlass.Constexpr, out: cutlass.Constexpr, sums: cutlass.Constexpr,
+        at: cutlass.Constexpr,
+    ):  # fmt: skip
+        tile, sizes, tidx = at
+        if sizes.splits == 1:
+            AttentionFwd._finish(self, mma_pv, rO, rows, out, sums, at)
+        else:
+            row = tile.block * self.tile_m + first_row(tidx)
+            self._store_part(rO, rows, row, (tile, sizes, tidx % 32))

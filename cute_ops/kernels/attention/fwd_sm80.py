@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from cute_ops.hardware import WARP
+from cute_ops.kernels.attention.cache_loads import Fixed
 from cute_ops.kernels.attention.config import MMA_ROWS, AttentionConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
@@ -53,6 +54,40 @@ class Accumulated(NamedTuple):
     sums: Any
 
 
+class RowLoads(Fixed):
+    """What copies tiles of keys, 0, and of values, 1, that lie as queries do, by ``cp.async``: all threads of a CTA."""
+
+    def __init__(self, sources, shared, tidx, threads):
+        self.sources, self.shared, self.tidx, self.threads = sources, shared, tidx, threads
+
+    def begin(self, last, first):
+        """Copy the last tile of keys, and wait for it and all copies before."""
+        self.start(0, last, first, None)
+        self.finish(0, None)
+
+    def look_up(self, tile, first):
+        """Where a tile's keys lie, which :meth:`keep` shows all threads; of rows in a tensor that is known."""
+
+    def keep(self, found, stage):
+        pass
+
+    def there(self, stage):
+        """Which keys of the tile are there; None where all are."""
+
+    @cute.jit
+    def start(self, which: cutlass.Constexpr, tile, first, stage: cutlass.Constexpr):
+        """Start to copy a tile of keys or values, unless it lies before the first one."""
+        sX = self.shared[which][None, None, 0]
+        if const_expr(which == 1):
+            load_rows(self.sources[1], sX, tile * cute.size(sX, mode=[0]), self.tidx, self.threads)
+        elif tile >= first:
+            load_rows(self.sources[0], sX, tile * cute.size(sX, mode=[0]), self.tidx, self.threads)
+        cute.arch.cp_async_commit_group()
+
+    def finish(self, which, started):
+        cute.arch.cp_async_wait_group(0)
+
+
 class AttentionFwdSm80:
     """``out = softmax(score_mod(scale * q @ k.T), where mask) @ v`` and the log-sum-exp of each row of scores.
 
@@ -85,37 +120,53 @@ class AttentionFwdSm80:
         mLse = folded(mLse, own=2)  # (batch, heads, seqlen)
         sizes = sizes_of(mQ, mK, by_index(captured, self.mods), (mQRanges, mKRanges), offsets)
         Ranges(self.tiles).launch(sizes, stream)
-        blocks, batches = self.tiles.blocks(sizes, 0)
-        self.kernel(mma_of_warp(self.dtype), (mQ, mK, mV, mOut), mSinks, mLse, tuple(sizes)).launch(
-            grid=[blocks * sizes.heads * batches, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.pdl,
+        self._launch((mQ, (mK, mV), mOut), mSinks, mLse, sizes, stream)
+
+    def _launch(self, moved, mSinks, mLse, sizes, stream):
+        self.kernel(mma_of_warp(self.dtype), moved, mSinks, mLse, tuple(sizes)).launch(
+            grid=[self._count(sizes), 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.pdl,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, moved, mSinks, mLse, sizes):
-        tidx, sizes = cute.arch.thread_idx()[0], Sizes(*sizes)
+        tidx, sizes, (mQ, keys, mOut) = cute.arch.thread_idx()[0], Sizes(*sizes), moved
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
-        sQ, sK, sV = self._shared()
+        sQ, sK, sV, more = self._shared(keys)
         wait_for_previous(self.pdl)
-        tile, own = self.tiles.queries_at(cute.arch.block_idx()[0], sizes, (self.d + self.dv) * self.dtype.width // 8)
+        tile, own = self._tile(cute.arch.block_idx()[0], sizes)
         own = self.mods.with_reads(tile, own)
-        (of_q, of_k), kv_head = own.rows, tile.head // sizes.heads_per_kv
-        q, out = (source_of(m, tile.head, tile.batch, of_q, own.seqlen_q) for m in (moved[0], moved[3]))
-        k, v = (source_of(m, kv_head, tile.batch, of_k, own.seqlen_k) for m in moved[1:3])
-        first, last = self.tiles.keys_of(tile, own)
+        q, out = (source_of(m, tile.head, tile.batch, own.rows[0], own.seqlen_q) for m in (mQ, mOut))
+        first, last = self._keys_of(tile, own)
+        loads = self._loads(keys, (sK, sV, more), (tile, own, tidx))
         load_rows(q, sQ, tile.block * self.tile_q, tidx, self.threads)
-        if last >= first:
-            load_rows(k, sK[None, None, 0], last * self.tile_n, tidx, self.threads)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
+        loads.begin(last, first)
         cute.arch.barrier()
         mine = [self._start(mma, sQ, tile, warp * self.tiles_m + i, lane) for i in range(self.tiles_m)]
-        operands = (k, sK, Operand.of(mma, sK, lane, False)), (v, sV, Operand.of(mma, sV, lane, True))
-        self._attend(mine, operands, (first, last), (tile, own, tidx))
+        operands = Operand.of(mma, sK, lane, False), Operand.of(mma, sV, lane, True)
+        self._attend(mine, (loads, *operands), (first, last), (tile, own, tidx))
         let_next_start(self.pdl)
         sink = None if const_expr(mSinks is None) else Float32(mSinks[tile.head])
         for each in mine:
             self._finish(each, sink, mLse, out, (tile, own, lane))
+
+    def _count(self, sizes):
+        """Blocks of queries of all heads."""
+        blocks, batches = self.tiles.blocks(sizes, 0)
+        return blocks * sizes.heads * batches
+
+    def _tile(self, index, sizes):
+        return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
+
+    def _keys_of(self, tile, own):
+        """The first and the last tile of keys of a block of queries; first > last if there is none."""
+        return self.tiles.keys_of(tile, own)
+
+    def _loads(self, keys, shared, at):
+        """What copies tiles of keys and of values."""
+        (tile, own, tidx), kv_head = at, at[0].head // at[1].heads_per_kv
+        sources = [source_of(m, kv_head, tile.batch, own.rows[1], own.seqlen_k) for m in keys]
+        return RowLoads(sources, shared[:2], tidx, self.threads)
 
     def _start(self, mma, sQ, tile, number, lane):
         """Sums of nothing of the 16 queries with this number in a block."""
@@ -131,45 +182,56 @@ class AttentionFwdSm80:
         self, mine: cutlass.Constexpr, operands: cutlass.Constexpr, tiles: cutlass.Constexpr, at: cutlass.Constexpr
     ):
         """Go through the tiles of keys, of which the last one is there."""
-        ((k, sK, of_keys), (v, sV, of_values)), (tile, own, tidx) = operands, at
+        (loads, of_keys, of_values), (tile, own, tidx) = operands, at
         first, keys = tiles
         scores, sums = [each.scores for each in mine], [each.values for each in mine]
+        stage = Int32(0)
 
         def some(index):
             return self.tiles.some(tile, own, tile.block, index)
 
         while keys >= first:
             # All warps have read the values of the tile before.
-            load_rows(v, sV[None, None, 0], keys * self.tile_n, tidx, self.threads)
-            cute.arch.cp_async_commit_group()
+            after = following(keys, first, -1, some if self.mods.mask else None)
+            values, found = loads.start(1, keys, first, stage), loads.look_up(after, first)
             for each in scores:
                 each.fill(0.0)
             of_keys.add_to(scores, lambda i, step: mine[i].queries(step), 0)
-            cute.arch.cp_async_wait_group(0)
+            loads.finish(1, values)
+            loads.keep(found, 1 - stage)
             cute.arch.barrier()
             # Values are there, and all warps have read the keys.
-            after = following(keys, first, -1, some if self.mods.mask else None)
-            if after >= first:
-                load_rows(k, sK[None, None, 0], after * self.tile_n, tidx, self.threads)
-            cute.arch.cp_async_commit_group()
-            whole = self.tiles.whole(tile, own, tile.block, keys)
+            next_keys = loads.start(0, after, first, 1 - stage)
+            whole, there = self.tiles.whole(tile, own, tile.block, keys), loads.there(stage)
             for each in mine:
                 place = place_of_warp(tidx % WARP, tile, (each.first, keys * self.tile_n, self.tile_n), own)
-                self._weigh(each, place, whole)
+                self._weigh(each, place, whole, there)
             of_values.add_to(sums, lambda i, step: mine[i].weights[None, None, step], 0)
-            cute.arch.cp_async_wait_group(0)
+            loads.finish(0, next_keys)
             cute.arch.barrier()
             keys = after
+            stage = 1 - stage
 
     @cute.jit
-    def _weigh(self, mine: cutlass.Constexpr, place: cutlass.Constexpr, whole):
+    def _weigh(self, mine: cutlass.Constexpr, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
         """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
+        self._scale_scores(mine.scores, place)
         if const_expr(self.mods.score is not None):
             self.mods.change(by_row(mine.scores), place)
         if not whole:
             self.mods.hide(by_row(mine.scores), place, -Float32.inf)
+        self._hide_missing(by_row(mine.scores), there)
         self.softmax.rescale(mine.values, self.softmax.add(mine.scores, mine.largest, mine.sums))
         store_packed(mine.scores, mine.weights)
+
+    def _scale_scores(self, rS, place):
+        """Multiply products by a scale of keys."""
+
+    def _hide_missing(self, scores, there):
+        """Hide keys that are not there."""
+
+    def _of_values(self, factors, at):
+        """Multiply the factors of 16 rows of sums by a scale of values."""
 
     @cute.jit
     def _finish(
@@ -182,13 +244,19 @@ class AttentionFwdSm80:
             query = mine.first + lane // 4 + 8 * r
             if (lane % 4 == 0) & (query < own.seqlen_q):
                 mLse[own.of_query(tile, query)] = lse[r]
+        self._of_values(factors, at)
         self.softmax.rescale(mine.values, factors)
         store_rows(mine.values, mine.s, out, mine.first, lane, self.dtype)
 
-    def _shared(self):
+    def _shared(self, keys):
+        """Queries, keys, values, and what loads have besides."""
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         sQ = padded_rows(smem, dtype, self.tile_q, self.d, max(self.d, self.dv))
-        return sQ, *(padded_stages(smem, dtype, self.tile_n, width) for width in (self.d, self.dv))
+        sK, sV = (padded_stages(smem, dtype, self.tile_n, width) for width in (self.d, self.dv))
+        return sQ, sK, sV, self._more_shared(smem, keys)
+
+    def _more_shared(self, smem, keys):
+        return None
 
 
 def by_two(*values):

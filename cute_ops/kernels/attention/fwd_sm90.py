@@ -148,6 +148,10 @@ class AttentionFwd:
     def _tile(self, index, sizes):
         return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
 
+    def _keys_of(self, tile, own):
+        """The first and the last tile of keys of a block of queries; first > last if there is none."""
+        return self.tiles.keys_of(tile, own)
+
     # The warp that loads -------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -163,7 +167,7 @@ class AttentionFwd:
             tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), of_q)
             tKsK, tKgK = partition(k, (self.tile_n, self.d), (None, 0, kv_head, tile.batch), of_k)
             tVsV, tVgV = partition(v, (self.dv, self.tile_n), (0, None, kv_head, tile.batch), of_k, 1)
-            first, last = self.tiles.keys_of(tile, own)
+            first, last = self._keys_of(tile, own)
             ring_q.producer_acquire(q_slot)
             cute.copy(q.tma, tQgQ, tQsQ[None, 0], tma_bar_ptr=ring_q.producer_get_barrier(q_slot))
             q_slot.advance()
@@ -209,7 +213,7 @@ class AttentionFwd:
         for index in cutlass.range(cute.arch.block_idx()[0], self._count(sizes), cute.arch.grid_dim()[0], unroll=1):
             tile, own = self._tile(index, sizes)
             own = self.mods.with_reads(tile, own)
-            first, last = self.tiles.keys_of(tile, own)
+            first, last = self._keys_of(tile, own)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
             rO.fill(0.0)

@@ -6,11 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.attention.combine import Combine, Results
+from cute_ops.kernels.attention.combine import Combine, Results, store_pairs
 from cute_ops.kernels.attention.config import MlaConfig
 from cute_ops.kernels.attention.pages import page_of
 from cute_ops.kernels.lib.activation import LOG2_E
-from cute_ops.kernels.lib.copy import fragment, store
 from cute_ops.kernels.lib.pdl import can_use_pdl
 
 
@@ -121,17 +120,12 @@ class Latent:
                 thread stores the log-sum-exp. Columns are pairs, 8 apart.
         """
         (largest, total), (values, r, (row, column, one)) = found, of_row
-        pairs = cute.size(values, mode=[1]) // 2
         if row < self.rows:
             if work.splits == 1:
                 lse, factor = self.combine.finish(largest, total, None)
                 if one:
                     tensors.lse[work.batch, row % self.heads, row // self.heads] = lse
-                address, rOut = self.address(tensors.out, work, row, column), fragment(tensors.out.element_type, 2)
-                for c in cutlass.range_constexpr(pairs):
-                    for j in cutlass.range_constexpr(2):
-                        rOut[j] = (values[r, 2 * c + j] * factor).to(tensors.out.element_type)
-                    store(rOut, address + 16 * c)
+                store_pairs(values, r, factor, self.address(tensors.out, work, row, column), tensors.out.element_type)
             else:
                 lse, factor = self.combine.of_part(largest, total)
                 place = Int64(work.batch) * self.rows + row
@@ -139,8 +133,4 @@ class Latent:
                     tensors.partial_lse[place, work.split] = lse
                 address = tensors.partial.iterator.toint()
                 address = address + ((place * work.splits + work.split) * self.e + column) * 4
-                rPart = fragment(Float32, 2)
-                for c in cutlass.range_constexpr(pairs):
-                    for j in cutlass.range_constexpr(2):
-                        rPart[j] = values[r, 2 * c + j] * factor
-                    store(rPart, address + 32 * c)
+                store_pairs(values, r, factor, address, Float32)

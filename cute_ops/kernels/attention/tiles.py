@@ -32,6 +32,8 @@ class Sizes(NamedTuple):
         slots: the number of its first tile among all sequences'.
         scales: of keys and values in float8, by head of the cache; None where there are none.
         keys: how many each sequence has in a cache, which has room for ``seqlen_k``; None where keys lie in no cache.
+        parts: where keys may be split, results of parts, (rows, parts, dv), and their log-sum-exp, (rows, parts).
+        part: the number of a tile's part.
         read: what a change of scores reads for all tiles of a block: see :meth:`Mods.with_reads`.
     """
 
@@ -47,12 +49,19 @@ class Sizes(NamedTuple):
     slots: Any = None
     keys: Any = None
     scales: Any = (None, None)
+    parts: Any = None
+    part: Any = None
     read: Any = ()
 
     @property
     def lengths(self):
         """Of queries and of keys."""
         return self.seqlen_q, self.seqlen_k
+
+    @property
+    def splits(self):
+        """How many parts keys have."""
+        return Int32(self.parts[1].shape[1])
 
     @property
     def rows(self):
@@ -70,6 +79,11 @@ class Sizes(NamedTuple):
         if self.starts is None:
             return tile.batch, tile.head, query
         return 0, tile.head, self.starts[0] + query
+
+    def row_of_query(self, tile, query):
+        """The number of a query's row, (batch, seqlen, heads)."""
+        batch, head, token = self.of_query(tile, query)
+        return (Int64(batch) * self.seqlen_q + token) * self.heads + head
 
     @property
     def counts(self):

@@ -17,6 +17,7 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.split import Sharding
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.reads import Mod
+from cute_ops.hardware import sm
 from cute_ops.ops.attention import config, mods
 from cute_ops.ops.attention.attention import (
     DTYPES,
@@ -142,7 +143,10 @@ def reference(
 
 
 def _has_no_kernel(problem: Problem) -> str:
-    return "" if config.by_warpgroups(problem.arch) else f"there is no kernel for {problem.arch}"
+    """Why the framework's functions run; float8 is converted by instructions of SM 8.9."""
+    if problem.dtypes["k"] == FP8 and sm(problem.arch) < config.LEAST_SM_OF_FP8:
+        return f"float8 needs SM 8.9, not {problem.arch}"
+    return ""
 
 
 def check(binding: Binding) -> str | None:
@@ -191,8 +195,9 @@ _DOC = """Attention of {packed}queries to keys and values in caches, with groupe
         left: keys before its own that a query attends to at most; -1 is all.
         right: keys after its own that a query attends to at most; -1 is all.
         softcap: ``softcap * tanh(score / softcap)`` takes the place of a score; 0 is none.
-        fused: ``"auto"`` runs the kernel in 16 bits on SM 9.0, and else the same formula in the framework's functions,
-            which needs memory for all scores; ``"always"`` the kernel, ``"never"`` the framework's functions.
+        fused: ``"auto"`` runs the kernel in 16 bits, of caches in float8 from SM 8.9 on, and else the same formula in
+            the framework's functions, which needs memory for all scores; ``"always"`` the kernel, ``"never"`` the
+            framework's functions.
 
     Returns:
         ``out``: ``T[{lead}s g*r e]`` and ``lse``: ``float32[{lead}g*r s]``, compact. Sums and exponentials in float32;
@@ -203,7 +208,8 @@ _DOC = """Attention of {packed}queries to keys and values in caches, with groupe
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, caches whose last dim is not contiguous or that are not aligned to 16 bytes,
             ``causal`` beside ``right``.
-        NotImplementedError: an input that requires a gradient; with ``fused="always"`` a GPU that is no SM 9.0.
+        NotImplementedError: an input that requires a gradient; caches in float8 with
+            ``fused="always"`` and a GPU older than SM 8.9.
 
     Source: Shah et al., FlashAttention-3, 2024; Kwon et al., Efficient Memory Management for Large Language Model
     Serving with PagedAttention, 2023.
@@ -256,7 +262,7 @@ def declare(name: str, own: mods.Own = mods.NONE, packed: bool = False) -> Op:
         fallback=by_framework(
             forward, [*given], ("out", "lse"), _has_no_kernel, {**WIDE, "C": (*WIDE["T"], FP8)}
         ),
-        kernel=Kernel("cute_ops.kernels.attention.fwd_cached_sm90:AttentionCached", least_sm=90),
+        kernel=Kernel("cute_ops.kernels.attention.fwd:attention_cached"),
         tuning=Tuning(partial(config.attention_cached, own), workspace=partial(config.workspace_cached, own)),
         inference_only="caches have no gradient: train with attention to keys and values of their own.",
         doc=_doc(packed),

@@ -54,6 +54,8 @@ LONGEST_OF_TWO = 128
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
+# Keys of a chunk's split at least. Starting a CTA, and writing a block's results, take as long as reading half of it.
+CHUNK_LEAST_KEYS = 512
 
 
 def append_kv(problem: Problem) -> AppendConfig:
@@ -65,25 +67,36 @@ def append_kv(problem: Problem) -> AppendConfig:
 
 def attention(own: mods.Own, problem: Problem) -> AttentionConfig:
     """A tile of as many keys as registers and shared memory hold."""
-    mask, bounds = _mask(own, problem)
-    score = mods.score_of(problem.attrs["softcap"], own.score)
-    changes: dict[str, Any] = {"mask": mask, "bounds": bounds, "score": score.text if score else ""}
     if by_warpgroups(problem.arch):
         tile_n, consumers = _of_size(KEYS, problem)
-        return AttentionConfig(tile_n, problem.sm_count, consumers, **changes)
-    configs = (AttentionConfig(n, 0, 0, warps, tiles_m, **changes) for warps, tiles_m, n in _of_size(BY_WARPS, problem))
-    return _that_fits(configs, problem)
+        return AttentionConfig(tile_n, problem.sm_count, consumers, **_changes(own, problem))
+    return _attention_by_warps(own, problem)
 
 
 def attention_cached(own: mods.Own, problem: Problem) -> AttentionConfig:
     """Two warpgroups, which leave registers for the one that copies, and tiles of which its warps copy whole rows."""
     dims = problem.dims
+    _check_float8("attention", problem, "k")
+    if not by_warpgroups(problem.arch):
+        return _attention_by_warps(own, problem, cached=True)
     size, narrow = _headdim(problem), dims["d"] % 32 or dims["e"] % 32 or ITEMSIZE[problem.dtypes["k"]] == 1
     tile_n = 128 if size <= 128 else 96 if size <= 192 and not narrow else 64
+    return AttentionConfig(tile_n, problem.sm_count, **_changes(own, problem))
+
+
+def _attention_by_warps(own: mods.Own, problem: Problem, cached: bool = False) -> AttentionConfig:
+    configs = (
+        AttentionConfig(tile_n, 0, 0, warps, tiles_m, cached=cached, **_changes(own, problem))
+        for warps, tiles_m, tile_n in _of_size(BY_WARPS, problem)
+    )
+    return _that_fits(configs, problem)
+
+
+def _changes(own: mods.Own, problem: Problem) -> dict[str, Any]:
+    """The expressions of a forward kernel."""
     mask, bounds = _mask(own, problem)
     score = mods.score_of(problem.attrs["softcap"], own.score)
-    text = score.text if score else ""
-    return AttentionConfig(tile_n, problem.sm_count, 2, mask=mask, bounds=bounds, score=text)
+    return {"mask": mask, "bounds": bounds, "score": score.text if score else ""}
 
 
 def attention_bwd(own: mods.Own, problem: Problem) -> AttentionBackwardConfig:
@@ -132,11 +145,23 @@ def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Arra
 
 
 def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
-    """Tables as of :func:`workspace`: of packed queries in one row, of the keys of each sequence."""
-    dims, chosen = problem.dims, AttentionConfig.of(config)
-    keys = dims["c"] * (dims["t"] if "page_table" in problem.dtypes else 1)
+    """Tables as of :func:`workspace`, of packed queries in one row and of the keys of each sequence; and the result of
+    each split of keys, and its log-sum-exp.
+    """
+    dims, attrs, chosen = problem.dims, problem.attrs, AttentionConfig.of(config)
+    keys, heads = dims["c"] * (dims["t"] if "page_table" in problem.dtypes else 1), dims["g"] * dims["r"]
     queries = (1 if _is_packed(problem) else dims["b"], _blocks(problem, "s", chosen.block))
-    return _tables_of(own, problem, {"queries": queries, "keys": (dims["b"], -(-keys // chosen.tile_n))})
+    # Of packed queries each sequence has a block more, of which most have few queries.
+    blocks = queries[0] * queries[1] * heads
+    seen = keys
+    if attrs["left"] >= 0 and (attrs["causal"] or attrs["right"] >= 0):
+        seen = min(keys, attrs["left"] + max(attrs["right"], 0) + chosen.block)
+    # As many as make one wave: a split of more blocks would write more results than it fills idle SMs.
+    splits = max(min(seen // CHUNK_LEAST_KEYS, problem.sm_count // max(blocks, 1), MOST_SPLITS), 1)
+    return {
+        **_tables_of(own, problem, {"queries": queries, "keys": (dims["b"], -(-keys // chosen.tile_n))}),
+        **_parts(queries[0] * dims["s"] * heads, splits, dims["e"]),
+    }
 
 
 def workspace_bwd(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
@@ -217,10 +242,10 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     return next(config for resident, config in configs if _resident(problem, config) >= resident)
 
 
-def _check_float8(op: str, problem: Problem) -> None:
+def _check_float8(op: str, problem: Problem, name: str = "k_cache") -> None:
     """Raise NotImplementedError for caches in float8 where the target has no such numbers."""
-    if ITEMSIZE[problem.dtypes["k_cache"]] == 1 and sm(problem.arch) < LEAST_SM_OF_FP8:
-        what = f"argument `k_cache` is float8_e4m3fn, which needs SM 8.9 or newer, the target is {problem.arch}"
+    if ITEMSIZE[problem.dtypes[name]] == 1 and sm(problem.arch) < LEAST_SM_OF_FP8:
+        what = f"argument `{name}` is float8_e4m3fn, which needs SM 8.9 or newer, the target is {problem.arch}"
         raise NotImplementedError(f"cute.{op}: {what}.")
 
 
