@@ -149,6 +149,7 @@ class GroupNorm(Layered, eqx.Module):
         channelwise_affine: learn a weight and a bias.
         dtype: of the parameters; it need not be that of the input.
         channels_last: whether the last dim has the channels, not the first.
+        activation: ``"silu"`` or ``"none"``, in the same pass.
     """
 
     weight: Array | None
@@ -156,15 +157,16 @@ class GroupNorm(Layered, eqx.Module):
     groups: int = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     channels_last: bool = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
 
     @suggesting
     def __init__(
         self, groups: int, channels: int, eps: float = 1e-5, channelwise_affine: bool = True, dtype: Any = jnp.float32,
-        *, channels_last: bool = False,
+        *, channels_last: bool = False, activation: str = "none",
     ) -> None:  # fmt: skip
         self.weight = jnp.ones(channels, dtype) if channelwise_affine else None
         self.bias = jnp.zeros(channels, dtype) if channelwise_affine else None
-        self.groups, self.eps, self.channels_last = groups, eps, channels_last
+        self.groups, self.eps, self.channels_last, self.activation = groups, eps, channels_last, activation
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         return self._run(x[None])[0]

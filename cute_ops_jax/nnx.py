@@ -194,6 +194,7 @@ class GroupNorm(_Layer, nnx.Module):
         use_scale: learn a scale.
         bias_init, scale_init: of the parameters.
         rngs: keys for the initializers.
+        activation: ``"silu"`` or ``"none"``, in the same pass.
     """
 
     channels_last = True
@@ -202,9 +203,10 @@ class GroupNorm(_Layer, nnx.Module):
     def __init__(
         self, num_features: int, num_groups: int = 32, *, epsilon: float = 1e-6, param_dtype: Any = jnp.float32,
         use_bias: bool = True, use_scale: bool = True, bias_init: Initializer = zeros, scale_init: Initializer = ones,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs, activation: str = "none",
     ) -> None:  # fmt: skip
         self.num_features, self.groups, self.epsilon = num_features, num_groups, epsilon
+        self.activation = activation
         self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
         self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
 

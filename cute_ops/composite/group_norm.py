@@ -1,7 +1,7 @@
 """Group norm and its gradient: composites for channels before positions, and after them.
 
-With channels first a group is one row, which is read once. With channels last the sums over positions come first, and
-the norm is a second pass over x.
+With channels first a group is one row, which is read once; where that is too long for a CTA's shared memory its
+channels are rows. These, and channels last, have their sums first, and the norm is a second pass over x.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cute_ops.declaration.attributes import OneOf
 from cute_ops.declaration.binding import Binding
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
@@ -19,19 +20,15 @@ from cute_ops.ops.norm import group_norm as steps
 
 Arrays = Mapping[str, Any]
 Call = Callable[..., Arrays]
+# Elements of a group, channels first, that a CTA or a few keep on the chip; longer ones are split by channels.
+LONG = 1 << 18
 
 
-def _parameters(xp: Any, inputs: Arrays, channels: Any) -> tuple[Any, Any]:
+def _parameters(xp: Any, inputs: Arrays) -> tuple[Any, Any]:
     """Weight and bias: ones and zeros where they are absent."""
-    weight, bias = inputs.get("weight"), inputs.get("bias")
+    weight, bias, channels = inputs["weight"], inputs["bias"], inputs["x"].shape[inputs["axis"]]
     ones: Any = xp.ones((channels,), inputs["x"]) if weight is None or bias is None else None
     return ones if weight is None else weight, 0 * ones if bias is None else bias
-
-
-def _by_channel(xp: Any, groups: Any, channels: Any) -> Any:
-    """A number of each group, for each of its channels."""
-    each = channels // groups.shape[-1]
-    return xp.broadcast_to(groups[..., None], (*groups.shape, each)).reshape((*groups.shape[:-1], channels))
 
 
 def _grouped(channels: Any, groups: int) -> Any:
@@ -39,10 +36,36 @@ def _grouped(channels: Any, groups: int) -> Any:
     return channels.reshape((*channels.shape[:-1], groups, channels.shape[-1] // groups))
 
 
-def _weights_gradient(xp: Any, inputs: Arrays, product: Any, total: Any) -> dict[str, Any]:
+def _by_channel(grouped: Any) -> Any:
+    """A number of each group's channels, by channel."""
+    return grouped.reshape((*grouped.shape[:-2], grouped.shape[-2] * grouped.shape[-1]))
+
+
+def _silu(attrs: Arrays) -> dict[str, bool]:
+    return {"silu": attrs["activation"] == "silu"}
+
+
+def _statistics(call: Call, attrs: Arrays, sums: Arrays, pivot: Any) -> Arrays:
+    """Mean and rstd by channel and by group, of the moments of channels."""
+    names = "total", "squares", "count"
+    moments = {name: _grouped(sums[name], attrs["groups"]) for name in names}
+    pivot = _grouped(pivot, attrs["groups"])
+    found = call(steps.group_norm_statistics, {**moments, "pivot": pivot}, {"eps": attrs["eps"]})
+    by_channel = {name: _by_channel(found[name]) for name in ("mean", "rstd")}
+    return {**by_channel, "group_mean": found["group_mean"], "group_rstd": found["group_rstd"]}
+
+
+def _pulls(call: Call, attrs: Arrays, slopes: Arrays, weight: Any) -> dict[str, Any]:
+    """What each group's gradient is pulled and pushed by, for each of its channels."""
+    grouped = {name: _grouped(slopes[name], attrs["groups"]) for name in ("product", "total", "count")}
+    found = call(steps.group_norm_pulls, {**grouped, "weight": _grouped(weight, attrs["groups"])}, {})
+    return {name: _by_channel(found[name]) for name in ("pull", "push")}
+
+
+def _dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """From the sums of each example and channel."""
     found = {}
-    for name, sums in (("weight", product), ("bias", total)):
+    for name, sums in (("weight", inputs["product"]), ("bias", inputs["total"])):
         like = inputs[name]
         found[f"d{name}"] = None if like is None else xp.sums(sums.reshape((-1, sums.shape[-1])), (-2,), like)
     return found
@@ -51,84 +74,103 @@ def _weights_gradient(xp: Any, inputs: Arrays, product: Any, total: Any) -> dict
 # --- channels first --------------------------------------------------------------------------------------------------
 
 
+def _is_long(x: Any, groups: int) -> bool:
+    channels, positions = x.shape[-2:]
+    known = isinstance(channels, int) and isinstance(positions, int)
+    return known and channels // groups * positions > LONG
+
+
+def _rows(x: Any, groups: int) -> Any:
+    """Groups as rows."""
+    *lead, channels, positions = x.shape
+    return x.reshape((*lead, groups, channels // groups * positions))
+
+
+def _of_channels(xp: Any, x: Any, groups: int, numbers: Arrays, parameters: Arrays) -> tuple[Any, dict[str, Any]]:
+    """Channels as rows, ``[*m groups each s]``, with their groups' numbers and their own parameters, without copies."""
+    *lead, channels, positions = x.shape
+    shape = (*lead, groups, channels // groups)
+    of_groups = {name: xp.broadcast_to(a[..., None, None], (*shape, 1)) for name, a in numbers.items()}
+    own = {name: xp.broadcast_to(_grouped(a, groups)[..., None], (*shape, 1)) for name, a in parameters.items()}
+    return x.reshape((*shape, positions)), {**of_groups, **own}
+
+
 def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x, groups = inputs["x"], attrs["groups"]
-    *lead, channels, positions = x.shape
-    rows = x.reshape((*lead, groups, channels // groups * positions))
-    weight, bias = (_grouped(p, groups) for p in _parameters(xp, inputs, channels))
-    found = call(steps.group_norm_rows, {"x": rows, "weight": weight, "bias": bias}, {"eps": attrs["eps"]})
+    weight, bias = _parameters(xp, {**inputs, "axis": -2})
+    if _is_long(x, groups):
+        pivot = x[..., :1]
+        sums = call(steps.group_norm_row_moments, {"x": x, "pivot": pivot}, {})
+        found = _statistics(call, attrs, sums, sums["first"])
+        numbers = {"mean": found["group_mean"], "rstd": found["group_rstd"]}
+        rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
+        out = call(steps.group_norm_of_rows, {"x": rows, **operands}, _silu(attrs))["out"]
+        return {"out": out.reshape(x.shape), **numbers}
+    parameters = {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
+    found = call(steps.group_norm_rows, {"x": _rows(x, groups), **parameters}, {"eps": attrs["eps"], **_silu(attrs)})
     return {**found, "out": found["out"].reshape(x.shape)}
 
 
-def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+def _first_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays, weight: Any, bias: Any) -> dict[str, Any]:
     x, groups = inputs["x"], attrs["groups"]
-    *lead, channels, positions = x.shape
-    rows = {
-        name: a.reshape((*lead, groups, channels // groups * positions))
-        for name, a in (("x", x), ("dy", inputs["dout"]))
-    }
-    weight, _ = _parameters(xp, {**inputs, "bias": inputs["mean"]}, channels)
-    numbers = {name: inputs[name][..., None] for name in ("mean", "rstd")}
-    found = call(steps.group_norm_rows_dx, {**rows, **numbers, "weight": _grouped(weight, groups)}, {})
+    numbers = {name: inputs[name] for name in ("mean", "rstd")}
+    rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
+    found = call(steps.group_norm_row_slopes, {"x": rows, "dy": inputs["dout"].reshape(rows.shape), **operands},
+                 _silu(attrs))  # fmt: skip
+    return {name: _by_channel(a) for name, a in found.items()}
+
+
+def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, dout, groups = inputs["x"], inputs["dout"], attrs["groups"]
+    weight, bias = _parameters(xp, {**inputs, "axis": -2})
+    numbers = {name: inputs[name] for name in ("mean", "rstd")}
+    if _is_long(x, groups):
+        pulls = _pulls(call, attrs, _first_slopes(xp, call, inputs, attrs, weight, bias), weight)
+        rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
+        operands |= {name: _grouped(a, groups)[..., None] for name, a in pulls.items()}
+        found = call(steps.group_norm_of_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands},
+                     _silu(attrs))  # fmt: skip
+    else:
+        operands = {name: a[..., None] for name, a in numbers.items()}
+        operands |= {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
+        rows = _rows(x, groups)
+        found = call(steps.group_norm_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands}, _silu(attrs))
     return {"dx": found["out"].reshape(x.shape)}
 
 
 def _first_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x = inputs["x"]
-    numbers = {name: _by_channel(xp, inputs[name], x.shape[-2])[..., None] for name in ("mean", "rstd")}
-    found = call(steps.group_norm_channel_sums, {"x": x, "dy": inputs["dout"], **numbers}, {})
-    return _weights_gradient(xp, inputs, found["product"], found["total"])
+    weight, bias = _parameters(xp, {**inputs, "axis": -2})
+    slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
+    return _dweight(xp, call, {**inputs, **slopes}, attrs)
 
 
 # --- channels last ---------------------------------------------------------------------------------------------------
 
 
 def _last(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x, groups = inputs["x"], attrs["groups"]
-    positions, channels = x.shape[-2:]
+    x = inputs["x"]
     # Deviations from one of a channel's numbers: a mean that is large beside them costs no accuracy.
     pivot = x[..., 0, :]
     sums = call(steps.group_norm_moments, {"x": x, "pivot": pivot}, {})
-    shift = sums["total"] / positions
-    means = _grouped(xp.cast(pivot, shift) + shift, groups)
-    squares = _grouped(sums["squares"] - sums["total"] * shift, groups)
-    mean = means.mean(-1)
-    apart = means - mean[..., None]
-    variance = (squares.mean(-1) + positions * (apart * apart).mean(-1)) / positions
-    rstd = (variance + attrs["eps"]) ** -0.5
-    weight, bias = _parameters(xp, inputs, channels)
-    scale = _by_channel(xp, rstd, channels) * xp.cast(weight, rstd)
-    shared = {
-        "mean": _by_channel(xp, mean, channels),
-        "scale": scale,
-        "shift": xp.broadcast_to(xp.cast(bias, rstd), scale.shape),
-    }
-    return {"out": call(steps.group_norm_affine, {"x": x, **shared}, {})["out"], "mean": mean, "rstd": rstd}
+    found = _statistics(call, attrs, sums, pivot)
+    weight, bias = _parameters(xp, {**inputs, "axis": -1})
+    numbers = {"mean": found["mean"], "rstd": found["rstd"]}
+    operands = {"x": x, **numbers, "weight": weight, "bias": bias}
+    return {"out": call(steps.group_norm_of_examples, operands, _silu(attrs))["out"], **numbers}
 
 
 def _last_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x = inputs["x"]
-    mean, rstd = (_by_channel(xp, inputs[name], x.shape[-1]) for name in ("mean", "rstd"))
-    found = call(steps.group_norm_slopes, {"x": x, "dy": inputs["dout"], "mean": mean}, {})
-    return {"product": found["product"] * rstd, "total": found["total"]}
+    weight, bias = _parameters(xp, {**inputs, "axis": -1})
+    operands = {"x": inputs["x"], "dy": inputs["dout"], "mean": inputs["mean"], "rstd": inputs["rstd"]}
+    found = call(steps.group_norm_slopes, {**operands, "weight": weight, "bias": bias}, _silu(attrs))
+    return {**found, **_pulls(call, attrs, found, weight)}
 
 
 def _last_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x, rstd, groups = inputs["x"], inputs["rstd"], attrs["groups"]
-    positions, channels = x.shape[-2:]
-    weight, _ = _parameters(xp, {**inputs, "bias": rstd}, channels)
-    wide = xp.cast(weight, rstd)
-    pull, push = (
-        _grouped(inputs[name] * wide, groups).mean(-1) / positions for name in ("product", "total")
-    )  # fmt: skip
-    numbers = rstd, inputs["mean"], rstd * rstd * pull, rstd * push
-    scale, mean, pull, push = (_by_channel(xp, a, channels) for a in numbers)
-    shared = {"scale": scale * wide, "line": xp.joined((mean, pull), -1), "push": push}
-    return {"dx": call(steps.group_norm_affine_dx, {"x": x, "dy": inputs["dout"], **shared}, {})["out"]}
-
-
-def _last_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    return _weights_gradient(xp, inputs, inputs["product"], inputs["total"])
+    weight, bias = _parameters(xp, {**inputs, "axis": -1})
+    shared = {name: inputs[name] for name in ("mean", "rstd", "pull", "push")}
+    operands = {"x": inputs["x"], "dy": inputs["dout"], **shared, "weight": weight, "bias": bias}
+    return {"dx": call(steps.group_norm_of_examples_dx, operands, _silu(attrs))["out"]}
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------
@@ -143,24 +185,30 @@ def _check(binding: Binding) -> str | None:
     return None
 
 
-_WEIGHT, _BIAS = Tensor("c", "W", optional=True), Tensor("c", "B", optional=True)
-_NUMBER = Tensor("*m g", "float32", hidden=True)
-_NUMBERS = {"mean": _NUMBER._replace(hidden=False), "rstd": _NUMBER._replace(hidden=False)}
-_SUMS = {"product": Tensor("*m c", "float32"), "total": Tensor("*m c", "float32")}
+_PARAMETERS = {"weight": Tensor("c", "W", optional=True), "bias": Tensor("c", "B", optional=True)}
+_SUMS = {name: Tensor("*m c", "float32") for name in ("product", "total")}
+_PULLS = {name: Tensor("*m c", "float32") for name in ("pull", "push")}
 _GRADIENTS = {"dweight": Tensor("c", "W", given="weight"), "dbias": Tensor("c", "B", given="bias")}
 _COMMON: dict[str, Any] = {
-    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "attrs": {"groups": 32, "eps": 1e-5}, "static": (),
-    "check": _check, "called": "group_norm",
+    "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "static": (), "check": _check, "called": "group_norm",
+    "attrs": {"groups": 32, "eps": 1e-5, "activation": OneOf("none", "silu")},
 }  # fmt: skip
 _G: dict[str, Any] = {"derived": {"g": lambda dims, attrs: attrs["groups"]}}
 
 
-def _norm(name: str, shape: str, run: Any, gradient: tuple[Op, ...], ops: tuple[Op, ...], case: Case) -> Op:
+def _numbers(shape: str, hidden: bool) -> dict[str, Tensor]:
+    return {name: Tensor(shape, "float32", hidden=hidden) for name in ("mean", "rstd")}
+
+
+def _norm(
+    name: str, shape: str, numbers: str, run: Any, gradient: tuple[Op, ...], ops: tuple[Op, ...], **more: Any
+) -> Op:  # fmt: skip
     return Op(
-        name, inputs={"x": Tensor(shape, "T"), "weight": _WEIGHT, "bias": _BIAS},
-        outputs={"out": Tensor(shape, "T"), "mean": _NUMBER, "rstd": _NUMBER},
-        kernel=Program(run, ops, maps=True), grad=gradient, cases=(case,), doc="See :func:`group_norm`.",
-        **_COMMON, **_G,
+        name, inputs={"x": Tensor(shape, "T"), **_PARAMETERS},
+        outputs={"out": Tensor(shape, "T"), **_numbers(numbers, True)},
+        kernel=Program(run, ops, maps=True), grad=gradient,
+        cases=(Case("odd-small", {"m": (3,), "c": 6, "s": 5}, attrs={"groups": 3}),),
+        doc="See :func:`group_norm`.", **_COMMON, **more,
     )  # fmt: skip
 
 
@@ -172,28 +220,25 @@ def _step(name: str, run: Any, inputs: Mapping[str, Tensor], outputs: Mapping[st
 
 
 _FIRST, _LAST = Tensor("*m c s", "T"), Tensor("*m s c", "T")
+_OF_FIRST = {"x": _FIRST, **_numbers("*m g", False), "dout": _FIRST, **_PARAMETERS}
+_OF_LAST = {"x": _LAST, **_numbers("*m c", False), "dout": _LAST, **_PARAMETERS}
+_LONG_SLOPES = (steps.group_norm_row_slopes, steps.group_norm_pulls, steps.group_norm_of_rows_dx)
 group_norm_first = _norm(
-    "group_norm_first", "*m c s", _first,
+    "group_norm_first", "*m c s", "*m g", _first,
     (
-        _step("group_norm_first_dx", _first_dx, {"x": _FIRST, **_NUMBERS, "dout": _FIRST, "weight": _WEIGHT},
-              {"dx": _FIRST}, steps.group_norm_rows_dx),
-        _step("group_norm_first_dweight", _first_dweight,
-              {"x": _FIRST, **_NUMBERS, "dout": _FIRST, "weight": _WEIGHT, "bias": _BIAS}, _GRADIENTS,
-              steps.group_norm_channel_sums),
+        _step("group_norm_first_dx", _first_dx, _OF_FIRST, {"dx": _FIRST}, steps.group_norm_rows_dx, *_LONG_SLOPES),
+        _step("group_norm_first_dweight", _first_dweight, _OF_FIRST, _GRADIENTS, steps.group_norm_row_slopes),
     ),
-    (steps.group_norm_rows,), Case("odd-small", {"m": (3,), "c": 6, "s": 5}, attrs={"groups": 3}),
+    (steps.group_norm_rows, steps.group_norm_row_moments, steps.group_norm_statistics, steps.group_norm_of_rows), **_G,
 )  # fmt: skip
 group_norm_last = _norm(
-    "group_norm_last", "*m s c", _last,
+    "group_norm_last", "*m s c", "*m c", _last,
     (
-        _step("group_norm_last_slopes", _last_slopes, {"x": _LAST, **_NUMBERS, "dout": _LAST}, _SUMS,
-              steps.group_norm_slopes),
-        _step("group_norm_last_dx", _last_dx,
-              {"x": _LAST, **_NUMBERS, **_SUMS, "dout": _LAST, "weight": _WEIGHT}, {"dx": _LAST},
-              steps.group_norm_affine_dx),
-        _step("group_norm_last_dweight", _last_dweight,
-              {"x": _LAST._replace(unread=True), **_SUMS, "weight": _WEIGHT, "bias": _BIAS}, _GRADIENTS),
+        _step("group_norm_last_slopes", _last_slopes, _OF_LAST, {**_SUMS, **_PULLS}, steps.group_norm_slopes,
+              steps.group_norm_pulls),
+        _step("group_norm_last_dx", _last_dx, {**_PULLS, **_OF_LAST}, {"dx": _LAST}, steps.group_norm_of_examples_dx),
+        _step("group_norm_last_dweight", _dweight,
+              {"x": _LAST._replace(unread=True), **_SUMS, **_PARAMETERS}, _GRADIENTS),
     ),
-    (steps.group_norm_moments, steps.group_norm_affine),
-    Case("odd-small", {"m": (3,), "c": 6, "s": 5}, attrs={"groups": 3}),
+    (steps.group_norm_moments, steps.group_norm_statistics, steps.group_norm_of_examples),
 )  # fmt: skip

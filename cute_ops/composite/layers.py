@@ -68,7 +68,7 @@ LAYERS = {
     "DropoutAddLayerNorm": _layer("dropout_add_layernorm", "x residual weight bias seed", NORM, "p eps"),
     "GroupNorm": _layer(
         "group_norm", "x weight bias", {"weight": Learned("channels", 1.0), "bias": Learned("channels", 0.0)},
-        "groups eps channels_last",
+        "groups eps channels_last activation",
     ),
     "HeadRMSNorm": _layer("head_rmsnorm", "x weight", {"weight": Learned("heads n", 1.0)}, "eps weight_offset"),
     "HeadLayerNorm": _layer(

@@ -32,14 +32,15 @@ class Layouts(Generic[Array]):
 
     def group_norm(
         self, x: Array, weight: Array | None = None, bias: Array | None = None, groups: int = 32, eps: float = 1e-5,
-        *, channels_last: bool = False,
+        *, channels_last: bool = False, activation: str = "none",
     ) -> Array:  # fmt: skip
         """Normalisation of each example's groups of channels.
 
-        ``out = (x - mean) * rsqrt(var + eps) * weight + bias``, mean and var over all positions of ``c / groups``
-        neighbouring channels of an example
+        ``out = activation((x - mean) * rsqrt(var + eps) * weight + bias)``, mean and var over all positions of
+        ``c / groups`` neighbouring channels of an example
 
-        Channels first, a group is read once; channels last, and in both gradients of weight and bias, twice.
+        Channels first, a group is read once; channels last, and a group that is too long for a chip's shared memory,
+        twice.
 
         Args:
             x: ``T[n c *s]``, or ``T[n *s c]`` with ``channels_last``: any number of dims of positions, or none;
@@ -50,6 +51,7 @@ class Layouts(Generic[Array]):
             groups: of channels, a divisor of c.
             eps: added to the variance.
             channels_last: whether the last dim has the channels, not the second.
+            activation: ``"silu"`` applies it in the same pass, as blocks of image models do; or ``"none"``.
 
         Returns:
             The shape and dtype of x. Computed in float32, rounded once; deterministic.
@@ -66,12 +68,14 @@ class Layouts(Generic[Array]):
             raise ValueError(f"cute.group_norm: argument `x` has {len(shape)} dims, expected at least 2.")
         if channels_last:
             rows = given.reshape((shape[0], -1, shape[-1])) if 0 not in shape else given[:, None]
-            return self._group_norm[True](rows, weight, bias, groups, eps).reshape(shape)  # type: ignore[no-any-return]
-        if self._channels_last(given):
-            last = self.group_norm(given.permute(0, 2, 3, 1), weight, bias, groups, eps, channels_last=True)
+        elif self._channels_last(given):
+            given = given.permute(0, 2, 3, 1)
+            last = self.group_norm(given, weight, bias, groups, eps, channels_last=True, activation=activation)
             return last.permute(0, 3, 1, 2)  # type: ignore[attr-defined,no-any-return]
-        rows = given.reshape((*shape[:2], -1)) if 0 not in shape else given
-        return self._group_norm[False](rows, weight, bias, groups, eps).reshape(shape)  # type: ignore[no-any-return]
+        else:
+            rows = given.reshape((*shape[:2], -1)) if 0 not in shape else given
+        out: Any = self._group_norm[channels_last](rows, weight, bias, groups, eps, activation)
+        return out.reshape(shape)  # type: ignore[no-any-return]
 
     def rope_from_positions(
         self, x: Array, positions: Array, *, base: float = 10000.0, rotary_dim: int = 0, sections: Sequence[int] = (),

@@ -107,6 +107,7 @@ class GroupNorm(Layered):
         device: where the parameters are.
         dtype: a float dtype; it need not be that of the input.
         channels_last: whether the last dim has the channels, not the second.
+        activation: ``"silu"`` or ``"none"``, in the same pass.
     """
 
     weight: nn.Parameter | None
@@ -115,21 +116,26 @@ class GroupNorm(Layered):
     @suggesting
     def __init__(
         self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, device: Device = None,
-        dtype: torch.dtype | None = None, *, channels_last: bool = False,
+        dtype: torch.dtype | None = None, *, channels_last: bool = False, activation: str = "none",
     ) -> None:  # fmt: skip
         super().__init__()
         if num_channels % num_groups:
             raise ValueError(f"cute.GroupNorm: num_groups is {num_groups}, no divisor of num_channels={num_channels}.")
-        self.groups, self.num_channels, self.eps, self.channels_last = num_groups, num_channels, eps, channels_last
+        self.groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        self.channels_last, self.activation = channels_last, activation
         self._learn("weight", num_channels if affine else None, device, dtype)
         self._learn("bias", num_channels if affine else None, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return group_norm(x, self.weight, self.bias, self.groups, self.eps, channels_last=self.channels_last)
+        return group_norm(
+            x, self.weight, self.bias, self.groups, self.eps, channels_last=self.channels_last,
+            activation=self.activation,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        last = ", channels_last=True" if self.channels_last else ""
-        return f"{self.groups}, {self.num_channels}, eps={self.eps}, affine={self.weight is not None}{last}"
+        more = ", channels_last=True" if self.channels_last else ""
+        more += f", activation={self.activation}" if self.activation != "none" else ""
+        return f"{self.groups}, {self.num_channels}, eps={self.eps}, affine={self.weight is not None}{more}"
 
 
 class DropoutAddRMSNorm(_Norm):

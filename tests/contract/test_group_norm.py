@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.composite import group_norm
 from cute_ops.testing import EPS
 from tests.contract.adapters import Adapter
 
@@ -18,10 +19,16 @@ SEED = int(os.environ.get("CUTE_OPS_SEED", "43"))
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("number", range(4))
-def test_values_and_gradients(adapter: Adapter, number: int, last: bool) -> None:
+@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+def test_values_and_gradients(
+    adapter: Adapter, number: int, last: bool, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``long``: groups that no chip holds, with SiLU."""
+    if long:
+        monkeypatch.setattr(group_norm, "LONG", 0)
     torch = pytest.importorskip("torch")
     print("seed", SEED)
-    rng = np.random.default_rng((SEED, number, last))
+    rng = np.random.default_rng((SEED, number, last, long))
     groups, each = int(rng.integers(1, 5)), int(rng.integers(1, 9))
     positions = tuple(int(n) for n in rng.integers(1, 12, number))
     channels, dtype = groups * each, ("float32", "bfloat16", "float16")[number % 3]
@@ -34,11 +41,14 @@ def test_values_and_gradients(adapter: Adapter, number: int, last: bool) -> None
     given = parameters[: number % 3 if number < 3 else 2]
     leaves = [torch.from_numpy(a.astype(np.float64)).requires_grad_() for a in (x, *given)]
     exact = torch.nn.functional.group_norm(leaves[0], groups, *leaves[1:], eps=1e-3)
+    exact = torch.nn.functional.silu(exact) if long else exact
     wanted = [exact.detach().numpy()]
     wanted += [g.numpy() for g in torch.autograd.grad(exact, leaves, torch.from_numpy(dout.astype(np.float64)))]
 
+    activation = "silu" if long else "none"
+
     def ours(x: Any, *given: Any) -> Any:
-        return adapter.ours.group_norm(x, *given, groups=groups, eps=1e-3, channels_last=last)
+        return adapter.ours.group_norm(x, *given, groups=groups, eps=1e-3, channels_last=last, activation=activation)
 
     def moved(a: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(np.moveaxis(a, 1, -1)) if last and a.ndim == len(shape) else a

@@ -16,7 +16,7 @@ from cute_ops.kernels.lib.copy import (
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import row_address
+from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.rowwise.pointwise import number_address
 
 THREADS = 256
@@ -24,6 +24,8 @@ THREADS = 256
 LOADS = 4
 # Sums of one tile have nothing else to wait for: 8224 x 5120 takes 24.6 us with 8 vectors, 28.6 with 4.
 LOADS_OF_ONE = 8
+# Without sums a part is as many rows as a thread takes in this number of steps, which share what it reads once.
+STEPS = 4
 
 
 class ColumnPass:
@@ -34,6 +36,8 @@ class ColumnPass:
     another in registers, then the CTA adds their sums, in a fixed order. Rows that are loaded at once are neighbours in
     memory. All loads of :data:`LOADS` vectors, or of :data:`LOADS_OF_ONE`, are in flight together, and none depends on
     a condition.
+    With ``shared`` operands each example's rows are parts of their own, ``partials[p * examples + e, c]`` are sums of
+    one example, and the last examples come first where there are no sums: what another pass read last is still in L2.
     Compact rows that start anywhere are taken ``fold`` at a time, as one row that is whole vectors: its columns ``c``,
     ``c + n``, ... are sums of the same column, each in a row of its own of the workspaces. Fewer than ``fold`` rows are
     left, which are added after the others, element by element where a vector is not whole.
@@ -42,7 +46,8 @@ class ColumnPass:
     Args:
         variant: the kernel's variant.
         inputs, tiles: pieces of tensors (:class:`~cute_ops.kernels.rowwise.pointwise.Piece`).
-        sums: pieces of the row vectors or scalars; their partial sums are in the workspaces ``<name>_partials``.
+        sums: pieces of the row vectors or scalars; their partial sums are in the workspaces ``<name>_partials``; none
+            without ``partials``.
         compute: fp32 elements to fp32 elements of the tiles, then of the sums.
         vec: elements of a vector, which divide the rows of every piece, or ``fold`` of them.
         fold: rows that are taken as one, a divisor of the workspaces' rows.
@@ -54,31 +59,49 @@ class ColumnPass:
         vectors = WARP if self.n is None else -(-self.n * fold // vec)
         self.width = next(width for width in (1, 2, 4, 8, 16, WARP) if width >= min(vectors, WARP))
         self.depth = THREADS // self.width
-        read = sum(piece.tile for piece in inputs)
+        read = sum(piece.tile and not piece.shared for piece in inputs)
         self.unroll = LOADS_OF_ONE if read == 1 and not tiles else max(LOADS // max(read, 1), 1)
+        # An operand that says how many examples there are.
+        self.example = next((i for i, piece in enumerate(inputs) if piece.shared), None)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, inputs, tiles, partials, rows, n, stream):
-        columns = self.width * self.vec
+        columns, examples = self.width * self.vec, self._examples(inputs)
+        strips, parts = Int32((n * self.fold + (columns - 1)) // columns), Int32(1)
+        if const_expr(len(partials) > 0):
+            parts = Int32(partials[0].shape[0]) // (self.fold * examples)
+        else:
+            parts = _parts(rows // examples, self.depth * self.unroll * STEPS)
         self.kernel(inputs, tiles, partials, rows, n).launch(
-            grid=[Int32((n * self.fold + (columns - 1)) // columns), Int32(partials[0].shape[0]) // self.fold, 1],
-            block=[self.width, self.depth, 1],
-            stream=stream,
-            use_pdl=self.pdl,
+            grid=[strips * examples, parts, 1], block=[self.width, self.depth, 1], stream=stream, use_pdl=self.pdl
         )
+
+    def _examples(self, inputs):
+        return 1 if self.example is None else Int32(row_count(inputs[self.example]))
 
     @cute.kernel
     def kernel(self, inputs, tiles, partials, count: Int64, n: Int64):
         x, y, _ = cute.arch.thread_idx()
         strip, part, _ = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator()
-        layout = cute.make_layout((self.width * self.vec, self.depth), stride=(1, self.width * self.vec))
-        sSum = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        example, above = Int32(0), Int64(0)
+        if const_expr(self.example is not None):
+            columns, examples = self.width * self.vec, self._examples(inputs)
+            strips = Int32((n + (columns - 1)) // columns)
+            example = strip // strips
+            strip = strip - example * strips
+            if const_expr(len(self.sums) == 0):
+                example = examples - 1 - example
+            count = count // examples
+            above = example * count
+        if const_expr(len(self.sums) > 0):
+            smem = cutlass.utils.SmemAllocator()
+            layout = cute.make_layout((self.width * self.vec, self.depth), stride=(1, self.width * self.vec))
+            sSum = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         first, end = (strip * self.width + x) * self.vec, Int32(n) * self.fold
         inside = first < end
         # A thread past the row's end loads its last vector.
-        place = Place(self, cutlass.min(first, end - self.vec), n, count)
+        place = Place(self, cutlass.min(first, end - self.vec), n, count, example, above)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         shared = [self._shared(mX, piece, place) for mX, piece in zip(inputs, self.inputs)]
@@ -99,7 +122,7 @@ class ColumnPass:
                 counts = coord < rows
                 results = self._computed([widen(rX) for rX in vectors], place)
                 for mX, piece, rX in zip(tiles, self.tiles, results):
-                    address = self._address(mX, piece, place, coord)
+                    address = self._address(mX, piece, place, place.first_row + coord)
                     rOut = narrow(rX.load(), mX.element_type, self.vec)
                     store_if(counts & inside, rOut, address, True)
                 for rSum, rX in zip(rSums, results[len(self.tiles) :]):
@@ -111,7 +134,8 @@ class ColumnPass:
             if (room > 0) & ((rows - top) % step == 0):
                 self._add_left((inputs, shared, tiles, rSums), place, rows, room)
         for mPartials, piece, rSum in zip(partials, self.sums, rSums):
-            self._add_up(mPartials, piece, rSum, sSum, strip * (self.width * self.vec), n)
+            row = part if const_expr(self.example is None) else part * self._examples(inputs) + example
+            self._add_up(mPartials, piece, rSum, sSum, (row, strip * (self.width * self.vec)), n)
 
     @cute.jit
     def _add_left(self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, row: Int64, room: Int32):
@@ -133,10 +157,10 @@ class ColumnPass:
                 rSum[j] = rSum[j] + cutlass.select_(j < room, rX[j], Float32(0.0))
 
     @cute.jit
-    def _add_up(self, mPartials, piece: cutlass.Constexpr, rSum, sSum, start, n):
-        """Store the sums of a CTA's columns over its threads."""
+    def _add_up(self, mPartials, piece: cutlass.Constexpr, rSum, sSum, target, n):
+        """Store the sums of a CTA's columns over its threads: in which row of the workspace, and from which column."""
         x, y, _ = cute.arch.thread_idx()
-        part = cute.arch.block_idx()[1]
+        row_of_sums, start = target
         cute.arch.barrier()
         for j in cutlass.range_constexpr(self.vec):
             sSum[x * self.vec + j, y] = rSum[j]
@@ -151,13 +175,16 @@ class ColumnPass:
             if (column < columns) & (start + column < Int32(n) * self.fold):
                 above = (start + column) // Int32(n) if const_expr(self.fold > 1) else 0
                 column = start + column - above * Int32(n) if const_expr(self.fold > 1) else start + column
-                mPartials[part * self.fold + above, Int32(piece.index * n) + column] = total
+                mPartials[row_of_sums * self.fold + above, Int32(piece.index * n) + column] = total
 
     def _shared(self, mX, piece, place):
-        """What all rows read of an input: a vector, or a number; None of one with rows."""
-        if piece.rows:
+        """What all rows, or those of an example, read of an input: a vector, or a number; None of one with rows."""
+        if piece.rows and not piece.shared:
             return None
         rX = fragment(mX.element_type, self.vec if piece.columns else 1)
+        if piece.shared:
+            load(rX, self._address(mX, piece, place, place.example))
+            return rX
         address, itemsize = mX.iterator.toint(), mX.element_type.width // 8
         if piece.columns:
             address = address + piece.index * place.n * itemsize
@@ -175,7 +202,7 @@ class ColumnPass:
         if not piece.columns and self.fold > 1:
             return self._numbers(mX, piece, place, row)
         rX = fragment(mX.element_type, self.vec if piece.columns else 1)
-        load(rX, self._address(mX, piece, place, row))
+        load(rX, self._address(mX, piece, place, place.first_row + row))
         return rX
 
     def _numbers(self, mX, piece, place, row):
@@ -216,12 +243,18 @@ class Place:
     """Where a thread's vector is in each row, or in each ``fold`` rows that are taken as one.
 
     Attributes:
-        first: its first column; ``n``: the length of rows, ``count``: how many there are.
+        first: its first column; ``n``: the length of rows, ``count``: how many there are, of an example.
+        example: whose rows they are, from ``first_row`` on.
         above: which of these rows it begins in; ``left``: how many elements are left of that one.
     """
 
-    def __init__(self, column_pass, first, n, count):
-        self.first, self.n, self.count = first, n, count
+    def __init__(self, column_pass, first, n, count, example, first_row):
+        self.first, self.n, self.count, self.example, self.first_row = first, n, count, example, first_row
         if column_pass.fold > 1:
             self.above = first // Int32(n)
             self.left = (self.above + 1) * Int32(n) - first
+
+
+def _parts(rows, of_one):
+    """How many CTAs share the rows; 65535 at most."""
+    return cutlass.min(Int32((rows + (of_one - 1)) // of_one), 65535)

@@ -56,13 +56,17 @@ class FusedPointwise:
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.outputs["t"]), config) if tiles else None
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         self.together = False
-        self.column_pass = self._over_columns(tiles) if self.sums else None
+        # What the rows of an example share, a thread of a column pass reads once; their sums are ``of_examples``.
+        self.shared = [piece.name for piece in self.inputs if piece.shared and not config.turns]
+        self.of_examples = [piece.name for _, piece in self.sums if piece.name in shared]
+        column_pass = self._over_columns(tiles) if self.sums or self.shared else None
+        self.column_pass = column_pass if self.sums or self.together else None
 
     def _over_columns(self, tiles):
         """The pass that sums up, and computes tiles together with sums where vectors are wide enough."""
         pieces = [piece for _, piece in self.sums]
         widest, vec = vector_widths(self.variant, self.inputs, tiles)
-        fold = self._fold(tiles, widest) if vec < widest else 1
+        fold = self._fold(tiles, widest) if vec < widest and not self.shared else 1
         vec = widest if fold > 1 else vec
         self.together = bool(tiles) and 2 * vec >= widest
         outputs = [*(self.outputs["t"] if self.together else []), *self.sums]
@@ -97,11 +101,15 @@ class FusedPointwise:
     def _add_up(self, tensors, stream):
         """Add up partial sums, equally long ones in one launch."""
         whole = [piece for _, piece in self.sums if piece.index + 1 == piece.count]
-        for count in sorted({piece.count for piece in whole}):
-            names = [piece.name for piece in whole if piece.count == count]
+        kinds = {piece.name: (piece.count, piece.name in self.of_examples) for piece in whole}
+        for kind in sorted({*kinds.values()}):
+            names = [name for name in kinds if kinds[name] == kind]
             partials = tuple([tensors[f"{name}_partials"] for name in names])
             totals = tuple([tensors.get(f"{name}_totals", tensors[name]) for name in names])
-            ColumnSum(self.n, self.variant.arch)(partials, totals, stream)
+            if const_expr(kind[1]):
+                examples = Int32(row_count(tensors[self.shared[0]]))
+                partials, totals = by_example(partials, totals, examples)
+            ColumnSum(None if kind[1] else self.n, self.variant.arch)(partials, totals, stream)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -123,6 +131,17 @@ class FusedPointwise:
             mTotals = tensors[f"{piece.name}_totals"]
             terms = Terms(self.variant, (Piece(f"{piece.name}_totals", rows=False),), lambda x: (x,))
             RowSums(self.variant.arch, terms)((mTotals,), tensors[piece.name], Int64(1), n, stream)
+
+
+def by_example(partials, outputs, examples):
+    """Workspaces with a row for each part of each example as ones with a row for each part, and outputs as rows."""
+    wide = []
+    for mPartials in partials:
+        groups, n = Int32(mPartials.shape[0]), Int32(mPartials.shape[1])
+        layout = cute.make_layout((groups // examples, examples * n), stride=(examples * n, 1))
+        wide.append(cute.make_tensor(mPartials.iterator, layout))
+    flat = [cute.make_tensor(mX.iterator, cute.make_layout(cute.size(mX))) for mX in outputs]
+    return tuple(wide), tuple(flat)
 
 
 class Terms:

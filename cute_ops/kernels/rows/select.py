@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, const_expr
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.rows.on_chip import RowsInRegisters, RowsInRing
 from cute_ops.kernels.rows.passes import RowsInPasses
-from cute_ops.kernels.rows.pointwise import FusedPointwise, RowSums, Terms
+from cute_ops.kernels.rows.pointwise import FusedPointwise, RowSums, Terms, by_example
 from cute_ops.kernels.rowwise.pointwise import Piece
 
 FORMS = {"one_pass": RowsInRegisters, "ring": RowsInRing, "passes": RowsInPasses}
@@ -47,8 +47,7 @@ class FusedRows:
             outputs = tuple([tensors[piece.name] for piece in alike])
             if const_expr(shared):
                 examples = self.rows.examples(tensors)[0]
-                partials = tuple([_of_examples(mPartials, examples) for mPartials in partials])
-                outputs = tuple([cute.make_tensor(mX.iterator, cute.make_layout(cute.size(mX))) for mX in outputs])
+                partials, outputs = by_example(partials, outputs, examples)
             ColumnSum(None if shared else self.rows.n, self.variant.arch)(partials, outputs, stream)
         for _, piece in self.rows.outputs["s"]:
             name, count = self.rows.partials_of(piece), Int64(1)
@@ -67,10 +66,3 @@ class FusedRows:
         examples = Int32(mPartials.shape[0] // n)
         return mPartials[(part * examples + Int32(example)) * each + i - part * each]
 
-
-def _of_examples(mPartials, examples):
-    """A workspace with a row for each part of each example as one with a row for each part."""
-    groups, n = Int32(mPartials.shape[0]), Int32(mPartials.shape[1])
-    return cute.make_tensor(
-        mPartials.iterator, cute.make_layout((groups // examples, examples * n), stride=(examples * n, 1))
-    )

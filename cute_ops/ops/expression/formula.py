@@ -32,6 +32,8 @@ THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
 # Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns: as many as
 # let this number of CTAs run on each SM; and where the length of rows is not known.
 PARTIAL_CTAS, PARTIALS = 4, 64
+# Rows of a part of an example that has sums of its own, and the most parts.
+ROWS_OF_PART, MOST_PARTS = 256, 1024
 COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
 Attrs = Mapping[str, Any]
 Made = TypeVar("Made")
@@ -69,7 +71,8 @@ class Formula(NamedTuple):
         then has twice the threads; not for packed rows, whose CTAs are small if halves do not start on a vector.
         """
         rows = self.rows
-        if self.by_rows:
+        # A kernel of elements adds up rows of whole vectors for each example.
+        if self.by_rows or (rows.summed and self.shared and not row_of(problem, rows.tiles).aligned):
             return rows.config(problem)
         small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
@@ -259,16 +262,19 @@ def sum_workspaces(
         vec = VECTOR_BYTES // min(ITEMSIZE[dtype] for dtype in problem.dtypes.values())
         fold = vec // math.gcd(problem.n, vec)
         vectors = max(vectors // fold, 1) * fold
-    if formula.by_rows:
+    by_rows = "form" in config
+    if by_rows:
         vectors, scalars = formula.rows.partials(whole_batch(problem), FusedRowConfig.of(config))
-        if formula.shared and vectors:  # the rows of an example share their own sums
-            examples = max(problem.size("h" if formula.turns else "b"), 1)
-            each = max(vectors // examples, 1)
-            vectors, scalars = each * examples, scalars // vectors * each * examples
+    if formula.shared and vectors:  # the rows of an example share their own sums
+        examples = max(problem.size("h" if formula.turns else "b"), 1)
+        # By elements an example's parts follow from its own rows alone, and so do the bits of its sums.
+        parts = min(-(-problem.size("m") // ROWS_OF_PART), MOST_PARTS)
+        each = max(vectors // examples if by_rows else parts, 1)
+        vectors, scalars = each * examples, scalars // vectors * each * examples
     for name, shape in outputs.items():
         if SHAPES[shape].kind.rows:
             continue
-        n, of_rows = problem.size("n") * (1 + SHAPES[shape].packed), formula.by_rows and shape == ""
+        n, of_rows = problem.size("n") * (1 + SHAPES[shape].packed), by_rows and shape == ""
         made[f"{name}_partials"] = Array((scalars,) if of_rows else (vectors, n), "float32")
         if shape == "" and not of_rows:
             made[f"{name}_totals"] = Array((n,), "float32")

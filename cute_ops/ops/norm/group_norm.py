@@ -1,4 +1,5 @@
-"""Group norm in steps, whose rows are groups of channels or, with channels last, positions: expressions, cases.
+"""Group norm in steps, whose rows are groups of channels, channels or, with channels last, positions: expressions,
+cases.
 
 :mod:`cute_ops.composite.group_norm` makes the norm and its gradient of them.
 """
@@ -6,13 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.tracing import trace
-from cute_ops.ops.expression.formula import Formula, declare
+from cute_ops.ops.expression.formula import ByAttrs, Formula, declare
 from cute_ops.ops.expression.fused import fused
 
 ROW: Mapping[str, Any] = {"axis": -1, "keepdims": True}
@@ -23,92 +25,187 @@ GROUPS = (
 )
 CHANNELS = (Case("odd-small", {"m": (3, 5), "n": 77}), Case("unet", {"m": (5, 32), "n": 4096}))
 POSITIONS = (Case("odd-small", {"b": (3,), "m": 7, "n": 15}), Case("unet", {"b": (2,), "m": 1024, "n": 320}))
+NUMBERS = (Case("odd-small", {"m": (3,), "h": 2, "n": 5}), Case("unet", {"m": (4,), "h": 32, "n": 40}))
+SILU = {"silu": False}
+
+
+def _slope(xp: Any, dy: Any, normed: Any, weight: Any, bias: Any, silu: bool) -> Any:
+    """The gradient to what is normalised and scaled, before the activation."""
+    if not silu:
+        return dy
+    y = normed * weight + bias
+    gate = xp.sigmoid(y)
+    return dy * gate * (1.0 + y * (1.0 - gate))
 
 
 # --- channels first: a row is a group -------------------------------------------------------------------------------
 
 
-def _group(xp: Any, x: Any, weight: Any, bias: Any, *, eps: float) -> Any:
+def _group(xp: Any, x: Any, weight: Any, bias: Any, *, eps: float, silu: bool) -> Any:
     mean = xp.mean(x, **ROW)
     centred = x - mean
     rstd = xp.rsqrt(xp.mean(centred * centred, **ROW) + eps)
-    return centred * rstd * weight + bias, mean, rstd
+    y = centred * rstd * weight + bias
+    return xp.silu(y) if silu else y, mean, rstd
 
 
-def _group_dx(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any) -> Any:
-    normed, slope = (x - mean) * rstd, dy * weight
+def _group_dx(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
+    normed = (x - mean) * rstd
+    slope = _slope(xp, dy, normed, weight, bias, silu) * weight
     return rstd * (slope - xp.mean(slope, **ROW) - normed * xp.mean(slope * normed, **ROW))
 
 
-def _channel_sums(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any) -> Any:
-    return xp.sum(dy * ((x - mean) * rstd), **ROW), xp.sum(dy, **ROW)
-
-
 group_norm_rows = fused(
-    _group, name="group_norm_rows", operands={"x": "*m n", "weight": "h d", "bias": "h d"}, attrs={"eps": 1e-5},
-    outputs=("out", "mean", "rstd"), no_gradient=("weight", "bias"), squeezed=True, cases=GROUPS,
+    _group, name="group_norm_rows", operands={"x": "*m n", "weight": "h d", "bias": "h d"},
+    attrs={"eps": 1e-5, **SILU}, outputs=("out", "mean", "rstd"), no_gradient=("weight", "bias"), squeezed=True,
+    cases=GROUPS,
     doc="The group norm of rows ``h``, each of which has d channels one after the other; its mean and rstd.",
 )  # fmt: skip
 group_norm_rows_dx = fused(
-    _group_dx, name="group_norm_rows_dx", cases=GROUPS, no_gradient=("mean", "rstd", "weight"),
-    operands={"x": "*m n", "dy": "*m n", "mean": "*m 1", "rstd": "*m 1", "weight": "h d"},
+    _group_dx, name="group_norm_rows_dx", cases=GROUPS, no_gradient=("mean", "rstd", "weight", "bias"), attrs=SILU,
+    operands={"x": "*m n", "dy": "*m n", "mean": "*m 1", "rstd": "*m 1", "weight": "h d", "bias": "h d"},
     doc="Gradient of :func:`group_norm_rows` to x.",
 )  # fmt: skip
-group_norm_channel_sums = fused(
-    _channel_sums, name="group_norm_channel_sums", cases=CHANNELS, no_gradient=("mean", "rstd"), squeezed=True,
-    operands={"x": "*m n", "dy": "*m n", "mean": "*m 1", "rstd": "*m 1"}, outputs=("product", "total"),
-    doc="Sums over a channel's positions: of dy times x normalised, and of dy.",
+
+
+# --- sums over the positions of a channel, and what follows from those of a group's channels ------------------------
+
+
+def _moments(xp: Any, x: Any, pivot: Any) -> Any:
+    deviation = x - pivot
+    return deviation, deviation * deviation, 0.0 * x + 1.0
+
+
+def _slopes(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
+    normed = (x - mean) * rstd
+    slope = _slope(xp, dy, normed, weight, bias, silu)
+    return slope * normed, slope, 0.0 * x + 1.0
+
+
+def _statistics(xp: Any, total: Any, squares: Any, count: Any, pivot: Any, *, eps: float) -> Any:
+    shift = total / count
+    means = pivot + shift
+    mean = xp.mean(means, **ROW)
+    apart = means - mean
+    variance = xp.mean((squares - total * shift) / count + apart * apart, **ROW)
+    rstd = xp.rsqrt(variance + eps)
+    return mean + 0.0 * means, rstd + 0.0 * means, mean, rstd
+
+
+def _pulls(xp: Any, product: Any, total: Any, count: Any, weight: Any) -> Any:
+    pull, push = (xp.mean(sums * weight / count, **ROW) for sums in (product, total))
+    return pull + 0.0 * total, push + 0.0 * total
+
+
+def _norm(xp: Any, x: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
+    y = (x - mean) * rstd * weight + bias
+    return xp.silu(y) if silu else y
+
+
+def _norm_dx(
+    xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, pull: Any, push: Any, weight: Any, bias: Any, *, silu: bool
+) -> Any:  # fmt: skip
+    normed = (x - mean) * rstd
+    slope = _slope(xp, dy, normed, weight, bias, silu)
+    return rstd * (slope * weight - push - normed * pull)
+
+
+group_norm_statistics = fused(
+    _statistics, name="group_norm_statistics", cases=NUMBERS, attrs={"eps": 1e-5}, squeezed=True,
+    no_gradient=("squares", "count", "pivot"), outputs=("mean", "rstd", "group_mean", "group_rstd"),
+    operands={"total": "*m n", "squares": "*m n", "count": "*m n", "pivot": "any *m n"},
+    doc="Mean and rstd of a group for each of its channels, and for the group, from the moments of these.",
+)  # fmt: skip
+group_norm_pulls = fused(
+    _pulls, name="group_norm_pulls", cases=NUMBERS, no_gradient=("count", "weight"), outputs=("pull", "push"),
+    operands={"product": "*m n", "total": "*m n", "count": "*m n", "weight": "h n"},
+    doc="What a group's gradient is pulled and pushed by, for each of its channels, from the slopes of these.",
+)  # fmt: skip
+
+
+# --- channels first: a row is a channel, which has numbers -----------------------------------------------------------
+
+
+def _row_moments(xp: Any, x: Any, pivot: Any) -> Any:
+    deviation, squares, _ = _moments(xp, x, pivot)
+    return xp.sum(deviation, **ROW), xp.sum(squares, **ROW), 0.0 * pivot + x.shape[-1], 1.0 * pivot
+
+
+def _row_slopes(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
+    product, total, _ = _slopes(xp, x, dy, mean, rstd, weight, bias, silu=silu)
+    return xp.sum(product, **ROW), xp.sum(total, **ROW), 0.0 * mean + x.shape[-1]
+
+
+_OF_ROWS = dict.fromkeys(("mean", "rstd", "weight", "bias"), "*m 1")
+_PULLS = {"pull": "*m 1", "push": "*m 1"}
+group_norm_row_moments = fused(
+    _row_moments, name="group_norm_row_moments", cases=CHANNELS, no_gradient=("pivot",), squeezed=True,
+    operands={"x": "*m n", "pivot": "*m 1"}, outputs=("total", "squares", "count", "first"),
+    doc="Sums over a channel's positions, of the deviations from one of them and of their squares; how many these are.",
+)  # fmt: skip
+group_norm_row_slopes = fused(
+    _row_slopes, name="group_norm_row_slopes", cases=CHANNELS, no_gradient=(*_OF_ROWS,), squeezed=True, attrs=SILU,
+    operands={"x": "*m n", "dy": "*m n", **_OF_ROWS}, outputs=("product", "total", "count"),
+    doc="Sums over a channel's positions, of the slope times x normalised and of the slope; how many these are.",
+)  # fmt: skip
+group_norm_of_rows = fused(
+    _norm, name="group_norm_of_rows", cases=CHANNELS, no_gradient=(*_OF_ROWS,), attrs=SILU,
+    operands={"x": "*m n", **_OF_ROWS}, doc="``(x - mean) * rstd * weight + bias`` of the numbers of rows.",
+)  # fmt: skip
+group_norm_of_rows_dx = fused(
+    _norm_dx, name="group_norm_of_rows_dx", cases=CHANNELS, no_gradient=("mean", "rstd", *_PULLS, "weight", "bias"),
+    attrs=SILU,
+    operands={"x": "*m n", "dy": "*m n", "mean": "*m 1", "rstd": "*m 1", **_PULLS, "weight": "*m 1", "bias": "*m 1"},
+    doc="Gradient of :func:`group_norm_of_rows` to x, which mean and rstd follow from.",
 )  # fmt: skip
 
 
 # --- channels last: a row is a position ------------------------------------------------------------------------------
 
 
-def _affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
-    return (x - mean) * scale + shift
-
-
-def _affine_dx(xp: Any, x: Any, dy: Any, scale: Any, line: Any, push: Any) -> Any:
-    n = x.shape[-1]
-    return dy * scale - (x - line[..., :n]) * line[..., n:] - push
-
-
-def _moments(xp: Any, x: Any, pivot: Any) -> Any:
-    deviation = x - pivot
-    return deviation, deviation * deviation
-
-
-def _slopes(xp: Any, x: Any, dy: Any, mean: Any) -> Any:
-    return dy * (x - mean), dy
-
-
-def _position_sums(name: str, function: Any, tiles: tuple[str, ...], shared: str, outputs: tuple[str, ...]) -> Op:
+def _position_sums(
+    name: str, function: Any, tiles: tuple[str, ...], shared: tuple[str, ...], vectors: tuple[str, ...],
+    outputs: tuple[str, ...], attrs: Mapping[str, Any],
+) -> Op:  # fmt: skip
     """The op of sums over the positions of each example, for each channel."""
-    shapes = {**dict.fromkeys(tiles, "*m n"), shared: "*m n"}
-    found = Formula(
-        trace(function, shapes), True, tuple(shapes), outputs, "r" * len(outputs), tiles[0], (shared, *outputs)
-    )
-    inputs = {**{tile: Tensor("*b m n", "T") for tile in tiles}, shared: Tensor("*b n", "P")}
+    shapes = {**dict.fromkeys((*tiles, *shared), "*m n"), **dict.fromkeys(vectors, "n")}
+
+    def of(attrs: Mapping[str, Any]) -> Formula:
+        expression = trace(partial(function, **attrs), shapes)
+        return Formula(expression, False, tuple(shapes), outputs, "r" * len(outputs), tiles[0], (*shared, *outputs))
+
+    inputs = {
+        **{tile: Tensor("*b m n", "T") for tile in tiles},
+        **{key: Tensor("*b n", "P") for key in shared},
+        **{key: Tensor("n", f"T_{key}") for key in vectors},
+    }
     return declare(
-        name, lambda attrs: found, inputs, {out: Tensor("*b n", "float32") for out in outputs}, {},
+        name, ByAttrs(of), inputs, {out: Tensor("*b n", "float32") for out in outputs}, attrs,
         module=__name__, cases=POSITIONS,
         doc="Sums over the positions of each example, for each channel, in float32.",
     )  # fmt: skip
 
 
-group_norm_moments = _position_sums("group_norm_moments", _moments, ("x",), "pivot", ("total", "squares"))
-group_norm_slopes = _position_sums("group_norm_slopes", _slopes, ("x", "dy"), "mean", ("product", "total"))
-group_norm_affine = fused(
-    _affine, name="group_norm_affine", cases=POSITIONS, no_gradient=("mean", "scale", "shift"),
-    operands={"x": "*m n", "mean": "*b n", "scale": "*b n", "shift": "*b n"},
-    doc="``(x - mean) * scale + shift``, of numbers that an example's positions share.",
+_SHARED, _VECTORS = {"mean": "*b n", "rstd": "*b n"}, {"weight": "n", "bias": "n"}
+group_norm_moments = _position_sums(
+    "group_norm_moments", _moments, ("x",), ("pivot",), (), ("total", "squares", "count"), {}
+)
+group_norm_slopes = _position_sums(
+    "group_norm_slopes", _slopes, ("x", "dy"), (*_SHARED,), (*_VECTORS,), ("product", "total", "count"), SILU
+)
+group_norm_of_examples = fused(
+    _norm, name="group_norm_of_examples", cases=POSITIONS, no_gradient=(*_SHARED, *_VECTORS), attrs=SILU,
+    operands={"x": "*m n", **_SHARED, **_VECTORS},
+    doc="``(x - mean) * rstd * weight + bias``, of numbers that an example's positions share.",
 )  # fmt: skip
-group_norm_affine_dx = fused(
-    _affine_dx, name="group_norm_affine_dx", cases=POSITIONS, no_gradient=("scale", "line", "push"),
-    operands={"x": "*m n", "dy": "*m n", "scale": "*b n", "line": "*b 2n", "push": "*b n"},
-    doc="``dy * scale - (x - mean) * pull - push``, ``line``: [mean | pull], which positions share.",
+group_norm_of_examples_dx = fused(
+    _norm_dx, name="group_norm_of_examples_dx", cases=POSITIONS, attrs=SILU,
+    no_gradient=(*_SHARED, *_PULLS, *_VECTORS),
+    operands={"x": "*m n", "dy": "*m n", **_SHARED, "pull": "*b n", "push": "*b n", **_VECTORS},
+    doc="Gradient of :func:`group_norm_of_examples` to x, which mean and rstd follow from.",
 )  # fmt: skip
 PARTS = (
-    group_norm_rows, group_norm_rows_dx, group_norm_channel_sums, group_norm_moments, group_norm_slopes,
-    group_norm_affine, group_norm_affine_dx,
+    group_norm_rows, group_norm_rows_dx, group_norm_statistics, group_norm_pulls, group_norm_row_moments,
+    group_norm_row_slopes, group_norm_of_rows, group_norm_of_rows_dx, group_norm_moments, group_norm_slopes,
+    group_norm_of_examples, group_norm_of_examples_dx,
 )  # fmt: skip
