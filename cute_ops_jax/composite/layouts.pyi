@@ -12,13 +12,15 @@ def group_norm(
     eps: float = 1e-05,
     *,
     channels_last: bool = False,
+    activation: str = "none",
 ) -> Array:
     """Normalisation of each example's groups of channels.
 
-    ``out = (x - mean) * rsqrt(var + eps) * weight + bias``, mean and var over all positions of ``c / groups``
-    neighbouring channels of an example
+    ``out = activation((x - mean) * rsqrt(var + eps) * weight + bias)``, mean and var over all positions of
+    ``c / groups`` neighbouring channels of an example
 
-    Channels first, a group is read once; channels last, and in both gradients of weight and bias, twice.
+    Channels first, a group is read once; channels last, and a group that is too long for a chip's shared memory,
+    twice.
 
     Args:
         x: ``T[n c *s]``, or ``T[n *s c]`` with ``channels_last``: any number of dims of positions, or none;
@@ -29,6 +31,7 @@ def group_norm(
         groups: of channels, a divisor of c.
         eps: added to the variance.
         channels_last: whether the last dim has the channels, not the second.
+        activation: ``"silu"`` applies it in the same pass, as blocks of image models do; or ``"none"``.
 
     Returns:
         The shape and dtype of x. Computed in float32, rounded once; deterministic.

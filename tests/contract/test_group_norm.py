@@ -19,16 +19,14 @@ SEED = int(os.environ.get("CUTE_OPS_SEED", "43"))
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
-def test_values_and_gradients(
-    adapter: Adapter, number: int, last: bool, long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``long``: groups that no chip holds, with SiLU."""
+def test_values_and_gradients(adapter: Adapter, number: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other one with groups that no chip holds, and SiLU."""
+    long = number % 2 == 1
     if long:
         monkeypatch.setattr(group_norm, "LONG", 0)
     torch = pytest.importorskip("torch")
     print("seed", SEED)
-    rng = np.random.default_rng((SEED, number, last, long))
+    rng = np.random.default_rng((SEED, number, last))
     groups, each = int(rng.integers(1, 5)), int(rng.integers(1, 9))
     positions = tuple(int(n) for n in rng.integers(1, 12, number))
     channels, dtype = groups * each, ("float32", "bfloat16", "float16")[number % 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from cute_ops.declaration.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.ops.norm.group_norm import PARTS
+from cute_ops.ops.norm.group_norm import PARTS, group_norm_moments, group_norm_of_examples
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
 from cute_ops.tools import sass
@@ -30,8 +31,10 @@ def test_kernels_of_any_groups(op: Op) -> None:
     fixed = [(3, 4, 10, 64), (2, 1, 5, 12000), (3, 2, 3, 343)]
     drawn = [tuple(int(rng.integers(1, most)) for most in (9, 5, 17, 200)) for _ in range(3)]
     for rows, groups, channels, positions in fixed + drawn:
-        if "h" in shape.split():
+        if any("d" in tensor.shape.split() for tensor in op.inputs.values()):
             sizes = {"n": channels * positions, "h": groups, "d": channels}
+        elif "h" in shape.split():
+            sizes = {"n": channels, "h": groups}
         elif "*b" in shape:
             sizes = {"n": groups * channels, "m": min(positions, 300)}
         else:
@@ -39,6 +42,30 @@ def test_kernels_of_any_groups(op: Op) -> None:
         dtype, layout = str(rng.choice(["bfloat16", "float32", "float16"])), str(rng.choice(LAYOUTS))
         n = sizes.pop("n")
         kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, rng, **sizes))
+
+
+def test_an_example_does_not_depend_on_the_others() -> None:
+    """Sums of examples have the same bits alone and beside others."""
+    rng = np.random.default_rng(0)
+    whole = kernel_calls.made(group_norm_moments, 3, 64, "bfloat16", "compact", rng, m=700)
+    found = kernel_calls.run(whole)
+    for i in range(3):
+        alone = whole._replace(arrays={name: a if a is None else a[i : i + 1] for name, a in whole.arrays.items()})
+        where = {name: kernel_calls.place(whole.op.inputs[name], a, "compact") for name, a in alone.arrays.items()}
+        for one, all_of_them in zip(kernel_calls.run(alone._replace(where=where)), found, strict=True):
+            np.testing.assert_array_equal(one[0], all_of_them[i])
+
+
+def test_examples_of_whole_vectors_take_a_column_pass() -> None:
+    """Tiles and sums of channels that are whole vectors; others keep their kernels."""
+    for n, expected in ((64, True), (62, False)):
+        for op in (group_norm_moments, group_norm_of_examples):
+            shapes = {"b": (3,), "m": 7, "n": n}
+            given = {name: kernel_calls.Array(t.of(shapes), "bfloat16") for name, t in op.inputs.items()}
+            variant = plan(bind(op, given), {}, parse("sm_90a")).variant
+            with kernel_calls.interpreted():
+                select = importlib.import_module("cute_ops.kernels.rows.select")
+                assert (getattr(select.fused(variant), "column_pass", None) is not None) == expected
 
 
 @pytest.mark.slow

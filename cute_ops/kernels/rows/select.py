@@ -65,4 +65,3 @@ class FusedRows:
         part = i // each
         examples = Int32(mPartials.shape[0] // n)
         return mPartials[(part * examples + Int32(example)) * each + i - part * each]
-

@@ -49,7 +49,7 @@ def _group(xp: Any, x: Any, weight: Any, bias: Any, *, eps: float, silu: bool) -
     return xp.silu(y) if silu else y, mean, rstd
 
 
-def _group_dx(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
+def _group_dx(xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, weight: Any, bias: Any, silu: bool) -> Any:
     normed = (x - mean) * rstd
     slope = _slope(xp, dy, normed, weight, bias, silu) * weight
     return rstd * (slope - xp.mean(slope, **ROW) - normed * xp.mean(slope * normed, **ROW))
@@ -76,7 +76,7 @@ def _moments(xp: Any, x: Any, pivot: Any) -> Any:
     return deviation, deviation * deviation, 0.0 * x + 1.0
 
 
-def _slopes(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
+def _slopes(xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, weight: Any, bias: Any, silu: bool) -> Any:
     normed = (x - mean) * rstd
     slope = _slope(xp, dy, normed, weight, bias, silu)
     return slope * normed, slope, 0.0 * x + 1.0
@@ -103,7 +103,7 @@ def _norm(xp: Any, x: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu
 
 
 def _norm_dx(
-    xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, pull: Any, push: Any, weight: Any, bias: Any, *, silu: bool
+    xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, pull: Any, push: Any, weight: Any, bias: Any, silu: bool
 ) -> Any:  # fmt: skip
     normed = (x - mean) * rstd
     slope = _slope(xp, dy, normed, weight, bias, silu)
@@ -131,8 +131,8 @@ def _row_moments(xp: Any, x: Any, pivot: Any) -> Any:
     return xp.sum(deviation, **ROW), xp.sum(squares, **ROW), 0.0 * pivot + x.shape[-1], 1.0 * pivot
 
 
-def _row_slopes(xp: Any, x: Any, dy: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu: bool) -> Any:
-    product, total, _ = _slopes(xp, x, dy, mean, rstd, weight, bias, silu=silu)
+def _row_slopes(xp: Any, x: Any, dy: Any, *, mean: Any, **numbers: Any) -> Any:
+    product, total, _ = _slopes(xp, x, dy, mean=mean, **numbers)
     return xp.sum(product, **ROW), xp.sum(total, **ROW), 0.0 * mean + x.shape[-1]
 
 
@@ -164,10 +164,11 @@ group_norm_of_rows_dx = fused(
 
 
 def _position_sums(
-    name: str, function: Any, tiles: tuple[str, ...], shared: tuple[str, ...], vectors: tuple[str, ...],
-    outputs: tuple[str, ...], attrs: Mapping[str, Any],
+    name: str, function: Any, operands: Mapping[str, tuple[str, ...]], outputs: tuple[str, ...],
+    attrs: Mapping[str, Any],
 ) -> Op:  # fmt: skip
     """The op of sums over the positions of each example, for each channel."""
+    tiles, shared, vectors = operands["*b m n"], operands["*b n"], operands["n"]
     shapes = {**dict.fromkeys((*tiles, *shared), "*m n"), **dict.fromkeys(vectors, "n")}
 
     def of(attrs: Mapping[str, Any]) -> Formula:
@@ -188,11 +189,12 @@ def _position_sums(
 
 _SHARED, _VECTORS = {"mean": "*b n", "rstd": "*b n"}, {"weight": "n", "bias": "n"}
 group_norm_moments = _position_sums(
-    "group_norm_moments", _moments, ("x",), ("pivot",), (), ("total", "squares", "count"), {}
+    "group_norm_moments", _moments, {"*b m n": ("x",), "*b n": ("pivot",), "n": ()}, ("total", "squares", "count"), {}
 )
 group_norm_slopes = _position_sums(
-    "group_norm_slopes", _slopes, ("x", "dy"), (*_SHARED,), (*_VECTORS,), ("product", "total", "count"), SILU
-)
+    "group_norm_slopes", _slopes, {"*b m n": ("x", "dy"), "*b n": (*_SHARED,), "n": (*_VECTORS,)},
+    ("product", "total", "count"), SILU,
+)  # fmt: skip
 group_norm_of_examples = fused(
     _norm, name="group_norm_of_examples", cases=POSITIONS, no_gradient=(*_SHARED, *_VECTORS), attrs=SILU,
     operands={"x": "*m n", **_SHARED, **_VECTORS},
