@@ -80,10 +80,28 @@ def attentions(graph: Program, analysis: Analysis, known: Known) -> Iterator[Com
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
                 found = of_root.get(node.args[side])
-                z = None if found is None else softmax_of(found.expression)
+                z = None if found is None else softmax_of(found.expression, found.expression.outputs[0])
                 made = found and z is not None and _Attention(readers, found, z, node, side, known).found()
                 if made:
                     yield made
+
+
+def beside_softmaxes(analysis: Analysis) -> set[Node]:
+    """What an expression computes beside a softmax and not of its scores, such as a mask that all layers read: apart
+    from it, the softmax is that of an attention.
+    """
+    apart = set[Node]()
+    for found in analysis.found:
+        if len(found.roots) > 1:
+            expression, scores = found.expression, set[int]()
+            for output in found.expression.outputs:
+                z = softmax_of(expression, output)
+                used = () if z is None else operands_of(expression, z)
+                scores |= {i for i in used if _before(found.leaves[i].node)[0].op == "contract"}
+            if scores:
+                outputs = zip(found.roots, expression.outputs, strict=True)
+                apart |= {root for root, output in outputs if scores.isdisjoint(operands_of(expression, output))}
+    return apart
 
 
 class _Readers:

@@ -46,14 +46,12 @@ class Scores(NamedTuple):
         return ", ".join([*said, *(["scores changed"] if self.expression is not None else [])])
 
 
-def softmax_of(expression: Expression) -> int | None:
-    """The node of which an expression's only output is the softmax; None of other expressions.
+def softmax_of(expression: Expression, output: int) -> int | None:
+    """The node of which an output is the softmax; None of any other output.
 
     Programs write it with or without the maximum, by way of its logarithm, and with zeros where a mask hides a score.
     """
-    if len(expression.outputs) != 1:
-        return None
-    hidden, i = _zero_where(expression, expression.outputs[0])
+    hidden, i = _zero_where(expression, output)
     node = expression.nodes[i]
     if node.primitive == "exp" and hidden is None:
         return _log_softmax_of(expression, node.args[0])

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.fusion.analyse import Call as Named
 from cute_ops.fusion.analyse import Found, analyse
-from cute_ops.fusion.attention import attentions
+from cute_ops.fusion.attention import attentions, beside_softmaxes
 from cute_ops.fusion.choose import Choice, choose, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Node
@@ -68,6 +68,8 @@ class Program:
             if not kept:
                 break
             whole |= kept
+        needed = set(map(id, self._order))
+        self.parts = [part for part in self.parts if part.call is None or id(part) in needed]
         self.bodies: dict[int, Bodies] = {}
         self.lookups: dict[int, Lookup] = {}
         for unit in self._order:
@@ -150,7 +152,7 @@ class Program:
                 if each not in covered and not inside.issuperset(each.roots)
             }
             more = {node for each, part in others.items() if not part.call for node in rotations_in(each)}
-            more |= cuts(run, self.analysis)
+            more |= cuts(run, self.analysis) | (set() if self.exact else beside_softmaxes(self.analysis))
             if more <= apart:
                 break
             apart |= more

@@ -230,3 +230,20 @@ def test_what_stays() -> None:
     assert became(lambda q, k, v: mixed(jnp.where(lower(2 * T, T)[::-1], dots(q, k), -1e9), v), longer, K, V) == [
         "attention"
     ]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mask_that_several_layers_read(known: bool) -> None:
+    """The mask is computed once, beside the attention of the first layer."""
+
+    def function(q: Array, k: Array, v: Array, m: Array) -> Array:
+        seen = (lower() if known else m[:, None, None] & lower()).astype(jnp.float32)
+        for _ in range(3):
+            q = mixed(jnp.where(seen != 0, dots(q, k), -1e9), v)
+        return q
+
+    assert became(function, Q, K, V, PADDING) == ["attention"]
+    (entry,) = (e for e in cute_ops_jax.fuse.report(function, Q, K, V, PADDING).replaced if e.becomes == "attention")
+    assert (entry.times, entry.what.endswith("causal")) == (3, known)
+    got, want = (jax.jit(f)(Q, K, V, PADDING) for f in (cute_ops_jax.fuse(function), function))
+    np.testing.assert_allclose(wide(got), wide(want), rtol=0.03, atol=0.03)
