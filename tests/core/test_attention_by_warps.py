@@ -36,6 +36,11 @@ ARCH, SMALLER = "sm_80", "sm_86"
 OTHERS = 9  # blocks of memory before those of what functions read
 
 
+def named(value: object) -> str:
+    """A case's name: its call's, its target, and whether it has functions."""
+    return getattr(value, "name", "functions" if value != NO_FUNCTIONS else "") if not isinstance(value, str) else value
+
+
 def of_heads(block: int, x: np.ndarray) -> bytes:
     """A parameter for (batch, seqlen, heads, headdim) in this block of memory."""
     b, s, h, d = x.shape
@@ -70,51 +75,35 @@ def emulate(
         ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, {}, blocks, in_a_row=True).run(seed=index)
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_results(call: Call, tmp_path: Path) -> None:
-    _check_results(call, NO_FUNCTIONS, tmp_path)
-
-
-@pytest.mark.slow
-@products.emulated
-def test_results_with_functions_that_read_arrays(tmp_path: Path) -> None:
-    _check_results(*modded(1), tmp_path)
-
-
-def _check_results(call: Call, functions: Functions, folder: Path) -> None:
-    run, (q, k, v) = Run(attention, call, folder, functions, (), ARCH, OTHERS), halves(*arrays(call, 0))
+@pytest.mark.parametrize(("call", "functions"), [*((call, NO_FUNCTIONS) for call in CALLS), modded(1)], ids=named)
+def test_results(call: Call, functions: Functions, tmp_path: Path) -> None:
+    run, (q, k, v) = Run(attention, call, tmp_path, functions, (), ARCH, OTHERS), halves(*arrays(call, 0))
     out = np.full((*q.shape[:-1], call.e), np.nan, q.dtype)
     lse = np.full((call.batch, call.h, call.s), np.nan, np.float32)
     config = AttentionConfig.of(run.variant.config)
-    check_shared(folder, config.shared(call.d, call.e))
+    check_shared(tmp_path, config.shared(call.d, call.e))
     emulate(run, "AttentionFwdSm80", [q, k, v, out], [lse], -(-call.s // config.block) * call.h * call.batch)
     right = expected(call, [*(x.astype(np.float64) for x in (q, k, v)), None], None, functions)
     for name, found in (("out", out), ("lse", lse)):
         right[name].assert_holds(found.astype(np.float64), name)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
-    ("call", "arch"), [(CALLS[0], ARCH), (ONE_STAGE, SMALLER)], ids=lambda x: getattr(x, "name", x)
+    ("call", "functions", "arch"),
+    [(CALLS[0], NO_FUNCTIONS, ARCH), (ONE_STAGE, NO_FUNCTIONS, SMALLER), (*modded(1), ARCH)],
+    ids=named,
 )
-def test_gradients(call: Call, arch: str, tmp_path: Path) -> None:
-    _check_gradients(call, NO_FUNCTIONS, tmp_path, arch)
-
-
-@pytest.mark.slow
-@products.emulated
-def test_gradients_with_functions_that_read_arrays(tmp_path: Path) -> None:
-    _check_gradients(*modded(1), tmp_path, ARCH)
-
-
-def _check_gradients(call: Call, functions: Functions, folder: Path, arch: str) -> None:
+def test_gradients(call: Call, functions: Functions, arch: str, tmp_path: Path) -> None:
     call = call._replace(attrs={**call.attrs, "deterministic": True})
-    run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), arch, OTHERS), halves(*arrays(call, 0))
+    run, (q, k, v) = Run(attention_bwd, call, tmp_path, functions, (), arch, OTHERS), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     config = AttentionBackwardConfig.of(run.variant.config)
-    check_shared(folder, config.shared(call.d, call.e))
+    check_shared(tmp_path, config.shared(call.d, call.e))
     queries, keys = (-(-size // config.block) * call.batch for size in (call.s, call.t))
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], [lse, delta], queries * call.h)
@@ -123,23 +112,15 @@ def _check_gradients(call: Call, functions: Functions, folder: Path, arch: str) 
         right[name].assert_holds(found.astype(np.float64), name)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @products.emulated
-def test_gradients_in_one_pass(tmp_path: Path) -> None:
-    _check_one_pass(ONE_PASS[1], NO_FUNCTIONS, tmp_path)
-
-
-@pytest.mark.slow
-@products.emulated
-def test_gradients_in_one_pass_with_functions_that_read_arrays(tmp_path: Path) -> None:
-    _check_one_pass(*modded(0), tmp_path)
-
-
-def _check_one_pass(call: Call, functions: Functions, folder: Path) -> None:
-    run, (q, k, v) = Run(attention_bwd, call, folder, functions, (), SMALLER, OTHERS), halves(*arrays(call, 0))
+@pytest.mark.parametrize(("call", "functions"), [(ONE_PASS[1], NO_FUNCTIONS), modded(0)], ids=named)
+def test_gradients_in_one_pass(call: Call, functions: Functions, tmp_path: Path) -> None:
+    run, (q, k, v) = Run(attention_bwd, call, tmp_path, functions, (), SMALLER, OTHERS), halves(*arrays(call, 0))
     dout, lse, delta, right = with_cotangents(call, (q, k, v), functions)
     config = AttentionBackwardConfig.of(run.variant.config)
-    check_shared(folder, config.shared(call.d, call.e))
+    check_shared(tmp_path, config.shared(call.d, call.e))
     logs, delta = of_whole_tiles(call, functions, lse, delta)
     sums = np.zeros((*logs.shape, call.d), np.float32)
     dk, dv = (np.full_like(x, np.nan) for x in (k, v))
@@ -164,22 +145,28 @@ def by_rows(sums: np.ndarray, config: AttentionBackwardConfig) -> np.ndarray:
     return x.transpose(0, 2, 4, 6, 1, 3, 7, 5).reshape(*lead, d)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
-def test_packed_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", ["results", "gradients", "gradients in one pass"])
+def test_packed_sequences(check: str, tmp_path: Path) -> None:
     case = test_attention_packed.CASES["window"]()
-    call, count = case.call, len(case.lengths)
-    run = Run(attention_packed, call, tmp_path, case.functions, case.offsets, ARCH, OTHERS)
-    out, lse = np.full_like(case.dout, np.nan), np.full(case.dlse.shape, np.nan, np.float32)
-    ctas = (call.s // AttentionConfig.of(run.variant.config).block + count + 1) * call.h
+    op, attrs = (attention_packed if check == "results" else attention_packed_bwd), case.call.attrs
+    call = case.call._replace(attrs={**attrs, "deterministic": True} if check == "gradients" else attrs)
+    run = Run(op, call, tmp_path, case.functions, case.offsets, ARCH, OTHERS)
+    {"results": _packed_results, "gradients": _packed_gradients}.get(check, _packed_gradients_in_one_pass)(case, run)
+
+
+def _packed_results(case: test_attention_packed.Case, run: Run) -> None:
+    call, out, lse = case.call, np.full_like(case.dout, np.nan), np.full(case.dlse.shape, np.nan, np.float32)
+    ctas = (call.s // AttentionConfig.of(run.variant.config).block + len(case.lengths) + 1) * call.h
     emulate(run, "AttentionFwdSm80", [case.q, case.k, case.v, out], [lse], ctas)
     case.check({"out": out, "lse": lse})
 
-    folder = tmp_path / "gradients"
-    folder.mkdir()
-    call = call._replace(attrs={**call.attrs, "deterministic": True})
-    run = Run(attention_packed_bwd, call, folder, case.functions, case.offsets, ARCH, OTHERS)
-    rows, (q, k, v, dout) = [lse, case.deltas(out)], (case.q, case.k, case.v, case.dout)
+
+def _packed_gradients(case: test_attention_packed.Case, run: Run) -> None:
+    call, (out, lse), (q, k, v, dout) = case.call, case.results(), (case.q, case.k, case.v, case.dout)
+    rows, count = [lse, case.deltas(out)], len(case.lengths)
     block = AttentionBackwardConfig.of(run.variant.config).block
     dq, dk, dv = (np.full_like(x, np.nan) for x in (q, k, v))
     emulate(run, "QueriesBackwardSm80", [q, k, v, dout, dq], rows, (call.s // block + count + 1) * call.h)
@@ -187,13 +174,9 @@ def test_packed_sequences(tmp_path: Path) -> None:
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 
-@pytest.mark.slow
-@products.emulated
-def test_packed_sequences_in_one_pass(tmp_path: Path) -> None:
-    case = test_attention_packed.CASES["window"]()
+def _packed_gradients_in_one_pass(case: test_attention_packed.Case, run: Run) -> None:
     call, (q, k, v, dout) = case.call, (case.q, case.k, case.v, case.dout)
     out, lse = case.results()
-    run = Run(attention_packed_bwd, call, tmp_path, case.functions, case.offsets, ARCH, OTHERS)
     config, count = AttentionBackwardConfig.of(run.variant.config), len(case.lengths)
     length = (call.s // config.tile_q + count + 1) * config.tile_q
     slots = test_attention_packed.slots_of(case.offsets[0], call.s, config.tile_q)

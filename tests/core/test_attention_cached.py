@@ -125,6 +125,7 @@ class Emulated(EmulatedCall):
             ptx_sm90.Cluster(kernel, index, ctas, (1, 1), arguments, maps, blocks, in_a_row=True).run(seed=index)
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize(
     "which", [*(pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in CALLS)]

@@ -173,12 +173,14 @@ def halves(*given: np.ndarray | None) -> list[np.ndarray]:
     return [x.astype(ml_dtypes.bfloat16) for x in given if x is not None]
 
 
+@pytest.mark.drawn(0.7)
 @products.emulated
 @pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
 def test_results(call: Call, tmp_path: Path) -> None:
     _check_results(call, NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(3))
@@ -196,6 +198,7 @@ def _check_results(call: Call, functions: Functions, folder: Path) -> None:
     _check({"out": out, "lse": lse}, expected(call, [*map(_wide, (q, k, v)), None], None, functions))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
@@ -203,6 +206,7 @@ def test_gradients(call: Call, tmp_path: Path) -> None:
     _check_gradients(call, NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(2))
@@ -223,6 +227,7 @@ def _check_gradients(call: Call, functions: Functions, folder: Path) -> None:
     _check({"dq": dq, "dk": dk, "dv": dv}, right)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", ONE_PASS, ids=lambda call: call.name)
@@ -230,6 +235,7 @@ def test_gradients_in_one_pass(call: Call, tmp_path: Path) -> None:
     _check_one_pass(call, NO_FUNCTIONS, tmp_path)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", range(3))

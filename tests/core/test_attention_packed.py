@@ -104,6 +104,7 @@ def with_documents(number: int) -> Case:
 CASES = {"window": lambda: Case(0), "softcap": lambda: Case(1), "documents": lambda: with_documents(0)}
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize(
     "which", ["window", *(pytest.param(x, marks=pytest.mark.slow) for x in CASES if x != "window")]
@@ -118,6 +119,7 @@ def test_results(which: str, tmp_path: Path) -> None:
     case.check({"out": out, "lse": lse})
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("which", [*CASES, "one stage"])
@@ -144,6 +146,7 @@ def test_gradients(which: str, tmp_path: Path) -> None:
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("which", CASES)

@@ -63,6 +63,7 @@ def test_one_pass_gives_the_tile_and_the_sums() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_any_size_layout_and_dtype(name: str) -> None:

@@ -61,6 +61,7 @@ def run(
     return {name: emulated.arrays[name] for name in ("out", "lse")}
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_results(call: Decoding, tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch:
     return {name: emulated.arrays[name] for name in ("out", "lse")}
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize("call", LATENT, ids=lambda call: call.name)
 def test_latent_attention(call: Decoding, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_gradients_that_are_another_tensor_are_not_written() -> None:
     gradient.check(made, Case("", {"m": (3,), "n": 5}))
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("layout", kernel_calls.LAYOUTS)
 @each
 def test_kernels_compute_the_reference(op: Op, layout: str) -> None:

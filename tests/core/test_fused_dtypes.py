@@ -120,6 +120,7 @@ def test_expanded_tiles_have_any_dtype(shape: tuple[int, ...], kind: str, declar
     assert op.inputs["scale"].declared == f"T_scale[{declared}]"
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.no_cover
 @each
 def test_kernels_compute_the_reference(mixed: Mixed) -> None:
@@ -150,6 +151,7 @@ def test_every_form_computes_the_reference(letters: str, form: str) -> None:
                 kernel_calls.check(made._replace(tile=in_form(planned, form)))
 
 
+@pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("mixed", DRAWN[:: len(DRAWN) // 6], ids=lambda mixed: f"{mixed.op.name[:-13]}_{mixed.letters}")

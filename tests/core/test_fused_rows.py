@@ -47,6 +47,7 @@ def test_what_follows_from_a_row_s_numbers_is_a_number_of_the_row() -> None:
     )
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("layout", kernel_calls.LAYOUTS)
 @each
@@ -63,6 +64,7 @@ SUMMED = [
 IN_FORMS = [(op, form) for op in ALL for form in FORMS if op not in SUMMED or "clusters" in FORMS[form]]
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("op", "form"), IN_FORMS, ids=lambda x: getattr(x, "name", x))
 def test_every_form_computes_the_reference(op: Op, form: str) -> None:
     for i, (n, rows) in enumerate(((1, 1), (64, 13), (97, 140), (1030, 5))):
@@ -98,6 +100,7 @@ def test_what_is_not_waited_for_is_found(
         kernel_calls.check(call, watched=True)
 
 
+@pytest.mark.drawn(0.4)
 @each
 def test_kernels_for_any_length(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_calls, "plan", partial(kernel_calls.plan, fixed=False))
@@ -312,6 +315,7 @@ COMPILED = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("op", "n", "arch"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
 def test_kernels_compile_without_spills(op: Op, n: int, arch: str, tmp_path: Path) -> None:
     sizes, path = op.example((4096,), n), tmp_path / "kernel.cubin"

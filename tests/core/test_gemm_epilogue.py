@@ -371,6 +371,7 @@ def test_gradients(op: Op, m: tuple[int, ...]) -> None:
     gradient.check(op, Case("", {"m": m, "n": columns(op, 5), "k": 4}))
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("layout", ["compact", "apart"])
 @pytest.mark.parametrize("name", POINTWISE)

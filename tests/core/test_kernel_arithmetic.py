@@ -37,6 +37,7 @@ NORMS = [op for op in ALL if "norm" in op.name and "n" in op.static]
 CALLS = 10  # of each op
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_kernels_agree_with_the_reference(op: Op) -> None:
     """Every number of a row counted once, every output stored once, nothing read or written beside the tensors."""
@@ -72,6 +73,7 @@ def test_rows_of_two_leading_dims_with_strides_of_their_own(name: str, n: int) -
 
 
 # A thread of these holds up to four vectors of one element each.
+@pytest.mark.drawn(0.3)
 @more_numbers
 @pytest.mark.parametrize("n", [1, 3, 5, 9, 11, 13, 17, 19, 21, 23, 33, 35, 47])
 @pytest.mark.parametrize("op", NORMS, ids=lambda op: op.name)
@@ -89,6 +91,7 @@ def test_a_row_whose_first_element_is_far_from_all_others() -> None:
     testing.check(op, arrays, op.attrs, kernel_calls.run(call))
 
 
+@pytest.mark.drawn(0.4)
 @more_numbers
 @pytest.mark.parametrize("n", [65, 131, 136, 255])
 @pytest.mark.parametrize("op", NORMS, ids=lambda op: op.name)
@@ -125,6 +128,7 @@ FORMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize(("op", "config"), FORMS)
 def test_every_form_of_a_norm(op: Op, config: NormConfig) -> None:
     for i, n in enumerate((24, 129, 264)):

@@ -37,6 +37,7 @@ ATTRS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_kernels_agree_with_the_reference(op: Op) -> None:
     rng = np.random.default_rng(zlib.crc32(op.name.encode()))

@@ -39,6 +39,7 @@ def calls_of(primitive: special.Primitive, dtype: str) -> list[tuple[Op, dict[st
     return [(op, given), (op.grad, {name: known[name] for name in op.grad.inputs})]
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TABLE)
 def test_kernels_compute_the_reference(name: str, dtype: str) -> None:

@@ -237,6 +237,7 @@ def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.M
 # The whole path on the CPU: lowering, registration, XLA's FFI, TVM-FFI, results back.
 
 
+@pytest.mark.drawn(0.4)
 def test_ffi_values_against_float64(any_problem: Any, through_ffi: Any, fake_kernels: Any) -> None:
     from cute_ops_jax.primitive import vjp
 

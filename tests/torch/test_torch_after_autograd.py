@@ -179,6 +179,7 @@ def test_products_that_are_not_of_rows_stay() -> None:
     assert became() == []
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("seed", range(3000, 3004))
 def test_drawn_programs(seed: int) -> None:
     """With random numbers, in-place writes and views, beside the graphs as they are."""

@@ -37,6 +37,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.feature("max-autotune: Inductor's own form as a choice")
 def test_the_traced_reference_is_the_op(row_op: Op, make_inputs: Callable[..., Any]) -> None:
     """For any number of rows, with all inputs and with those only that it needs; the gradient too."""

@@ -99,6 +99,7 @@ ENCODERS = (*VISION, *SPEECH, *SEQUENCES)
 DRAWN = random.Random(8).sample(ENCODERS, 4)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DRAWN)
 def test_patched_encoders_compute_what_they_did(family: str) -> None:

@@ -78,6 +78,7 @@ def differentiable(outputs: Any) -> list[torch.Tensor]:
     return [o for o in as_tuple(outputs) if o.requires_grad]
 
 
+@pytest.mark.drawn(0.4)
 def test_values_against_float64(turn: Any, make: Any, compiled: Any) -> None:
     made, tensors = make(turn.op), turn.tensors()
     function, raw = (runner.functional(turn.op, call) for call in (made.function, made.raw))

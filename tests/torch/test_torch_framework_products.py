@@ -77,6 +77,7 @@ def as_tuple(value: Any) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("m", [(3,), (2, 3), (1,), (5, 1, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)

@@ -76,12 +76,14 @@ def test_a_saved_sum_takes_the_place_of_what_it_is_the_sum_of(dtype: torch.dtype
         assert bool(((got - wanted).abs() <= 2 * (unit * wanted.abs() + loss)).all())
 
 
+@pytest.mark.drawn(0.4)
 @each
 def test_the_op_is_a_good_citizen(declared: Op) -> None:
     register(declared)
     torch.library.opcheck(getattr(torch.ops.cute, declared.name).default, tuple(tensors(declared)))
 
 
+@pytest.mark.drawn(0.4)
 @each
 def test_compile_and_vmap_give_the_same_bits(declared: Op) -> None:
     function, given = register(declared), tensors(declared)

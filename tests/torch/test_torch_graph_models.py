@@ -97,6 +97,7 @@ def _fresh() -> Iterator[None]:
         yield
 
 
+@pytest.mark.drawn(0.35)
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_models_of_hugging_face(name: str) -> None:
     case = MODELS[name]
@@ -384,6 +385,7 @@ def test_a_global_switch_and_a_context() -> None:
     assert getattr(torch._inductor.config, "pre_grad_pass_timing", "default") == "default"
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("seed", range(900, 912))
 def test_drawn_programs(seed: int) -> None:
     from tests.torch.drawn_programs import Program

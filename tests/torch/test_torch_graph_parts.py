@@ -148,6 +148,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("biases", ["both", "none", "first", "with a residual"])
 @pytest.mark.parametrize("activation", PLAIN)
 def test_mlps_without_a_gate(activation: str, biases: str) -> None:
@@ -227,6 +228,7 @@ def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("before", [False, True], ids=("heads first", "positions first"))
 @pytest.mark.parametrize("rotates", [whole, by_halves])
 @pytest.mark.parametrize(("heads", "d"), [((4, 2), 64), ((2, 2), 128), ((5, 5), 64)])
@@ -442,6 +444,7 @@ def attend(groups: bool, causal: bool, scale: float | None = None, **options: An
     return function
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("scale", [None, 0.25, 0.4])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("groups", [True, False], ids=("repeated", "apart"))

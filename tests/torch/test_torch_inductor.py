@@ -382,6 +382,7 @@ FAMILIES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_untouched_models(family: str) -> None:

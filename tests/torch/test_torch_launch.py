@@ -25,6 +25,7 @@ from tests.ops.product import product
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 
 
+@pytest.mark.drawn(0.4)
 def test_values_against_float64(turn: Any, compiled: Any) -> None:
     """In outputs of the launcher's own, in given ones, and in those that are made because nobody gives them."""
     cuda, tensors = Launcher(turn.op), turn.tensors()
@@ -39,6 +40,7 @@ def test_values_against_float64(turn: Any, compiled: Any) -> None:
         assert not first.numel() if new is None else torch.equal(new, first)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("strided rows, read in place")
 def test_strided_rows_are_read_in_place(turn: Any, compiled: Any) -> None:
     call = runner.functional(turn.op, Launcher(turn.op).launch)
@@ -105,6 +107,7 @@ def test_calls_of_one_shape_are_told_apart(compiled: Any, monkeypatch: pytest.Mo
     assert len(compiled.calls) == count
 
 
+@pytest.mark.drawn(0.4)
 def test_a_place_in_a_program_fills_outputs(turn: Any, compiled: Any) -> None:
     cuda, tensors, attrs = Launcher(turn.op), turn.tensors(), tuple(turn.attrs.values())
     made = runner.functional(turn.op, cuda.launch)(*tensors, *attrs)

@@ -221,6 +221,7 @@ def test_no_op_runs_for_each_weight_of_a_batch(product: Op) -> None:
     assert (len(set(ran.names)) == len(ran.names)) == once
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @every_gradient
 def test_compiled_with_rows_of_any_number(product: Op) -> None:
@@ -418,6 +419,7 @@ OPERANDS_OF_BATCHES = (
 )  # fmt: skip
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("shapes", OPERANDS_OF_BATCHES, ids=str)
 @pytest.mark.parametrize("fused", ["auto", "never"])
 def test_a_batch_of_weights(shapes: tuple[tuple[int, ...], ...], fused: str) -> None:

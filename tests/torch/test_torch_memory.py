@@ -236,6 +236,7 @@ def function(compiled: Any) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("lies", ["compact", "apart", "columns", "off"])
 @pytest.mark.parametrize("device", ["kernels", "reference"])
 def test_outputs_of_the_caller(any_op: Op, make_inputs: Any, function: Any, lies: str, device: str) -> None:

@@ -29,6 +29,7 @@ def test_values_of_narrowed_ops(narrowed: Any) -> None:
 _checked: set[Any] = set()
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.feature("opcheck")
 def test_opcheck(turn: Any) -> None:
     """All of it for every set of present inputs; schema and fake for every other rank, size and attribute."""
@@ -42,6 +43,7 @@ def test_opcheck(turn: Any) -> None:
     _checked.add(look)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("FakeTensorMode")
 def test_fake_tells_shape_dtype_and_strides(turn: Any) -> None:
     from torch._subclasses import FakeTensorMode

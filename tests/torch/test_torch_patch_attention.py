@@ -120,6 +120,7 @@ def named(model: nn.Module) -> nn.Module:
 WAYS = {"patched": patched, "named": named}
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_computes_what_it_did(name: str, way: Callable[[Any], Any], calls: list[Any]) -> None:
@@ -345,6 +346,7 @@ def test_in_inference_mode_and_autocast(calls: list[Any]) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
 def test_a_compiled_model(name: str) -> None:
