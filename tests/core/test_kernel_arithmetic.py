@@ -172,10 +172,18 @@ def test_convolutions_of_any_length(op: Op, width: int) -> None:
     """Sequences shorter than the taps, and those that end about a span's end."""
     rng = np.random.default_rng(width)
     for i, s in enumerate((*range(1, 21), 23, 24, 25, 47, 48, 49, 61)):
-        n, rows = int(rng.choice([1, 7, 8, 12, 64, 130, 264])), int(rng.choice([1, 2, 5]))
+        n, rows = int(rng.choice([1, 7, 8, 12, 64, 67, 130, 261, 264])), int(rng.choice([1, 2, 5]))
         call = kernel_calls.made(op, rows, n, FLOATS[i % 3], LAYOUTS[i % 4], rng, s=s, w=width)
         config = CONV_CONFIGS[(i + width) % 5]
         kernel_calls.check(call._replace(tile=config and config.flat()))
+
+
+@pytest.mark.parametrize("op", CONV, ids=lambda op: op.name)
+def test_warps_of_a_convolution_wait_for_what_other_threads_copy(op: Op) -> None:
+    """Channels a warp apart, on rows that start anywhere: threads take elements out of units that others copied."""
+    rng = np.random.default_rng(11)
+    for n, dtype, layout in ((67, "bfloat16", "compact"), (131, "float32", "spaced"), (130, "float16", "apart")):
+        kernel_calls.check(kernel_calls.made(op, 2, n, dtype, layout, rng, s=29, w=4), watched=True)
 
 
 def test_neither_spans_nor_calls_change_the_bits_of_a_convolution() -> None:

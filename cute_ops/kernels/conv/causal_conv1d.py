@@ -8,7 +8,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import VECTOR_BYTES
-from cute_ops.kernels.conv.walk import Walk, before
+from cute_ops.kernels.conv.apart import Apart
+from cute_ops.kernels.conv.config import ConvConfig
+from cute_ops.kernels.conv.walk import Walk, before, starts_of
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
 from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold
@@ -16,15 +18,15 @@ from cute_ops.kernels.lib.copy import (
     compiler_barrier_value,
     fetch_ahead,
     fragment,
-    load_if,
     narrow,
     store,
-    store_if,
     widen,
 )
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 
+FORWARD_ROWS = "x", "initial_state", "out", "final_state"
+BACKWARD_ROWS = "x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"
 BATCH_SPANS = 2**30  # spans
 LEVELS = 8  # threads of a CTA whose sums are added one after the other
 
@@ -85,7 +87,7 @@ class Tensors(NamedTuple):
     final_state: Any
 
 
-class CausalConv1d(Walk):
+class Forward(Walk):
     """``out_t = activation(bias + sum_j weight_j * x_(t - taps + j))`` in fp32, and the last ``taps`` inputs.
 
     Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; one span per thread.
@@ -94,7 +96,7 @@ class CausalConv1d(Walk):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("x", "initial_state", "out", "final_state"), 1)
+        super().__init__(variant, FORWARD_ROWS, 1)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -147,7 +149,7 @@ class CausalConv1d(Walk):
         rWeight = self.weights(tensors.weight, channel)
         rBias = None if tensors.bias is None else self.column(tensors.bias, channel)
         given = ring, rows, window, rWeight, rBias
-        stage, inner = Int32(0), self.inner(start, end)
+        stage, inner = Int32(0), self.inner(start, end, rows)
         for t in cutlass.range(start, inner, self.unit, unroll=1):
             self._step(given, t, stage, None)
             stage = self.next(stage)
@@ -159,7 +161,8 @@ class CausalConv1d(Walk):
         """Take a step's rows, and let as many come in their place: all of them, or those before row ``end``."""
         ring, rows, window, rWeight, rBias = given
         self.wait()
-        held = self.take(ring, stage)
+        held = self.take(ring, rows, first, stage)
+        self.taken()
         self.fetch(ring, rows, first, self.ahead, end, stage)
         for u, (rX,) in enumerate(held):
             inputs = [rOld.load() for rOld in self.older(window, u)] + [widen(rX)]
@@ -170,7 +173,8 @@ class CausalConv1d(Walk):
                 for c in range(self.vec):
                     rOut[c] = silu(rOut[c])[0]
             rOut = narrow(rOut.load(), rX.element_type, self.vec)
-            store_if(before(first + u, end), rOut, rows["out"].address(first, u), True)
+            out = rows["out"]
+            self.put(before(first + u, end), rOut, out.address(first, u), out.channel)
 
     def bounds(self, mX, cuts, batch, index):
         """(sequence, first row, row after the last) of a batch's span."""
@@ -181,7 +185,8 @@ class CausalConv1d(Walk):
     def _store_final(self, rX, rows, end):
         for i in range(self.taps):
             self.load_padded(rX, end, i, rows)
-            store(rX, rows["final_state"].address(i))
+            final = rows["final_state"]
+            self.put(Boolean(True), rX, final.address(i), final.channel)
 
 
 class BackwardTensors(NamedTuple):
@@ -208,7 +213,7 @@ class Totals(NamedTuple):
     count: int
 
 
-class CausalConv1dBackward(Walk):
+class Backward(Walk):
     """With ``g_t = dout_t * activation'(...)`` and x preceded by the initial state:
     ``dx_t = sum_j weight_j * g_(t + taps - j)``, ``dweight_j = sum_t g_t * x_(t - taps + j)``, ``dbias = sum_t g_t``.
 
@@ -222,7 +227,7 @@ class CausalConv1dBackward(Walk):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"), 2, spare=1)
+        super().__init__(variant, BACKWARD_ROWS, 2, spare=1)
         self.column_sum = ColumnSum(None if self.n is None else self.n * (self.width + 1), variant.arch)
         # Rows between two folds, in whole steps of the walk.
         self.every = TERMS // self.unit * self.unit
@@ -322,14 +327,14 @@ class CausalConv1dBackward(Walk):
     def _store_sums(self, totals: cutlass.Constexpr, group: Int32, channel: Int32):
         """Write a thread's totals to its CTA's row of the workspace."""
         mPartials, sTotals, first, each = totals
-        count = self.vec * each
-        rRow, vec = fragment(Float32, count), math.gcd(count, 4)
-        for i in cutlass.range_constexpr(count):
-            rRow[i] = sTotals[i // each, self.thread(), first + i % each]
-        if channel * each < mPartials.shape[1]:
-            start = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + channel * each) * 4
-            for i in cutlass.range_constexpr(0, count, vec):
-                store(cute.make_tensor(rRow.iterator + i, cute.make_layout(vec)), start + 4 * i)
+        for count, column, c in self.columns(channel, each):
+            rRow, vec = fragment(Float32, count), math.gcd(count, 4)
+            for i in cutlass.range_constexpr(count):
+                rRow[i] = sTotals[c + i // each, self.thread(), first + i % each]
+            if column < mPartials.shape[1]:
+                start = mPartials.iterator.toint() + (Int64(group) * mPartials.shape[1] + column) * 4
+                for i in cutlass.range_constexpr(0, count, vec):
+                    store(cute.make_tensor(rRow.iterator + i, cute.make_layout(vec)), start + 4 * i)
 
     @cute.jit
     def _add_levels(self, totals: cutlass.Constexpr, group: Int32, start: Int32, place: Int32, level: Int32):
@@ -339,14 +344,13 @@ class CausalConv1dBackward(Walk):
         """
         mPartials, sTotals, first, each = totals
         count = cutlass.min(self.lanes * self.vec * each, Int32(mPartials.shape[1]) - start * each)
-        for column in cutlass.range(level * self.lanes + place // self.vec, count, self.threads, unroll=1):
-            channel = column // each
+        for column in cutlass.range(level * self.lanes + self.lane_of(place), count, self.threads, unroll=1):
+            c, lane = self.place(column // each)
             total = Float32(0.0)
             for top in cutlass.range_constexpr(0, self.depth, LEVELS):
                 some = Float32(0.0)
                 for d in cutlass.range_constexpr(top, min(top + LEVELS, self.depth)):
-                    thread = d * self.lanes + channel // self.vec
-                    some = some + sTotals[channel % self.vec, thread, first + column % each]
+                    some = some + sTotals[c, d * self.lanes + lane, first + column % each]
                 total = total + some
             mPartials[group, start * each + column] = total
 
@@ -367,7 +371,7 @@ class CausalConv1dBackward(Walk):
         for rG in gs:
             rG.fill(0.0)
         given, bounds = (ring, rows, xs, gs, rWeight, rBias, sums[0]), (start, end, last, seqlen)
-        stage, free, inner = Int32(0), Int32(self.stages), self.inner(start, last)
+        stage, free, inner = Int32(0), Int32(self.stages), self.inner(start, last, rows)
         for block in cutlass.range(start, inner, self.every, unroll=1):
             for t in cutlass.range(block, cutlass.min(block + self.every, inner), self.unit, unroll=1):
                 stage, free = self._step(given, bounds, t, stage, free, False)
@@ -392,7 +396,7 @@ class CausalConv1dBackward(Walk):
                 self.wait()
                 # To a stage that is not read now, or the copies would wait for its rows to be needed.
                 self.fetch(ring, rows, first, u + self.ahead, last if const_expr(edge) else None, free)
-                held = self.take(ring, stage)
+                held = self.take(ring, rows, first + u, stage)
                 free, stage = stage, self.next(stage)
             t = first + u
             rX, rDout = held[u % self.batch]
@@ -418,9 +422,10 @@ class CausalConv1dBackward(Walk):
             inside = first > start if const_expr(u < self.taps) else Boolean(True)
             if const_expr(edge):
                 inside = inside & (t - self.taps < end)
-            store_if(inside, rOut, rows["dx"].address(first, u - self.taps), True)
-            if const_expr(u < self.taps and rows["dinitial_state"] is not None):
-                store_if(first == 0, rOut, rows["dinitial_state"].address(first, u), True)
+            dx, before_first = rows["dx"], rows["dinitial_state"]
+            self.put(inside, rOut, dx.address(first, u - self.taps), dx.channel)
+            if const_expr(u < self.taps and before_first is not None):
+                self.put(first == 0, rOut, before_first.address(first, u), dx.channel)
         return stage, free
 
     def _gradient(self, rDout, inputs, rWeight, rBias):
@@ -443,5 +448,27 @@ class CausalConv1dBackward(Walk):
         """Add the cotangent of the final state's i-th row, which is the input ``taps - i`` rows before the end."""
         rFinal = fragment(dtype, self.vec)
         rFinal.fill(0)
-        load_if((i >= 0) & (i < self.taps), rFinal, rows["dfinal_state"].address(i))
+        state = rows["dfinal_state"]
+        self.get((i >= 0) & (i < self.taps), rFinal, state.address(i), state.channel)
         rDx.store(rDx.load() + widen(rFinal))
+
+
+class ForwardApart(Apart, Forward):
+    """:class:`Forward` of rows that start anywhere."""
+
+
+class BackwardApart(Apart, Backward):
+    """:class:`Backward` of rows that start anywhere."""
+
+
+def CausalConv1d(variant):
+    return (ForwardApart if _apart(variant, FORWARD_ROWS) else Forward)(variant)
+
+
+def CausalConv1dBackward(variant):
+    return (BackwardApart if _apart(variant, BACKWARD_ROWS) else Backward)(variant)
+
+
+def _apart(variant, names):
+    starts = starts_of(variant, names)
+    return ConvConfig.of(variant.config).apart(variant.dims["n"], min(starts))

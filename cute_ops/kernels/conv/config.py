@@ -28,6 +28,20 @@ class ConvConfig(KernelConfig):
     sms: int
     span: int = 0
 
+    def apart(self, n: int | None, start: int) -> bool:
+        """Whether a thread's channels are a warp apart: rows of two warps of channels or more that start on ``start``
+        elements, fewer than a thread holds.
+        """
+        return n is not None and n >= 2 * WARP and start < self.channels
+
+    def spread(self, n: int | None, start: int) -> tuple[int, int, int]:
+        """(threads of a row in a CTA, threads at the same channels, CTAs of an SM)."""
+        apart = self.apart(n, start)
+        vectors = None if n is None else -(-n // (self.channels if apart else min(self.channels, start)))
+        if apart and vectors is not None:
+            vectors = -(-vectors // WARP) * WARP
+        return self.lanes(vectors), self.depth(vectors), self.ctas(vectors)
+
     def lanes(self, vectors: int | None) -> int:
         """Vectors of a row that a CTA takes, side by side: whole warps if it takes a share of the row, so that it
         begins on a whole sector of memory. Fewer warps than allowed where that leaves fewer of them idle.

@@ -14,9 +14,9 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.declaration.shapes import ITEMSIZE
-from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.conv.config import ConvConfig
-from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, gmem_vector, load, load_if, widen
+from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, gmem_vector, load, load_if, store_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl
 from cute_ops.kernels.lib.row_layout import extent, present, row_address
 
@@ -31,7 +31,7 @@ class SequenceRows:
         dim = len(mX.shape) - 2
         itemsize, n = ITEMSIZE[key.dtype], mX.shape[dim + 1]
         start = row_address(mX, key, sequence * extent(mX, dim), n)
-        self.start = start + Int64(channel) * itemsize
+        self.start, self.channel = start + Int64(channel) * itemsize, channel
         self.step = (n if key.layout == "flat" else Int64(mX.stride[dim])) * itemsize
 
     def address(self, t, more=0):
@@ -54,6 +54,8 @@ class Walk:
             the oldest one is still needed, and the next stage while the oldest one is read.
     """
 
+    units = WARP  # of memory that hold a row's elements at a warp's channels
+
     def __init__(self, variant, names, streams, spare=0):
         self.variant, self.config = variant, ConvConfig.of(variant.config)
         self.keys, self.n, self.width = variant.tensors, variant.dims["n"], variant.dims["w"]
@@ -67,25 +69,28 @@ class Walk:
         self.stages = -(-max(self.config.ahead, self.taps) // self.batch)
         self.ahead, self.slots = self.stages * self.batch, self.stages + spare
         self.silu = variant.attrs["activation"] == "silu"
-        starts = [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in present(variant, names)]
-        self.vec = min(self.config.channels, *starts)
-        vectors = None if self.n is None else self.n // self.vec
-        self.lanes, self.depth = self.config.lanes(vectors), self.config.depth(vectors)
-        self.ctas = self.config.ctas(vectors)
+        starts = starts_of(variant, names)
+        self.vec = self._vec(starts)
+        self.lanes, self.depth, self.ctas = self.config.spread(self.n, min(starts))
         self.pdl = can_use_pdl(variant.arch)
         self.names, self.threads = names[:streams], self.lanes * self.depth
         sums = self.width + 1 if "dout" in names else 0
-        each = self.vec * (self.slots * self.batch * streams * ITEMSIZE[self.keys["x"].dtype] + 4 * sums)
+        ring = self.slots * self.batch * streams * ITEMSIZE[self.keys["x"].dtype] * self.units / WARP
+        each = self.vec * (ring + 4 * sums)
         # For CTAs with the kilobyte that the system takes of each; the rest is L1, which finds rows loaded twice.
         shared = self.ctas * (self.threads * each + 1024)
-        self.carveout = min(-(-100 * shared // SMEM_BYTES) + 1, 100)
+        self.carveout = min(int(-(-100 * shared // SMEM_BYTES)) + 1, 100)
+
+    def _vec(self, starts):
+        """Channels of a thread, by the elements that rows start on."""
+        return min(self.config.channels, *starts)
 
     def channels(self, mX):
         return Int32(mX.shape[len(mX.shape) - 1]) if self.n is None else self.n
 
     def blocks(self, mX):
         """CTAs that share a row."""
-        return (self.channels(mX) // self.vec + (self.lanes - 1)) // self.lanes
+        return (self.channels(mX) + (self.lanes * self.vec - 1)) // (self.lanes * self.vec)
 
     def seqlen(self, mX):
         return Int32(extent(mX, len(mX.shape) - 2))
@@ -104,7 +109,7 @@ class Walk:
         group = bidx // self.blocks(mX)
         return group, (bidx - group * self.blocks(mX)) * (self.lanes * self.vec)
 
-    def inner(self, start, last):
+    def inner(self, start, last, rows):
         """Where whole steps from ``start`` on end whose rows, and those that they fetch, are before row ``last``."""
         return start + cutlass.max(last - start - self.ahead, 0) // self.unit * self.unit
 
@@ -138,8 +143,11 @@ class Walk:
         """Until the stage that was fetched first is there."""
         cute.arch.cp_async_wait_group(self.stages - 1)
 
-    def take(self, ring, stage):
-        """The rows of a stage: of each row, a vector of each stream."""
+    def taken(self):
+        """Called before copies to a stage that was read."""
+
+    def take(self, ring, rows, t, stage):
+        """The rows of a stage, from row t on: of each row, a vector of each stream."""
         held = [[fragment(sX.element_type, self.vec) for sX in ring] for _ in range(self.batch)]
         for u, vectors in enumerate(held):
             for sX, rX in zip(ring, vectors):
@@ -192,9 +200,30 @@ class Walk:
         x, state = rows["x"], rows["initial_state"]
         if const_expr(state is None):
             rX.fill(0)
-            load_if(t + i >= self.taps, rX, x.address(t, i - self.taps))
+            self.get(Boolean(t + i >= self.taps), rX, x.address(t, i - self.taps), x.channel)
         else:
-            load(rX, cutlass.select_(t + i >= self.taps, x.address(t, i - self.taps), state.address(t, i)))
+            address = cutlass.select_(t + i >= self.taps, x.address(t, i - self.taps), state.address(t, i))
+            self.get(Boolean(True), rX, address, x.channel)
+
+    def get(self, valid, rX, address, channel):
+        """Load a row's elements at a thread's channels, the first of which is ``channel``, if ``valid``."""
+        load_if(valid, rX, address)
+
+    def put(self, valid, rX, address, channel):
+        """Store a row's elements at a thread's channels if ``valid``."""
+        store_if(valid, rX, address, True)
+
+    def place(self, channel):
+        """(which of a thread's channels it is, the thread of the row) of one of the CTA's channels."""
+        return channel % self.vec, channel // self.vec
+
+    def lane_of(self, channel):
+        """The thread of the row whose first channel this is among the CTA's."""
+        return channel // self.vec
+
+    def columns(self, channel, each):
+        """(elements of a thread's columns that are neighbours, the first column, which of the thread's channels)."""
+        return [(self.vec * each, channel * each, 0)]
 
     def window(self, dtype, start, rows):
         """The ``taps`` rows before a span, in fp32. The row at ``start + i`` takes the i-th :meth:`newest` place."""
@@ -220,6 +249,11 @@ class Walk:
         for rTap, row in zip(rWeight[1:], rows[1:]):
             total = total + rTap.load() * row
         return total
+
+
+def starts_of(variant, names):
+    """Of each of these tensors the elements that its rows start on."""
+    return [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in present(variant, names)]
 
 
 def before(t, end):

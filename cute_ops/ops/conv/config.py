@@ -33,11 +33,11 @@ def backward(problem: Problem) -> ConvConfig:
 def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """Partial sums of the parameters' gradients: a row for each CTA that runs at once and has the same channels."""
     config, dims = ConvConfig.of(flat), problem.dims
-    itemsize = ITEMSIZE[problem.dtypes["x"]]
-    vec = min(config.channels, min(problem.aligns[name] for name in ROWS if name in problem.aligns) // itemsize)
-    vectors = None if problem.n is None else problem.n // vec
-    blocks = -(-dims["n"] // (config.lanes(vectors) * vec))
-    partials = max(config.ctas(vectors) * config.sms // blocks, 1)
+    start = min(problem.aligns[name] for name in ROWS if name in problem.aligns) // ITEMSIZE[problem.dtypes["x"]]
+    vec = config.channels if config.apart(problem.n, start) else min(config.channels, start)
+    lanes, _, ctas = config.spread(problem.n, start)
+    blocks = -(-dims["n"] // (lanes * vec))
+    partials = max(ctas * config.sms // blocks, 1)
     return {
         "dweight_partials": Array((partials, dims["n"] * dims["w"]), "float32"),
         "dbias_partials": Array((partials, dims["n"]), "float32") if "dbias" in problem.dtypes else None,
