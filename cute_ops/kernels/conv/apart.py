@@ -33,7 +33,7 @@ class Apart:
         return channel + c * WARP < self.n
 
     def coordinate(self, mX):
-        """As :meth:`Walk.coordinate`, but whether one of the warp's channels exists."""
+        """(row of CTAs, first channel, depth in the CTA, whether one of the warp's channels exists) of this thread."""
         lane, level, _ = cute.arch.thread_idx()
         level = 0 if self.depth == 1 else level
         group, first = self.cta_coordinate(mX)
@@ -59,7 +59,7 @@ class Apart:
         return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=16) for _ in self.names]
 
     def rows(self, tensors, names, span):
-        """Also the rows of which all of the warp's units may be read: those before ``until``."""
+        """The rows by name. Before row ``until`` of one, all of the warp's units may be read."""
         found = super().rows(tensors, names, span)
         start = span.channel - self.thread() % WARP
         inside = start + self.units * self.vec <= self.n
