@@ -2,7 +2,9 @@
 
 A program is drawn from a seed and runs in any dtype, in float64 for the exact values. More of them than the suite runs:
 ``python tests/jax/drawn_graphs.py --count 500 --first 1000``. Programs of seeds from 10000 on have parts of layers:
-attention in many forms, MLPs, lookups, and bodies of derivatives of their own, of shard maps and of loops.
+attention in many forms, MLPs, lookups, and bodies of derivatives of their own, of shard maps and of loops. Those from
+20000 on have parts of models: mixes of dtypes, integers, einsums, convolutions, derivatives within, policies of
+checkpoints, dropout, forms of softmaxes and of losses.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from cute_ops.testing import compare_one, limits_of
 B, T, N, HEADS = 2, 3, 8, 2
 SIZE = 16  # columns of a head that our attention takes
 LAYERS = 10000  # the first seed of programs with parts of layers
+MODELS = 20000  # the first seed of programs with parts of models
 MORE = 128  # inputs on which a loss is measured that one input does not show
 SHAPES = {
     "x": (B, T, N), "y": (B, T, N), "cond": (B, N), "mask": (B, T, N), "bias": (N,), "weight": (N,), "scale": (B, T, 1),
@@ -56,20 +59,20 @@ class Run:
 
 
 def program(
-    rng: np.random.Generator, smooth: bool, layers: bool = False
+    rng: np.random.Generator, smooth: bool, layers: Mapping[str, Any] | None = None
 ) -> tuple[Callable[[Arrays, Any], tuple[Any, ...]], str]:
     """A random program and its text.
 
     Args:
         rng: draws it.
         smooth: without words whose derivative jumps.
-        layers: with parts of layers.
+        layers: with these parts of layers or of models, too.
     """
     steps: list[tuple[str, Step]] = []
-    table = {**_KINDS, **_LAYERS} if layers else _KINDS
+    table = {**_KINDS, **(layers or {})}
     kinds = [kind for kind in table if not smooth or kind not in _JUMPS]
     if layers:  # half of the steps
-        kinds = [*kinds, *[str(kind) for kind in rng.choice(list(_LAYERS), len(kinds) - len(_LAYERS))]]
+        kinds = [*kinds, *[str(kind) for kind in rng.choice(list(layers), len(kinds) - len(layers))]]
     for k in range(int(rng.integers(2, 6) if layers else rng.integers(3, 12))):
         kind = str(rng.choice(kinds))
         picked = [int(i) for i in rng.integers(0, 2 + k, 2)]
@@ -106,7 +109,8 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
     """
     rng = np.random.default_rng([seed, 17])
     layers = seed >= LAYERS
-    function, text = program(rng, dtype != "float32" if smooth is None else smooth, layers)
+    parts = _MODELS if seed >= MODELS else _LAYERS if layers else None
+    function, text = program(rng, dtype != "float32" if smooth is None else smooth, parts)
     arrays = {name: jnp.asarray(array).astype(dtype) for name, array in inputs(rng, layers).items()}
     cotangents = [rng.standard_normal((B, T, N)).astype(np.float32) for _ in range(3)]
 
@@ -608,6 +612,360 @@ def _inner_vmap(rng: np.random.Generator, i: int, j: int) -> Step:
     return step
 
 
+# Parts of models --------------------------------------------------------------------------------------------------
+
+
+def _in_float(run: Run, x: Any, dtype: str) -> Any:
+    """In another dtype, but not where all is float64."""
+    return x if run.dtype == jnp.float64 else x.astype(dtype)
+
+
+def _dtypes(rng: np.random.Generator, i: int, j: int) -> Step:
+    """A mix of 16 bits and float32: norms, gates and products whose operands and results differ."""
+    kind, half = int(rng.integers(0, 4)), str(rng.choice(["bfloat16", "float16"]))
+
+    def step(run: Run) -> Any:
+        x, y = jnp.tanh(run.values[i]), jnp.tanh(run.values[j])
+        low = _in_float(run, x, half)
+        if kind == 0:
+            return jax.nn.silu(run.wide(low)) * _in_float(run, y, half) + run["bias"]
+        if kind == 1:
+            wide = jnp.einsum(
+                "btn,nm->btm", low, _in_float(run, run["w0"], half), preferred_element_type=run.wide(x).dtype
+            )
+            return wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-2) * run.wide(run["weight"])
+        if kind == 2:
+            return jax.nn.gelu(run.wide(x) @ run.wide(run["w0"]) + run.wide(run["bias"])) * low
+        return _in_float(run, jax.nn.softmax(run.wide(low) * 2, -1), half) @ _in_float(
+            run, run["w1"], half
+        ) + run.narrow(y)
+
+    return step
+
+
+def _whole_numbers(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Masks of integers, bits and places, and numbers that are counted."""
+    kind, ids = int(rng.integers(0, 5)), rng.integers(0, 4, (B, T)).astype(np.int32)
+
+    def step(run: Run) -> Any:
+        x, y, given = run.values[i], run.values[j], jnp.asarray(ids)
+        if kind == 0:
+            return jnp.where((given[..., None] & 1) == (jnp.arange(N) & 1), jnp.tanh(x), y * 0.5)
+        if kind == 1:
+            same = given[:, :, None] == given[:, None, :]
+            return jnp.einsum("bqk,bkn->bqn", run.narrow(same / same.sum(-1, keepdims=True)), x) + y
+        if kind == 2:
+            place = jnp.cumsum(given > 1, 1) - 1
+            return x * (place[..., None] >= 0) + y * jax.nn.one_hot(place, N, dtype=y.dtype)
+        if kind == 3:
+            return jnp.where(jnp.arange(T)[:, None] < given.sum(1)[:, None, None], x, 0) * (given[..., None] != 2)
+        return x * (given[..., None].astype(x.dtype) * 0.3) + jnp.clip(given, 1, 2)[..., None] * y
+
+    return step
+
+
+def _products(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Einsums and products with dims of a batch, of several operands, and with a precision."""
+    kind = int(rng.integers(0, 7))
+
+    def step(run: Run) -> Any:
+        x, y, w = run.values[i], run.values[j], run["w0"]
+        if kind == 0:
+            return jnp.einsum("btn,btm->bnm", x, y * 0.3)[:, :T] + run["bias"]
+        if kind == 1:
+            return jnp.einsum("btn,nm->bmt", x, w).transpose(0, 2, 1) * jax.nn.sigmoid(y)
+        if kind == 2:
+            return jnp.einsum("btn,nm,bm->btm", x, w, run["cond"])
+        if kind == 3:
+            heads = x.reshape(B, T, HEADS, -1)
+            return jax.nn.gelu(jnp.einsum("bthi,hij->bthj", heads, run["w1"].reshape(HEADS, 4, -1)[..., :4])).reshape(
+                B, T, N
+            )
+        if kind == 4:
+            return jnp.dot(x, w, precision="highest") + y
+        if kind == 5:
+            return jax.lax.dot_general(w, x, (((0,), (2,)), ((), ()))).transpose(1, 2, 0) + jnp.tensordot(y, w, 1)
+        return jnp.einsum("bti,bsi,bsn->btn", x * 0.3, y * 0.3, x)
+
+    return step
+
+
+def _convolved(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Convolutions over places: of all columns, of each one, and of patches, with what follows."""
+    kind = int(rng.integers(0, 3))
+
+    def step(run: Run) -> Any:
+        x, names = run.values[i], ("NWC", "WIO", "NWC")
+        if kind == 0:
+            y = jax.lax.conv_general_dilated(x, run["layers"], (1,), "SAME", dimension_numbers=names)
+            return jax.nn.gelu(y + run["bias"]) + run.values[j]
+        if kind == 1:
+            taps = run["w0"][:2, None]
+            y = jax.lax.conv_general_dilated(x, taps, (1,), [(1, 0)], dimension_numbers=names, feature_group_count=N)
+            return jax.nn.silu(y + run["bias"]) * run.values[j]
+        padded = jnp.pad(x, ((0, 0), (2, 0), (0, 0)))
+        return sum(padded[:, k : k + T] * run["w1"][k] for k in range(3)) + run["bias"]
+
+    return step
+
+
+def _derivatives(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Derivatives inside of the program: of each row, along a direction, and of a sum."""
+    kind = int(rng.integers(0, 4))
+
+    def step(run: Run) -> Any:
+        x, y = run.values[i], run.values[j]
+
+        def energy(row: Any) -> Any:
+            row = run.wide(row)
+            return jnp.sum(jax.nn.silu(row @ run.wide(run["w0"])) * row) + jax.nn.logsumexp(row)
+
+        if kind == 0:
+            return jax.vmap(jax.vmap(jax.grad(energy)))(x)
+        if kind == 1:
+            return jax.jvp(lambda x: jax.nn.gelu(x @ run["w0"] + run["bias"]), (x,), (jnp.tanh(y),))[1]
+        if kind == 2:
+            value, back = jax.vjp(lambda x: jax.nn.softmax(run.wide(x), -1) * 2, x)
+            return back(value * run.wide(y))[0] + y
+        return (
+            jax.vmap(jax.value_and_grad(lambda a: jnp.sum(jnp.tanh(run.wide(a) * run.wide(run["weight"])))))(x)[1] + y
+        )
+
+    return step
+
+
+def _saved(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Checkpoints with policies and names, one within the other, and within a scan."""
+    kind = int(rng.integers(0, 4))
+    policies = jax.checkpoint_policies
+    policy = (policies.dots_saveable, policies.nothing_saveable, policies.save_only_these_names("hidden"), None)[kind]
+
+    def step(run: Run) -> Any:
+        @partial(jax.checkpoint, policy=policy)
+        def layer(x: Any, w: Any) -> Any:
+            hidden = jax.ad_checkpoint.checkpoint_name(x @ w + run["bias"], "hidden")
+            inner = jax.checkpoint(lambda h: jax.nn.softmax(run.wide(h), -1))(hidden)
+            return run.narrow(inner) * x + jax.nn.silu(hidden)
+
+        if kind == 3:
+            return jax.lax.scan(lambda x, w: (layer(x, w), None), run.values[i], run["layers"], unroll=2)[0]
+        return layer(run.values[i], run["w0"]) + run.values[j]
+
+    return step
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _scaled_gate(x: Any, y: Any, factor: float) -> Any:
+    return jax.nn.silu(x) * y
+
+
+_scaled_gate.defvjp(
+    lambda x, y, factor: (_scaled_gate(x, y, factor), (x, y)),
+    lambda factor, saved, dout: (dout * saved[1] * factor, dout * jnp.tanh(saved[0])),
+)
+
+
+def _called(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Functions within functions: jits with static and donated arguments, and derivatives of their own."""
+    kind = int(rng.integers(0, 4))
+
+    def step(run: Run) -> Any:
+        x, y = run.values[i], run.values[j]
+        if kind == 0:
+            return jax.jit(lambda x, y: jax.nn.gelu(x @ run["w0"]) * y, donate_argnums=0)(x + 1, y)
+        if kind == 1:
+            inner = jax.jit(lambda x, times: jnp.tanh(x * times) + run["bias"], static_argnums=1)
+            return inner(x, 2) + inner(y, 3)
+        if kind == 2:
+            return _scaled_gate(x, y @ run["w0"], 0.7)
+        return jax.jit(jax.checkpoint(jax.vmap(lambda a, b: jax.nn.log_softmax(run.wide(a)) * run.wide(b))))(x, y)
+
+    return step
+
+
+def _dropped(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Dropout as models write it: a key for each use, of elements, of rows and of paths."""
+    kind, key = int(rng.integers(0, 3)), int(rng.integers(0, 1000))
+
+    def step(run: Run) -> Any:
+        first, second = jax.random.split(jax.random.fold_in(jax.random.key(key), 3))
+        x = jax.nn.gelu(run.values[i] @ run["w0"])
+        if kind == 0:
+            x = jnp.where(jax.random.bernoulli(first, 0.7, x.shape), x / 0.7, jnp.zeros_like(x))
+        elif kind == 1:
+            x = x * jax.random.bernoulli(first, 0.7, (B, T, 1)) / 0.7
+        else:
+            x = jax.lax.select(jax.random.uniform(first, x.shape) < 0.6, x, jnp.zeros_like(x))
+        kept = jax.random.bernoulli(second, 0.5, (B, 1, 1))
+        return run.narrow(x) * kept + run.values[j]
+
+    return step
+
+
+def _grouped_norm(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Norms over groups of columns, over places, and over all of an example."""
+    kind = int(rng.integers(0, 4))
+
+    def step(run: Run) -> Any:
+        x = run.wide(run.values[i] + run.values[j])
+        if kind == 0:
+            x = x.reshape(B, T, 2, -1)
+        axes = ((-1,), (0, 1), (1, 2), (1,))[kind]
+        mean = x.mean(axes, keepdims=True)
+        spread = jnp.mean(x * x, axes, keepdims=True) - mean * mean if kind == 3 else jnp.var(x, axes, keepdims=True)
+        y = (x - mean) * jax.lax.rsqrt(jnp.maximum(spread, 0) + 1e-1)
+        return run.narrow(y.reshape(B, T, N)) * run["weight"] + run["bias"]
+
+    return step
+
+
+def _attending(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Two layers of attention that share a mask: their softmaxes in many forms, in float32 or not, and with dropout."""
+    form, mask, wide, key = (int(k) for k in rng.integers(0, [7, 4, 3, 1000]))
+
+    def weights(run: Run, scores: Any, seen: Any) -> Any:
+        if form == 0:
+            return jax.nn.softmax(scores, -1, where=seen)
+        scores = jnp.where(seen, scores, -1e9 if form != 5 else jnp.finfo(scores.dtype).min)
+        if form == 1:
+            return jnp.exp(jax.nn.log_softmax(scores))
+        if form == 2:
+            return jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+        if form == 3:
+            e = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+            return e / e.sum(-1, keepdims=True)
+        p = jax.nn.softmax(scores, -1)
+        if form == 4:
+            return p * jax.random.bernoulli(jax.random.key(key), 0.8, p.shape) / 0.8
+        return p
+
+    def step(run: Run) -> Any:
+        x, y = run.values[i], run.values[j]
+        causal = jnp.tril(jnp.ones((T, T), bool))
+        seen = (
+            causal[None, None],
+            (run["lengths"] > -0.5)[:, None, None] | jnp.eye(T, dtype=bool),
+            causal[None, None] & (run["lengths"] > -0.5)[:, None, None] | jnp.eye(T, dtype=bool),
+            jnp.ones((B, 1, T, T), bool),
+        )[mask]
+        for _ in range(2):
+            q, k, v = (
+                (a @ w).reshape(B, T, HEADS, SIZE) for a, w in ((x, run["heads"]), (y, run["keys"]), (x, run["keys"]))
+            )
+            if wide == 1:
+                q, k = run.wide(q), run.wide(k)
+            scores = run.wide(jnp.einsum("bqhd,bkhd->bhqk", q * 0.25, k))
+            p = weights(run, scores, seen.astype(jnp.float32) != 0)
+            if wide == 2:
+                out = run.narrow(jnp.einsum("bhqk,bkhd->bqhd", run.wide(p), run.wide(v)))
+            else:
+                out = jnp.einsum("bhqk,bkhd->bqhd", run.narrow(p), v)
+            x = x + out.reshape(B, T, -1) @ run["back"]
+        return x
+
+    return step
+
+
+def _head_loss(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Losses of a head as models write them: one-hot labels, smoothing, z-loss, masks, caps, biases and shifts."""
+    kind, mask, head = (int(k) for k in rng.integers(0, [6, 4, 6]))
+    target = rng.integers(0, N, (B, T)).astype(np.int32)
+    weights = rng.random((B, T)) < 0.7
+
+    def step(run: Run) -> Any:
+        x = run.values[i]
+        logits = run.wide(x @ run["w0"] if head != 1 else x @ run["w0"] + run["bias"])
+        if head == 2:
+            logits = jnp.tanh(logits / 3) * 3
+        elif head == 3:
+            logits = logits * 0.25
+        logits = logits.reshape(B * T, N) if head == 4 else logits
+        labels, seen = (a.reshape(-1) if head == 4 else a for a in (jnp.asarray(target), jnp.asarray(weights)))
+        if head == 5:
+            logits, labels, seen = logits[:, :-1], labels[:, 1:], seen[:, 1:]
+        logp = jax.nn.log_softmax(logits)
+        at = jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
+        if kind == 0:
+            loss = -(jax.nn.one_hot(labels, N, dtype=logits.dtype) * logp).sum(-1)
+        elif kind == 1:
+            loss = -0.9 * at - 0.1 * logp.mean(-1)
+        elif kind == 2:
+            loss = -at + 1e-2 * jnp.square(jax.nn.logsumexp(logits, -1))
+        elif kind == 3:
+            soft = jax.nn.one_hot(labels, N, dtype=logits.dtype) * 0.9 + 0.1 / N
+            loss = -jnp.einsum("...n,...n->...", soft, logp)
+        elif kind == 4:
+            loss = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        else:
+            loss = -at
+        if mask == 0:
+            total = (loss * seen).sum() / seen.sum()
+        elif mask == 1:
+            total = jnp.where(seen, loss, 0).sum() / 4
+        elif mask == 2:
+            total = loss.mean()
+        else:
+            total = (loss * jnp.linspace(0.5, 1.5, loss.size, dtype=loss.dtype).reshape(loss.shape)).sum()
+        return run.values[j] + total
+
+    return step
+
+
+def _sharded_more(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Shard maps over as many devices as there are, up to 8, with sums over them: each has some rows of the weight."""
+    check_vma, kind = bool(rng.random() < 0.5), int(rng.integers(0, 3))
+
+    def body(x: Any, w: Any, scale: Any) -> Any:
+        if kind == 0:
+            return jax.nn.silu(jax.lax.psum(x @ w, "k")) * scale
+        if kind == 1:
+            total = jax.lax.psum(jnp.sum(x * x, -1, keepdims=True), "k")
+            return jax.lax.psum((x * jax.lax.rsqrt(total / N + 1e-2)) @ w, "k") + scale
+        return jax.nn.gelu(jax.lax.psum(x @ w, "k") + scale)
+
+    def step(run: Run) -> Any:
+        count = max(c for c in (1, 2, 4, 8) if c <= len(jax.devices()))
+        mesh = jax.make_mesh((count,), ("k",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+        spec = jax.sharding.PartitionSpec
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=(spec(None, None, "k"), spec("k"), spec()), out_specs=spec(), check_vma=check_vma
+        )
+        return mapped(run.values[i], run["w0"], run["bias"]) + run.values[j]
+
+    return step
+
+
+def _carried(rng: np.random.Generator, i: int, j: int) -> Step:
+    """Scans with several carries and inputs, a state-space recurrence, and an associative scan."""
+    kind = int(rng.integers(0, 3))
+
+    def step(run: Run) -> Any:
+        x, y = run.values[i], run.values[j]
+        if kind == 0:
+
+            def body(carry: Any, each: Any) -> Any:
+                state, count = carry
+                kept, new = each
+                state = state * kept + new
+                return (state, count + 1), jax.nn.silu(state @ run["w0"]) * new
+
+            start = jnp.zeros_like(x[:, 0]), jnp.int32(0)
+            over = jax.nn.sigmoid(y).swapaxes(0, 1), x.swapaxes(0, 1)
+            return jax.lax.scan(body, start, over)[1].swapaxes(0, 1)
+        if kind == 1:
+            join = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
+            return jax.lax.associative_scan(join, (jax.nn.sigmoid(y), x), axis=1)[1]
+        return jax.lax.map(lambda row: jax.nn.softmax(run.wide(row @ run["w0"]), -1) * 2, x) + y
+
+    return step
+
+
+_MODELS: dict[str, Callable[..., Step]] = {
+    "dtypes": _dtypes, "whole_numbers": _whole_numbers, "products": _products, "convolved": _convolved,
+    "derivatives": _derivatives, "saved": _saved, "called": _called, "dropped": _dropped,
+    "grouped_norm": _grouped_norm, "attending": _attending, "head_loss": _head_loss, "sharded_more": _sharded_more,
+    "carried": _carried,
+}  # fmt: skip
 _LAYERS: dict[str, Callable[..., Step]] = {
     "mixed": _mixed, "mlp": _mlp, "projected": _projected, "ended": _ended, "looked_up": _looked_up,
     "own_vjp": _own_vjp, "sharded": _sharded, "bodies": _bodies, "inner_vmap": _inner_vmap,
