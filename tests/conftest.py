@@ -382,6 +382,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
+def drawn(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], float], Sequence[Any]]:
+    """``drawn(cases, part)``: of cases that one test runs at once, those of this run, as by the mark of this name."""
+
+    def some(cases: Sequence[Any], part: float) -> Sequence[Any]:
+        return part_of(cases, part, f"{os.environ[DRAW]} {request.node.nodeid}") if _draws(request.config) else cases
+
+    return some
+
+
+@pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of the test's own, and nothing held in memory."""
     where = tmp_path / "cache"

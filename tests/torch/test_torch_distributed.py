@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from ranks import Limits, together
+
+from tests.torch import distributed_training  # noqa: F401  adds its checks
+from tests.torch.distributed_checks import CHECKS
 
 PROGRAM = Path(__file__).with_name("distributed_ranks.py")
 
@@ -38,8 +42,8 @@ def run(ranks: int, device: str, folder: Path, *checks: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.feature("DTensors: rows, losses, tensor parallelism, FSDP2, with gloo")
-def test_four_processes(tmp_path: Path) -> None:
-    run(4, "cpu", tmp_path)
+def test_four_processes(drawn: Callable[[Sequence[str], float], Sequence[str]], tmp_path: Path) -> None:
+    run(4, "cpu", tmp_path, *drawn([*CHECKS], 0.5))
 
 
 @pytest.mark.parametrize(("check", "said"), [("dies", "was killed by SIGKILL"), ("hangs", "silent for 4 s")])

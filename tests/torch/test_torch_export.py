@@ -128,8 +128,11 @@ def sharing_compiler(folder: Path) -> str:
         pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.feature("GPU: AOTInductor, the same")]),
     ],
 )
-def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ops in one package, since most of the time goes to a C++ compiler."""
+def test_package(
+    device: str, make_inputs: Callable[..., Any], drawn: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All ops in one package, or those that are drawn, since most of the time goes to a C++ compiler."""
     from torch._inductor import cpu_vec_isa  # late: it takes a second
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
@@ -141,6 +144,7 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     # Of epilogues, one with a name, which a process that loads the package knows.
     with_name = by_call.op_of_call("add", ("n", "*m n"))
     ops = [*OPS, *(with_name if product.name == "linear_epilogue" else product.op for product in PRODUCTS)]
+    ops = drawn(ops, 0.4)
     for op in ops:
         cute_ops_torch.register(op)
     attrs = {"qkv_rope_64": {"heads": 1}}  # of 64 columns, one head

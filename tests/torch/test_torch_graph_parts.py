@@ -528,24 +528,32 @@ def test_embeddings_that_stay() -> None:
         assert not inductor.replaced
 
 
+# Fresh processes but for the imports, which take longer than the program.
 PROGRAM = """
-import torch, transformers
+import os, sys, torch, torch._inductor.compile_fx, transformers
 from torch._dynamo.utils import counters
-from cute_ops.jit.target import Target
+from transformers import LlamaForCausalLM
 from cute_ops_torch import inductor
-from cute_ops_torch.inductor import choice, graph_pass
-from cute_ops_torch.inductor.dynamo import DynamoFront
+
+for run in range(2):
+    if not (child := os.fork()):
+        break
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"process {run} failed")
+else:
+    os._exit(0)
 
 config = transformers.LlamaConfig(
     hidden_size=128, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     head_dim=64, vocab_size=61, use_cache=False,
 )
 torch.manual_seed(0)
-model, tokens = transformers.LlamaForCausalLM(config).train().bfloat16(), torch.arange(18).view(2, 9)
+model, tokens = LlamaForCausalLM(config).train().bfloat16(), torch.arange(18).view(2, 9)
 inductor.enable(devices=("cpu",), logits=False)
 torch.compile(model)(input_ids=tokens, labels=tokens).loss.backward()
 hits = counters["aot_autograd"]["autograd_cache_hit"]
-print(hits, *sorted(inductor.replaced.items()))
+print(hits, *sorted(inductor.replaced.items()), flush=True)
+os._exit(0)
 """
 
 
@@ -553,11 +561,9 @@ print(hits, *sorted(inductor.replaced.items()))
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     """Of an untouched Llama with all its parts: torch's caches hold the graphs that call our ops."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM]
-    first, second = (
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split(" ", 1)
-        for _ in range(2)
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = (line.split(" ", 1) for line in done.stdout.splitlines())
     assert (first[0], second[0]) == ("0", "1")
     assert first[1] == second[1]
     assert all(name in first[1] for name in ("gated_mlp", "qkv_rope", "linear_add_rmsnorm", "attention", "embedding"))
