@@ -90,8 +90,8 @@ def optimizer_of(contender: str, model: Any, small: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
 
 
-class Trainer:
-    """A model, compiled and warm.
+class Steps:
+    """Training steps of a model, compiled and warm.
 
     Args:
         run: what is called for a step, with ``inputs``.
@@ -135,7 +135,7 @@ class Trainer:
         return {"peak_gb": peak, "loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item()}
 
 
-class LlamaTrainer(Trainer):
+class Trainer(Steps):
     """A contender's Llama."""
 
     def __init__(self, contender: str, batch: int, seqlen: int, small: bool) -> None:
@@ -157,7 +157,7 @@ class LlamaTrainer(Trainer):
 
 def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, small: bool) -> dict[str, Any]:
     """One contender alone."""
-    trainer = LlamaTrainer(contender, batch, seqlen, small)
+    trainer = Trainer(contender, batch, seqlen, small)
     for _ in range(rounds):
         trainer.sample(steps)
     if "graph pass" in contender:
@@ -167,7 +167,7 @@ def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, sm
     return trainer.row()
 
 
-def obey(trainer: LlamaTrainer, steps: int) -> None:
+def obey(trainer: Trainer, steps: int) -> None:
     """A contender's process: a sample for each line that comes, then its row."""
     print(READY, flush=True)
     for _ in sys.stdin:
@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = (options.batch, options.seqlen, options.steps, options.rounds, options.cpu_smoke)
     if options.one and options.in_turns:
-        obey(LlamaTrainer(options.one, options.batch, options.seqlen, options.cpu_smoke), options.steps)
+        obey(Trainer(options.one, options.batch, options.seqlen, options.cpu_smoke), options.steps)
         return 0
     if options.one:
         print(json.dumps(measure(options.one, *sizes)))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import Table, first_line, read, spread
-from llama_step import READY, TOLERANCE, Trainer, Worker, prepare
+from llama_step import READY, TOLERANCE, Steps, Worker, prepare
 from rich.console import Console
 from rich.table import Table as View
 
@@ -170,7 +170,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-class ModelTrainer(Trainer):
+class Trainer(Steps):
     """A contender's model."""
 
     def __init__(self, name: str, contender: str, small: bool) -> None:
@@ -214,7 +214,7 @@ class Turns:
 
     def __init__(self, contender: str, small: bool, profile: int = 0) -> None:
         self.contender, self.small, self.profile = contender, small, profile
-        self.trainer: ModelTrainer | None = None
+        self.trainer: Trainer | None = None
         self.row: dict[str, Any] = {}
 
     def obey(self, line: str) -> dict[str, Any] | None:
@@ -222,7 +222,7 @@ class Turns:
         try:
             if line in SHAPES:
                 self.row = {"model": line, "contender": self.contender}
-                self.trainer = ModelTrainer(line, self.contender, self.small)
+                self.trainer = Trainer(line, self.contender, self.small)
             elif self.trainer is not None and line:
                 self.trainer.sample(int(line))
             elif self.trainer is not None:
