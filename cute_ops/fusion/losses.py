@@ -6,21 +6,26 @@ that of a linear head, which never holds its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
+from cute_ops.expressions.graph import Expression
 from cute_ops.fusion.canonical import canonical
 from cute_ops.fusion.express import express
 from cute_ops.fusion.graph import FLOATS, Graph, Node
-from cute_ops.fusion.match import Meaning, meaning_of
+from cute_ops.fusion.loss_terms import terms_of
+from cute_ops.fusion.match import meaning_of
 from cute_ops.fusion.named import Named, uncast
 from cute_ops.fusion.region import VIEWS, Facts, Region, live_nodes, without_ones
 
 _MOST = 40  # nodes of a loss
-_FOLLOW = ("subtract", "add", "negative")
+_FOLLOW = ("subtract", "add", "negative", "multiply", "divide")
 
 
 def find_losses(graph: Graph, is_linear: Callable[[Node], bool], exact: bool) -> None:
     """Turn the nodes that are losses into calls, in place."""
+    for node in list(graph.nodes):
+        if (loss := _of_one_hot(graph, node, exact)) is not None:
+            _become(graph, node, loss)
     for pick, call in list(graph.named.items()):
         if call.op == "pick":
             for root in reversed(list(_following(pick))):
@@ -54,19 +59,84 @@ _STEPS = tuple(("primitive", name) for name in _FOLLOW)
 def _loss(root: Node, pick: Node, call: Named, exact: bool) -> Named | None:
     """The call of a loss of the rows from which an element is picked."""
     logits, index = call.nodes
-    nodes = _between(root, {pick, uncast(logits)})
-    rows = logits.shape[:-1]
+    x, rows = uncast(logits), logits.shape[:-1]
+    nodes = _between(root, {pick, x})
     if nodes is None or root.dtype not in FLOATS or without_ones(root.shape) != without_ones(rows):
         return None
-    found = _meaning(nodes, root, exact)
-    if found is None:
+    found = _expressed(nodes, root, exact)
+    if found is None or any(leaf is not pick and uncast(leaf) is not x for leaf in found[1]):
         return None
-    meaning, leaves = found
-    given = dict(zip(meaning.operands, leaves, strict=True))
-    if given["at_target"] is not pick or uncast(given["logits"]) is not uncast(logits):
+    expression, leaves = found
+    terms = terms_of(expression, tuple(leaf is pick for leaf in leaves), x.shape[-1])
+    return None if terms is None else Named("cross_entropy", ("logits", "target"), (x, index), (x.shape, rows), {
+        "sign": terms.factor, "label_smoothing": terms.smoothing, "z_loss": terms.z_loss, **call.attrs,
+    })  # fmt: skip
+
+
+def _of_one_hot(graph: Graph, node: Node, exact: bool) -> Named | None:
+    """The call of minus the loss that a node is: the sum of a row's logarithms of probabilities times a one-hot row.
+
+    A class that there is not has no one, so its row has no loss.
+    """
+    for one_hot, factor in _products_of_rows(node):
+        if (index := _index_of(graph, one_hot)) is None:
+            continue
+        negated = (factor.op, factor.attr) == ("primitive", "negative")
+        x = _logits_of(uncast(factor.args[0] if negated else factor), exact)
+        if x is not None:
+            rows = x.shape[:-1]
+            attrs = {"sign": 1.0 if negated else -1.0, "label_smoothing": 0.0, "z_loss": 0.0, "outside": "zero"}
+            return Named("cross_entropy", ("logits", "target"), (x, index), (x.shape, rows), attrs)
+    return None
+
+
+def _products_of_rows(node: Node) -> Iterator[tuple[Node, Node]]:
+    """The two factors whose product over the last dim a node sums up, in both orders."""
+    factors: tuple[Node, ...] = ()
+    if node.op == "reduce" and node.attr[:2] == ("sum", (len(node.args[0].shape) - 1,)):
+        product = node.args[0]
+        if (product.op, product.attr) == ("primitive", "multiply"):
+            factors = product.args
+    elif node.op == "contract":
+        (left, right, batch), rank = node.attr, len(node.args[0].shape)
+        if left == right == (rank - 1,) and batch == (tuple(range(rank - 1)),) * 2:
+            factors = node.args
+    if len(factors) == 2:
+        yield factors[0], factors[1]
+        yield factors[1], factors[0]
+
+
+def _index_of(graph: Graph, one_hot: Node) -> Node | None:
+    """The integers of which a node is the one-hot rows."""
+    node = uncast(one_hot)
+    if (node.op, node.attr) != ("primitive", "equal"):
         return None
-    x = uncast(logits)
-    return Named("cross_entropy", ("logits", "target"), (x, index), (x.shape, rows), {**meaning.attrs, **call.attrs})
+    for index, place in (node.args, node.args[::-1]):
+        while place.op in ("broadcast", "reshape", "cast") and place.args[0].shape[-1:] == node.shape[-1:]:
+            place = place.args[0]
+        call = graph.named.get(place)
+        counts = call is not None and call.op == "iota" and call.attrs["axis"] == len(place.shape) - 1
+        if counts and place.shape[-1] == node.shape[-1] and "int" in index.dtype:
+            while index.op == "broadcast" and index.args[0].shape == (*node.shape[:-1], 1):
+                index = index.args[0]
+            if index.shape == (*node.shape[:-1], 1):
+                return index
+    return None
+
+
+def _logits_of(node: Node, exact: bool) -> Node | None:
+    """The value whose logarithm of a softmax a node is."""
+    if (node.op, node.attr) != ("primitive", "subtract"):
+        return None
+    first = node.args[0]
+    for x in (first, *first.args[:1]):
+        nodes = _between(node, {x})
+        found = None if nodes is None or x.shape != node.shape else _expressed(nodes, node, exact)
+        if found is not None and all(leaf is x for leaf in found[1]):
+            meaning = meaning_of(found[0])
+            if meaning is not None and meaning.op == "log_softmax":
+                return uncast(x)
+    return None
 
 
 def _between(root: Node, leaves: set[Node]) -> list[Node] | None:
@@ -84,7 +154,8 @@ def _between(root: Node, leaves: set[Node]) -> list[Node] | None:
     return sorted(found, key=lambda node: node.index)
 
 
-def _meaning(nodes: list[Node], root: Node, exact: bool) -> tuple[Meaning, Sequence[Node]] | None:
+def _expressed(nodes: list[Node], root: Node, exact: bool) -> tuple[Expression, list[Node]] | None:
+    """The canonical expression of a node, and its leaves."""
     facts = Facts()
     for node in sorted({*nodes, *(arg for node in nodes for arg in node.args)}, key=lambda node: node.index):
         facts.note(node)
@@ -92,28 +163,97 @@ def _meaning(nodes: list[Node], root: Node, exact: bool) -> tuple[Meaning, Seque
     if len(made) != 1:
         return None
     text = canonical(made[0].expression, made[0].n)
-    meaning = meaning_of(text.flat)
-    if meaning is None or meaning.op != "cross_entropy":
-        return None
-    return meaning, [made[0].leaves[i].node for i in text.operands]
+    return text.flat, [made[0].leaves[i].node for i in text.operands]
 
 
 def _with_head(
     graph: Graph, node: Node, call: Named, is_linear: Callable[[Node], bool], live: set[Node]
 ) -> Named | None:
-    """The call with the product that makes the logits, whose rows may have been joined."""
+    """The call with the product that makes the logits, which may be moved, capped and scaled, and whose rows may have
+    been joined.
+    """
     product, target = call.nodes
-    reader = node
-    if product.op == "reshape" and product.shape[-1:] == product.args[0].shape[-1:]:
-        if _reader(graph, product, live) is not node:
+    reader, views, scale, cap, bias = node, list[tuple[int, int, int, int]](), 1.0, 0.0, None
+    while _reader(graph, product, live) is reader:
+        reader = product
+        if is_linear(product):
+            break
+        if (capped := _capped(graph, product, live)) is not None and scale == 1 and not cap and bias is None:
+            product, reader, cap, scale = capped
+        elif (scaled := _scaled(product)) is not None and bias is None:
+            product, scale = scaled[0], scale * scaled[1]
+        elif (moved := _moved(product)) is not None and bias is None:
+            product, bias = moved
+        elif product.op == "slice" and product.attr[0] < len(product.shape) - 1 and not views:
+            views, product = [product.attr], product.args[0]
+        elif _is_view(product):
+            product = product.args[0]
+        else:
             return None
-        reader, product = product, product.args[0]
-    if not is_linear(product) or product.dtype != product.args[0].dtype or _reader(graph, product, live) is not reader:
+    if not is_linear(product) or reader is not product or product.dtype != product.args[0].dtype:
         return None
     x, weight = product.args
+    rows = x.shape[:-1]
+    if views:
+        (axis, start, stop, step), left = views[0], list(rows)
+        if axis >= len(rows) or not all(isinstance(each, int) for each in (start, stop, step)):
+            return None
+        left[axis] = -((start - stop) // step)
+        rows = tuple(left)
     attrs = {**call.attrs, "transposed": product.attr[1] == (0,), "total": False}
-    shapes = (x.shape, weight.shape, x.shape[:-1])
-    return Named("linear_cross_entropy", ("hidden", "weight", "target"), (x, weight, target), shapes, attrs)
+    attrs |= {"softcap": cap, "logit_scale": scale, "sliced": tuple(views)}
+    nodes, shapes = (x, weight, target), (x.shape, weight.shape, rows)
+    if bias is None:
+        return Named("linear_cross_entropy", ("hidden", "weight", "target"), nodes, shapes, attrs)
+    names = ("hidden", "weight", "target", "bias")
+    return Named("linear_cross_entropy", names, (*nodes, bias), (*shapes, product.shape[-1:]), attrs)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node is a value with other rows, or in float32."""
+    if node.op == "reshape":
+        return node.shape[-1:] == node.args[0].shape[-1:]
+    return node.op == "cast" and node.dtype == "float32"
+
+
+def _scaled(node: Node) -> tuple[Node, float] | None:
+    """The value that a node multiplies by a positive number, and the number."""
+    if node.op != "primitive" or node.attr not in ("multiply", "divide"):
+        return None
+    pairs = (node.args, node.args[::-1])[: 1 + (node.attr == "multiply")]
+    for x, number in pairs:
+        while number.op in ("broadcast", "cast", "reshape"):
+            number = number.args[0]
+        if number.op == "constant" and not isinstance(number.attr, bool) and number.attr > 0 and x.shape == node.shape:
+            return x, number.attr if node.attr == "multiply" else 1 / number.attr
+    return None
+
+
+def _capped(graph: Graph, node: Node, live: set[Node]) -> tuple[Node, Node, float, float] | None:
+    """Of ``cap * tanh(x * number)`` x, what reads it, the cap and ``number * cap``."""
+    outer = _scaled(node)
+    if outer is None:
+        return None
+    tanh, cap = uncast(outer[0]), outer[1]
+    if (tanh.op, tanh.attr) != ("primitive", "tanh") or _scaled(tanh.args[0]) is None:
+        return None
+    inner = tanh.args[0]
+    x, number = _scaled(inner) or (inner, 1.0)
+    alone = all(_reader(graph, each, live) is not None for each in (outer[0], tanh, inner))
+    return (x, inner, cap, number * cap) if alone else None
+
+
+def _moved(node: Node) -> tuple[Node, Node] | None:
+    """The value to which a node adds one number for each column, and these; both in the node's dtype."""
+    if (node.op, node.attr) != ("primitive", "add"):
+        return None
+    for x, bias in (node.args, node.args[::-1]):
+        while bias.op == "broadcast" and without_ones(bias.shape) != [node.shape[-1]]:
+            bias = bias.args[0] if bias.attr and bias.attr[-1] == len(bias.shape) - 1 else x
+        of_columns = bias.shape[-1:] == node.shape[-1:] and without_ones(bias.shape) == [node.shape[-1]]
+        if of_columns and x.shape == node.shape and x.dtype == bias.dtype == node.dtype:
+            return x, bias
+    return None
 
 
 def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[Node, Named]:
@@ -125,10 +265,8 @@ def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[N
     while (user := _reader(graph, each, live)) is not None and user.op != "reduce":
         if (user.op, user.attr) == ("primitive", "negative"):
             sign = -sign
-        elif (user.op, user.attr) == ("primitive", "where") and not masks:
-            if user.args[1] is not each or not _is_zero(user.args[2]):
-                return node, call
-            masks = (user.args[0],)
+        elif not masks and (mask := _mask(user, each)) is not None:
+            masks = (mask,)
         elif user.op not in ("cast", "reshape") or user.dtype not in FLOATS:
             return node, call
         each = user
@@ -139,10 +277,21 @@ def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[N
     if primitive != "sum" or len(axes) != len(each.shape) or not masked:
         return node, call
     named = Named(
-        call.op, (*call.operands, "mask")[: 3 + len(masks)], (*call.nodes, *masks),
+        call.op, (*call.operands, *["mask"] * len(masks)), (*call.nodes, *masks),
         (*call.shapes, *(call.shapes[2] for _ in masks)), {**call.attrs, "sign": sign, "total": True},
     )  # fmt: skip
     return user, named
+
+
+def _mask(user: Node, each: Node) -> Node | None:
+    """Which rows a node keeps, where it makes others 0. XLA, too, takes ``x * mask`` for ``where(mask, x, 0)``."""
+    if (user.op, user.attr) == ("primitive", "where") and user.args[1] is each and _is_zero(user.args[2]):
+        return user.args[0]
+    if (user.op, user.attr) == ("primitive", "multiply"):
+        other = user.args[user.args[0] is each]
+        if other.op == "cast" and other.args[0].dtype == "bool" and other.shape == user.shape:
+            return other.args[0]
+    return None
 
 
 def _reader(graph: Graph, node: Node, live: set[Node]) -> Node | None:

@@ -107,10 +107,6 @@ def _meanings() -> Iterator[_Row]:
     yield "log_softmax", _log_softmax, {"x": _T}, ("out",), {}
     yield "log_softmax", lambda xp, x: x - _logsumexp(xp, x), {"x": _T}, ("out",), {}
     yield "logsumexp", _logsumexp, {"x": _T}, ("out",), {}
-    for lse, log_sum in ((_logsumexp, None), (_safe_logsumexp, None), (None, _log_sum)):
-        for sign in (1.0, -1.0):
-            loss = _loss(lse, log_sum, sign)
-            yield "cross_entropy", loss, {"logits": _T, "at_target": "*m 1"}, ("out",), {"sign": sign}
     yield "rope", _rope, {"x": _T, "cos": _T, "sin": _T}, ("out",), {}
 
 
@@ -197,31 +193,6 @@ def _log_softmax(xp: Any, x: Any) -> Any:
 def _logsumexp(xp: Any, x: Any) -> Any:
     most = xp.max(x, axis=-1, keepdims=True)
     return xp.log(xp.sum(xp.exp(x - most), axis=-1, keepdims=True)) + most
-
-
-def _safe_logsumexp(xp: Any, x: Any) -> Any:
-    """JAX's, whose maximum is 0 where it is infinite."""
-    most = xp.max(x, axis=-1, keepdims=True)
-    most = xp.where(xp.abs(most) < math.inf, most, 0.0)
-    return xp.log(xp.abs(xp.sum(xp.exp(x - most), axis=-1, keepdims=True))) + most
-
-
-def _log_sum(xp: Any, x: Any, most: Any) -> Any:
-    return xp.log(xp.sum(xp.exp(x - most), axis=-1, keepdims=True))
-
-
-def _loss(lse: Callable[..., Any] | None, log_sum: Callable[..., Any] | None, sign: float) -> Callable[..., Any]:
-    """The loss of a row: by its log-sum-exp, or as minus the target's logarithm of a softmax."""
-
-    def function(xp: Any, logits: Any, at_target: Any) -> Any:
-        if lse is not None:
-            return lse(xp, logits) - at_target if sign > 0 else at_target - lse(xp, logits)
-        assert log_sum is not None
-        most = xp.max(logits, axis=-1, keepdims=True)
-        log_probability = (at_target - most) - log_sum(xp, logits, most)
-        return -log_probability if sign > 0 else log_probability
-
-    return function
 
 
 def _rope(xp: Any, x: Any, cos: Any, sin: Any) -> Any:

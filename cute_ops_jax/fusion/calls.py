@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cute_ops.expressions.graph import Expression, Graph, copied
 from cute_ops.expressions.groups import sizes
@@ -31,12 +32,35 @@ from cute_ops_jax.primitive.function import register
 # Arrays of the leaves, in order, to those of the roots, in order.
 Call = Callable[[Sequence[Any]], list[Any]]
 _OPS = {op.name: op for op in OPS}
+# Operands and results of an expression and of its derivative: of more it is seen whether that may be an expression.
+MOST_OPERANDS = 24
 
 
 def call_of(found: Found, choice: Choice) -> Call:
-    """What runs in place of an expression. Of ``linear`` the product's leaf is a pair: x and the weight."""
+    """What runs in place of an expression. Of ``linear`` the product's leaf is a pair: x and the weight.
+
+    Raises:
+        TypeError: the expression, or its derivative, is too large.
+    """
     made = {"op": _op, "fused": _fused, "linear": _linear}[choice.kind](found, choice)
-    return lambda arrays: [_as_root(out, root, found) for out, root in zip(made(arrays), found.roots, strict=True)]
+
+    def call(arrays: Sequence[Any]) -> list[Any]:
+        return [_as_root(out, root, found) for out, root in zip(made(arrays), found.roots, strict=True)]
+
+    if choice.kind != "op" and len(found.leaves) + 2 * len(found.roots) > MOST_OPERANDS:
+        jax.eval_shape(partial(_derivative, call), _specs(found, choice))
+    return call
+
+
+def _derivative(call: Call, arrays: Sequence[Any]) -> Any:
+    out, back = jax.vjp(call, arrays)
+    return back([np.zeros(a.shape, jax.dtypes.float0) if a.dtype == bool else jnp.ones_like(a) for a in out])
+
+
+def _specs(found: Found, choice: Choice) -> Any:
+    """What a call gets, as shapes and dtypes."""
+    nodes = [each.node.args if i == choice.product else each.node for i, each in enumerate(found.leaves)]
+    return jax.tree.map(lambda node: jax.ShapeDtypeStruct(node.shape, node.dtype), nodes, is_leaf=_is_node)
 
 
 def call_of_named(found: Named) -> Call:
@@ -46,40 +70,45 @@ def call_of_named(found: Named) -> Call:
     run = runs[named.op]
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        given = [jnp.reshape(a, shape) for a, shape in zip(arrays, named.shapes, strict=True)]
-        return [jnp.reshape(run(*given, **named.attrs), root.shape).astype(root.dtype)]
+        shaped = zip(named.operands, arrays, named.shapes, strict=True)
+        given = {name: jnp.reshape(a, shape) for name, a, shape in shaped}
+        return [jnp.reshape(run(**given, **named.attrs), root.shape).astype(root.dtype)]
 
     return call
 
 
-def _loss(logits: Any, target: Any, *, sign: float, outside: str) -> Any:
-    n = logits.shape[-1]
-    target, known = _classes(target, n, outside)
-    made = sign * register(cross_entropy)(logits, target, ignore_index=-1, reduction="none")
+def _loss(logits: Any, target: Any, *, sign: float, outside: str, **attrs: float) -> Any:
+    target, known = _classes(target, logits.shape[-1], outside)
+    made = sign * register(cross_entropy)(logits, target, ignore_index=-1, reduction="none", **attrs)
     return made if known is None else jnp.where(known, made, jnp.nan)
 
 
 def _linear_loss(
-    hidden: Any, weight: Any, target: Any, mask: Any = None, *, sign: float, outside: str, transposed: bool, total: bool
-) -> Any:
+    hidden: Any, weight: Any, target: Any, *, bias: Any = None, mask: Any = None, sign: float, outside: str,
+    transposed: bool, total: bool, sliced: Sequence[tuple[int, ...]] = (), **attrs: float,
+) -> Any:  # fmt: skip
+    for axis, start, stop, step in sliced:
+        hidden = jax.lax.slice_in_dim(hidden, start, stop, step, axis)
     weight = weight.T if transposed else weight
     target, known = _classes(target, weight.shape[0], outside)
     if mask is not None:
-        target, known = jnp.where(mask, target, -1), None if known is None else known | ~mask
-    made = linear_cross_entropy(hidden, weight, target, ignore_index=-1, reduction="sum" if total else "none")
+        target = jnp.where(mask, target, -1)
+        known = None if known is None else known | ~mask
+    options = {"ignore_index": -1, "reduction": "sum" if total else "none", **attrs}
+    made = linear_cross_entropy(hidden, weight, target, bias, **options)
     if known is None:
         return sign * made
     return jnp.where(jnp.all(known) if total else known, sign * made, jnp.nan)
 
 
 def _classes(target: Any, n: int, outside: str) -> tuple[Any, Any]:
-    """Targets, -1 for those that are no class, and which are one; None if all are. A row whose target is none has no
-    gradient: the program's gather gives NaN, which it masks if it goes on with the number.
+    """Targets, -1 for those that are no class, and which are one; None if all count as one. A row whose target is none
+    has no gradient: a gather gives NaN, which the program masks if it goes on with the number, and a one-hot row 0.
     """
     if outside == "clip":
         return jnp.clip(target, 0, n - 1), None
     known = (target >= 0) & (target < n)
-    return jnp.where(known, target, -1), known
+    return jnp.where(known, target, -1), None if outside == "zero" else known
 
 
 def _as_root(out: Any, root: Any, found: Found) -> Any:
@@ -142,10 +171,7 @@ def _linear(found: Found, choice: Choice) -> Call:
         return list(made) if isinstance(made, tuple) else [made]
 
     if sizes(expression):  # not all that looks at groups of columns can be an epilogue: refused now, it stays as it is
-        nodes = [each.node.args if i == choice.product else each.node for i, each in enumerate(found.leaves)]
-        jax.eval_shape(
-            run, jax.tree.map(lambda node: jax.ShapeDtypeStruct(node.shape, node.dtype), nodes, is_leaf=_is_node)
-        )
+        jax.eval_shape(run, _specs(found, choice))
     return run
 
 

@@ -58,6 +58,7 @@ class Program:
         whole: set[int] = set()
         first = Front(closed, exact=exact)
         passed = self._let_through(first) if first.stops else set[int]()
+        self.parts: list[Part] = []
         while True:
             self.front = Front(closed, whole, passed, exact) if whole else first
             self._find()

@@ -181,6 +181,80 @@ def test_losses_of_logits_and_of_heads(name: str) -> None:
         check(lambda h, w, t: loss(h @ w, t), ["linear_cross_entropy"], HIDDEN, WEIGHT.T, TARGET)
 
 
+BIAS, SEEN = draw(CLASSES), jnp.asarray([[1, 0, 1], [1, 1, 0]], bool)
+
+
+def logp_at(logits: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logp = jax.nn.log_softmax(logits)
+    return logp, at(logp, t)
+
+
+def smoothed(logits: jax.Array, t: jax.Array) -> jax.Array:
+    logp, picked = logp_at(logits, t)
+    return (-0.9 * picked - 0.1 * logp.mean(-1)).mean()
+
+
+def smoothed_by_a_sum(logits: jax.Array, t: jax.Array) -> jax.Array:
+    logp, picked = logp_at(logits, t)
+    return -(0.9 * picked + 0.1 / CLASSES * logp.sum(-1)).sum()
+
+
+def one_hot(logits: jax.Array, t: jax.Array) -> jax.Array:
+    """As ``optax.softmax_cross_entropy``."""
+    return -jnp.sum(jax.nn.one_hot(t, CLASSES) * jax.nn.log_softmax(logits), -1).mean()
+
+
+HEADS_OF_LOSSES: dict[str, Function] = {
+    "smoothed": lambda h, w, b, t: smoothed(h @ w.T, t),
+    "smoothed by a sum": lambda h, w, b, t: smoothed_by_a_sum(h @ w.T, t),
+    "z-loss": lambda h, w, b, t: (lambda x: of_optax(x, t) + 1e-2 * jax.nn.logsumexp(x, -1) ** 2)(h @ w.T).mean(),
+    "one-hot": lambda h, w, b, t: one_hot(h @ w.T, t),
+    "one-hot in an einsum": lambda h, w, b, t: jnp.einsum(
+        "btv,btv->bt", jax.nn.one_hot(t, CLASSES), -jax.nn.log_softmax(h @ w.T)
+    ).mean(),
+    "bias": lambda h, w, b, t: of_optax(h @ w.T + b, t).mean(),
+    "cap": lambda h, w, b, t: of_optax(jnp.tanh(h @ w.T / 3) * 3, t).mean(),
+    "cap of a bias, scaled": lambda h, w, b, t: of_optax(jnp.tanh((h @ w.T + b) * 0.25) * 2, t).mean(),
+    "scale": lambda h, w, b, t: of_optax((h @ w.T) * 0.25, t).mean(),
+    "shift": lambda h, w, b, t: of_optax((h @ w.T)[:, :-1], t[:, 1:]).mean(),
+    "joined rows": lambda h, w, b, t: of_optax(
+        (h @ w.T).astype(jnp.float32).reshape(-1, CLASSES), t.reshape(-1)
+    ).mean(),
+    "mask": lambda h, w, b, t: (of_optax(h @ w.T, t) * SEEN).sum() / SEEN.sum(),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_OF_LOSSES)
+def test_losses_of_heads_that_models_write(name: str) -> None:
+    function = HEADS_OF_LOSSES[name]
+    check(function, ["linear_cross_entropy"], HIDDEN, WEIGHT, BIAS, TARGET)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, t: (lambda logp, a: jnp.minimum(-0.9 * a - 0.1 * logp.mean(-1), 50.0))(*logp_at(x, t)),
+    lambda x, t: (lambda logp, a: -0.9 * a - 0.2 * logp.mean(-1))(*logp_at(x, t)),
+    lambda x, t: -0.9 * at(x, t) - 0.1 * x.mean(-1) + jax.nn.logsumexp(x, -1) + 0.1 * x.max(-1),
+    lambda x, t: (jax.nn.one_hot(t, CLASSES) * x).sum(-1),
+])  # fmt: skip
+def test_what_is_nearly_a_loss_stays(function: Function) -> None:
+    """A bound, weights that are not one together, a maximum, and logits without a softmax."""
+    found = cute_ops_jax.fuse.report(function, LOGITS, TARGET).replaced
+    attrs = [entry.becomes for entry in found]
+    got, want = cute_ops_jax.fuse(function)(LOGITS, TARGET), function(LOGITS, TARGET)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=5e-6)
+    assert "linear_cross_entropy" not in attrs
+
+
+def test_a_class_that_there_is_not_has_no_one() -> None:
+    """Its row has neither a loss nor a gradient."""
+    wrong = TARGET.at[0, 1].set(-100).at[1, 2].set(CLASSES)
+    loss = lambda h, w: one_hot(h @ w.T, wrong)  # noqa: E731
+    assert np.isfinite(loss(HIDDEN, WEIGHT))
+    results = [jax.value_and_grad(f, (0, 1))(HIDDEN, WEIGHT) for f in (loss, cute_ops_jax.fuse(loss))]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=5e-6)
+
+
 def test_logits_that_something_else_reads_are_computed_once() -> None:
     def function(h: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
         logits = h @ w.T
@@ -210,7 +284,9 @@ def test_targets_that_are_no_class(head: bool) -> None:
     loss = (lambda h, w, t: function(h @ w.T, t)) if head else function
     got, want = cute_ops_jax.fuse(loss)(*args, wrong), loss(*args, wrong)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-    for reduced in (lambda *a: jnp.where(a[-1] < CLASSES, loss(*a), 0).sum(), lambda *a: jnp.nansum(loss(*a)[1])):
+    masked = lambda *a: jnp.where(a[-1] < CLASSES, loss(*a), 0).sum()  # noqa: E731
+    times_mask = lambda *a: (loss(*a) * (a[-1] < CLASSES)).sum()  # noqa: E731 - XLA makes a select of it
+    for reduced in (masked, *[jax.jit(times_mask)] * head, lambda *a: jnp.nansum(loss(*a)[1])):
         got = jax.value_and_grad(cute_ops_jax.fuse(reduced))(*args, wrong)
         for a, b in zip(got, jax.value_and_grad(reduced)(*args, wrong), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
