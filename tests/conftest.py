@@ -148,14 +148,14 @@ def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases of tests with the mark ``drawn`` that are not drawn."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Leave out cases of tests with the mark ``drawn``, and tests that are drawn among others, that are not drawn."""
+    cases: dict[tuple[str, float], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("drawn"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if mark := item.get_closest_marker("drawn"):
+            key = mark.kwargs.get("among") or item.nodeid.partition("[")[0]
+            cases.setdefault((key, mark.args[0]), []).append(item)
     left = set[pytest.Item]()
-    for name, some in cases.items():
-        (part,) = some[0].get_closest_marker("drawn").args  # type: ignore[union-attr]
+    for (name, part), some in cases.items():
         left.update(set(some).difference(part_of(some, part, f"{os.environ[DRAW]} {name}")))
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]

@@ -15,6 +15,7 @@ from cute_ops.testing import namespace, numpy_dtype
 from tests.contract.adapters import Adapter
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.fault(
     "all logits of a row have a common offset of up to a million",
     "the loss and its gradient are as accurate as without it", "nothing",
@@ -60,6 +61,7 @@ def problem(lead: tuple[int, ...] = (3, 4), n: int = 67, h: int = 16) -> tuple[l
     return arrays, target
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 100])
 def test_chunks_of_so_many_rows(adapter: Adapter, chunk_rows: int, reduction: str) -> None:

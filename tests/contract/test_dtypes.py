@@ -54,6 +54,7 @@ def check(adapter: Adapter, mixed: Mixed, given: Sequence[np.ndarray]) -> None:
         testing.check(op.grad, read, {}, tuple(results))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("mixed", [*mixing.drawn(1, 18)], ids=named)
 def test_values_and_gradients(adapter: Adapter, mixed: Mixed) -> None:
     check(adapter, mixed, arrays_of(mixed))

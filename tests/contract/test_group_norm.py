@@ -16,6 +16,7 @@ from tests.contract.adapters import Adapter
 SEED = int(os.environ.get("CUTE_OPS_SEED", "43"))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("number", range(4))

@@ -45,6 +45,7 @@ def close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("way", ["plain", "compiled"])
 @pytest.mark.parametrize("name", FORWARDS)

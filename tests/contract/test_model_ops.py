@@ -34,6 +34,7 @@ def floats(op: Op, outputs: Any) -> tuple[Any, ...]:
     return tuple(a for name, a in named if a is not None and "int" not in op.outputs[name].dtype)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize(("op", "case"), PAIRS, ids=lambda v: v.name)
 def test_values(adapter: Adapter, op: Op, case: Case) -> None:
@@ -41,6 +42,7 @@ def test_values(adapter: Adapter, op: Op, case: Case) -> None:
     testing.check(op, arrays, attrs, adapter.run(op, arrays, attrs))
 
 
+@pytest.mark.drawn(0.35)
 @pytest.mark.on_gpus
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op, case in SMALL if op.grad], ids=lambda v: v.name)
 def test_gradients(adapter: Adapter, op: Op, case: Case) -> None:
@@ -76,6 +78,7 @@ def test_the_gradient_is_that_of_the_reference(op: Op, case: Case) -> None:
     gradient.check(op, testing.small(case, op=op))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("op", [op for op in MODELS if not op.program], ids=lambda op: op.name)
 def test_programs_and_batches(adapter: Adapter, op: Op) -> None:
     """Compiled, abstract and under vmap, a call is what it is."""

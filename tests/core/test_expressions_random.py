@@ -149,6 +149,7 @@ def test_gradients_that_read_sums() -> None:
     assert fewer > 3
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.no_cover  # the test above runs the same lines of the core
 @pytest.mark.parametrize("start", range(0, COUNT, CHUNK))

@@ -224,6 +224,7 @@ def check_code(variant: Variant, path: Path, listing: str) -> None:
     assert ("LDG.E.128" in listing) == (variant.op != "whole_bwd"), variant.op  # which reads nothing
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(BY_NAME), 8))
 def test_kernels_compile(first: int, tmp_path: Path) -> None:

@@ -339,6 +339,7 @@ def test_halves_off_a_vector_are_loaded_in_whole_vectors(tmp_path: Path) -> None
 COMPILED_FORMS = [(op, form) for op, form in IN_FORMS if op.name in ("log_sum_exp", "spread_bwd")]
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(("op", "form"), COMPILED_FORMS, ids=lambda x: getattr(x, "name", x))
 def test_every_form_compiles(op: Op, form: str, tmp_path: Path) -> None:
     made = kernel_calls.made(op, 64, 97, "bfloat16", "compact", np.random.default_rng(0))

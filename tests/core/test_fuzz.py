@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 CASES = {"expression": 3000, "manifest": 500, "bundle": 300, "tuning": 600, "cache": 300, "export": 150}
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.fault(
     "random changes in manifests, bundles, tuning files, exports and the cache: bits, types, names, numbers, nesting",
     "what is read is valid, or an error says what is wrong", "nothing",

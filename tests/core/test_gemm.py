@@ -308,6 +308,7 @@ def variant_of(form: Form) -> Variant:
     return plan(binding, {}, TARGET, config=form.config.flat()).variant
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
@@ -333,6 +334,7 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "arch", "n", "k"),
@@ -373,6 +375,7 @@ def test_results_without_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -402,6 +405,7 @@ def test_results_with_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "form", "tile", "ranks", "sizes"),
@@ -481,6 +485,7 @@ def test_results_of_batches_without_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "config", "b", "sizes"),

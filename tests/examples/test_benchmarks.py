@@ -88,6 +88,7 @@ def test_grid_has_no_problem_twice_and_all_bind() -> None:
     assert all(p.bytes(d) > 0 for p in problems for d in p.directions)
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_training_step_smoke() -> None:
     rows = [llama_step.measure(name, 1, 33, 1, 2, small=True) for name in ("eager", "ours + AdamW")]
@@ -95,6 +96,7 @@ def test_training_step_smoke() -> None:
     assert all(r["tokens_per_s_min"] <= r["tokens_per_s"] <= r["tokens_per_s_max"] for r in rows)
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_training_steps_in_turns(tmp_path: Path) -> None:
     sizes = ["--batch", "1", "--seqlen", "33", "--steps", "1", "--rounds", "2"]
@@ -105,6 +107,7 @@ def test_training_steps_in_turns(tmp_path: Path) -> None:
     assert float(row["loss_first"]) > float(row["loss_last"])  # six steps on the same tokens
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     turns = [model_steps.Turns(name, small=True, profile=3) for name in ("eager", "ours")]
@@ -117,6 +120,7 @@ def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Error: " in (other.obey("") or {})["status"]
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
     names = [linear_cross_entropy.OURS, linear_cross_entropy.IN_BFLOAT16, "torch eager"]
@@ -129,6 +133,7 @@ def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
     assert max(in_float32) < 1.1 * min(in_float32) < min(in_bfloat16[2:])
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_device_time_smoke(tmp_path: Path) -> None:
     names = ["torch eager", "ours (torch)", "XLA (jit)", "ours (JAX)"]
@@ -268,6 +273,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_a_tensor_that_xla_frees_and_refuses_is_freed_once() -> None:
     """As on a GPU whose context is lost. In a process of its own: freed twice, it would end the process."""
@@ -290,6 +296,7 @@ def test_figures_of_expressions() -> None:
     ]
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "cache"), [("torch", "cold"), ("jax", "bundle")])
 def test_startup_smoke(scenario: str, cache: str, tmp_path: Path) -> None:
@@ -431,6 +438,7 @@ def test_a_phase_whose_rank_is_lost_costs_its_own_figures(
     ]  # fmt: skip
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_ops_on_several_gpus_smoke(tmp_path: Path) -> None:
     """On two ranks with gloo."""
@@ -442,6 +450,7 @@ def test_ops_on_several_gpus_smoke(tmp_path: Path) -> None:
     assert max(float(r["error"]) for r in rows) < 1e-6
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_training_steps_on_a_mesh_smoke(tmp_path: Path) -> None:
     """In a process of its own: this one has started JAX with one device."""
@@ -614,6 +623,7 @@ def test_a_contender_that_takes_the_gpu_down_ends_the_run_once(tmp_path: Path, m
     assert len(failing) == 2
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_compiling_ahead_goes_through_all_problems() -> None:
     """In a process of its own; a contender that fails is reported, not raised."""

@@ -25,6 +25,7 @@ import cute_ops_torch
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 
 
+@pytest.mark.drawn(0.5, among="gallery")
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "steps"), [(nanogpt, 20), (sft, 20), (equinox_decoder, 20)])
 def test_it_learns(program, steps: int) -> None:
@@ -63,6 +64,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
+@pytest.mark.drawn(0.5, among="gallery")
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.gpu)], ids=["cpu", "two_gpus"])
 def test_shards_learn_what_the_whole_learns(devices: str) -> None:
@@ -96,6 +98,7 @@ def test_a_bundle_is_built_and_named(tmp_path: Path, cache_folder: Path, monkeyp
     assert serve.run(tmp_path) == 0
 
 
+@pytest.mark.drawn(0.5, among="gallery")
 @pytest.mark.slow
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cells = json.loads((GALLERY / "first_steps.ipynb").read_text(encoding="utf-8"))["cells"]

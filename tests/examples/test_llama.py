@@ -97,6 +97,7 @@ def train_with_own_ops_once(mode: str, losses: dict[str, list[float]], monkeypat
     monkeypatch.setattr(train, "MODES", {mode: make_step})
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_drawn_calls(seed: int) -> None:
         bound.assert_holds(np.asarray(wide(found[name])), f"{call.name}: {name}")
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("seed", range(100, 109))
 def test_drawn_calls_with_functions(seed: int) -> None:
     call, functions = drawn_with_functions(seed, 50)

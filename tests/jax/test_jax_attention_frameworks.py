@@ -123,6 +123,7 @@ DRAWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("attrs", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (5, 9), (9, 5)])
 def test_the_arguments_of_jax_nn(queries: int, keys: int, attrs: dict[str, Any]) -> None:

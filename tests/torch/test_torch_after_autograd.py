@@ -156,6 +156,7 @@ def test_checkpoints_are_computed_again() -> None:
     assert became("forward")
 
 
+@pytest.mark.drawn(0.5, among="packages")
 @pytest.mark.slow
 def test_compiled_ahead_of_time(tmp_path: Path) -> None:
     """In Python's loader, for rows of any number. An op that a graph alone has is not known where that is loaded."""
@@ -303,6 +304,7 @@ for run in range(2):
 """
 
 
+@pytest.mark.drawn(0.5, among="second processes")
 @pytest.mark.slow
 def test_a_second_process_makes_what_the_first_has_found(tmp_path: Path) -> None:
     """Its graphs come from Inductor's cache, so the pass does not run there."""

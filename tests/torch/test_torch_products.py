@@ -96,6 +96,7 @@ def test_of_nothing(product: Product) -> None:
             assert g.shape == t.shape and g.isfinite().all() and (k == 0 or not g.any())
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("opcheck")
 @every_product
 def test_opcheck(product: Product) -> None:
@@ -228,6 +229,7 @@ def test_gradients_per_example(product: Product) -> None:
         torch.testing.assert_close(found[name], torch.stack([p.grad, -2 * p.grad]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.feature("compile: full graph, any number of rows, backward")
 @every_product
@@ -242,6 +244,7 @@ def test_compiled(product: Product) -> None:
             same(gradients(compiled, product, tensors), gradients(function, product, tensors))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("compile: inference")
 @every_product
 def test_inductor(product: Product) -> None:
