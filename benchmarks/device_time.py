@@ -198,7 +198,7 @@ class Bench:
         self, name: str, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
     ) -> tuple[Sampler, int] | Any:
         """A checked contender: its sampler and its calls per sample, its JAX program, or why there is none."""
-        function = contenders.make(name, problem.op, dict(problem.attrs))
+        function = self.function(name, problem)
         if function is None:
             return "not available"
         if name in contenders.JAX:
@@ -221,6 +221,10 @@ class Bench:
             rounds = math.ceil(min(CALLS, max(LONG_US / once, 1)) / len(sets))
             self.synchronize()
             return graph_sampler(calls, rounds * len(sets), self.stream), rounds * len(sets)
+
+    def function(self, name: str, problem: Problem) -> Callable[..., Any] | None:
+        """A contender's function."""
+        return contenders.make(name, problem.op, dict(problem.attrs))
 
     def once(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Microseconds of a call, about."""

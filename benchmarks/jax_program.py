@@ -86,9 +86,10 @@ def _marked(name: str, token: Any) -> Any:
 
 
 def build(function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers]) -> Program:
-    """Compile. A backward call takes what the forward call, made here, has saved. A gradient that serves two inputs is
-    returned once, and one that is an output's cotangent not at all, since XLA copies what a program returns twice, or
-    as it was given. A buffer that passes two barriers would be copied: hence one call per set.
+    """Compile. A backward call takes what the forward call, made here, has saved; a call of both makes its own. A
+    gradient that serves two inputs is returned once, and one that is an output's cotangent not at all, since XLA copies
+    what a program returns twice, or as it was given. A buffer that passes two barriers would be copied: hence one call
+    per set.
     """
     import jax
 
@@ -96,10 +97,17 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
     # A set that is given several times is imported once.
     imported = {id(s): tuple(tuple(map(to_jax, part)) for part in s) for s in sets}
     if direction == "fwd":
-        returned = list(range(len(problem.declaration.shown)))
+        returned = list(range(problem.results))
 
         def call(inputs: Any, cotangents: Any) -> Any:
             return as_tuple(function(*inputs))
+
+    elif direction == "both":
+        returned = list(range(sum(problem.wanted)))
+
+        def call(inputs: Any, cotangents: Any) -> Any:
+            of_wanted, some = only(function, inputs, problem.wanted)
+            return jax.vjp(of_wanted, *some)[1](cotangents if len(cotangents) > 1 else cotangents[0])
 
     else:
         made = problem.binding("bwd").outputs

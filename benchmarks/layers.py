@@ -1,8 +1,8 @@
 """Layers around matrix products, each as a user of PyTorch writes it and as our public function, for sample.py.
 
 A :class:`Product` is one layer at one size. It has what device_time.py asks of a problem, so that it is checked,
-compiled ahead and measured in the same way; its contenders are PyTorch's eager functions (cuBLAS), torch.compile, and
-ours with ``fused="auto"``.
+compiled ahead and measured in the same way; its contenders are PyTorch's eager functions (cuBLAS), torch.compile, XLA,
+quack where it has the layer, and ours with ``fused="auto"``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -87,6 +88,8 @@ class Product:
     residual: ClassVar[None] = None
     directions: ClassVar[tuple[str, ...]] = ("fwd", "both")
 
+    results: ClassVar[int] = 1
+
     @property
     def rows(self) -> int:
         return self.m
@@ -136,15 +139,75 @@ class Product:
 
 
 def make(contender: str, layer: str) -> Call | None:
-    """The contender's function for a layer; None where it has none."""
+    """The contender's function for a layer; None where it has none, or is not installed."""
     found = LAYERS[layer]
-    if contender == "torch eager":
-        return found.eager
-    if contender == "torch.compile":
-        return torch.compile(found.eager, fullgraph=True, dynamic=False, options={"max_autotune": True})
-    if contender == "ours (torch)":
-        import cute_ops_torch
+    try:
+        if contender == "torch eager":
+            return found.eager
+        if contender == "torch.compile":
+            return torch.compile(found.eager, fullgraph=True, dynamic=False, options={"max_autotune": True})
+        if contender == "ours (torch)":
+            import cute_ops_torch
 
-        function = getattr(cute_ops_torch, found.ours)
-        return lambda *tensors: function(*tensors, **found.attrs)
-    return None
+            function = getattr(cute_ops_torch, found.ours)
+            return lambda *tensors: function(*tensors, **found.attrs)
+        return {"quack": in_quack, "XLA (jit)": in_jax}[contender]().get(layer)
+    except (ImportError, KeyError):
+        return None
+
+
+def in_quack() -> dict[str, Call]:
+    """Layers of quack, by the configs that it takes unasked: to tune each size takes minutes. The functions that return
+    an activation alone have no gradient.
+    """
+    from quack import rmsnorm
+    from quack.linear import linear_act_func, linear_func, linear_gated_func
+    from quack.mlp import mlp_func
+
+    def activated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, activation: str) -> torch.Tensor:
+        without_gradient()
+        return linear_act_func(x, weight, activation, bias, store_preact=False, tuned=False)[1]
+
+    def gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        without_gradient()
+        return linear_gated_func(x, weight, "swiglu", store_preact=False, tuned=False, concat_layout=True)[1]
+
+    def without_gradient() -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("an activation alone has no gradient")
+
+    return {
+        "linear": lambda x, w: linear_func(x, w, tuned=False),
+        "linear, bias": lambda x, w, b: linear_func(x, w, b, tuned=False),
+        "linear, gelu": partial(activated, activation="gelu_tanh_approx"),
+        "linear, silu": partial(activated, activation="silu"),
+        "linear, gate": gated,
+        "gated MLP": lambda x, w, down: mlp_func(x, w, down, "swiglu", tuned=False, concat_layout=True),
+        "norm, linear": lambda x, g, w: linear_func(rmsnorm(x, g, eps=EPS), w, tuned=False),
+    }
+
+
+def in_jax() -> dict[str, Call]:
+    """The layers as a user of jax.numpy writes them."""
+    import jax
+    import jax.numpy as jnp
+
+    def swiglu(x: Any, weight: Any) -> Any:
+        gate, up = jnp.split(x @ weight.T, 2, -1)
+        return jax.nn.silu(gate) * up
+
+    def rmsnorm(x: Any, weight: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS) * weight).astype(x.dtype)
+
+    return {
+        "linear": lambda x, w: x @ w.T,
+        "linear, bias": lambda x, w, b: x @ w.T + b,
+        "linear, gelu": lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=True),
+        "linear, silu": lambda x, w, b: jax.nn.silu(x @ w.T + b),
+        "linear, residual": lambda x, w, r: x @ w.T + r,
+        "linear, gate": swiglu,
+        "gated MLP": lambda x, w, down: swiglu(x, w) @ down.T,
+        "MLP, gelu": lambda x, up, b, down, c: jax.nn.gelu(x @ up.T + b, approximate=False) @ down.T + c,
+        "norm, linear": lambda x, g, w: rmsnorm(x, g) @ w.T,
+    }

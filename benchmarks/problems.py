@@ -67,6 +67,11 @@ class Problem:
         return BY_NAME[self.op]
 
     @property
+    def results(self) -> int:
+        """How many outputs a contender returns."""
+        return len(self.declaration.shown)
+
+    @property
     def wanted(self) -> list[bool]:
         """Per input, whether it has a gradient."""
         return [name in self.declaration.differentiable for name in self.arrays()]

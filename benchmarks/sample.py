@@ -8,28 +8,40 @@ same points. How a point is measured is said in device_time.py: contenders take 
 The table at the end lists each point where another contender is more than 3% ahead, with the reason that our choice
 gave in the log; each one is a bug with a number.
 
+Processes compile at the same time and measure one after another: each takes points until three fifths of ``--seconds``
+are over, compiles their contenders, waits for the others, and then measures its points while no other process does. A
+contender that does not compile in ``--compile-seconds`` is left out of its point, and rows are written as they come.
+``--resume`` goes on with the points that the file lacks.
+
     python benchmarks/sample.py --out out/benchmarks                      # a new seed
-    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60
+    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 300
+    python benchmarks/sample.py --out out/benchmarks --seed 7 --kinds products --points 60 --seconds 300 --resume
     python benchmarks/sample.py --seed 7 --list                           # print the points only; needs no GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import math
+import multiprocessing
 import os
 import random
 import secrets
+import signal
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import contenders
 import device_time
 import prewarm
 import torch
@@ -63,6 +75,7 @@ EXPERTS, CHOSEN = (8, 16, 32, 60, 64, 128, 160, 256, 384, 512), (1, 2, 4, 6, 8)
 VOCABULARIES, SAMPLED = (32000, 50257, 128256, 151936, 201088), (1, 20, 50, 100)
 HEADS = (1, 8, 12, 32, 40, 64)
 LONGEST = 262144  # elements of a drawn row
+GRACE = 10.0  # seconds that a process may take longer
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 
 
@@ -140,7 +153,7 @@ DRAWN: Mapping[str, Callable[[random.Random], Any]] = {
     "rows": lambda rng: draw_row(rng, rng.choice(ROW_OPS)),
 }
 CONTENDERS = {
-    "products": (OURS, EAGER, COMPILED),
+    "products": (OURS, EAGER, COMPILED, QUACK, XLA),
     "expressions": (OURS, COMPILED, XLA),
     "rows": (OURS, EAGER, COMPILED, QUACK, LIGER, XLA),
 }
@@ -161,32 +174,117 @@ def shrunk(point: Point) -> Point:
 class Drawn(Table):
     """A table whose rows say which point of which seed they belong to, and what our choice said of it."""
 
-    def __init__(self, path: Path, seed: int) -> None:
-        super().__init__(path, COLUMNS)
-        self._seed, self._reasons = seed, Reasons()
+    def __init__(self, path: Path, seed: int, append: bool = False) -> None:
+        super().__init__(path, COLUMNS, append)
+        self._seed = seed
         self._point: Point | None = None
+        self._said: Sequence[str] = ()
 
-    def begin(self, point: Point) -> None:
-        self._point = point
-        self._reasons.said.clear()
+    def begin(self, point: Point, said: Sequence[str]) -> None:
+        self._point, self._said = point, said
 
     def add(self, row: Mapping[str, Any]) -> None:
         found, point = {**row, "seed": self._seed}, self._point
         if point:
-            found |= {"kind": point.kind, "reason": "; ".join(self._reasons.said)}
+            found |= {"kind": point.kind, "reason": "; ".join(self._said)}
             if isinstance(point.problem, Product) and "us" in row:
                 found["tflops"] = point.problem.flops(point.direction) / row["us"] / 1e6
         super().add(found)
 
 
+def missing(points: Iterable[Point], rows: Iterable[Mapping[str, str]], seed: int) -> list[Point]:
+    """The points that these rows of a file do not have."""
+    found = {(r["kind"], *(r[c] for c in device_time.KEY)) for r in rows if r["seed"] == str(seed)}
+    return [p for p in points if (p.kind, *device_time.key(p.problem, p.direction)) not in found]
+
+
+class Late(BaseException):
+    """A contender that takes too long to compile. Compilers catch every Exception, and try something else."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise Late in the main thread after so long, once Python runs again."""
+
+    def late(*_: Any) -> None:
+        raise Late(f"not ready in {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(seconds) else max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Ready(NamedTuple):
+    """A point whose contenders are compiled: their names, why others are left out, and what our choice said."""
+
+    point: Point
+    names: list[str]
+    left_out: dict[str, str]
+    said: list[str]
+
+
 class Bench(device_time.Bench):
-    """Also measures products, whose outputs have the dtypes of the inputs."""
+    """Also measures products, whose outputs have the dtypes of the inputs. Functions are compiled once: first all of
+    them, and then one point after another is measured.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._reasons = Reasons()
+        self._functions: dict[tuple[str, Any], Any] = {}
+
+    def function(self, name: str, problem: Any) -> Any:
+        if (name, problem) not in self._functions:
+            self._functions[name, problem] = super().function(name, problem)
+        return self._functions[name, problem]
+
+    def prepare(self, point: Point, names: Iterable[str], seconds: float, end: float) -> Ready:
+        """Call each contender once. Raises Late where ours is not ready in time."""
+        problem, direction = point.problem, point.direction
+        made, found = problem.buffers(self.device, 0), Ready(point, [], {}, self._reasons.said.copy())
+        for name in names:
+            self._reasons.said.clear()
+            try:
+                with at_most(min(seconds, end - time.time())):
+                    function = self.function(name, problem)
+                    if function is None or (name in contenders.JAX and (problem.strided or problem.hot)):
+                        found.left_out[name] = "not available"
+                        continue
+                    prewarm.once(name, function, problem, direction, made, self.device)
+                found.names.append(name)
+            except (Exception, Late) as failure:  # a contender's failure is a result
+                if name == OURS and isinstance(failure, Late):
+                    raise
+                found.left_out[name] = f"failed: {first_line(failure)}"
+            if name == OURS:
+                found.said[:] = self._reasons.said
+        self.release()
+        return found
+
+    def finish(self, ready: Ready) -> None:
+        """Measure a point, and write its rows."""
+        point = ready.point
+        self.table.begin(point, ready.said)
+        self.measure(point.problem, point.direction, ready.names)
+        self.write(point.problem, point.direction, ready.left_out, {}, {}, 0)
+        self._functions = {key: each for key, each in self._functions.items() if key[1] != point.problem}
+        self.release()
 
     def wrong(self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Any, *rest: Any) -> str | None:
         if not isinstance(problem, Product):
             return super().wrong(got, wanted, problem, *rest)
         found = device_time.error(got, wanted)
         return None if found <= 3e-2 else f"wrong: relative error {found:.2g}"
+
+    def release(self) -> None:
+        """Give memory back; what is compiled stays."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
 
 
 class Reasons(logging.Handler):
@@ -255,12 +353,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--points", type=int, default=60, help="of each kind")
     parser.add_argument("--rounds", type=int, default=15, help="the most samples per contender")
     parser.add_argument("--without", nargs="+", default=[], metavar="CONTENDER", help="who is left out")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further point after this long")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; 0: none")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="measure no further point after this long")
+    parser.add_argument("--compile-seconds", type=float, default=60.0, help="the most for a contender of a point")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16), help="processes; 0: this one")
+    parser.add_argument("--resume", action="store_true", help="go on with what the file lacks of the seed's points")
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--cpu-smoke", action="store_true", help="on the CPU: checks this file only")
     options = parser.parse_args(arguments)
-    console, begin = Console(width=200, highlight=False), time.perf_counter()
+    console = Console(width=200, highlight=False)
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     console.print(f"seed {seed}")
     points = draw(seed, options.kinds, options.points)
@@ -273,34 +373,104 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cpu_smoke:
         points = list(map(shrunk, points))
     prewarm.share_caches()
-    functorch_config.donated_buffer = False  # a compiled backward is called more than once
-    who = {kind: [name for name in names if name not in options.without] for kind, names in CONTENDERS.items()}
-    if options.workers and not options.cpu_smoke:
-        for kind in options.kinds:
-            tasks = [(p.problem, p.direction) for p in points if p.kind == kind]
-            device_time.compile_ahead(tasks, who[kind], options.workers, options.seconds / 3, console)
-    device = torch.device("cpu" if options.cpu_smoke else "cuda")
-    table = Drawn(options.out / "sample.csv", seed)
-    ceiling = statistics.median(device_time.copy_rate(device, 0.01 if options.cpu_smoke else 2.0))
-    table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
-    bench = Bench(device, table, options.rounds, ceiling, console)
+    path = options.out / "sample.csv"
     # In turn, so that a run which is cut short has some of each kind.
-    in_turn = [point for k in range(options.points) for point in points[k :: options.points]]
-    for point in track(in_turn, "measured", console=console):
-        if time.perf_counter() - begin > options.seconds:
-            console.print("out of time: later points are not measured")
-            break
-        table.begin(point)
-        try:
-            bench.measure(point.problem, point.direction, who[point.kind])
-        except Exception as failure:  # too little memory for the buffers, or the GPU is lost
-            console.print(f"{point.name}: {first_line(failure)}")
-            if bench.lost():
-                console.print("the GPU does not answer this process any more")
-                break
-        bench.release()
-    console.print(report(read(options.out / "sample.csv")))
+    todo = [point for k in range(options.points) for point in points[k :: options.points]]
+    if options.resume and path.exists():
+        todo = missing(todo, read(path), seed)
+    device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    ceiling = statistics.median(device_time.copy_rate(device, 0.01 if options.cpu_smoke else 2.0))
+    table = Drawn(path, seed, options.resume)
+    table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
+    torch.cuda.empty_cache()
+    run(todo, Run(device, path, seed, ceiling, options, time.time() + options.seconds), console)
+    console.print(report(row for row in read(path) if row["seed"] == str(seed)))
+    if left := missing(todo, read(path), seed):
+        console.print(f"{len(left)} of {len(points)} points are not measured; go on with --seed {seed} --resume")
     return 0
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What all processes of a run know; ``end`` is when it is to be over."""
+
+    device: torch.device
+    path: Path
+    seed: int
+    ceiling: float
+    options: argparse.Namespace
+    end: float
+
+    @property
+    def compiled(self) -> float:
+        """When the last point is taken to be compiled."""
+        return self.end - 0.4 * self.options.seconds if math.isfinite(self.end) else math.inf
+
+
+def run(todo: Sequence[Point], given: Run, console: Console) -> None:
+    """Compile and measure these points, in several processes; in this one with ``--workers 0``, and on a CPU."""
+    count = min(given.options.workers, len(todo))
+    if not count or given.device.type == "cpu":
+        work(iter(todo).__next__, lambda: None, nullcontext(), given)
+        return
+    context = multiprocessing.get_context("spawn")
+    points, together, turn = context.Queue(), context.Barrier(count), context.Lock()
+    for point in (*todo, *[None] * count):
+        points.put(point)
+    started = [context.Process(target=in_process, args=(points, together, turn, given)) for _ in range(count)]
+    for process in started:
+        process.start()
+    for process in track(started, "measured", console=console):
+        # One that is lost, or does not come back from its compiler, must not keep the others' results.
+        process.join(None if math.isinf(given.end) else max(given.end + GRACE - time.time(), 1))
+        process.terminate()
+
+
+def in_process(points: Any, together: Any, turn: Any, given: Run) -> None:
+    def take() -> Point:
+        if (point := points.get()) is None:
+            raise StopIteration
+        return point  # type: ignore[no-any-return]
+
+    def wait() -> None:
+        with suppress(threading.BrokenBarrierError):  # one is late or lost
+            together.wait(None if math.isinf(given.end) else max(given.compiled + GRACE - time.time(), 1))
+
+    prewarm.benchmarks_take_turns()
+    work(take, wait, turn, given)
+
+
+def work(
+    take: Callable[[], Point], together: Callable[[], None], turn: AbstractContextManager[Any], given: Run
+) -> None:
+    """Compile points while there are some, wait for the others, and measure them in turn."""
+    functorch_config.donated_buffer = False  # a compiled backward is called more than once
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10**4
+    options, console = given.options, Console(width=200, highlight=False)
+    bench = Bench(given.device, Drawn(given.path, given.seed, True), options.rounds, given.ceiling, console)
+    who = {kind: [name for name in names if name not in options.without] for kind, names in CONTENDERS.items()}
+    ready: list[Ready] = []
+    with suppress(StopIteration):
+        while time.time() < given.compiled:
+            point = take()
+            try:
+                ready.append(bench.prepare(point, who[point.kind], options.compile_seconds, given.compiled + GRACE / 2))
+            except (Exception, Late) as failure:  # too little memory for the buffers, or no time
+                console.print(f"{point.name}: {first_line(failure)}")
+    together()
+    for each in ready:
+        with turn:
+            if time.time() > given.end:
+                return
+            try:
+                bench.finish(each)
+            except Exception as failure:
+                console.print(f"{each.point.name}: {first_line(failure)}")
+                if bench.lost():
+                    console.print("the GPU does not answer this process any more")
+                    return
 
 
 if __name__ == "__main__":

@@ -483,11 +483,32 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
     assert {row["status"] for row in rows} <= {"ok", "not available"}
     assert all(row["seed"] == "5" for row in rows)
     assert all(float(row["tflops"]) > 0 for row in rows if row["kind"] == "products" and row["us"])
+    assert {row["contender"] for row in rows if row["kind"] == "products"} >= {sample.QUACK, sample.XLA, sample.OURS}
+    assert sample.main([*arguments, "--out", str(tmp_path), "--resume"]) == 0  # with nothing left to measure
+    assert [row for row in common.read(tmp_path / "sample.csv") if row["kind"]] == rows
     best = {"kind": "rows", "op": "softmax", "direction": "fwd", "status": "ok", "of_copy": "0.8", "reason": "of tiles"}
     points = [{**dict.fromkeys(sample.COLUMNS, ""), **best, "contender": c, "us": u} for c, u in
               (("ours (torch)", "10"), ("Liger", "9.5"), ("torch eager", "30"))]  # fmt: skip
     assert "| rows | fwd | 0.950 | 0.95 | 1 |" in (text := sample.report(points))
     assert "| 10.0 | Liger | 9.5 | 0.95 | of tiles |" in text
+
+
+def test_sample_leaves_out_what_takes_too_long_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contender is left out of its point with the reason, and ours takes its point along, which a later run has."""
+    point = sample.shrunk(sample.draw(5, ["products"], 1)[0])
+
+    def once(name: str, *_: Any) -> None:
+        while name in slow:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(prewarm, "once", once)
+    bench = sample.Bench(torch.device("cpu"), sample.Drawn(tmp_path / "sample.csv", 5), 1, 1.0, Console())
+    slow, names = {sample.EAGER}, (sample.OURS, sample.EAGER)
+    ready = bench.prepare(point, names, 0.01, time.time() + 60)
+    assert ready.names == [sample.OURS] and ready.left_out == {sample.EAGER: "failed: Late: not ready in 0 s"}
+    slow = {sample.OURS}
+    with pytest.raises(sample.Late):
+        bench.prepare(point, names, 60.0, time.time() + 0.01)
 
 
 @pytest.mark.parametrize(
