@@ -308,7 +308,8 @@ class Bench:
             elif state != "not available":
                 figures.append(f"{name} {state}")
             self.table.add(row)
-        self.console.print(f"{problem.op} {direction} {problem.label}: {', '.join(figures)}")
+        if figures:
+            self.console.print(f"{problem.op} {direction} {problem.label}: {', '.join(figures)}")
 
     def synchronize(self) -> None:
         if self.cuda:
