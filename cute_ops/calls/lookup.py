@@ -45,6 +45,7 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.sums import column_sum
     from cute_ops.ops.norm import group_norm
     from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+    from cute_ops.ops.routing.places import class_places
     from cute_ops.ops.routing.route import expert_probabilities, expert_totals
     from cute_ops.ops.routing.topk import topk_step
 
@@ -52,7 +53,15 @@ def ours() -> dict[str, Op]:
     by_layout += partial(linear_acc, "T"), *(partial(qkv_rope.qkv_rope, size) for size in qkv_rope.SIZES)
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
     inside += (*parts(False), *parts(True), column_sum(), row_copy())
-    inside += (topk_step, gathered_sum, scattered_rows, gathered_dots, expert_probabilities, expert_totals)
+    inside += (
+        topk_step,
+        class_places,
+        gathered_sum,
+        scattered_rows,
+        gathered_dots,
+        expert_probabilities,
+        expert_totals,
+    )
     inside += (group_norm_first, group_norm_last, *group_norm.PARTS)
     every = (*OPS, *PRODUCTS, *ATTENTION, *MODELS, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}

@@ -22,6 +22,7 @@ from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.conv.channels_first import channels_first_sums
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+from cute_ops.ops.routing.places import class_places
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
 from cute_ops.testing.kernel_calls import LAYOUTS
@@ -58,11 +59,11 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
 @pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED) for case in op.cases], ids=lambda v: v.name
+    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places) for case in op.cases], ids=lambda v: v.name
 )  # fmt: skip
 def test_every_case_compiles_without_spills(op: Op, case: Case, tmp_path: Path) -> None:
     """A stack is allowed to gradients of expressions of two tiles only; nothing is spilled to local memory."""
-    arrays = testing.specs(op, case, "bfloat16")
+    arrays = testing.specs(op, case, "int64" if op is class_places else "bfloat16")
     variant = plan(bind(op, arrays, testing.attributes(op, case)), {}, parse("sm_90a")).variant
     worker.compile(variant, tmp_path / "kernel.cubin")
     for each in sass.resources(tmp_path / "kernel.cubin"):
@@ -121,6 +122,23 @@ def test_rows_that_an_index_names(op: Op) -> None:
             name: kernel_calls.place(op.inputs[name], a, LAYOUTS[i % 4]) for name, a in arrays.items() if a is not None
         }
         kernel_calls.check(kernel_calls.Call(op, {n: arrays[n] for n in op.inputs}, where, {}, "", draw))
+
+
+@pytest.mark.parametrize(("r", "k", "classes"), [(1, 1, 1), (15, 3, 5), (67, 2, 8), (300, 8, 64), (700, 1, 130)])
+def test_places_of_classes_are_those_of_a_stable_sort(r: int, k: int, classes: int) -> None:
+    """Some numbers are no class: they come last. Warps and CTAs without a number, and races, too."""
+    rng = np.random.default_rng(r)
+    for kind in ("int64", "int32"):
+        index = rng.integers(-1, classes + 1, (r, k)).astype(kind)
+        tile = {"threads": (32, 64, 256)[r % 3], "ctas": 1 + r % 4}
+        given: dict[str, np.ndarray | None] = {"index": index}
+        call = kernel_calls.Call(class_places, given, {}, {"classes": classes}, "", partial(dict, given), tile)
+        kernel_calls.check(call, watched=True)
+        place, ends = kernel_calls.run(call)
+        key = np.where((index < 0) | (index >= classes), classes, index).reshape(-1)
+        assert place is not None
+        np.testing.assert_array_equal(place.reshape(-1)[np.argsort(key, kind="stable")], np.arange(r * k))
+        np.testing.assert_array_equal(ends, np.searchsorted(np.sort(key), np.arange(classes), "right"))
 
 
 def test_rows_are_copied_bit_by_bit_and_an_index_that_is_no_row_gives_nan() -> None:

@@ -31,3 +31,11 @@ class GatherConfig(KernelConfig):
     threads: int
     threads_per_row: int
     unroll: int
+
+
+@dataclass(frozen=True)
+class PlacesConfig(KernelConfig):
+    """``ctas`` of ``threads`` share numbers that are sorted by class."""
+
+    threads: int
+    ctas: int

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from cute_ops.declaration.config import Problem
-from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.declaration.config import Config, Problem
+from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, WARP
-from cute_ops.kernels.routing.config import MOVED_FROM, SEGMENT, GatherConfig, TopkConfig
+from cute_ops.kernels.routing.config import MOVED_FROM, SEGMENT, GatherConfig, PlacesConfig, TopkConfig
 from cute_ops.ops.rows import threads_for
 
 # Columns of a thread that sorts, and of one that selects; the longest rows that are sorted, and the most numbers of
@@ -16,6 +16,8 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
 # takes a register.
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
+# Threads of a CTA that finds places: eight warps, whose counts of 1024 classes take 32 KB.
+PLACES_THREADS = 256
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
 
@@ -46,6 +48,16 @@ def gathered_dots(problem: Problem) -> GatherConfig:
 def scattered_rows(problem: Problem) -> GatherConfig:
     """Threads of a row that have :data:`GATHERED_VECTORS` of it in flight."""
     return _gathered(problem, 2 * SORT_THREADS, each=1)
+
+
+def places(problem: Problem) -> PlacesConfig:
+    """A CTA for each SM; each of its warps counts classes apart."""
+    return PlacesConfig(PLACES_THREADS, problem.sm_count)
+
+
+def counts(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """How many numbers of each class, and of none, each CTA has."""
+    return {"counts": Array((PlacesConfig(**flat).ctas, problem.attrs["classes"] + 1), "int32")}
 
 
 def _gathered(problem: Problem, most: int, each: int) -> GatherConfig:

@@ -11,6 +11,7 @@ from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+from cute_ops.ops.routing.places import MOST_CLASSES, class_places
 
 Arrays = Mapping[str, Any]
 Call = Callable[..., Any]
@@ -22,15 +23,15 @@ CASES = (
 
 def _permute(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x, index = inputs["x"], inputs["index"]
-    keys, order = xp.sort(xp.classes_of(index.reshape(-1), attrs["experts"]))
-    place = _inverse(xp, xp.whole(order)).reshape(index.shape)
-    return {"out": _scattered(call, x, place, None), "place": place, "ends": xp.ends(keys, attrs["experts"])}
-
-
-def _inverse(xp: Any, order: Any) -> Any:
-    """The place of each number in a permutation."""
-    places = xp.offsets(order[:1] * 0, order.shape[0]).reshape(-1)
-    return xp.with_rows(order, order, places)
+    if attrs["experts"] <= MOST_CLASSES:
+        found = call(class_places, {"index": index}, {"classes": attrs["experts"]})
+        place, ends = found["place"], found["ends"]
+    else:
+        keys, order = xp.sort(xp.classes_of(index.reshape(-1), attrs["experts"]))
+        places = xp.offsets(order[:1] * 0, order.shape[0]).reshape(-1)
+        place = xp.whole(xp.with_rows(order, order, places)).reshape(index.shape)
+        ends = xp.ends(keys, attrs["experts"])
+    return {"out": _scattered(call, x, place, None), "place": place, "ends": ends}
 
 
 def _permute_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -83,7 +84,7 @@ permute_tokens = Op(
     inputs={"x": TOKENS, "index": INDEX},
     outputs={"out": SORTED, "place": Tensor("r k", "int32"), "ends": Tensor("e", "int32")},
     derived={**_T, "e": lambda dims, attrs: attrs["experts"]},
-    kernel=Program(_permute, (scattered_rows,)),
+    kernel=Program(_permute, (class_places, scattered_rows)),
     grad=permute_tokens_bwd,
     doc="""Tokens in the order of their experts, as grouped products want them.
 
