@@ -17,6 +17,9 @@ CASES = (
     Case("long-heads", {"m": (3,), "h": 2, "n": 4097}),
 )
 
+# The gradient of a row of one element is 0, computed as what one product is rounded by, times rstd, which eps bounds.
+LAYER_CASES = (CASES[0]._replace(attrs={"eps": 0.1}), *CASES[1:])
+
 
 def _head_rmsnorm(xp: Any, x: Any, weight: Any, *, eps: float, weight_offset: float) -> Any:
     scale = weight + weight_offset if weight_offset else weight
@@ -58,7 +61,7 @@ head_rmsnorm = fused(
 )  # fmt: skip
 
 head_layernorm = fused(
-    _head_layernorm, name="head_layernorm", operands={"x": "*m n", "weight": "h n", "bias": "h n"}, cases=CASES,
+    _head_layernorm, name="head_layernorm", operands={"x": "*m n", "weight": "h n", "bias": "h n"}, cases=LAYER_CASES,
     attrs={"eps": 1e-5},
     grad_doc="Gradients of :func:`head_layernorm`: as :func:`layernorm_bwd`, with sums over tokens for each head.",
     doc=f"""Layer norm of every head, with a weight and a bias of each head's own.
