@@ -104,7 +104,11 @@ def left_out(op: Op, rng: np.random.Generator, share: float) -> tuple[str, ...]:
 
 
 def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers around zero in a dtype: powers of two in ``float8_e8m0fnu``, large numbers in ``uint32``."""
+    """Numbers around zero in a dtype: powers of two in ``float8_e8m0fnu``, large numbers in ``uint32``; whether they are
+    positive in ``bool``.
+    """
+    if dtype == "bool":
+        return values > 0
     if dtype == "float8_e8m0fnu":
         values = np.exp2(np.rint(values))
     elif dtype == "uint32":

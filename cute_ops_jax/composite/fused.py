@@ -51,7 +51,7 @@ def _by_call(by_call: ByCall) -> Function:
         each = zip(operands, fits, strict=True)
         given = [(_as_array(a), how) for a, how in each if a is not None and how is not None]
         call = partial(call_fitted, register(op), [how for _, how in given])
-        narrow = any(how.expanded and a.dtype.itemsize < 4 for a, how in given)
+        narrow = any(how.expanded and _narrow(a) for a, how in given)
         return (summing(call) if narrow else call)(*(a for a, _ in given))
 
     return function
@@ -59,7 +59,10 @@ def _by_call(by_call: ByCall) -> Function:
 
 def call_fitted(function: Function, fits: Sequence[Fit], *operands: Any, wide: bool = False) -> Any:
     """The op's results; ``wide``: operands that are expanded become float32."""
-    given = (a.astype("float32") if wide and how.expanded else a for a, how in zip(operands, fits, strict=True))
+    given = (
+        a.astype("float32") if wide and how.expanded and _narrow(a) else a
+        for a, how in zip(operands, fits, strict=True)
+    )
     return function(*map(_fitted, given, fits))
 
 
@@ -74,6 +77,11 @@ def summing(call: Function) -> Function:
     function = jax.custom_vjp(call)
     function.defvjp(lambda *operands: (call(*operands), operands), backward)
     return function
+
+
+def _narrow(a: Any) -> bool:
+    """Whether an array holds floats of 16 bits."""
+    return a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating)  # type: ignore[no-any-return]
 
 
 def _as_array(operand: Any) -> Any:

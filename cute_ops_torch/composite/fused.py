@@ -86,7 +86,7 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
             attrs = tuple((name, attribute(name, value)) for name, value in attrs)
             shapes = by_call.shapes(operands, torch.Tensor)
             dtypes = [dtype_of(t) if isinstance(t, torch.Tensor) else "" for t in operands]
-            fits = by_call.fits(shapes, halves(presence(shapes), attrs), dtypes)
+            fits = by_call.fits(shapes, halves(presence(shapes, dtypes), attrs), dtypes)
             run = while_traced(kinds(fits), attrs)
         else:
             given = tuple([t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands])
@@ -101,7 +101,14 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
                 if operands[i].dtype is not operands[j].dtype:
                     run, fits, _ = anew(given, key, operands, attrs)
                     break
-        return run(*(operands if fits is None else _fitted(operands, fits, by_call.name)))
+        try:
+            return run(*(operands if fits is None else _fitted(operands, fits, by_call.name)))
+        except TypeError:
+            # Bools or whole numbers where a call of these shapes had floats, or the reverse.
+            other, other_fits = choose(operands, attrs)[:2]
+            if other is run:
+                raise
+            return other(*(operands if other_fits is None else _fitted(operands, other_fits, by_call.name)))
 
     return function
 

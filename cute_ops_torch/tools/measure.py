@@ -237,6 +237,8 @@ def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], gener
             values = declared.at_most - values.abs_()
         if name.endswith("weight"):
             values = values.div_(4).add_(1)
+    if array.dtype == "bool":
+        return values > 0
     if array.dtype == "float8_e8m0fnu":
         values = values.round_().exp2_()
     elif array.dtype == "uint32":

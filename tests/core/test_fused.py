@@ -243,7 +243,6 @@ def test_kernels_compile_for_older_gpus(name: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "operand `mask` holds bools": (lambda xp, x, mask: xp.where(mask, x, 0.0), {"x": TILE, "mask": "bool *m n"}, {}),
     "out1 holds bools": (lambda xp, x: (x, x > 0), {"x": TILE}, {}),
     "out does not have the shape": (lambda xp, x, row: row * 2, {"x": TILE, "row": ROW}, {}),
     "it has no tile": (lambda xp, row, column: row * column, {"row": ROW, "column": COLUMN}, {}),

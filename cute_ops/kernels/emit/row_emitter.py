@@ -27,6 +27,7 @@ class RowEmitter:
         nodes = self.expression.nodes
         self.primitives = [[nodes[i].primitive for i in stage] for stage in self.stages]
         self.read = [i for i, node in enumerate(nodes) if node.primitive == "operand"]
+        self.bools = [i for i in self.read if self.expression.kinds[i].dtype == "bool"]
         waiting, seen = [nodes[i].args[0] for stage in self.stages for i in stage], set()
         while waiting:
             i = waiting.pop()
@@ -56,8 +57,12 @@ class RowValues:
 
     def __init__(self, emitter, numbers, length):
         self.emitter, self.length = emitter, length
-        self.known = dict(numbers)
+        self.known = self._given(numbers)
         self._settle(0)
+
+    def _given(self, operands):
+        """Operands by node, those of bools as conditions."""
+        return {i: x != 0.0 if i in self.emitter.bools else x for i, x in operands.items()}
 
     def _settle(self, level):
         """Compute the values without columns that are known after so many stages."""
@@ -74,12 +79,12 @@ class RowValues:
 
     def terms(self, stage, elements):
         """The terms of a stage's reductions in one column; ``elements``: of operands with columns, by node."""
-        nodes, found = self.emitter.expression.nodes, dict(elements)
+        nodes, found = self.emitter.expression.nodes, self._given(elements)
         return [self._value(nodes[i].args[0], found) for i in self.emitter.stages[stage]]
 
     def outputs(self, places, elements):
         """Some outputs in one column, after the last stage."""
-        found = dict(elements)
+        found = self._given(elements)
         return [self._value(self.emitter.expression.outputs[i], found) for i in places]
 
     def number(self, place):

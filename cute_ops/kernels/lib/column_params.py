@@ -9,6 +9,7 @@ from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.copy import fragment, load, load_elements, load_if, load_masked, widen
 
 WORD_BYTES = 4
+REALIGNED = 2, 4  # bytes of elements that are picked from aligned loads; others are loaded one by one
 # Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
 LOWER, MIDDLE = 0x3210, 0x5432
 
@@ -21,7 +22,7 @@ def column_vectors(mW, key, tile, first, ks=None):
     ks = range(tile.per_thread) if ks is None else ks
     base = mW.iterator.toint()
     aligned = key.align >= min(v.vec * itemsize, VECTOR_BYTES)
-    if v.shifted and key.align >= VECTOR_BYTES:
+    if v.shifted and key.align >= VECTOR_BYTES and itemsize in REALIGNED:
         return _realigned(mW.element_type, base, tile, first, ks)
     vectors = []
     for k in ks:

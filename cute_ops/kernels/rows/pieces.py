@@ -15,7 +15,7 @@ from cute_ops.kernels.lib.philox import uniform
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.rows.config import FusedRowConfig
-from cute_ops.kernels.rows.pointwise import outputs_of
+from cute_ops.kernels.rows.pointwise import named, outputs_of
 from cute_ops.kernels.rowwise.pointwise import Piece, number_address
 
 
@@ -104,7 +104,7 @@ class RowPieces:
 
     def named(self, arguments):
         """The tensors by name."""
-        return dict(zip(self.variant.names, arguments))
+        return named(self.variant.names, arguments)
 
     def partials_of(self, piece):
         """The name of the workspace that holds partial sums of an output."""

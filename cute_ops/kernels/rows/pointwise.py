@@ -5,7 +5,7 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
@@ -18,6 +18,15 @@ from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
 from cute_ops.kernels.rows.column_pass import ColumnPass
 from cute_ops.kernels.rows.config import FusedConfig
 from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address, vector_widths
+
+
+def named(names, arguments):
+    """The tensors by name, those of bools as bytes."""
+    return {
+        name: cute.make_tensor(cute.recast_ptr(mX.iterator, dtype=Uint8), mX.layout)
+        if mX is not None and mX.element_type == Boolean else mX
+        for name, mX in zip(names, arguments)
+    }  # fmt: skip
 
 
 def outputs_of(config):
@@ -89,10 +98,12 @@ class FusedPointwise:
 
         def compute(*elements):
             given = iter(elements)
-            operands = [
-                None if i not in self.read else (next(given), next(given)) if operand.packed else next(given)
-                for i, operand in enumerate(self.emit.expression.operands)
-            ]
+            operands = []
+            for i, operand in enumerate(self.emit.expression.operands):
+                each = [next(given) for _ in operand.halves] if i in self.read else [None]
+                if operand.kind.dtype == "bool" and i in self.read:
+                    each = [x != 0.0 for x in each]
+                operands.append(each if operand.packed else each[0])
             values = self.emit(*operands, length=self.n)
             return tuple(values[i] for i, _ in outputs)
 
@@ -113,7 +124,7 @@ class FusedPointwise:
 
     @cute.jit
     def __call__(self, *arguments):
-        tensors, stream = dict(zip(self.names, arguments)), arguments[-1]
+        tensors, stream = named(self.names, arguments[:-1]), arguments[-1]
         inputs = tuple([tensors[piece.name] for piece in self.inputs])
         tiles = tuple([tensors[piece.name] for _, piece in self.outputs["t"]])
         if const_expr(self.tiles is not None and not self.together):

@@ -134,8 +134,10 @@ def _of_example(how: Fit) -> Fit | None:
 
 def with_dtypes(fits: Sequence[Fit | None], dtypes: Sequence[str]) -> tuple[Fit | None, ...]:
     """Operands with dtypes in their shapes where these matter: an expanded tile has any dtype if another tile
-    is whole, and tiles of several dtypes have each its own. ``dtypes`` has an empty text for what is no array.
+    is whole, and tiles of several dtypes have each its own; bools and whole numbers have ``bool`` and ``int`` before
+    their shape. ``dtypes`` has an empty text for what is no array.
     """
+    fits = [_with_word(how, dtype) for how, dtype in zip(fits, dtypes, strict=True)]
     tiles = {i: how for i, how in enumerate(fits) if how is not None and how.shape in TILES}
     whole = [i for i, how in tiles.items() if not how.expanded] or [*tiles]
     different = len({dtypes[i] for i in whole}) > 1 and all(dtypes[i] in FLOATS for i in whole)
@@ -144,3 +146,9 @@ def with_dtypes(fits: Sequence[Fit | None], dtypes: Sequence[str]) -> tuple[Fit 
         how._replace(shape=f"{own[i]} {how.shape}") if how is not None and i in own else how
         for i, how in enumerate(fits)
     )
+
+
+def _with_word(how: Fit | None, dtype: str) -> Fit | None:
+    """An operand with what stands before its shape where it holds no floats."""
+    word = "bool" if dtype == "bool" else "int" if dtype.startswith(("int", "uint")) else ""
+    return how._replace(shape=f"{word} {how.shape}".strip()) if how is not None and word else how

@@ -11,6 +11,7 @@ Each operand has a kind, by how NumPy broadcasts it:
 - ``c`` a column vector, one number per row
 - ``s`` a scalar
 - ``n`` a Python number: a scalar without a gradient
+- ``tM``, ``rM``, ``cM`` and ``sM`` such operands of bools, ``tI`` and its like of whole numbers, without a gradient
 - ``_`` left out: None
 
 An op's name is the function's, these *kinds* and a digest of the expression: ``gelu_add_trt_1f3b0c9a2d4e``. So it is
@@ -33,7 +34,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.errors import header_of, meant, unknown_argument
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression import many
-from cute_ops.ops.expression.broadcast import NUMBER, Fit, Sizes, fits, of_examples, with_dtypes
+from cute_ops.ops.expression.broadcast import NUMBER, TILES, Fit, Sizes, fits, of_examples, with_dtypes
 from cute_ops.ops.expression.call import (
     KINDS,
     SHAPES,
@@ -46,9 +47,9 @@ from cute_ops.ops.expression.call import (
     readable,
     remembered,
 )
-from cute_ops.ops.expression.fused import fused, shape_of
+from cute_ops.ops.expression.fused import BOOL, INT, fused, shape_of
 
-_KIND = re.compile(r"2?t[FHB]?|2?[erb]|[cdsn_]")
+_KIND = re.compile(r"2?t[FHB]|(?:2?[tr]|[cs])[MI]|2?[terb]|[cdsn_]")
 _CALL = re.compile(rf"((?:{_KIND.pattern})+)(?:\((.+)\))?")
 _VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
 
@@ -56,7 +57,8 @@ DOC = """Operands broadcast as in NumPy. If the result is ``[*m n]``, an operand
 ``[n]``, a column vector ``[*m 1]``, a scalar ``[]``, or a Python number, which has no gradient. None means that an
 operand is left out. An operand that lacks some of the leading dims is expanded to all of them, and its gradient is
 summed in float32. Outputs have the dtype of the tiles that are not expanded, float32 if these differ; what follows from
-reductions of rows alone is float32. An output that ``xp.astype`` gives has that dtype. An operand that the
+reductions of rows alone is float32. Bools are conditions, ``xp.where(mask, x, 0.0)``, and whole numbers (int32, int64,
+uint8) are read as float32, exact below 2^24; neither has a gradient. An output that ``xp.astype`` gives has that dtype. An operand that the
 function reads by halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-1] // 2``, has twice the columns.
 Keyword-only arguments are attributes: numbers and texts that Python sees; each combination has a kernel of its own.
 
@@ -199,9 +201,8 @@ class ByCall:
 
         def find() -> str:
             self._check(attrs)
-            shapes = {
-                name: SHAPES["t" if each == "1" else "_"] for name, each in zip(self.operands, presence, strict=True)
-            }
+            kind = {"0": "_", "1": "t", "M": "tM"}
+            shapes = {name: SHAPES[kind[each]] for name, each in zip(self.operands, presence, strict=True)}
             packed = read_by_halves(self.function, shapes, attrs)
             return "".join("2" if name in packed else "1" for name in self.operands)
 
@@ -218,7 +219,10 @@ class ByCall:
         def refuse(problem: str) -> NoReturn:
             self._refuse(ValueError, problem, shapes)
 
-        return of_examples(with_dtypes(fits(dict(zip(self.operands, shapes, strict=True)), halves, refuse), dtypes))
+        found = with_dtypes(fits(dict(zip(self.operands, shapes, strict=True)), halves, refuse), dtypes)
+        if not any(how and how.shape.endswith(TILES) and not how.shape.startswith((BOOL, INT)) for how in found):
+            refuse("no argument of floats has the shape of the result; one must, because its dtype is the result's.")
+        return of_examples(found)
 
     def op(self, kinds: str, attrs: Attrs = ()) -> Op:
         """The op of calls with operands of these kinds, and with these attributes.
@@ -240,7 +244,7 @@ class ByCall:
         """The op of a call, and how its operands broadcast to the result."""
         shapes = self.shapes(operands, array)
         dtypes = [dtype_of(each) if isinstance(each, array) else "" for each in operands]
-        fitted = self.fits(shapes, self.halves(presence(shapes), attrs), dtypes)
+        fitted = self.fits(shapes, self.halves(presence(shapes, dtypes), attrs), dtypes)
         return self.op(kinds(fitted), attrs), fitted
 
     def _check(self, attrs: Attrs) -> None:
@@ -325,9 +329,10 @@ def dtype_of(operand: Any) -> str:
     return str(operand.dtype).rpartition(".")[2]
 
 
-def presence(shapes: Sequence[Sizes]) -> str:
-    """Which operands of a call are given: ``1`` for each that is, ``0`` for each that is left out."""
-    return "".join("0" if shape is None else "1" for shape in shapes)
+def presence(shapes: Sequence[Sizes], dtypes: Sequence[str]) -> str:
+    """Which operands of a call are given: ``1`` for each that is, ``M`` for bools, ``0`` for each that is left out."""
+    each = zip(shapes, dtypes, strict=True)
+    return "".join("0" if shape is None else "M" if dtype == "bool" else "1" for shape, dtype in each)
 
 
 def kinds(fits: Sequence[Fit | None]) -> str:

@@ -22,7 +22,7 @@ from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.ops.expression.broadcast import NUMBER, Fit, Refuse, fits, with_dtypes
-from cute_ops.ops.expression.fused import fused_traced, shape_of
+from cute_ops.ops.expression.fused import BOOL, INT, fused_traced, shape_of
 
 Attrs = tuple[tuple[str, Any], ...]
 Shapes = Mapping[str, str | None]
@@ -37,6 +37,11 @@ SHAPES: dict[str, str | None] = {
     "n": NUMBER, "_": None, "b": "*b n", "2b": "*b 2n", "d": "*b 1",
     **{f"t{letter}": f"{dtype} *m n" for letter, dtype in DTYPES.items()},
     **{f"2t{letter}": f"{dtype} *m 2n" for letter, dtype in DTYPES.items()},
+}  # fmt: skip
+# Operands of bools, and of whole numbers.
+SHAPES |= {
+    f"{kind}{letter}": f"{word} {SHAPES[kind]}".strip()
+    for letter, word in (("M", BOOL), ("I", INT)) for kind in ("t", "2t", "r", "2r", "c", "s")
 }  # fmt: skip
 KINDS = {shape: kind for kind, shape in SHAPES.items()}
 # Ops without a product, by name; functions with the same expression share one.

@@ -34,6 +34,7 @@ THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
 PARTIAL_CTAS, PARTIALS = 4, 64
 # Rows of a part of an example that has sums of its own, and the most parts.
 ROWS_OF_PART, MOST_PARTS = 256, 1024
+WHOLE, WHOLE_OF = ("int32", "int64", "uint8"), "I_"  # dtypes of whole numbers, and how variables of these begin
 COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
 Attrs = Mapping[str, Any]
 Made = TypeVar("Made")
@@ -202,7 +203,7 @@ def declare(
     counts = any(node.primitive == "n" for node in first.expression.nodes)
     packed = any("2n" in tensor.shape for tensor in (*inputs.values(), *outputs.values()))
     usual: dict[str, Any] = {
-        "dtypes": {t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
+        "dtypes": {t.dtype: choices(t.dtype) for t in inputs.values() if t.dtype not in ITEMSIZE},
         "static": ("n",) if counts and not first.by_rows else WhileFew("n"), "kernel": KERNEL,
         "sharding": Sharding(parallel=() if first.by_rows or packed else ("n",)),
     }  # fmt: skip
@@ -211,6 +212,11 @@ def declare(
         tuning=Tuning(of_config, space_of(of_call), workspace),
         **{**usual, **more},
     )  # fmt: skip
+
+
+def choices(variable: str) -> tuple[str, ...]:
+    """What a dtype variable of an operand may be."""
+    return WHOLE if variable.startswith(WHOLE_OF) else FLOATS
 
 
 class ByAttrs(Generic[Made]):

@@ -22,7 +22,7 @@ from cute_ops.expressions.graph import SHAPES, Expression, operands_of
 from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.primitives import LIKE
 from cute_ops.expressions.stages import stages
-from cute_ops.ops.expression.formula import COLUMN, Attrs, ByAttrs, Formula, declare
+from cute_ops.ops.expression.formula import COLUMN, WHOLE_OF, Attrs, ByAttrs, Formula, declare
 from cute_ops.ops.expression.traces import Traces
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
@@ -59,6 +59,8 @@ def fused(
         operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` a
             column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own. A dtype may stand
             before the shape, ``float32 *m n``; ``any *m n`` is a tile of any dtype, on which no output's depends.
+            ``bool *m n``, or of another shape, is a condition, and ``int *m n`` holds int32, int64 or uint8, which are
+            read as float32 (exact below 2^24): neither has a gradient, and no output's dtype depends on them.
             ``h n`` is what the same head of all tokens shares: tiles are then declared ``*m n`` and have heads,
             ``*m h n``; ``h d`` likewise, of which each element serves n/d neighbouring columns, without a gradient.
             ``*b n`` is what the rows of each example share, ``*b m n``.
@@ -118,6 +120,8 @@ def fused_again(
 
 
 ANY = "any"
+# What may stand before the shape of an operand without a gradient: bools, or whole numbers, which are read as float32.
+BOOL, INT = "bool", "int"
 # Shapes of what all rows of an example share, with the shapes that the expression sees.
 SHARED = {"*b n": f"{ANY} *m n", "*b 2n": f"{ANY} *m 2n", "*b 1": "*m 1"}
 EXAMPLES = (Case("odd", {"b": (3,), "m": 5, "n": 999}), Case("aligned", {"b": (4,), "m": 16, "n": 4096}))
@@ -146,22 +150,25 @@ def _is_tile(shape: str) -> bool:
 
 
 def shape_of(operand: str) -> str:
-    """The shape of a declared operand, without a dtype."""
-    return _declared(operand)[1]
+    """The shape of a declared operand, as expressions know it: without a dtype, except that of bools."""
+    dtype, shape = _declared(operand)
+    return f"{BOOL} {shape}".strip() if dtype == BOOL else shape
 
 
 def _declared(operand: str) -> tuple[str, str]:
-    """The dtype that stands before a shape, a name or :data:`ANY`, else empty; and the shape."""
+    """The dtype that stands before a shape, a name, :data:`ANY` or :data:`INT`, else empty; and the shape."""
     operand = (SHARED | OF_HEADS).get(operand, operand)
     first, _, shape = operand.partition(" ")
-    return (first, shape) if first in (*FLOATS, ANY) else ("", operand)
+    return (first, shape) if first in (*FLOATS, ANY, BOOL, INT) else ("", operand)
 
 
 def _dtype(name: str, operand: str) -> str:
     """A dtype variable, or the dtype itself."""
     dtype, shape = _declared(operand)
-    if dtype in FLOATS:
+    if dtype in (*FLOATS, BOOL):
         return dtype
+    if dtype == INT:
+        return f"{WHOLE_OF}{name}"
     return "T" if _is_tile(shape) and not dtype else f"T_{name}"
 
 
@@ -194,12 +201,13 @@ class _Fused:
         squeezed: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.expression, self.attrs, self.cases = name, expression, attrs or {}, cases
+        self.whole = tuple(key for key, operand in operands.items() if _declared(operand)[0] in (BOOL, INT))
         self.no_gradient = tuple(no_gradient)
         self._share(operands)
         self.number = COLUMN if squeezed else "*m 1"
         self.operands = {key: shape_of(operand) for key, operand in operands.items()}
         self.dtypes = {key: _dtype(key, operand) for key, operand in operands.items()}
-        self.wanted = {key: shape for key, shape in self.operands.items() if key not in no_gradient}
+        self.wanted = {key: shape for key, shape in self.operands.items() if key not in (*no_gradient, *self.whole)}
         self.forward, self.backward = ByAttrs(self._traced), ByAttrs(self.differentiated)
         defaults = defaults_of(self.attrs)
         self.outputs = _output_shapes(outputs, expression(defaults))
@@ -229,15 +237,18 @@ class _Fused:
             self.cases = HEADS if self.turns else EXAMPLES
 
     def _tiles(self) -> list[str]:
-        if bools := [key for key, shape in self.operands.items() if "bool" in shape]:
-            self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
-        if not any(map(_is_tile, self.operands.values())):
-            self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
-        return [key for key, shape in self.operands.items() if _is_tile(shape) and key not in self.shared]
+        tiles = [key for key, shape in self.operands.items() if _is_tile(shape) and key not in self.whole]
+        if not tiles:
+            self._refuse("it has no tile of floats, '*m n' or '*m 2n', whose dtype outputs have")
+        return [key for key in tiles if key not in self.shared]
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        return {key: Tensor(self._shape(key, shape), self.dtypes[key]) for key, shape in self.operands.items()}
+        shapes = {key: shape.removeprefix(BOOL).strip() for key, shape in self.operands.items()}
+        made = {key: Tensor(self._shape(key, shape), self.dtypes[key]) for key, shape in shapes.items()}
+        # Whole numbers have no bound; random ones of tests are this small.
+        small = [key for key in self.whole if self.dtypes[key] != BOOL]
+        return made | {key: made[key]._replace(upper_bound="64") for key in small}
 
     def _shape(self, key: str, shape: str) -> str:
         """The declared shape of an operand or output, which the expression sees as ``shape``."""
