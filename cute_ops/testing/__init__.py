@@ -104,8 +104,8 @@ def left_out(op: Op, rng: np.random.Generator, share: float) -> tuple[str, ...]:
 
 
 def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Numbers around zero in a dtype: powers of two in ``float8_e8m0fnu``, large numbers in ``uint32``; whether they are
-    positive in ``bool``.
+    """Numbers around zero in a dtype: powers of two in ``float8_e8m0fnu``, large numbers in ``uint32``, in ``bool``
+    whether they are positive.
     """
     if dtype == "bool":
         return values > 0

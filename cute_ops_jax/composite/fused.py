@@ -46,7 +46,7 @@ def _by_call(by_call: ByCall) -> Function:
 
     def function(*args: Operand, **kwargs: Any) -> Any:
         operands, attrs = by_call.bind(args, kwargs)
-        operands = [unwrapped(a) for a in operands]
+        operands = [_number(unwrapped(a)) for a in operands]
         op, fits = by_call.choose(operands, attrs, ARRAYS)
         each = zip(operands, fits, strict=True)
         given = [(_as_array(a), how) for a, how in each if a is not None and how is not None]
@@ -81,7 +81,13 @@ def summing(call: Function) -> Function:
 
 def _narrow(a: Any) -> bool:
     """Whether an array holds floats of 16 bits."""
-    return a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating)  # type: ignore[no-any-return]
+    return a.dtype.itemsize < 4 and jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _number(operand: Any) -> Any:
+    """A number that jit traces in float32."""
+    traced = getattr(operand, "weak_type", False) and operand.shape == () and operand.dtype != bool
+    return operand.astype("float32") if traced else operand
 
 
 def _as_array(operand: Any) -> Any:
@@ -91,8 +97,6 @@ def _as_array(operand: Any) -> Any:
 
 def _fitted(operand: Any, how: Fit) -> Any:
     """An argument of the op."""
-    if operand.shape == () and getattr(operand, "weak_type", False):  # a number that jit traces
-        operand = operand.astype("float32")
     if operand.shape == how.sizes:
         return operand
     return jnp.broadcast_to(jnp.reshape(operand, how.own), how.sizes)

@@ -256,7 +256,7 @@ def test_calls_that_are_refused() -> None:
     x = jnp.ones((3, 8))
     with pytest.raises(ValueError, match=r"cute.by_call: argument `bias` has shape \[7\], which does not broadcast"):
         by_call(x, jnp.ones(7), x)
-    with pytest.raises(TypeError, match="argument `residual` has dtype int32, expected float32, float16 or bfloat16"):
-        by_call(x, 1.0, x.astype("int32"))
+    with pytest.raises(TypeError, match="argument `residual` has dtype int16, expected int32, int64 or uint8"):
+        by_call(x, 1.0, x.astype("int16"))
     with pytest.raises(TypeError, match="argument `bias` must be an array, a number or None, got list"):
         by_call(x, [1.0], x)

@@ -56,10 +56,11 @@ _VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
 DOC = """Operands broadcast as in NumPy. If the result is ``[*m n]``, an operand is a tile ``[*m n]``, a row vector
 ``[n]``, a column vector ``[*m 1]``, a scalar ``[]``, or a Python number, which has no gradient. None means that an
 operand is left out. An operand that lacks some of the leading dims is expanded to all of them, and its gradient is
-summed in float32. Outputs have the dtype of the tiles that are not expanded, float32 if these differ; what follows from
-reductions of rows alone is float32. Bools are conditions, ``xp.where(mask, x, 0.0)``, and whole numbers (int32, int64,
-uint8) are read as float32, exact below 2^24; neither has a gradient. An output that ``xp.astype`` gives has that dtype. An operand that the
-function reads by halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-1] // 2``, has twice the columns.
+summed in float32. Bools are conditions, ``xp.where(mask, x, 0.0)``, and whole numbers (int32, int64, uint8) are read as
+float32, exact below 2^24; neither has a gradient. Outputs have the dtype of the tiles of floats that are not expanded,
+float32 if these differ; what follows from reductions of rows alone is float32. An output that ``xp.astype`` gives has
+that dtype. An operand that the function reads by halves, ``x[..., :n]`` and ``x[..., n:]`` with
+``n = x.shape[-1] // 2``, has twice the columns.
 Keyword-only arguments are attributes: numbers and texts that Python sees; each combination has a kernel of its own.
 
 There is an op for each combination of these, ``gelu_add_trt_<digest>`` for a tile, a row vector and a tile; its name is
