@@ -151,7 +151,7 @@ def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out cases of tests with the mark ``drawn``, and tests that are drawn among others, that are not drawn."""
     cases: dict[tuple[str, float], list[pytest.Item]] = {}
     for item in items:
-        if mark := item.get_closest_marker("drawn"):
+        if (mark := item.get_closest_marker("drawn")) and not _skipped(item):
             key = mark.kwargs.get("among") or item.nodeid.partition("[")[0]
             cases.setdefault((key, mark.args[0]), []).append(item)
     left = set[pytest.Item]()

@@ -46,6 +46,7 @@ def with_gradients(call: Call, operands: list[Any], dout: Any, dlse: Any) -> lis
     return both(*operands)  # type: ignore[no-any-return]
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_drawn_calls(seed: int) -> None:
     call = drawn(seed, longest=60)

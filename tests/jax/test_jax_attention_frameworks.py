@@ -35,6 +35,7 @@ def assert_same(found: Any, right: Any) -> None:
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("groups", [4, 2, 3], ids=["whole-groups", "one-each", "fewer-groups"])

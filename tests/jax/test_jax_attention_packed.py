@@ -13,6 +13,7 @@ import cute_ops_jax
 from tests.ops.attention_sequences import drawn_sequences
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_calls(seed: int) -> None:
     """In one program, which gets the offsets as an array."""

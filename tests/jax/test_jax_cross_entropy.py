@@ -99,6 +99,7 @@ def written_out(wrt: tuple[int, ...], reduction: str) -> Any:
     return gradient(by_hand, wrt, reduction)(*(linear()[0][i] for i in wrt))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2)], ids=["hidden", "weight", "bias", "hidden and bias"])
 def test_what_is_frozen_costs_no_product(

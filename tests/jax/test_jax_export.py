@@ -340,6 +340,7 @@ def test_other_custom_calls_stay_forbidden(tmp_path: Path, fake_kernels: Any) ->
         exporting._serialized(lambda x: call(cute_ops_jax.rmsnorm(x)), ["cuda"], 0, (jnp.ones((2, 64)),), {})
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.some_ops
 @pytest.mark.feature("FFI: export with symbolic rows, and its gradient where there is one")
 def test_symbolic_rows_reach_the_kernel(
@@ -375,6 +376,7 @@ def test_symbolic_rows_reach_the_kernel(
 ANY_SIZE = ("rmsnorm", "softmax", "quantize_fp8", "causal_conv1d")
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("own", [*(op for op in OPS if op.name in ANY_SIZE), linear], ids=lambda own: own.name)
 def test_other_symbolic_sizes_reach_the_kernel(
     own: Op, through_ffi: Any, fake_kernels: Any, close: Callable[..., Any]

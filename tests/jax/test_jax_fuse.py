@@ -100,6 +100,7 @@ PARAMS = params()
 STACKED = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a]), PARAMS)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_become_ops(name: str) -> None:
     function, args, want = FUNCTIONS[name]

@@ -34,6 +34,7 @@ def plain(declared: Op) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("declared", PLAIN, ids=lambda op: op.name)
 def test_values_and_gradients_under_jit_and_vmap(declared: Op) -> None:
     rng, sizes = np.random.default_rng(0), {"m": (3, 2), "n": 8}

@@ -68,6 +68,7 @@ def check(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(np.float32(got), gradient, rtol=2.0**-8, atol=limit)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize(
     ("product", "m"),
     [*((op, (2, 3)) for op in ALL), *((BY_NAME[name], ()) for name in ("linear", "multiplied", "with_residual"))],
@@ -90,6 +91,7 @@ def test_gradients_of_nothing(product: Op) -> None:
         assert [g.shape for g in found] == [a.shape for a in arrays]
 
 
+@pytest.mark.drawn(0.4)
 @every_gradient
 def test_gradients_under_vmap(product: Op) -> None:
     function, arrays = register(product), arrays_of(product)
@@ -141,6 +143,7 @@ def test_in_a_scan() -> None:
     check([found], [wanted])
 
 
+@pytest.mark.drawn(0.4)
 @every_gradient
 def test_both_choices_give_the_same(product: Op) -> None:
     arrays = arrays_of(product)

@@ -20,6 +20,7 @@ from cute_ops_jax.primitive.primitive import primitive_of
 from cute_ops_jax.tools import stubs
 
 
+@pytest.mark.drawn(0.4)
 def test_values_against_float64_and_torch(value_problem: Any, run_op: Callable[..., Any], torch_arrays: Any) -> None:
     """On the CPU both adapters run one reference, so they agree up to the order of sums."""
     op, arrays, attrs = value_problem.op, value_problem.inputs(), value_problem.attrs
@@ -45,6 +46,7 @@ def gradients(function: Callable[..., Any], given: Any, cotangents: Any) -> Any:
     return jax.vjp(function, given)[1](cotangents)[0]
 
 
+@pytest.mark.drawn(0.4)
 def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> None:
     """Gradients meet the tolerance of the backward op on the same values."""
     op, attrs = problem.op, problem.attrs
@@ -101,6 +103,7 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
         assert np.all(error <= limit + drift.get(f"d{name}", 0)), f"d{name}: {error.max():.3g} > {np.max(limit):.3g}"
 
 
+@pytest.mark.drawn(0.5)
 def test_shapes_without_values(problem: Any) -> None:
     shaped = {n: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in problem.inputs().items()}
     function = testing.plain(problem.op, cute_ops_jax.register(problem.op))

@@ -41,6 +41,7 @@ def exact(name: str) -> tuple[list[Any], Any]:
     return list(reference(*arrays)), jax.jit(gradient(product, reference))(*arrays)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.feature("jit, eager, gradients where there are any")
 @pytest.mark.parametrize("fused", ["auto", "never"])
 @every_product

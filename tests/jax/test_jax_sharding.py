@@ -203,6 +203,7 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
     close(jax.tree.leaves(jax.jit(mapped)(*arrays)), expected)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.some_ops
 @pytest.mark.feature("FFI: shard_map over some axes")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -385,6 +386,7 @@ def product_on_one_device(name: str) -> tuple[Callable[..., Any], Any]:
     return plain, jax.jit(gradient(product.op, plain))(*product.arrays((4, 8)))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("sharded jit, automatic and explicit mesh, shard_map: nothing is gathered")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
@@ -470,6 +472,7 @@ def gated_with_bias(xp: Any, acc: Any, bias: Any) -> Any:
     return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", ["gated_linear", "linear", "rmsnorm_linear"])

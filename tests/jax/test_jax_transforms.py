@@ -76,6 +76,7 @@ def test_vmap_of_some_inputs_only(any_op: Op, close: Close) -> None:
         close(got, by_hand(function, arrays, batched))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.feature("vmap, any axis in and out")
 @pytest.mark.parametrize(("axis", "out_axis"), [(0, 1), (1, -1), (2, 0), (-1, 1)])
 def test_vmap_in_every_axis(any_op: Op, axis: int, out_axis: int, close: Close) -> None:
