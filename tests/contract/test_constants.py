@@ -84,6 +84,7 @@ class Layer:
         return acc * self.scale
 
 
+@pytest.mark.slow
 def test_a_number_of_numpy_is_an_attribute_of_its_own_type(
     adapter: Adapter, product: Callable[..., np.ndarray]
 ) -> None:

@@ -42,6 +42,7 @@ def test_threads_that_register_at_once_get_one_function(adapter: Adapter) -> Non
     assert (adapter.numpy(found[0][0](adapter.array(np.ones((2, 3), np.float32)))) == 2).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "compiled"])
 def test_an_attribute_names_the_dtype_of_an_output(adapter: Adapter, way: str) -> None:
     double, x = adapter.register(rounding.double), adapter.array(np.ones((3, 8), np.float32))

@@ -239,6 +239,7 @@ def misspelt(function: Any) -> list[str]:
     return [f"{name}_" for name in names if len(name) > 1 and f"{name}_" not in closer and name != "declaration"]
 
 
+@pytest.mark.slow
 def test_near_misses_are_suggested_everywhere(adapter: Adapter) -> None:
     homes = {f"{adapter.package}.{home}".rstrip("."): names for home, names in HOMES[adapter.name].items()}
     functions = [

@@ -35,6 +35,7 @@ def exact_of(adapter: Adapter, name: str) -> Any:
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)

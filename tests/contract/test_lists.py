@@ -46,6 +46,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.drawn(0.5)
+@pytest.mark.slow
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("way", ["plain", "compiled"])
 @pytest.mark.parametrize("name", FORWARDS)

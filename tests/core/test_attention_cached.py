@@ -126,6 +126,7 @@ class Emulated(EmulatedCall):
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     "which", [*(pytest.param(name, marks=() if name == "packed" else pytest.mark.slow) for name in CALLS)]

@@ -174,6 +174,7 @@ def halves(*given: np.ndarray | None) -> list[np.ndarray]:
 
 
 @pytest.mark.drawn(0.7)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", [*CALLS, ONE_STAGE], ids=lambda call: call.name)
 def test_results(call: Call, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ CASES = {"window": lambda: Case(0), "softcap": lambda: Case(1), "documents": lam
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     "which", ["window", *(pytest.param(x, marks=pytest.mark.slow) for x in CASES if x != "window")]
@@ -191,6 +192,7 @@ def test_gradients_in_one_pass(which: str, tmp_path: Path) -> None:
     case.check({"dq": dq, "dk": dk, "dv": dv})
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("count", [3, 80])
 def test_the_gradient_of_sinks_in_one_pass(count: int, tmp_path: Path) -> None:

@@ -575,6 +575,7 @@ def tile_of(call: manifest.Call) -> dict[str, int]:
     return dict(build.variant_of(call, parse("sm_90a")).config)
 
 
+@pytest.mark.slow
 def test_it_carries_what_calls_were_tuned_to(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -508,6 +508,7 @@ def test_least_recently_used_kernels_go_first(
     assert kept == {32, 96}
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "the cache folder outgrows its limit while programs run", "kernels that a running process has loaded stay",
     "nothing",

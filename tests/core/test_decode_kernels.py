@@ -62,6 +62,7 @@ def run(
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_results(call: Decoding, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_results(call: Decoding, tmp_path: Path) -> None:
         right[name].assert_holds(found.astype(np.float64), name)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("number", [1, 5])
 def test_changes_of_scores(number: int, tmp_path: Path) -> None:
@@ -121,6 +123,7 @@ def run_latent(call: Decoding, given: dict[str, np.ndarray], folder: Path, arch:
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("call", LATENT, ids=lambda call: call.name)
 def test_latent_attention(call: Decoding, tmp_path: Path) -> None:

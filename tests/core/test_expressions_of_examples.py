@@ -47,6 +47,7 @@ CALLS = [
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "kinds"), CALLS, ids=lambda each: getattr(each, "__name__", each))
 def test_kernels_of_any_size_layout_and_dtype(function: Any, kinds: str) -> None:
     """Examples of few rows and of many, rows of whole vectors and others; each gradient alone, too."""

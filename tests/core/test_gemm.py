@@ -406,6 +406,7 @@ def test_results_with_tma(
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "form", "tile", "ranks", "sizes"),
@@ -430,6 +431,7 @@ def test_a_cluster_shares_the_terms_of_a_tile(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "config", "sizes"),
@@ -486,6 +488,7 @@ def test_results_of_batches_without_tma(
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "config", "b", "sizes"),

@@ -498,6 +498,7 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
     testing.check(op, given, op.attrs, tuple(outputs.values()))
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
     ("name", "sizes", "others"),
@@ -639,6 +640,7 @@ def test_vectors_in_other_layouts(arch: str, tmp_path: Path) -> None:
     check(op, {**given, "scale": columns[:, 1], "bias": row[1:17]}, tmp_path, arch, config)
 
 
+@pytest.mark.slow
 @products.emulated
 def test_halves_of_packed_operands_alone(tmp_path: Path) -> None:
     """Only those halves are loaded that are read."""

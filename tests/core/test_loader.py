@@ -76,6 +76,7 @@ except ValueError as error:
     assert result.stdout.split() == ["False", "True"], result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a kernel's object does not load", "an error", "nothing")
 def test_an_object_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.so"

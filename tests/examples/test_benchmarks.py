@@ -152,6 +152,7 @@ def test_device_time_smoke(tmp_path: Path) -> None:
     assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
 
 
+@pytest.mark.slow
 def test_decoding_is_measured(tmp_path: Path) -> None:
     decode.main(["--cpu-smoke", "--shapes", "0", "2", "5", "16", "--latent", "3", "--out", str(tmp_path)])
     rows = common.read(tmp_path / "decode.csv")

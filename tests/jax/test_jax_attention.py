@@ -135,6 +135,7 @@ def of_head(xp: Any, score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
     return score * 2.0 ** (-head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score_mod", [mods.alibi, of_head])
 def test_devices_share_batches_and_heads_of_functions(score_mod: Any) -> None:
     """Arrays that are read by batch or head are shared with these; where a head's number counts, heads are not."""

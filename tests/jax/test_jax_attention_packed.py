@@ -14,6 +14,7 @@ from tests.ops.attention_sequences import drawn_sequences
 
 
 @pytest.mark.drawn(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_calls(seed: int) -> None:
     """In one program, which gets the offsets as an array."""
@@ -42,6 +43,7 @@ def test_drawn_calls(seed: int) -> None:
     packed.assert_right(wide(named) | wide({"dout": dout, "dlse": dlse}), wide(found), f"seed {seed}")
 
 
+@pytest.mark.slow
 def test_vmap_and_devices_that_share_heads() -> None:
     draw = np.random.default_rng(0)
     q, k, v = (jnp.asarray(draw.standard_normal((2, 30, h, 32)), jnp.bfloat16) for h in (4, 2, 2))

@@ -33,6 +33,7 @@ def test_drawn_calls(part: int) -> None:
             right[name].assert_holds(np.asarray(x, np.float64), f"{call.name}: {name}")
 
 
+@pytest.mark.slow
 def test_float8_caches_are_written_and_read() -> None:
     """Numbers are divided by their head's scale, and rounded to the nearest."""
     rng = np.random.default_rng(0)
@@ -106,6 +107,7 @@ def test_a_loop_with_donated_caches() -> None:
     np.testing.assert_allclose(found.astype(np.float32), right.astype(np.float32), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_merged_states_are_those_of_all_keys() -> None:
     call = Decoding((20, 20), 2, 2, 2, 32, 16, 0, 20)
     x = given(call, 0)
@@ -133,6 +135,7 @@ def test_an_exported_program_of_any_batch(size: int) -> None:
         np.testing.assert_array_equal(found, right)
 
 
+@pytest.mark.slow
 def test_vmap_over_groups_of_sequences() -> None:
     operands = given(Decoding((5, 3, 0, 4), 1, 2, 2, 32, 32, 0, 6), 0)
     grouped = {name: x.reshape(2, 2, *x.shape[1:]) for name, x in operands.items()}

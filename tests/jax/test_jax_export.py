@@ -341,6 +341,7 @@ def test_other_custom_calls_stay_forbidden(tmp_path: Path, fake_kernels: Any) ->
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @pytest.mark.some_ops
 @pytest.mark.feature("FFI: export with symbolic rows, and its gradient where there is one")
 def test_symbolic_rows_reach_the_kernel(

@@ -101,6 +101,7 @@ STACKED = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a]), PARAMS)
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_become_ops(name: str) -> None:
     function, args, want = FUNCTIONS[name]
@@ -205,6 +206,7 @@ def test_stopped_gradients_stop() -> None:
     same(detached, 2 * jnp.tanh(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
     """A product whose halves are exchanged in groups of 8 columns, which our products' epilogues do not look at."""
@@ -218,6 +220,7 @@ def test_groups_that_no_epilogue_has_are_left_out(dtype: str) -> None:
     same(cute_ops_jax.fuse(function)(x, w, y), function(x, w, y), 2e-5 if dtype == "float32" else 3e-2)
 
 
+@pytest.mark.slow
 def test_row_vectors_with_more_dims() -> None:
     """Biases and weights of norms ``[1, 1, n]``."""
     up, down, b_up, b_down, w = draw(N, 8), draw(8, N), draw(1, 1, 8), draw(1, N), draw(1, 1, N)
@@ -450,6 +453,7 @@ def test_what_is_no_function_is_refused() -> None:
         cute_ops_jax.fuse(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(4), 853, 10001, 10009])
 def test_drawn_programs(seed: int) -> None:

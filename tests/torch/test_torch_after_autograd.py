@@ -181,6 +181,7 @@ def test_products_that_are_not_of_rows_stay() -> None:
 
 
 @pytest.mark.drawn(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3000, 3004))
 def test_drawn_programs(seed: int) -> None:
     """With random numbers, in-place writes and views, beside the graphs as they are."""
@@ -255,6 +256,7 @@ def test_rows_stay_unless_both_forms_are_timed() -> None:
     assert became() == []
 
 
+@pytest.mark.slow
 def test_both_forms_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compiled and timed as they are, by Inductor on a CPU."""
     monkeypatch.setattr(fusion_choice, "DEVICES", {"cuda", "cpu"})

@@ -224,6 +224,7 @@ def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., An
             )
 
 
+@pytest.mark.slow
 @pytest.mark.some_ops
 @pytest.mark.feature("compile: inference")
 def test_every_op_in_inductor(any_op: Op, make_inputs: Callable[..., Any]) -> None:

@@ -342,6 +342,7 @@ def test_a_graph_that_cannot_be_read_stays(monkeypatch: pytest.MonkeyPatch, capl
     assert [entry.what for entry in inductor.report()] == ["a graph"]
 
 
+@pytest.mark.slow
 def test_recognition_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, not timed: calls of functions for each node of a graph whose layers have different widths."""
     from cute_ops.fusion import repeated
@@ -386,6 +387,7 @@ def test_a_global_switch_and_a_context() -> None:
 
 
 @pytest.mark.drawn(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(900, 912))
 def test_drawn_programs(seed: int) -> None:
     from tests.torch.drawn_programs import Program

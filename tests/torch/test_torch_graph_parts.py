@@ -486,6 +486,7 @@ def _looking_at(look: Callable[[Any], Any]) -> Any:
     return backend
 
 
+@pytest.mark.slow
 def test_attention_that_stays() -> None:
     """A mask, dropout, float32, one query, another repetition."""
     half = torch.bfloat16

@@ -235,6 +235,7 @@ def test_compiled_with_rows_of_any_number(product: Op) -> None:
         check(torch.autograd.grad(compiled(*tensors), tensors), exact(product, tensors))
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
     function, tensors = cute_ops_torch.register(WITH_BIAS), tensors_of(WITH_BIAS)
     compiled = torch.compile(function, fullgraph=True)

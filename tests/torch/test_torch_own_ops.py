@@ -68,6 +68,7 @@ def check(function: Callable[..., Any], given: tuple[Any, ...], *tensors: torch.
     return sorted(entry.becomes for entry in inductor.report().replaced)
 
 
+@pytest.mark.slow
 def test_a_row_kernel_with_any_value_of_its_attribute() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.tanh(x / 30.0) * 30).cumsum(-1) + 50 * torch.tanh(x.flip(-1) * (1 / 50))

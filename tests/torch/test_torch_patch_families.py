@@ -106,6 +106,7 @@ def test_what_is_found_in_decoders_built_like_a_llama(family: str) -> None:
     assert found.left == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3])
 def test_only_some_ops(seed: int) -> None:
     """Drawn sets of ops, as ``only`` or ``without``: they run, no others, and the model computes what it did."""
