@@ -8,7 +8,7 @@ that is done to a score becomes an expression of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -105,9 +105,15 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
 
 
 class _Readers:
-    """What reads a value of a program, through views of it."""
+    """What reads a value of a program, through views of it.
+
+    Attributes:
+        live: the nodes that the outputs need.
+        scores: what is done to scores, of all that was found.
+    """
 
     def __init__(self, graph: Program, analysis: Analysis) -> None:
+        self.scores: dict[Hashable, Scores] = {}
         self.live, self._plain, self._outputs = set(live_nodes(graph)), analysis.plain, set(graph.outputs)
 
     def are(self, node: Node, allowed: Collection[Node]) -> bool:
@@ -178,8 +184,7 @@ class _Attention:
             parts = _unrepeated(parts)
         _require({node.dtype for node in (queries, keys, value)} == {result.dtype} and of_v == 1)
         _require(parts["q"].shape[3] in HEAD_SIZES and parts["v"].shape[3] in HEAD_SIZES)
-        masks = Masks(self.scores, self.of_query, self.known)
-        scores = masks.scores(self.z, acc, (parts["q"].shape[1], parts["k"].shape[1]))
+        scores = self._what_is_done(acc, (parts["q"].shape[1], parts["k"].shape[1]))
         scores = scores._replace(scale=scores.scale * factor * of_q * of_k)
         reads = [] if scores.expression is None else self._reads(scores)
         parts["q"], scores = _unscaled(parts["q"], scores, contract, self.readers)
@@ -306,6 +311,14 @@ class _Attention:
         return Part(node, (*ones, *order), (self._size(*self.lead), *map(int, shape)))
 
     # The scores
+
+    def _what_is_done(self, acc: int, sizes: tuple[int, int]) -> Scores:
+        """What is done to the scores. Layers that share a mask do one thing, which is found once."""
+        masks = ((leaf.node, leaf.labels) for i, leaf in enumerate(self.scores.leaves) if i != acc)
+        key = (self.scores.expression, self.z, acc, self.rows, self.of_query, sizes, *masks)
+        if key not in self.readers.scores:
+            self.readers.scores[key] = Masks(self.scores, self.of_query, self.known).scores(self.z, acc, sizes)
+        return self.readers.scores[key]
 
     def _reads(self, scores: Scores) -> list[Read]:
         """The arrays that scores are computed from. Their gradients would cost more than attention saves."""

@@ -196,18 +196,26 @@ class Masks:
             array = None if leaf.rows != self.found.rows or leaf.packed else self.known(leaf.node)
             if array is None:
                 return None
-            arrays[i] = np.reshape(array.astype(np.float32), places_of(leaf, len(self.found.rows)))
+            array = np.reshape(array, places_of(leaf, len(self.found.rows)))
+            repeated = (i for i, step in enumerate(array.strides) if not step)  # they are not copied
+            for axis in repeated:
+                array = array[(slice(None),) * axis + (slice(0, 1),)] if self._is_other(axis) else array
+            arrays[i] = array.astype(np.float32)
         graph = Graph(expression.operands)
         one = graph.finish([copied(expression, graph)[node]])
         found = evaluate(one, np, arrays)[0]
         for axis, size in enumerate(found.shape):
-            if size != 1 and axis not in (len(self.found.rows), self.of_query):
+            if size != 1 and self._is_other(axis):
                 first = np.take(found, [0], axis)
                 if not bool(np.all(found == first)):
                     return None
                 found = first
         rows = 1 if self.of_query is None or found.ndim <= self.of_query else found.shape[self.of_query]
         return np.reshape(found, (rows, found.shape[-1] if found.ndim else 1))
+
+    def _is_other(self, axis: int) -> bool:
+        """Whether a dim counts neither queries nor keys."""
+        return axis not in (len(self.found.rows), self.of_query)
 
 
 def places_of(leaf: Leaf, rank: int) -> tuple[Any, ...]:
@@ -230,16 +238,21 @@ def _band(allowed: np.ndarray[Any, Any], queries: int, keys: int) -> tuple[int, 
     allowed = np.broadcast_to(allowed, (queries, keys))
     if allowed.all():
         return -1, -1
-    if queries > keys:
+    first, count = allowed.argmax(1), np.count_nonzero(allowed, 1)
+    if queries > keys or not count.all():
         return None
-    ahead = np.arange(keys) - (np.arange(queries)[:, None] + (keys - queries))
-    seen = ahead[allowed]
-    if not seen.size or seen.min() > 0 or seen.max() < 0:
+    own, last = np.arange(queries) + (keys - queries), first + count - 1
+    low, high = int((first - own).min()), int((last - own).max())
+    as_band = np.array_equal(first, np.maximum(own + low, 0)) and np.array_equal(last, np.minimum(own + high, keys - 1))
+    if low > 0 or high < 0 or not as_band or _has_holes(allowed):
         return None
-    low, high = int(seen.min()), int(seen.max())
-    if not np.array_equal(allowed, (ahead >= low) & (ahead <= high)):
-        return None
-    return (-1 if low == ahead.min() else -low), (-1 if high == ahead.max() else high)
+    return (-1 if low == 1 - keys else -low), (-1 if high == queries - 1 else high)
+
+
+def _has_holes(allowed: np.ndarray[Any, Any]) -> bool:
+    """Whether a query attends to a key again behind one to which it does not."""
+    begins = allowed[:, 1:] & ~allowed[:, :-1]
+    return bool((begins.sum(1) + allowed[:, 0] > 1).any())
 
 
 def _scaled(expression: Expression, i: int, acc: int) -> tuple[float, float] | None:

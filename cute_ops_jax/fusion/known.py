@@ -12,7 +12,7 @@ from cute_ops.fusion.graph import Node
 from cute_ops_jax._compat import JaxprEqn, Tracer
 from cute_ops_jax.fusion.front import Front, Value
 
-MOST = 1 << 28  # elements of an array that is looked at
+MOST = 1 << 28  # elements of an array that is looked at, without those that are repeated
 # The array of an input of the program; None of one that is not known.
 Input = Callable[[], Any]
 
@@ -52,15 +52,16 @@ class KnownArrays:
         aval: Any = equation.outvars[0].aval
         if rule is None or len(equation.outvars) != 1 or not all(isinstance(s, int) for s in aval.shape):
             return None
-        if prod(aval.shape) > MOST or aval.dtype.kind not in "biuf":
+        if aval.dtype.kind not in "biuf":
             return None
         arrays = [self.of_value(each) for each in inputs]
-        return None if any(a is None for a in arrays) else np.asarray(rule(equation.params, aval, *arrays), aval.dtype)
+        made = None if any(a is None for a in arrays) else rule(equation.params, aval, *arrays)
+        return None if made is None else np.asarray(made, aval.dtype)
 
 
 def _iota(params: Any, aval: Any) -> Any:
     shape = [size if i == params["dimension"] else 1 for i, size in enumerate(aval.shape)]
-    return np.broadcast_to(np.arange(prod(shape)).reshape(shape), aval.shape)
+    return np.broadcast_to(np.arange(prod(shape), dtype=aval.dtype).reshape(shape), aval.shape)
 
 
 def _broadcast(params: Any, aval: Any, x: Any) -> Any:
@@ -76,7 +77,7 @@ def _slice(params: Any, aval: Any, x: Any) -> Any:
 
 
 def _reshaped(params: Any, aval: Any, x: Any) -> Any:
-    return x.reshape(aval.shape)
+    return x.reshape(aval.shape) if prod(aval.shape) <= MOST else None
 
 
 def _same(params: Any, aval: Any, x: Any) -> Any:
@@ -84,14 +85,25 @@ def _same(params: Any, aval: Any, x: Any) -> Any:
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, aval, *arrays: function(*arrays)
+    """Dims along which all arrays are repeated are computed once, as a mask's that all examples share."""
+
+    def run(params: Any, aval: Any, *arrays: Any) -> Any:
+        whole = [np.broadcast_to(a, aval.shape) for a in arrays]
+        repeated = [not any(a.strides[i] for a in whole) for i in range(len(aval.shape))]
+        if prod(size for size, each in zip(aval.shape, repeated, strict=True) if not each) > MOST:
+            return None
+        cut = tuple(slice(0, 1) if each else slice(None) for each in repeated)
+        return np.broadcast_to(np.asarray(function(*(a[cut] for a in whole)), aval.dtype), aval.shape)
+
+    return run
 
 
 _RULES: dict[str, Callable[..., Any]] = {
     "iota": _iota, "broadcast_in_dim": _broadcast, "reshape": _reshaped, "squeeze": _reshaped,
-    "expand_dims": _reshaped, "slice": _slice, "convert_element_type": _same, "copy": _same, "stop_gradient": _same,
+    "expand_dims": _reshaped, "slice": _slice, "copy": _same, "stop_gradient": _same,
+    "convert_element_type": _elementwise(lambda x: x),
     "transpose": lambda params, aval, x: x.transpose(params["permutation"]),
-    "select_n": lambda params, aval, which, *cases: np.choose(which.astype(int), cases),
+    "select_n": _elementwise(lambda which, *cases: np.choose(which.astype(np.int8), cases)),
     **{name: _elementwise(function) for name, function in (
         ("eq", np.equal), ("ne", np.not_equal), ("lt", np.less), ("le", np.less_equal), ("gt", np.greater),
         ("ge", np.greater_equal), ("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor),

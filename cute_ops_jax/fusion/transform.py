@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -88,7 +90,22 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, exact: bool) -
             out_tree, [jax.numpy.asarray(next(remaining)) if isinstance(each, _ARRAYS) else each for each in outputs]
         )
 
-    return arrays, Program(closed, exact), rebuild
+    with _without_collections():
+        return arrays, Program(closed, exact), rebuild
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage within: a graph is many objects that all stay, and each collection would look at all that
+    JAX holds, too, which took half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 fuse = _Fuse()
