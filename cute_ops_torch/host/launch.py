@@ -17,7 +17,6 @@ from cute_ops.declaration.shapes import Array
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, Signature
-from cute_ops.ops.gemm.row_copy import row_copy
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.host.compiled_call import NO_COPIERS, CompiledCall, KernelCall, Run
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
@@ -165,6 +164,8 @@ def _measure(call: Signature, kernel: CompiledCall, tensors: Tensors) -> None:
 
 def _copier(array: Array | None, lies: Memory, strides: tuple[int, ...], device: torch.device) -> Run:
     """``copy(x, out)`` of a matrix, and of one that lies transposed; one kernel serves all lengths of rows."""
+    from cute_ops.ops.gemm.row_copy import row_copy  # where rows have to be copied
+
     assert array is not None
     op, turned = row_copy(), strides[-1] != 1
     if turned:

@@ -14,7 +14,6 @@ from cute_ops import mods as named
 from cute_ops.expressions.captured import trace_mod
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import OPERANDS, Expression, Graph, Node, copied, operands_of
-from cute_ops.expressions.intervals import Range, bounds
 from cute_ops.expressions.reads import FLOAT, SIZE, Mod, Read, known
 from cute_ops.expressions.simplify import SimplifyingGraph
 from cute_ops.expressions.text import text_of
@@ -92,6 +91,8 @@ def score_of(cap: float, own: str = "") -> Mod | None:
 @cache
 def bounds_of(mask: Mod) -> tuple[str, tuple[str, ...]]:
     """The expression of a mask's bounds over a tile, and what of it could not be bounded."""
+    from cute_ops.expressions.intervals import Range, bounds  # where a call has a mask of its own
+
     found = bounds(mask.expression, [Range(number) for number in known(mask)])
     names = (f"operand {mask.given + i}" for i in range(len(mask.reads)))
     arrays = dict(zip(names, (f"array {read.array}" for read in mask.reads), strict=True))
