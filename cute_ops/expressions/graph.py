@@ -17,6 +17,7 @@ from cute_ops.expressions.primitives import LIKE, PRIMITIVES, ROUNDS_TO, STORED_
 # Bounds of what is read from files. The derivative of a written-out GELU has 40 nodes and is 20 deep.
 MOST_NODES, MOST_DEPTH, MOST_OPERANDS, MOST_OUTPUTS = 1000, 200, 32, 32
 NOTHING: Mapping[int, int] = {}
+_FIRST = {"operand": 0, "constant": 2}  # of arguments that may come in any order
 LEAVES = ("operand", "constant", "n", "column")
 HALVES = ("[:n]", "[n:]")
 
@@ -177,9 +178,9 @@ class Graph:
         rows = columns = False
         got = ""
         for i in args:
-            kind = self.kinds[i]
-            got += kind.dtype[0]
-            rows, columns = rows or kind.rows, columns or kind.columns
+            has_rows, has_columns, dtype = self.kinds[i]
+            got += dtype[0]
+            rows, columns = rows or has_rows, columns or has_columns
         if got != declared.takes:
             raise ValueError(f"{primitive} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
         if value or declared.grouped or primitive == "astype":
@@ -218,26 +219,26 @@ class Graph:
         for i in outputs:
             if i not in number:
                 visit(i)
-        nodes = tuple(
-            Node(node.primitive, tuple(number[arg] for arg in node.args), node.value)
-            for node in (self.nodes[i] for i in number)
-        )
-        kinds = tuple(self.kinds[i] for i in number)
-        return Expression(self.operands, nodes, kinds, tuple(number[i] for i in outputs))
+        nodes = []
+        for i in number:
+            primitive, args, value = self.nodes[i]
+            nodes.append(Node(primitive, tuple([number[arg] for arg in args]), value))
+        kinds = tuple([self.kinds[i] for i in number])
+        return Expression(self.operands, tuple(nodes), kinds, tuple([number[i] for i in outputs]))
 
     def _make(self, node: Node, kind: Kind) -> int:
         index = self._index.get(node)
         if index is not None:
             return index
-        depth = 1 + max((self._depth[arg] for arg in node.args), default=0)
+        depth = 1 + max([self._depth[arg] for arg in node.args], default=0)
         if len(self.nodes) >= MOST_NODES or depth > MOST_DEPTH:
             raise TooLargeError(f"an expression has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep")
         index = self._index[node] = len(self.nodes)
         self.nodes.append(node)
         self.kinds.append(kind)
         self._depth.append(depth)
-        first = {"operand": 0, "constant": 2}.get(node.primitive, 1)
-        self._order.append((first, node.primitive, node.value, *(self._order[arg] for arg in node.args)))
+        first = _FIRST.get(node.primitive, 1)
+        self._order.append((first, node.primitive, node.value, *[self._order[arg] for arg in node.args]))
         return index
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from cute_ops.expressions.graph import LEAVES, Expression, Graph, Node
@@ -26,6 +26,7 @@ _KINDS = ("t", "t?", "2t", "2t?", "r", "r?", "2r", "2r?", "c", "c?", "2c", "s", 
 _ROUNDS = 3  # in which operands tell each other apart by what their neighbours are
 _HOLE = "#"
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_COMMUTE = frozenset(name for name, primitive in PRIMITIVES.items() if primitive.commutes)
 
 
 class Canonical(NamedTuple):
@@ -73,7 +74,8 @@ def canonical(expression: Expression, n: int | str | None = None, exact: bool = 
         return graph.finish([nodes[flat.outputs[k]] for k in outputs])
 
     own = copied(("add", "multiply") if exact else ("add",))
-    return Canonical(own, own if exact else copied(()), operands, outputs)
+    sums = (terms for i, terms in colours.terms.items() if flat.nodes[i].primitive == "add")
+    return Canonical(own, own if exact or all(len(terms) == 2 for terms in sums) else copied(()), operands, outputs)
 
 
 def with_holes(expression: Expression) -> tuple[str, tuple[float, ...]]:
@@ -221,54 +223,60 @@ class _Colours:
     def __init__(self, expression: Expression) -> None:
         self.uses = _uses(expression)
         nodes = expression.nodes
-        self.operands = [_hash(str(operand)) for operand in expression.operands]
+        kinds = [_hash_of(str(operand)) for operand in expression.operands]
+        self.operands = kinds
+        self._words = [_hash_of(node.primitive + node.value * (node.primitive == "astype")) for node in nodes]
+        self._commutes = [node.primitive in _COMMUTE for node in nodes]
+        # By leaf that is an operand its number, and the half that is read.
+        self._read = {
+            i: (node.operand, _hash_of(node.half)) for i, node in enumerate(nodes) if node.primitive == "operand"
+        }
         flat = (i for i, node in enumerate(nodes) if node.primitive in ("multiply", "add"))
-        self.terms = {i: list(_terms(expression, self.uses, i)) for i in flat}
+        self.terms = {i: tuple(_terms(expression, self.uses, i)) for i in flat}
         inner = {
             arg
             for i in self.terms
             for arg in nodes[i].args
             if nodes[arg].primitive == nodes[i].primitive and self.uses[arg] == 1
         }
-        last = ""
+        distinct = len(set(kinds))
         for _ in range(_ROUNDS):
+            if distinct == len(kinds):
+                break
             self.up = self._upwards(nodes)
             down = self._downwards(expression, inner)
-            seen: list[list[str]] = [[] for _ in self.operands]
-            for i, node in enumerate(nodes):
-                if node.primitive == "operand":
-                    seen[node.operand].append(_hash(node.half, sorted(down[i])))
-            each = zip(expression.operands, seen, strict=True)
-            self.operands = [_hash(str(operand), sorted(uses)) for operand, uses in each]
-            if last == (last := str(len(set(self.operands)))):
+            seen: list[list[int]] = [[] for _ in kinds]
+            for i, (operand, half) in self._read.items():
+                seen[operand].append(hash((half, *sorted(down[i]))))
+            self.operands = [hash((kind, *sorted(uses))) for kind, uses in zip(self.operands, seen, strict=True)]
+            if distinct == (distinct := len(set(self.operands))):
                 break
         self.up = self._upwards(nodes)
 
-    def _upwards(self, nodes: Sequence[Node]) -> list[str]:
-        up: list[str] = []
+    def _upwards(self, nodes: Sequence[Node]) -> list[int]:
+        up: list[int] = []
         for i, node in enumerate(nodes):
-            if node.primitive == "operand":
-                up.append(_hash(self.operands[node.operand], node.half))
+            if i in self._read:
+                operand, half = self._read[i]
+                up.append(hash((self.operands[operand], half)))
             else:
                 args = [up[arg] for arg in self.terms.get(i, node.args)]
-                if node.primitive in PRIMITIVES and PRIMITIVES[node.primitive].commutes:
+                if self._commutes[i]:
                     args.sort()
-                up.append(_hash(node.primitive, node.value if node.primitive == "astype" else "", args))
+                up.append(hash((self._words[i], *args)))
         return up
 
-    def _downwards(self, expression: Expression, inner: set[int]) -> list[list[str]]:
-        nodes = expression.nodes
-        down: list[list[str]] = [[] for _ in nodes]
+    def _downwards(self, expression: Expression, inner: set[int]) -> list[list[int]]:
+        nodes, up = expression.nodes, self.up
+        down: list[list[int]] = [[] for _ in nodes]
         for i in expression.outputs:
-            down[i].append("output")
+            down[i].append(_OUTPUT)
         for i in reversed(range(len(nodes))):
-            if i in inner:
+            if i in inner or not nodes[i].args:
                 continue
-            node = nodes[i]
-            below = sorted(down[i])
-            commutes = node.primitive in PRIMITIVES and PRIMITIVES[node.primitive].commutes
-            for place, arg in enumerate(self.terms.get(i, node.args)):
-                down[arg].append(_hash(node.primitive, 0 if commutes else place, below, self.up[i]))
+            below = hash((self._words[i], up[i], *sorted(down[i])))
+            for place, arg in enumerate(self.terms.get(i, nodes[i].args)):
+                down[arg].append(hash((below, 0 if self._commutes[i] else place)))
         return down
 
 
@@ -302,12 +310,17 @@ class _Sorting:
                 made[i] = graph.add(node.primitive, *(made[arg] for arg in node.args), value=node.value)
         return made
 
-    def _place(self, i: int) -> tuple[int, int, str]:
+    def _place(self, i: int) -> tuple[int, int, int]:
         """Tiles and numbers per row first, then row vectors, which are read last; constants at the end."""
         node, kind = self.expression.nodes[i], self.expression.kinds[i]
         rank = 2 if node.primitive == "constant" else 1 if kind.columns and not kind.rows else 0
         return rank, not kind.columns, self.colours.up[i]
 
 
-def _hash(*parts: object) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+@cache
+def _hash_of(word: str) -> int:
+    """A number for a word, the same in every process; Python's hashes of tuples of numbers are."""
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "big")
+
+
+_OUTPUT = _hash_of("output")

@@ -270,9 +270,11 @@ class _Expressing:
 
 def _aligned(arg: Node, node: Node, labels: Labels) -> Labels:
     """The labels of a primitive's argument, which broadcasts as in NumPy."""
+    if arg.shape == node.shape and len(labels) == len(arg.shape):
+        return labels
     more = len(labels) - len(arg.shape)
     sizes = zip(arg.shape, node.shape[more:], labels[more:], strict=True)
-    return tuple(ONE if size == 1 and whole != 1 else label for size, whole, label in sizes)
+    return tuple([ONE if size == 1 and whole != 1 else label for size, whole, label in sizes])
 
 
 def _selects(node: Node) -> bool:

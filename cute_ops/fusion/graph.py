@@ -64,13 +64,13 @@ class Graph:
     ) -> Node:
         """A node of an operation, as given; the methods below bring what they make into its normal form."""
         unique = op in ("input", "opaque")
-        key = (op, attr, shape, dtype, *(arg.index for arg in args))
+        key = None if unique else (op, attr, shape, dtype, *[arg.index for arg in args])
         found = None if unique else self._known.get(key)
         if found is None:
             found = Node(op, tuple(args), attr, shape, dtype)
             found.index = len(self.nodes)
             self.nodes.append(found)
-            for arg in dict.fromkeys(args):
+            for arg in args if len(args) < 2 else dict.fromkeys(args):
                 arg.users.append(found)
             if not unique:
                 self._known[key] = found

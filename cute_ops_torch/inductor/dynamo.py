@@ -72,7 +72,7 @@ class DynamoFront(Front):
         self._aliases: dict[int, list[Node]] = defaultdict(list)
         self._unnoted: list[Node] = []
         self._effects: list[Value] = []
-        self._device: dict[Node, torch.device] = {}
+        self._device: dict[Node, torch.device | None] = {}
         self._initial = _initial_mode(module)
         super().__init__(module, Graph(exact))
         self.graph.outputs += self._effects
@@ -123,17 +123,16 @@ class DynamoFront(Front):
     def _reads(self, node: Node) -> list[Any]:
         return [self.values.get(arg) for arg in node.all_input_nodes]
 
-    def _moves(self, node: Node) -> bool:
-        """Whether an argument of a node lies on another device."""
-        device = self._device[node] = example(node).device
+    def _moves(self, node: Node, made: torch.Tensor) -> bool:
+        """Whether an argument of a node lies on another device; numbers may lie on any."""
+        device = made.device
+        self._device[node] = device if made.ndim else None
         for arg in node.all_input_nodes:
-            given = example(arg)
-            if isinstance(given, torch.Tensor) and given.ndim:
-                known = self._device.get(arg)
-                if known is None:
-                    known = self._device[arg] = given.device
-                if known != device:
-                    return True
+            if arg not in self._device:
+                given = example(arg)
+                self._device[arg] = given.device if isinstance(given, torch.Tensor) and given.ndim else None
+            if (known := self._device[arg]) is not None and known != device:
+                return True
         return False
 
     def _switch(self, node: Node) -> None:
@@ -196,7 +195,7 @@ class DynamoFront(Front):
         args, kwargs = both
         if isinstance(value, (tuple, list)) and name in ("chunk", "split", "tensor_split") and len(args):
             return parts(self.graph, args, kwargs, value)
-        if not isinstance(value, torch.Tensor) or not args or self._moves(node):
+        if not isinstance(value, torch.Tensor) or not args or self._moves(node, value):
             return None
         kinds = kinds_of(args) | kinds_of(kwargs.values()) if kwargs else kinds_of(args)
         if _are_some(kinds, (torch.Tensor, Node)):

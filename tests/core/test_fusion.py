@@ -129,7 +129,7 @@ def test_regions_never_wait_for_each_other() -> None:
     product = g.contract(first, w, ((2,), (0,)), ROWS, "float32")
     g.outputs = [primitive(g, "add", primitive(g, "silu", product), first)]
     analysis = analyse(g)
-    assert [found.text for found in analysis.found] == ["e1(t) square 0; tanh 1 -> 2", "e1(t,t) silu 0; add 1 2 -> 3"]
+    assert [found.text for found in analysis.found] == ["e1(t) square 0; tanh 1 -> 2", "e1(t,t) silu 1; add 0 2 -> 3"]
     assert analysis.products(analysis.found[1]) == [[leaf.node for leaf in analysis.found[1].leaves].index(product)]
 
 

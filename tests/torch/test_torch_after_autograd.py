@@ -74,7 +74,7 @@ def test_what_the_backward_needs_is_another_output() -> None:
 
 def test_an_activations_gradient_follows_a_product_of_the_backward() -> None:
     check(lambda x, w: F.linear(torch.tanh(x.cumsum(-1)), w).sin(), draw(2, 3, N), draw(32, N))
-    assert became("backward") == ["e1(t,t) square 0; subtract 1.0 2; multiply 1 3 -> 4"]
+    assert became("backward") == ["e1(t,t) square 1; subtract 1.0 2; multiply 0 3 -> 4"]
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
