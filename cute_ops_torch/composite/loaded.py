@@ -6,19 +6,21 @@ Importing what torch reads such files with imports this, once ``cute_ops_torch``
 
 from itertools import product
 
-from cute_ops.composite.gated_mlp import gated_mlp
+from cute_ops.composite.gated_mlp import gated_mlp, gated_mlp_apart
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.mlp import mlp
 from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.composite.rmsnorm_linear import NAMED, rmsnorm_linear
 from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.named import EPILOGUES
+from cute_ops_torch.library import recipes as recipes  # defines ops of what was found in graphs
 from cute_ops_torch.registry import define
 
 for _save, _transposed in product(("pre", "none"), (False, True)):
     define(gated_mlp(_save, _transposed))
     define(mlp(_save, _transposed))
 for _transposed in (False, True):
+    define(gated_mlp_apart(_transposed))
     define(linear_add_rmsnorm(_transposed))
     for _size in SIZES:
         define(qkv_rope(_size, _transposed))

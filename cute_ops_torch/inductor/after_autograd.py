@@ -16,9 +16,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 
 from cute_ops.expressions.graph import Expression, copied
@@ -48,8 +46,6 @@ class ChooserAfter(Chooser):
     def choose(self, found: Found, products: list[int], device: str) -> Choice:
         one = products if len(products) < 2 else [max(products, key=lambda i: found.leaves[i].node.index)]
         chosen = super().choose(found, one, device)
-        if chosen.kind in ("linear", "fused") and (V.aot_compilation or config.cpp_wrapper):
-            return Choice("", why="code without Python runs where nothing has made an op of its own for it")
         if chosen.kind in ("op", "fused") and not fusion_choice.asked_for(torch.device(device)):
             return Choice("", why=_STAYS)
         return chosen

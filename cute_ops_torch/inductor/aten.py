@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch._inductor import config
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.graph import Graph
@@ -123,7 +124,9 @@ class AtenFront(Front):
 class AtenEmitter(Emitter):
     """Puts calls of ATen's operators before a node of a graph after autograd."""
 
-    key = "val"
+    def leaves_python(self) -> bool:
+        """Code in caches that calls ops from C++ makes none of them in a process that has not found them, either."""
+        return super().leaves_python() or bool(config.cpp_wrapper)
 
     def array(self, value: Value) -> Node:
         held = super().array(value)

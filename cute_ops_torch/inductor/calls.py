@@ -30,7 +30,7 @@ def replace_call(graph: Graph, node: Any, names: Collection[str]) -> str:
     """Replace a call by one of the ops of these names; returns its name, empty for what stays."""
     if node.op != "call_function":
         return ""
-    if "embedding" in names and calls(node, "embedding"):
+    if "embedding" in names and calls(node, "embedding") and not isinstance(node.target, torch._ops.OpOverload):
         return "embedding" if _embedding(graph, node) else ""
     if "attention" in names and calls(node, "scaled_dot_product_attention"):
         return "attention" if _attention(graph, node) else ""
@@ -135,7 +135,9 @@ def _only_inserts(index: Any) -> bool:
 
 
 def _is_method(node: Any, name: str) -> bool:
-    return isinstance(node, Node) and node.op == "call_method" and node.target == name
+    """Whether a node calls this method of a tensor, or ATen's operator of its name."""
+    of_aten = isinstance(node, Node) and isinstance(node.target, torch._ops.OpOverload)
+    return isinstance(node, Node) and (node.op == "call_method" or of_aten) and calls(node, name)
 
 
 def _lowered(op: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
@@ -32,9 +33,9 @@ from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import by_call
-from cute_ops_torch.inductor import recipes
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
+from cute_ops_torch.library import recipes
 from cute_ops_torch.registry import define
 
 NOTHING: Mapping[str, Any] = {}
@@ -72,13 +73,13 @@ class Emitter:
         order: the order of the values' leading dims in which results lie row by row; empty for the usual one.
     """
 
-    key = "example_value"  # of a node's value in its ``meta``
-
     def __init__(
         self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None], order: tuple[int, ...] = ()
     ) -> None:
         self.graph, self.before, self.lookup, self.order = graph, before, lookup, order
         self.made: list[Node] = []
+        # Of a node's value in its ``meta``: AOTAutograd's and export's, or Dynamo's.
+        self.key = "val" if "val" in next(iter(graph.nodes)).meta else "example_value"
 
     def emit(
         self, found: Found, choice: Choice, judge: Callable[[Call], float | None]
@@ -128,10 +129,18 @@ class Emitter:
 
     def _called(self, call: Call) -> list[Node]:
         """The outputs of a call."""
+        recipe = recipes.recipe_of(call.op)
+        if recipe and self.leaves_python():
+            made = self.function(torch.ops.cute.by_recipe.default, recipe, list(call.arrays))
+            return [self.function(operator.getitem, made, k) for k in call.outputs]
         define(call.op).lower()  # code from Inductor's caches calls it and its gradient, and nothing else is traced
         whole = self.function(define(call.op).overload, *call.arrays, *call.attrs)
         several = len(call.op.outputs) > 1
         return [self.function(operator.getitem, whole, k) if several else whole for k in call.outputs]
+
+    def leaves_python(self) -> bool:
+        """Whether the code will run where no op that was made for a graph is known."""
+        return bool(V.aot_compilation)
 
     def as_held(self, made: Node, holder: Node) -> Node:
         """A new tensor as what a node holds that it takes the place of."""

@@ -80,7 +80,8 @@ class Front:
     def _value(self, node: Node) -> Any:
         value = node.meta.get("val", node.meta.get("example_value"))
         if node.op == "get_attr":
-            value = getattr(self._module, str(node.target), value)
+            if not _may_be_set(node):
+                value = getattr(self._module, str(node.target), value)
             if type(value) is torch.Tensor and value.numel() == 1 and dtype_of(value) in VALUES and not _is_fake(value):
                 return self._constant(value.item(), dtype_of(value))
         if node.op in ("placeholder", "get_attr"):
@@ -150,6 +151,11 @@ class Front:
     def primitive(self, name: str, args: Args, shape: Any, dtype: str) -> Value:
         """A primitive of values and numbers."""
         return self.graph.primitive(name, [*map(self._operand, args)], shape, dtype)
+
+
+def _may_be_set(node: Node) -> bool:
+    """Whether an attribute is a parameter or a buffer of an exported program, which may get other values later."""
+    return "val" in node.meta and not str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
 
 
 def _is_read(arg: Any) -> bool:

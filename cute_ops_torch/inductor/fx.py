@@ -1,4 +1,4 @@
-"""Questions about the nodes of a graph from Dynamo."""
+"""Questions about the nodes of a graph before autograd: one of Dynamo, or of ATen's operators from ``torch.export``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from cute_ops_torch.inductor.effects import example, name_of, written_by
+
 
 def value_of(node: Any) -> torch.Tensor | None:
     """The fake tensor that a node was traced with, None if it made no tensor."""
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    value = example(node)
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -27,6 +29,8 @@ def calls(node: Any, *names: str) -> bool:
         return name in names
     if node.op != "call_function":
         return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace == "aten" and name_of(node.target) in names
     return any(node.target is getattr(space, name, None) for name in names for space in (operator, torch, F))
 
 
@@ -39,14 +43,4 @@ def hint(size: Any) -> int:
 def changed(graph: Graph, since: Any, until: Any) -> bool:
     """Whether a node between two others writes in place: perhaps to a view of what a pattern has read."""
     order = list(graph.nodes)
-    return any(map(_writes, order[order.index(since) + 1 : order.index(until)]))
-
-
-def _writes(node: Any) -> bool:
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    ends = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name in _INPLACE)
-    ends = ends and node.target not in (operator.and_, operator.or_, operator.not_)
-    return ends or node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
-
-
-_INPLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior")
+    return any(map(written_by, order[order.index(since) + 1 : order.index(until)]))

@@ -156,22 +156,81 @@ def test_checkpoints_are_computed_again() -> None:
     assert became("forward")
 
 
+class Exported(torch.nn.Module):
+    """A norm, a gated MLP, a product with its neighbours, and one that is found after autograd alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(N)
+        self.gate, self.up, self.down, self.out = (torch.nn.Linear(N, N, bias=False) for _ in range(4))
+        self.head = torch.nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return F.gelu(self.head(x)) * 2 + x + torch.baddbmm(x, x, x.transpose(1, 2) @ x)
+
+
+AHEAD = """
+import sys, torch, cute_ops_torch
+path, given, wanted = torch.load(sys.argv[1])
+loaded = torch._inductor.aoti_load_package(path)
+for x, want in zip(given, wanted):
+    torch.testing.assert_close(loaded(x), want, rtol=1e-5, atol=1e-5)
+"""
+
+
 @pytest.mark.drawn(0.5, among="packages")
 @pytest.mark.slow
 def test_compiled_ahead_of_time(tmp_path: Path) -> None:
-    """In Python's loader, for rows of any number. An op that a graph alone has is not known where that is loaded."""
-    model = torch.nn.Sequential(torch.nn.Linear(N, 32), torch.nn.GELU(), torch.nn.Linear(32, N), torch.nn.Tanh())
-    x = torch.randn(6, N)
+    """Both passes act on an exported program of any number of rows; a process that has found nothing runs the ops."""
+    model, given = Exported(), [torch.randn(2, 6, N), torch.randn(5, 6, N)]
     with torch.no_grad():
-        rows = {"input": {0: torch.export.Dim("rows", min=2, max=64)}}
-        program = torch.export.export(model, (x,), dynamic_shapes=rows)
+        program = torch.export.export(
+            model, (given[0],), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},)
+        )
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        assert became() == []
-        whys = [entry.why for entry in inductor.report().left]
-        assert whys == ["code without Python runs where nothing has made an op of its own for it"] * 2
-        loaded = torch._inductor.aoti_load_package(path)
-        for given in (x, torch.randn(9, N)):
-            torch.testing.assert_close(loaded(given), model(given), rtol=1e-5, atol=1e-5)
+        assert {entry.becomes for entry in inductor.report().replaced} == {"rmsnorm", "gated_mlp", "linear"}
+        torch.save((path, given, [model(x) for x in given]), tmp_path / "given.pt")
+    command = [sys.executable, "-c", AHEAD, str(tmp_path / "given.pt")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("seed", range(4000, 4003))
+def test_drawn_programs_that_are_exported(seed: int) -> None:
+    """The pass before autograd reads ATen's operators as it reads torch's functions; ops come by their recipes."""
+    from torch._inductor.virtualized import V
+
+    program = Program(seed, 9)
+    given = [each.detach() for each in program.inputs()]
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return program(*tensors)
+
+    with torch.no_grad(), V.set_aot_compilation(True):
+        module = torch.export.export(Module(), tuple(given)).module(check_guards=False)
+        results = []
+        for rewritten in (False, True):
+            if rewritten:
+                torch._inductor.config.pre_grad_custom_pass(module.graph)
+                module.recompile()
+            torch.manual_seed(seed)
+            results.append(module(*given))
+    assert not [entry for entry in inductor.report() if entry.what == "a graph"]
+    bound = 0.2 if "narrow" in program.steps else 3e-5
+    torch.testing.assert_close(results[1], results[0], rtol=bound, atol=bound)
+
+
+def test_recipes_that_make_no_op_are_refused() -> None:
+    import cute_ops_torch.library.recipes  # noqa: F401 (as a process that loads a package)
+
+    for recipe in ("linear(", "eval('1')", "linear(1)", "[]"):
+        with pytest.raises(ValueError, match=re.escape(f"cute.by_recipe: {recipe!r} makes no op")):
+            torch.ops.cute.by_recipe(recipe, [])
 
 
 def test_products_that_are_not_of_rows_stay() -> None:

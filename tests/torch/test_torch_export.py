@@ -56,6 +56,14 @@ class Calls(torch.nn.Module):
         return [r.view(torch.uint8) if r.dtype == torch.float8_e4m3fn else r for r in results]
 
 
+class WithRecipe(Calls):
+    """And an op that a graph was found to be, by its recipe, of the last three tensors."""
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        recipe = "linear('e1(t,t) silu 0; multiply 1 2 -> 3', ('*m n',), 'n k')"
+        return [*super().forward(*tensors[:-3]), *torch.ops.cute.by_recipe(recipe, list(tensors[-3:]))]
+
+
 def dynamic(ops: Sequence[Op]) -> Any:
     """The first dim of what has rows."""
     return (tuple({0: Dim.DYNAMIC} if t.rows else None for op in ops for t in op.inputs.values()),)
@@ -149,10 +157,14 @@ def test_package(
     for op in ops:
         cute_ops_torch.register(op)
     attrs = {"qkv_rope_64": {"heads": 1}}  # of 64 columns, one head
-    calls, package, given = Calls(ops, attrs), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
+    calls, package, given = WithRecipe(ops, attrs), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
     inputs = [[t for op in ops for t in make_inputs(op, (m, 3), device=device)] for m in (5, 2, 9)]
+    for m, each in zip((5, 2, 9), inputs, strict=True):
+        each += [torch.randn(*shape, device=device) for shape in ((m, 8), (16, 8), (m, 16))]
     torch.save(inputs, given)  # before the export, which leaves marks on them
-    program = torch.export.export(calls, tuple(inputs[0]), dynamic_shapes=dynamic(ops))
+    rows = {0: Dim.DYNAMIC}
+    shapes = ((*dynamic(ops)[0], rows, None, rows),)
+    program = torch.export.export(calls, tuple(inputs[0]), dynamic_shapes=shapes)
     torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
     embeds = Path(sysconfig.get_config_var("LIBDIR"), f"libpython{sysconfig.get_config_var('LDVERSION')}.so").exists()
     if embeds:
@@ -172,3 +184,4 @@ def test_package(
                 count = len(forms(op, [])) * len(op.results)
                 torch.testing.assert_close({op.name: got[:count]}, {op.name: expected[:count]}, rtol=0, atol=0)
                 got, expected = got[count:], expected[count:]
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -1,0 +1,89 @@
+"""Make ops of expressions that were found in graphs anew, where nothing has found them.
+
+Code in Inductor's caches registers them first, in Python. What AOTInductor packages calls the op ``by_recipe`` instead,
+which makes them in its first call: such code runs in C++, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from cute_ops.declaration.op import Op
+from cute_ops.ops.expression.call import op_of
+from cute_ops.ops.gemm import by_call
+from cute_ops_torch.library.reference import register_fake
+
+_recipes: dict[str, str] = {}
+
+
+def linear(epilogue: str, shapes: Sequence[str], layout: str) -> Op:
+    """The op of a product with an epilogue."""
+    op = by_call.op_of_call(epilogue, tuple(shapes), False, layout, "pre")
+    return _noted(op, f"linear({epilogue!r}, {tuple(shapes)!r}, {layout!r})")
+
+
+def fused(expression: str, operands: Mapping[str, str]) -> Op:
+    """The op of an expression of rows."""
+    op = op_of(expression, dict(operands), name="found")
+    return _noted(op, f"fused({expression!r}, {dict(operands)!r})")
+
+
+def recipe_of(op: Op) -> str:
+    """The call of one of these functions that makes an op; empty for one that is registered anyway."""
+    return _recipes.get(op.name, "")
+
+
+def registering(op: Op) -> str:
+    """The Python statement that registers an op in another process; empty for one that is registered there anyway."""
+    recipe = recipe_of(op)
+    return f"import {__name__} as recipes; recipes.register(recipes.{recipe})" if recipe else ""
+
+
+def register(op: Op) -> None:
+    """Register an op with torch and its lowering with Inductor."""
+    from cute_ops_torch.registry import define  # which imports lowerings, which import this module
+
+    define(op).lower()
+
+
+@cache
+def op_by(recipe: str) -> Op:
+    """The op of a recipe.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    try:
+        call = ast.parse(recipe, mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords:
+            return {"linear": linear, "fused": fused}[call.func.id](*map(ast.literal_eval, call.args))
+    except (SyntaxError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"cute.by_recipe: {recipe!r} makes no op: {error}") from error
+    raise ValueError(f"cute.by_recipe: {recipe!r} makes no op")
+
+
+def _noted(op: Op, recipe: str) -> Op:
+    _recipes[op.name] = recipe
+    return op
+
+
+def _by_recipe(recipe: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    from cute_ops_torch.registry import define  # as above
+
+    op = op_by(recipe)
+    made: Any = define(op).overload(*tensors, *op.attrs.values())
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+_library = torch.library.Library("cute", "FRAGMENT")
+_library.define(
+    "by_recipe(str recipe, Tensor[] tensors) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_library.impl("by_recipe", _by_recipe, "CompositeExplicitAutograd")
+register_fake(_library, "by_recipe", _by_recipe)
