@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -25,6 +26,7 @@ class Entry(NamedTuple):
         where: the loops and branches that it stands in, ``scan``.
         times: how often it stands there.
         gain: microseconds that a model expects it to save each time; None where it says nothing.
+        module: where it stands in a model of modules, with ``*`` for numbers of layers: ``layers.*.mlp``.
     """
 
     becomes: str
@@ -34,6 +36,7 @@ class Entry(NamedTuple):
     where: str
     times: int
     gain: float | None = None
+    module: str = ""
 
 
 class Report(list[Entry]):
@@ -62,22 +65,23 @@ class Report(list[Entry]):
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {_total(self.replaced)} parts replaced, {_total(self.left)} left"]
+        width = max((len(entry.becomes) for entry in self.replaced), default=0)
         for entry in self.replaced:
             gain = "" if entry.gain is None else f", about {entry.gain:.3g} us less"
-            lines.append(f"  {entry.times:3d} x {entry.becomes:14s} {_place(entry)}{entry.what}{gain}")
+            lines.append(f"  {entry.times:3d} x {entry.becomes:{width}s} {_place(entry)}{_said(entry)}".rstrip() + gain)
         if self.left:
             lines.append("left as they are")
         for entry in self.left:
             why = f": {entry.why}" if entry.why else ""
-            lines.append(f"  {entry.times:3d} x {_place(entry)}{entry.what}{why}")
+            lines.append(f"  {entry.times:3d} x {_place(entry)}{_said(entry)}{why}")
         return "\n".join(lines)
 
     def __rich__(self) -> Table:
-        table = Table("times", "becomes", "what", "shape", "saves us", "why not", title=self.name)
+        table = Table("times", "becomes", "module", "what", "shape", "saves us", "why not", title=self.name)
         for entry in (*self.replaced, *self.left):
             gain = "" if entry.gain is None else f"{entry.gain:.3g}"
             what = f"{entry.what} in {entry.where}" if entry.where else entry.what
-            cells = (str(entry.times), entry.becomes or "-", what, entry.shape, gain, entry.why)
+            cells = (str(entry.times), entry.becomes or "-", entry.module, what, entry.shape, gain, entry.why)
             table.add_row(*map(escape, cells))
         return table
 
@@ -92,5 +96,12 @@ def _total(entries: Iterable[Entry]) -> int:
     return sum(entry.times for entry in entries)
 
 
+def _said(entry: Entry) -> str:
+    """What a line says was found: no expression that the op's name says, and numbers with the digits that matter."""
+    if entry.what.startswith("e1(") and entry.becomes not in ("", "fused", "linear"):
+        return ""
+    return re.sub(r"\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(number[0]):.6g}", entry.what)
+
+
 def _place(entry: Entry) -> str:
-    return "".join(f"{each} " for each in (entry.where and f"in {entry.where}", entry.shape) if each)
+    return "".join(f"{each} " for each in (entry.where and f"in {entry.where}", entry.module, entry.shape) if each)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 from torch.fx import Graph
+from torch.fx import Node as FxNode
 
 from cute_ops.fusion.analyse import is_linear
 from cute_ops.fusion.composite import Composite
@@ -18,6 +21,11 @@ from cute_ops_torch.inductor.rewrite import Rewritten
 
 # What computes nothing, or is named where it matters.
 _SILENT = (MODE, "what is written in place", "getitem")
+_WHY = {
+    "scaled_dot_product_attention": "ours takes 16 bits, no dropout and no mask but is_causal, on a GPU",
+    "embedding": "its table is not trained, or has options that ours lacks",
+    **dict.fromkeys(("dropout", "native_dropout"), "it draws random numbers, in the order of the program"),
+}
 _VIEWS = ("transpose", "reshape", "broadcast", "slice", "concat")
 
 
@@ -26,7 +34,9 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     alive, holders = set(graph.nodes), made.front.holders
     taken: dict[Value, str] = {}
     for part in made.parts:
-        yield entry_of(part.found, part.choice)._replace(gain=part.gain)
+        inside = part.found.nodes if isinstance(part.found, Composite) else part.found.region.nodes
+        module = module_of(each.node for value in inside for each in holders.get(value, ()))
+        yield entry_of(part.found, part.choice)._replace(gain=part.gain, module=module)
         if isinstance(part.found, Composite):
             continue
         for i, leaf in enumerate(part.found.leaves):
@@ -36,26 +46,38 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ()))]
     for node in stays:
         if node.op == "contract" and (why := taken.get(node) or _why_alone(node)):
-            yield Entry("", "product", why, _shape(node), "", 1)
+            module = module_of(each.node for each in holders[node])
+            yield Entry("", "product", why, _shape(node), "", 1, module=module)
     whole = set(stays)
     for node, why in made.analysis.reasons.items():
         if node in whole and node.dtype in FLOATS:
-            yield from _left(node, why)
+            yield from _left(node, why, module_of(each.node for each in holders[node]))
 
 
-def _left(node: Value, why: str) -> Iterator[Entry]:
+def _left(node: Value, why: str, module: str) -> Iterator[Entry]:
     """The entry of a node that nothing computes, unless it computes nothing itself."""
-    said = str(node.attr) if node.op == "opaque" else node.op
+    said = str(node.attr) if node.op in ("opaque", "primitive") else node.op
     if node.op == "primitive" and isinstance(node.attr, tuple):
         said, why = node.attr[0], "only epilogues of products rotate"
     if said not in (*_SILENT, *_VIEWS):
-        yield Entry("", said, "" if why == said else why, _shape(node), "", 1)
+        said, why = (why, "") if why.startswith(said) else (said, why)
+        yield Entry("", said, why or _WHY.get(said, ""), _shape(node), "", 1, module=module)
 
 
 def entry_of_node(name: str, what: str, node: Any) -> Entry:
     """The entry of what a call was replaced by."""
     value = example(node)
-    return Entry(name, what, "", "" if value is None else f"[{', '.join(map(str, value.shape))}]", "", 1)
+    shape = "" if value is None else f"[{', '.join(map(str, value.shape))}]"
+    return Entry(name, what, "", shape, "", 1, module=module_of([node]))
+
+
+def module_of(nodes: Iterable[FxNode]) -> str:
+    """The innermost module of a model in which all of these nodes are called, with ``*`` for numbers of layers."""
+    stacks = ([path for path, _ in node.meta.get("nn_module_stack", {}).values()] for node in nodes)
+    paths = [re.sub(r"^L\['\w+'\]\.?", "", stack[-1]).split(".") if stack else [] for stack in stacks]
+    levels = (set(level) for level in zip(*paths, strict=False))
+    common = [each for (each,) in takewhile(lambda level: len(level) == 1, levels)]
+    return ".".join("*" if each.isdecimal() else each for each in common)
 
 
 def _why_alone(product: Value) -> str:

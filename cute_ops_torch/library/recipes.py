@@ -7,7 +7,7 @@ which makes them in its first call: such code runs in C++, too.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -51,6 +51,9 @@ def register(op: Op) -> None:
     define(op).lower()
 
 
+_MAKERS: dict[str, Callable[..., Op]] = {"linear": linear, "fused": fused}
+
+
 @cache
 def op_by(recipe: str) -> Op:
     """The op of a recipe.
@@ -61,7 +64,7 @@ def op_by(recipe: str) -> Op:
     try:
         call = ast.parse(recipe, mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords:
-            return {"linear": linear, "fused": fused}[call.func.id](*map(ast.literal_eval, call.args))
+            return _MAKERS[call.func.id](*map(ast.literal_eval, call.args))
     except (SyntaxError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"cute.by_recipe: {recipe!r} makes no op: {error}") from error
     raise ValueError(f"cute.by_recipe: {recipe!r} makes no op")

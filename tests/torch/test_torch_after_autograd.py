@@ -171,6 +171,16 @@ class Exported(torch.nn.Module):
         return F.gelu(self.head(x)) * 2 + x + torch.baddbmm(x, x, x.transpose(1, 2) @ x)
 
 
+def test_reports_say_in_which_module_parts_stand() -> None:
+    model = torch.nn.Sequential(*(torch.nn.ModuleDict({"block": Exported()})["block"] for _ in range(2)))
+    module = torch.export.export(model, (torch.randn(2, 6, N),)).module(check_guards=False)
+    torch._inductor.config.pre_grad_custom_pass(module.graph)
+    lines = str(inductor.report()).splitlines()
+    assert lines[0].startswith("torch.compile: 5 parts replaced")
+    assert "    2 x gated_mlp * [2, 6, 16] x, w_gate, w_up, w_down" in lines
+    assert "    1 x rmsnorm   *.norm [2, 6, 16]" in lines
+
+
 AHEAD = """
 import sys, torch, cute_ops_torch
 path, given, wanted = torch.load(sys.argv[1])
