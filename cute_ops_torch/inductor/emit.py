@@ -33,9 +33,9 @@ from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
 from cute_ops.ops.gemm import by_call
+from cute_ops_torch.composite import recipes
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.front import shape_of
-from cute_ops_torch.library import recipes
 from cute_ops_torch.registry import define
 
 NOTHING: Mapping[str, Any] = {}

@@ -20,11 +20,11 @@ from torch.compiler import config
 from cute_ops.autotune import choices
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
+from cute_ops_torch.composite import recipes
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
-from cute_ops_torch.library import recipes
 from cute_ops_torch.library.schema import defaults
 
 

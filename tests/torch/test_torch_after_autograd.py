@@ -236,7 +236,7 @@ def test_drawn_programs_that_are_exported(seed: int) -> None:
 
 
 def test_recipes_that_make_no_op_are_refused() -> None:
-    import cute_ops_torch.library.recipes  # noqa: F401 (as a process that loads a package)
+    import cute_ops_torch.composite.recipes  # noqa: F401 (as a process that loads a package)
 
     for recipe in ("linear(", "eval('1')", "linear(1)", "[]"):
         with pytest.raises(ValueError, match=re.escape(f"cute.by_recipe: {recipe!r} makes no op")):

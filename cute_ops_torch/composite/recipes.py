@@ -17,6 +17,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.call import op_of
 from cute_ops.ops.gemm import by_call
 from cute_ops_torch.library.reference import register_fake
+from cute_ops_torch.registry import define
 
 _recipes: dict[str, str] = {}
 
@@ -46,8 +47,6 @@ def registering(op: Op) -> str:
 
 def register(op: Op) -> None:
     """Register an op with torch and its lowering with Inductor."""
-    from cute_ops_torch.registry import define  # which imports lowerings, which import this module
-
     define(op).lower()
 
 
@@ -76,8 +75,6 @@ def _noted(op: Op, recipe: str) -> Op:
 
 
 def _by_recipe(recipe: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    from cute_ops_torch.registry import define  # as above
-
     op = op_by(recipe)
     made: Any = define(op).overload(*tensors, *op.attrs.values())
     return list(made) if isinstance(made, tuple) else [made]
