@@ -267,7 +267,14 @@ def classifier(p: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.
     return -jnp.where(labels > 0, at, 0).sum() / (labels > 0).sum()
 
 
+NAMES = (
+    "llama in jnp", "grouped heads in jnp", "nnx BERT", "T5 in jnp", "equinox Mamba", "classifier in jnp", "nnx DiT",
+    "nnx encoder", "nnx gated MLP with dropout", "equinox transformer", "equinox mixer", "equinox checkpoint",
+)  # fmt: skip
+
+
 def make() -> dict[str, Model]:
+    """The models by name, see NAMES. Their parameters are drawn, which takes seconds."""
     x, key = draw(B, T, N), jax.random.key(3)
     tokens = jnp.asarray(RNG.integers(0, CLASSES, (B, T + 1)), jnp.int32)
     labels = jnp.asarray(RNG.integers(0, CLASSES, (B, T)), jnp.int32)

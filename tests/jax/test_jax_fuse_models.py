@@ -20,9 +20,14 @@ for library in ("equinox", "flax", "optax"):
     pytest.importorskip(library)
 sys.path.append(str(Path(__file__).parent))
 from drawn_graphs import QUICK  # noqa: E402
-from fused_models import make  # noqa: E402
+from fused_models import NAMES, Model, make  # noqa: E402
 
-MODELS = make()
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Model]:
+    made = make()
+    assert tuple(made) == NAMES
+    return made
 
 
 COPIES = 6  # of the floats, a little different, on which the loss of 16 bits is measured
@@ -31,9 +36,9 @@ COPIES = 6  # of the floats, a little different, on which the loss of 16 bits is
 @pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str, dtype: str) -> None:
-    function, args, becomes, attends = MODELS[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_models(name: str, dtype: str, models: dict[str, Model]) -> None:
+    function, args, becomes, attends = models[name]
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
