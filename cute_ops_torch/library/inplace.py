@@ -42,9 +42,9 @@ def overwriting(
     """
 
     def _writer(args: Sequence[Any], given: Sequence[torch.Tensor]) -> Call | None:
-        # A negated view shares its base's memory.
-        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
-            return None
+        for a in args:  # no generator: it takes as long again
+            if isinstance(a, torch.Tensor) and a.is_neg():  # a negated view shares its base's memory
+                return None
         if all(map(_is_compact, given)):
             return lambda args, reused: into(*args, *reused)
         return into_rows if all(map(_has_rows, given)) else None

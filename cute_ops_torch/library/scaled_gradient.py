@@ -65,6 +65,8 @@ def scale_(gradient: Tensor, dloss: Tensor) -> Tensor:
 
 def _as_row(tensor: Tensor) -> Tensor | None:
     """All elements as one row, in the order of memory, so that one kernel takes every shape; None if there are gaps."""
+    if tensor.is_contiguous():
+        return tensor.view(1, -1)
     ordered = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     return ordered.view(1, -1) if ordered.is_contiguous() else None
 
