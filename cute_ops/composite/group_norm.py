@@ -45,20 +45,19 @@ def _silu(attrs: Arrays) -> dict[str, bool]:
     return {"silu": attrs["activation"] == "silu"}
 
 
-def _statistics(call: Call, attrs: Arrays, sums: Arrays, pivot: Any) -> Arrays:
+def _statistics(call: Call, attrs: Arrays, sums: Arrays, count: Any) -> Arrays:
     """Mean and rstd by channel and by group, of the moments of channels."""
-    names = "total", "squares", "count"
-    moments = {name: _grouped(sums[name], attrs["groups"]) for name in names}
-    pivot = _grouped(pivot, attrs["groups"])
-    found = call(steps.group_norm_statistics, {**moments, "pivot": pivot}, {"eps": attrs["eps"]})
+    moments = {name: _grouped(sums[name], attrs["groups"]) for name in ("total", "squares", "pivot")}
+    found = call(steps.group_norm_statistics, {**moments, "count": count}, {"eps": attrs["eps"]})
     by_channel = {name: _by_channel(found[name]) for name in ("mean", "rstd")}
     return {**by_channel, "group_mean": found["group_mean"], "group_rstd": found["group_rstd"]}
 
 
-def _pulls(call: Call, attrs: Arrays, slopes: Arrays, weight: Any) -> dict[str, Any]:
+def _pulls(call: Call, attrs: Arrays, slopes: Arrays, count: Any, weight: Any) -> dict[str, Any]:
     """What each group's gradient is pulled and pushed by, for each of its channels."""
-    grouped = {name: _grouped(slopes[name], attrs["groups"]) for name in ("product", "total", "count")}
-    found = call(steps.group_norm_pulls, {**grouped, "weight": _grouped(weight, attrs["groups"])}, {})
+    grouped = {name: _grouped(slopes[name], attrs["groups"]) for name in ("product", "total")}
+    weight = _grouped(weight, attrs["groups"])
+    found = call(steps.group_norm_pulls, {**grouped, "count": count, "weight": weight}, {})
     return {name: _by_channel(found[name]) for name in ("pull", "push")}
 
 
@@ -101,7 +100,8 @@ def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     if _is_long(x, groups):
         pivot = x[..., :1]
         sums = call(steps.group_norm_row_moments, {"x": x, "pivot": pivot}, {})
-        found = _statistics(call, attrs, sums, sums["first"])
+        moments = {**sums, "pivot": sums["first"]}
+        found = _statistics(call, attrs, moments, xp.number(x.shape[-1], x))
         numbers = {"mean": found["group_mean"], "rstd": found["group_rstd"]}
         rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
         out = call(steps.group_norm_of_rows, {"x": rows, **operands}, _silu(attrs))["out"]
@@ -125,7 +125,8 @@ def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     weight, bias = _parameters(xp, {**inputs, "axis": -2})
     numbers = {name: inputs[name] for name in ("mean", "rstd")}
     if _is_long(x, groups):
-        pulls = _pulls(call, attrs, _first_slopes(xp, call, inputs, attrs, weight, bias), weight)
+        slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
+        pulls = _pulls(call, attrs, slopes, xp.number(x.shape[-1], x), weight)
         rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
         operands |= {name: _grouped(a, groups)[..., None] for name, a in pulls.items()}
         found = call(steps.group_norm_of_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands},
@@ -152,7 +153,7 @@ def _last(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     # Deviations from one of a channel's numbers: a mean that is large beside them costs no accuracy.
     pivot = x[..., 0, :]
     sums = call(steps.group_norm_moments, {"x": x, "pivot": pivot}, {})
-    found = _statistics(call, attrs, sums, pivot)
+    found = _statistics(call, attrs, {**sums, "pivot": pivot}, xp.number(x.shape[-2], x))
     weight, bias = _parameters(xp, {**inputs, "axis": -1})
     numbers = {"mean": found["mean"], "rstd": found["rstd"]}
     operands = {"x": x, **numbers, "weight": weight, "bias": bias}
@@ -163,7 +164,7 @@ def _last_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     weight, bias = _parameters(xp, {**inputs, "axis": -1})
     operands = {"x": inputs["x"], "dy": inputs["dout"], "mean": inputs["mean"], "rstd": inputs["rstd"]}
     found = call(steps.group_norm_slopes, {**operands, "weight": weight, "bias": bias}, _silu(attrs))
-    return {**found, **_pulls(call, attrs, found, weight)}
+    return {**found, **_pulls(call, attrs, found, xp.number(inputs["x"].shape[-2], inputs["x"]), weight)}
 
 
 def _last_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:

@@ -30,6 +30,9 @@ class Framework(Protocol):
     def ones(self, shape: Any, like: Any, /) -> Any:
         """Ones in float32, on the device of ``like``."""
 
+    def number(self, value: float, like: Any, /) -> Any:
+        """A number as a float32 array without dims, on the device of ``like``."""
+
     def sums(self, x: Any, axes: tuple[int, ...], like: Any, /) -> Any:
         """Sums in float32 over these axes, counted from the end, in the dtype of ``like``."""
 

@@ -28,6 +28,10 @@ def ones(shape: tuple[int, ...], like: Array) -> Array:
     return varying_like(jnp.ones(shape, jnp.float32), like)  # type: ignore[no-any-return]
 
 
+def number(value: float, like: Array) -> Array:
+    return varying_like(jnp.full((), value, jnp.float32), like)  # type: ignore[no-any-return]
+
+
 def rows_of(table: Array, index: Array) -> Array:
     """Rows of a table by index: negative ones count from the end, rows of one out of range are NaN."""
     return jnp.take(table, index, axis=0)

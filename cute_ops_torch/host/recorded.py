@@ -37,7 +37,7 @@ _VIEWS = {
     "__get__", "__getitem__", "as_strided", "broadcast_to", "contiguous", "detach", "expand", "flatten", "permute",
     "reshape", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_ones", "new_zeros"}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_full", "new_ones", "new_zeros"}
 _PLAIN: tuple[type, ...] = (
     bool, int, float, str, slice, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
     type(...),
@@ -95,6 +95,8 @@ class _Record(TorchFunctionMode):
         self._number = count()
         # By identity, which another tensor may get later.
         self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        # Of a view what it is a view of, which is no view itself.
+        self._bases: dict[str, str] = {}
         for name, t in zip(self.given, given, strict=True):
             self._named(t, name)
 
@@ -167,7 +169,8 @@ class _Record(TorchFunctionMode):
             self._named(out, source)
         else:
             sizes, strides = self._constant(tuple(out.shape)), self._constant(out.stride())
-            name = self._named(out)
+            name, source = self._named(out), self._bases.get(source, source)
+            self._bases[name] = source
             self.lines.append(_Line(f"{name} = _as_strided({source}, {sizes}, {strides})", [source], [name], True))
         return True
 

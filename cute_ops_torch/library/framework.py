@@ -30,6 +30,10 @@ def ones(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return like.new_ones(shape, dtype=torch.float32)
 
 
+def number(value: float, like: Tensor) -> Tensor:
+    return like.new_full((), value, dtype=torch.float32)
+
+
 def rows_of(table: Tensor, index: Tensor) -> Tensor:
     """An index that is no class is torch's own error."""
     return torch.embedding(table, index)

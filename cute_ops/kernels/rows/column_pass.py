@@ -4,7 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.hardware import WARP
+from cute_ops.declaration.shapes import ITEMSIZE
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.lib.copy import (
     fragment,
     gmem_elements,
@@ -22,7 +23,7 @@ from cute_ops.kernels.rowwise.pointwise import number_address
 THREADS = 256
 # Loads of tiles that a thread has in flight: 16 bytes of each of these rows and tiles.
 LOADS = 4
-# One sum of one tile has nothing else to wait for: 8224 x 5120 takes 24.6 us with 8 vectors, 28.6 with 4.
+# Sums of one tile have nothing else to wait for: 8224 x 5120 takes 24.6 us with 8 vectors, 28.6 with 4.
 LOADS_OF_ONE = 8
 # Without sums a part is as many rows as a thread takes in this number of steps, which share what it reads once.
 STEPS = 4
@@ -60,9 +61,13 @@ class ColumnPass:
         self.width = next(width for width in (1, 2, 4, 8, 16, WARP) if width >= min(vectors, WARP))
         self.depth = THREADS // self.width
         read = sum(piece.tile and not piece.shared for piece in inputs)
-        self.unroll = LOADS_OF_ONE if read == len(sums) == 1 and not tiles else max(LOADS // max(read, 1), 1)
+        self.unroll = LOADS_OF_ONE if read == 1 and not tiles else max(LOADS // max(read, 1), 1)
         # An operand that says how many examples there are.
         self.example = next((i for i, piece in enumerate(inputs) if piece.shared), None)
+        if self.example is not None and sums:
+            # What examples share in float32 makes vectors of narrower tiles short: more of them are in flight.
+            widest = max(ITEMSIZE[self.keys[p.name].dtype] for p in inputs if p.tile and not p.shared)
+            self.unroll *= max(VECTOR_BYTES // (vec * widest), 1)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
@@ -109,33 +114,43 @@ class ColumnPass:
         # Rows are counted in 64 bits: some steps past the last one, 32 might not do.
         step = Int64(cute.arch.grid_dim()[1] * self.depth)
         top, stride, rows = Int64(part * self.depth + y), step * self.unroll, count // self.fold
-        for i in cutlass.range(Int32((rows + (stride - 1)) // stride), unroll=1):
-            # Rows past the end are the last one again, which is not counted.
-            coords = [top + i * stride + u * step for u in range(self.unroll)]
-            loaded = []
-            for coord in coords:
-                row = cutlass.min(coord, rows - 1)
-                loaded.append(
-                    [self._load(mX, piece, place, row, rX) for mX, piece, rX in zip(inputs, self.inputs, shared)]
-                )
-            for coord, vectors in zip(coords, loaded):
-                counts = coord < rows
-                results = self._computed([widen(rX) for rX in vectors], place)
-                for mX, piece, rX in zip(tiles, self.tiles, results):
-                    address = self._address(mX, piece, place, place.first_row + coord)
-                    rOut = narrow(rX.load(), mX.element_type, self.vec)
-                    store_if(counts & inside, rOut, address, True)
-                for rSum, rX in zip(rSums, results[len(self.tiles) :]):
-                    for j in cutlass.range_constexpr(self.vec):
-                        rSum[j] = rSum[j] + cutlass.select_(counts, rX[j], Float32(0.0))
+        tensors = inputs, shared, tiles, rSums
+        whole = rows // stride
+        for i in cutlass.range(Int32(whole), unroll=1):
+            self._step(tensors, place, (top + i * stride, step, rows), inside, True)
+        if whole * stride < rows:
+            self._step(tensors, place, (top + whole * stride, step, rows), inside, False)
         if const_expr(self.fold > 1):
             # The rows that are left are the beginning of one more.
             room = cutlass.min(Int32(count - rows * self.fold) * Int32(n) - first, self.vec)
             if (room > 0) & ((rows - top) % step == 0):
-                self._add_left((inputs, shared, tiles, rSums), place, rows, room)
+                self._add_left(tensors, place, rows, room)
         for mPartials, piece, rSum in zip(partials, self.sums, rSums):
             row = part if const_expr(self.example is None) else part * self._examples(inputs) + example
             self._add_up(mPartials, piece, rSum, sSum, (row, strip * (self.width * self.vec)), n)
+
+    @cute.jit
+    def _step(
+        self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, walk: cutlass.Constexpr, inside: Boolean,
+        whole: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Compute the rows that a thread loads together, all of which there are if ``whole``."""
+        (inputs, shared, tiles, rSums), (first, step, rows) = tensors, walk
+        # Rows past the end are the last one again, which is not counted.
+        coords, loaded = [first + u * step for u in range(self.unroll)], []
+        for coord in coords:
+            row = coord if whole else cutlass.min(coord, rows - 1)
+            loaded.append([self._load(mX, piece, place, row, rX) for mX, piece, rX in zip(inputs, self.inputs, shared)])
+        for coord, vectors in zip(coords, loaded):
+            results = self._computed([widen(rX) for rX in vectors], place)
+            for mX, piece, rX in zip(tiles, self.tiles, results):
+                address = self._address(mX, piece, place, place.first_row + coord)
+                rOut = narrow(rX.load(), mX.element_type, self.vec)
+                store_if(inside if whole else (coord < rows) & inside, rOut, address, True)
+            for rSum, rX in zip(rSums, results[len(self.tiles) :]):
+                for j in cutlass.range_constexpr(self.vec):
+                    x = rX[j] if whole else cutlass.select_(coord < rows, rX[j], Float32(0.0))
+                    rSum[j] = rSum[j] + x
 
     @cute.jit
     def _add_left(self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, row: Int64, room: Int32):
@@ -253,6 +268,56 @@ class Place:
         if column_pass.fold > 1:
             self.above = first // Int32(n)
             self.left = (self.above + 1) * Int32(n) - first
+
+
+class PartSum:
+    """``out[c] = sum_p partials[p, c]`` in fp32 of few rows of many columns: the parts of all examples side by side.
+
+    Tile: a CTA takes 128 columns of one workspace. The four threads of a column add every fourth row each, then one of
+    them adds their sums, in a fixed order. Shared memory: 2 KB. Bytes moved: the workspaces once, mostly from L2.
+    """
+
+    columns, depth, batch = 128, 4, 8
+
+    def __init__(self, arch):
+        self.pdl = can_use_pdl(arch)
+
+    @cute.jit
+    def __call__(self, partials, outputs, stream):
+        # All workspaces are equally wide.
+        blocks = cute.ceil_div(Int32(partials[0].shape[1]), self.columns)
+        self.kernel(partials, outputs).launch(
+            grid=[blocks, len(partials), 1], block=[self.columns, self.depth, 1], stream=stream, use_pdl=self.pdl
+        )
+
+    @cute.kernel
+    def kernel(self, partials, outputs):
+        block, which, _ = cute.arch.block_idx()
+        smem = cutlass.utils.SmemAllocator()
+        sSum = smem.allocate_tensor(Float32, cute.make_layout((self.columns, self.depth)), byte_alignment=16)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        for i, (mPartials, mOut) in enumerate(zip(partials, outputs)):
+            if which == i:
+                self._sum(mPartials, mOut, sSum, block * self.columns)
+
+    @cute.jit
+    def _sum(self, mPartials, mOut, sSum, start: Int32):
+        x, level, _ = cute.arch.thread_idx()
+        count, n, total = Int32(mPartials.shape[0]), Int32(mPartials.shape[1]), Float32(0.0)
+        column = cutlass.min(start + x, n - 1)
+        for p in cutlass.range(level, count, self.depth * self.batch, unroll=1):
+            # Loads past the end are those of the last row, which is not counted again.
+            rows = [p + i * self.depth for i in range(self.batch)]
+            terms = [mPartials[cutlass.min(row, count - 1), column] for row in rows]
+            for row, term in zip(rows, terms):
+                total = total + cutlass.select_(row < count, term, Float32(0.0))
+        sSum[x, level] = total
+        cute.arch.barrier()
+        if (level == 0) & (start + x < n):
+            for d in cutlass.range_constexpr(1, self.depth):
+                total = total + sSum[x, d]
+            mOut[start + x] = total.to(mOut.element_type)
 
 
 def _parts(rows, of_one):

@@ -15,7 +15,7 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import gmem_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
-from cute_ops.kernels.rows.column_pass import ColumnPass
+from cute_ops.kernels.rows.column_pass import ColumnPass, PartSum
 from cute_ops.kernels.rows.config import FusedConfig
 from cute_ops.kernels.rowwise.pointwise import Piece, Pointwise, number_address, vector_widths
 
@@ -119,8 +119,9 @@ class FusedPointwise:
             totals = tuple([tensors.get(f"{name}_totals", tensors[name]) for name in names])
             if const_expr(kind[1]):
                 examples = Int32(row_count(tensors[self.shared[0]]))
-                partials, totals = by_example(partials, totals, examples)
-            ColumnSum(None if kind[1] else self.n, self.variant.arch)(partials, totals, stream)
+                PartSum(self.variant.arch)(*by_example(partials, totals, examples), stream)
+            else:
+                ColumnSum(self.n, self.variant.arch)(partials, totals, stream)
 
     @cute.jit
     def __call__(self, *arguments):

@@ -57,15 +57,14 @@ def start_of(key, piece, n):
 
 
 def vector_widths(variant, inputs, outputs):
-    """Elements of a vector of 16 bytes of the widest tile that is read, and as many as the rows of all pieces start on;
-    these divide the length of rows.
+    """Elements of a vector of 16 bytes of the widest tile that is read, and as many as the rows of all pieces start on,
+    or take several accesses of 16 bytes for; these divide the length of rows.
     """
     keys, n, pieces = variant.tensors, variant.dims["n"], (*inputs, *outputs)
     read = [piece for piece in inputs if piece.tile] or outputs
     widest = VECTOR_BYTES // max(ITEMSIZE[keys[piece.name].dtype] for piece in read)
-    starts = [
-        start_of(keys[piece.name], piece, n) // ITEMSIZE[keys[piece.name].dtype] for piece in pieces if piece.columns
-    ]
+    starts = [(start_of(keys[p.name], p, n), ITEMSIZE[keys[p.name].dtype]) for p in pieces if p.columns]
+    starts = [start // size for start, size in starts if start < VECTOR_BYTES]
     flat = all(keys[piece.name].layout == "flat" for piece in pieces if piece.tile)
     length = n & -n if n is not None else widest if flat else 1
     return widest, min(widest, length, *starts)

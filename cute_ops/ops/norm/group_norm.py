@@ -73,13 +73,13 @@ group_norm_rows_dx = fused(
 
 def _moments(xp: Any, x: Any, pivot: Any) -> Any:
     deviation = x - pivot
-    return deviation, deviation * deviation, 0.0 * x + 1.0
+    return deviation, deviation * deviation
 
 
 def _slopes(xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, weight: Any, bias: Any, silu: bool) -> Any:
     normed = (x - mean) * rstd
     slope = _slope(xp, dy, normed, weight, bias, silu)
-    return slope * normed, slope, 0.0 * x + 1.0
+    return slope * normed, slope
 
 
 def _statistics(xp: Any, total: Any, squares: Any, count: Any, pivot: Any, *, eps: float) -> Any:
@@ -113,12 +113,12 @@ def _norm_dx(
 group_norm_statistics = fused(
     _statistics, name="group_norm_statistics", cases=NUMBERS, attrs={"eps": 1e-5}, squeezed=True,
     no_gradient=("squares", "count", "pivot"), outputs=("mean", "rstd", "group_mean", "group_rstd"),
-    operands={"total": "*m n", "squares": "*m n", "count": "*m n", "pivot": "any *m n"},
+    operands={"total": "*m n", "squares": "*m n", "count": "", "pivot": "any *m n"},
     doc="Mean and rstd of a group for each of its channels, and for the group, from the moments of these.",
 )  # fmt: skip
 group_norm_pulls = fused(
     _pulls, name="group_norm_pulls", cases=NUMBERS, no_gradient=("count", "weight"), outputs=("pull", "push"),
-    operands={"product": "*m n", "total": "*m n", "count": "*m n", "weight": "h n"},
+    operands={"product": "*m n", "total": "*m n", "count": "", "weight": "h n"},
     doc="What a group's gradient is pulled and pushed by, for each of its channels, from the slopes of these.",
 )  # fmt: skip
 
@@ -127,26 +127,26 @@ group_norm_pulls = fused(
 
 
 def _row_moments(xp: Any, x: Any, pivot: Any) -> Any:
-    deviation, squares, _ = _moments(xp, x, pivot)
-    return xp.sum(deviation, **ROW), xp.sum(squares, **ROW), 0.0 * pivot + x.shape[-1], 1.0 * pivot
+    deviation, squares = _moments(xp, x, pivot)
+    return xp.sum(deviation, **ROW), xp.sum(squares, **ROW), 1.0 * pivot
 
 
-def _row_slopes(xp: Any, x: Any, dy: Any, *, mean: Any, **numbers: Any) -> Any:
-    product, total, _ = _slopes(xp, x, dy, mean=mean, **numbers)
-    return xp.sum(product, **ROW), xp.sum(total, **ROW), 0.0 * mean + x.shape[-1]
+def _row_slopes(xp: Any, x: Any, dy: Any, **numbers: Any) -> Any:
+    product, total = _slopes(xp, x, dy, **numbers)
+    return xp.sum(product, **ROW), xp.sum(total, **ROW)
 
 
 _OF_ROWS = dict.fromkeys(("mean", "rstd", "weight", "bias"), "*m 1")
 _PULLS = {"pull": "*m 1", "push": "*m 1"}
 group_norm_row_moments = fused(
     _row_moments, name="group_norm_row_moments", cases=CHANNELS, no_gradient=("pivot",), squeezed=True,
-    operands={"x": "*m n", "pivot": "*m 1"}, outputs=("total", "squares", "count", "first"),
-    doc="Sums over a channel's positions, of the deviations from one of them and of their squares; how many these are.",
+    operands={"x": "*m n", "pivot": "*m 1"}, outputs=("total", "squares", "first"),
+    doc="Sums over a channel's positions, of the deviations from one of them and of their squares; that one.",
 )  # fmt: skip
 group_norm_row_slopes = fused(
     _row_slopes, name="group_norm_row_slopes", cases=CHANNELS, no_gradient=(*_OF_ROWS,), squeezed=True, attrs=SILU,
-    operands={"x": "*m n", "dy": "*m n", **_OF_ROWS}, outputs=("product", "total", "count"),
-    doc="Sums over a channel's positions, of the slope times x normalised and of the slope; how many these are.",
+    operands={"x": "*m n", "dy": "*m n", **_OF_ROWS}, outputs=("product", "total"),
+    doc="Sums over a channel's positions, of the slope times x normalised and of the slope.",
 )  # fmt: skip
 group_norm_of_rows = fused(
     _norm, name="group_norm_of_rows", cases=CHANNELS, no_gradient=(*_OF_ROWS,), attrs=SILU,
@@ -189,11 +189,11 @@ def _position_sums(
 
 _SHARED, _VECTORS = {"mean": "*b n", "rstd": "*b n"}, {"weight": "n", "bias": "n"}
 group_norm_moments = _position_sums(
-    "group_norm_moments", _moments, {"*b m n": ("x",), "*b n": ("pivot",), "n": ()}, ("total", "squares", "count"), {}
+    "group_norm_moments", _moments, {"*b m n": ("x",), "*b n": ("pivot",), "n": ()}, ("total", "squares"), {}
 )
 group_norm_slopes = _position_sums(
     "group_norm_slopes", _slopes, {"*b m n": ("x", "dy"), "*b n": (*_SHARED,), "n": (*_VECTORS,)},
-    ("product", "total", "count"), SILU,
+    ("product", "total"), SILU,
 )  # fmt: skip
 group_norm_of_examples = fused(
     _norm, name="group_norm_of_examples", cases=POSITIONS, no_gradient=(*_SHARED, *_VECTORS), attrs=SILU,
