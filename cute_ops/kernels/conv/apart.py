@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import WARP
 from cute_ops.kernels.conv.walk import copy_if
-from cute_ops.kernels.lib.copy import fragment, gmem_elements
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, store, store_elements
 from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
 
 
@@ -54,9 +54,11 @@ class Apart:
         return [(each, (channel + c * WARP) * each, c) for c in range(self.vec)]
 
     def ring(self, smem, mX):
-        """The units of each stream that are on their way: (element, warp, row)."""
-        layout = cute.make_layout((self.units * self.vec, self.threads // WARP, self.slots * self.batch))
-        return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=16) for _ in self.names]
+        """The units of each stream that are on their way, and of a step's outputs: (element, warp, row)."""
+        size, warps = self.units * self.vec, self.threads // WARP
+        layouts = [cute.make_layout((size, warps, self.slots * self.batch)) for _ in self.names]
+        layouts.append(cute.make_layout((size, warps, self.unit)))
+        return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=16) for layout in layouts]
 
     def rows(self, tensors, names, span):
         """The rows by name. Before row ``until`` of one, all of the warp's units may be read."""
@@ -147,15 +149,58 @@ class Apart:
         for u in range(self.batch):
             vectors = []
             for sX, name in zip(ring, self.names):
-                itemsize = sX.element_type.width // 8
-                address = rows[name].address(t, u) - lane * itemsize
-                past = Int32(address & (self.vec * itemsize - 1)) // itemsize
+                past = self._past(rows[name], t, u, lane, sX.element_type)
                 rX = fragment(sX.element_type, self.vec)
                 for c in range(self.vec):
                     rX[c] = sX[past + lane + c * WARP, warp, stage * self.batch + u]
                 vectors.append(rX)
             held.append(vectors)
         return held
+
+    def emit(self, stores, ring, row, rX, valid, t, more):
+        """Put a row's elements where they are in the warp's units of memory."""
+        lane, warp = self.thread() % WARP, self.thread() // WARP
+        past = self._past(row, t, more, lane, rX.element_type)
+        for c in range(self.vec):
+            ring[-1][past + lane + c * WARP, warp, len(stores)] = rX[c]
+        stores.append((valid, more))
+
+    def flush(self, stores, ring, row, t):
+        """Store a step's rows by units: a store of part of a sector costs L2 as much as one of all of it."""
+        lane, warp, sX = self.thread() % WARP, self.thread() // WARP, ring[-1]
+        cute.arch.sync_warp()
+        for u, (valid, more) in enumerate(stores):
+            past = self._past(row, t, more, lane, sX.element_type)
+            address = row.address(t, more) - (lane + past) * (sX.element_type.width // 8)
+            self._store_units(valid, sX[None, warp, u], address, row.channel - lane - past, past, lane)
+
+    @cute.jit
+    def _store_units(
+        self, valid: Boolean, sRow: cute.Tensor, address: Int64, first: Int32, past: Int32, lane: Int32
+    ):  # fmt: skip
+        """Store a warp's units, the first of which begins ``past`` elements before its first channel."""
+        column, size = first + lane * self.vec, self.vec * sRow.element_type.width // 8
+        if valid & ((past == 0) | (lane > 0)) & (column < self.n):
+            self._store_unit(self._unit(sRow, lane), address + lane * size, column)
+        # One element to a lane: those after the others of the first unit, and those of the last one.
+        place = lane + cutlass.select_(lane < past, Int32(WARP * self.vec), Int32(0))
+        if valid & (past > 0) & (lane < self.vec) & (first + place < self.n):
+            gX = gmem_elements(sRow.element_type, address + Int64(place) * (sRow.element_type.width // 8), 1)
+            gX[0] = sRow[place]
+
+    @cute.jit
+    def _store_unit(self, sUnit: cute.Tensor, address: Int64, column: Int32):
+        rX = fragment(sUnit.element_type, self.vec)
+        cute.autovec_copy(sUnit, rX)
+        if column + self.vec <= self.n:
+            store(rX, address, True)
+        else:
+            store_elements(rX, address, column, Int32(self.n))
+
+    def _past(self, row, t, more, lane, dtype):
+        """Elements of the unit that a row begins in, at the warp's first channel, before it."""
+        address = row.address(t, more) - lane * (dtype.width // 8)
+        return Int32(address & (self.vec * dtype.width // 8 - 1)) // (dtype.width // 8)
 
     @cute.jit
     def get(self, valid: Boolean, rX: cute.Tensor, address: Int64, channel: Int32):

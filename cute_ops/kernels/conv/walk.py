@@ -213,6 +213,13 @@ class Walk:
         """Store a row's elements at a thread's channels if ``valid``."""
         store_if(valid, rX, address, True)
 
+    def emit(self, stores, ring, row, rX, valid, t, more):
+        """Store a step's next row, ``more`` rows after row t, if ``valid``, or leave that to :meth:`flush`."""
+        self.put(valid, rX, row.address(t, more), row.channel)
+
+    def flush(self, stores, ring, row, t):
+        """Store what :meth:`emit` has left in ``stores``."""
+
     def place(self, channel):
         """(which of a thread's channels it is, the thread of the row) of one of the CTA's channels."""
         return channel % self.vec, channel // self.vec
