@@ -22,6 +22,7 @@ from cute_ops.ops.rows import (
     LINE_VECTORS,
     MORE_VECTORS,
     RESERVED_BYTES,
+    SHORTEST_ROW,
     SMEM_BYTES_IN_FLIGHT,
     SMEM_PER_THREAD,
     SMEM_SM_THREADS,
@@ -83,6 +84,8 @@ WIDE_THREADS = 768
 # Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
 # stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
+# Threads of the shortest: with a vector each, threads of two vectors' rows would mostly mask them and exchange sums.
+UNEVEN_THREADS = 16
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
@@ -234,7 +237,10 @@ class RowExpression(NamedTuple):
         """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
         dear = self.special >= DEAR
         if row.vectors <= WARP:
-            return threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
+            most = UNEVEN_THREADS if not row.aligned and row.vectors > SHORTEST_ROW else WARP
+            return threads_for(row.vectors, 2) if dear and row.aligned else min(row_threads(row), most)
+        if 2 * WARP < span <= 3 * WARP and row.aligned and self.special < SLOW:
+            return WARP  # two vectors each would leave a quarter of two warps idle
         if self._in_fours(cluster):
             return threads_for(span, 4)
         if self.read > 1 and not self._wide(cluster):
@@ -319,7 +325,8 @@ class RowExpression(NamedTuple):
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        slots = 3 if (alone or (cluster > 1 and not halved)) and 3 * slot <= room else 2
+        deeper = alone or (cluster > 1 and not halved) or (self.sums == 2 and share <= SUMS_THREADS // 2)
+        slots = 3 if deeper and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
         running = resident_clusters(problem, cluster) * resident
         align = alignment_in_step(running, row)

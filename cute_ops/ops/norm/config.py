@@ -251,12 +251,13 @@ SECTOR_VECTORS, SECTORS_FROM_ROWS = 2, 1024
 SPAN_OF_TWO_SUMS, SPAN = 1600, {True: 1024, False: 2048}
 # By the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the sums of their columns.
 # UNALIGNED: rows in one or two CTAs. HALVES: rows that one CTA could hold, in two. NARROW_CTA, WIDE_CTA: other rows in
-# one CTA, of 16 and of 32 bits. CLUSTERED: all others.
+# one CTA, of 16 and of 32 bits. CLUSTERED, WIDE_CLUSTERED: all others.
 UNALIGNED: Ladder[tuple[int, int]] = ((512, (1, 1152)), (1024, (2, 640)))
 HALVES: Ladder[tuple[int, int]] = ((256, (1, 768)), (512, (2, 576)))
 NARROW_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (4, 512)))
 WIDE_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (2, 512)))
 CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 800)), (math.inf, (4, 800)))
+WIDE_CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 1152)), (math.inf, (4, 800)))
 # The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
 # for others.
 MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
@@ -385,7 +386,8 @@ def _vectors_of_a_thread(row: RowProblem, span: int, cluster: int, sums: int, ce
     elif row.vectors <= CTA_VECTORS and cluster == 2:
         per_thread, threads = step(HALVES, span)
     else:
-        per_thread, threads = step(CLUSTERED if cluster > 1 else WIDE_CTA if row.itemsize == 4 else NARROW_CTA, span)
+        ladders = (WIDE_CTA, WIDE_CLUSTERED) if row.itemsize == 4 else (NARROW_CTA, CLUSTERED)
+        per_thread, threads = step(ladders[cluster > 1], span)
     if per_thread == 4:
         # Four or five, whichever gives the busiest of an SM's schedulers fewer vectors.
         per_thread = min((4, 5), key=lambda k: of_scheduler(span, k, 512))

@@ -43,8 +43,8 @@ SEGMENT_THREADS, SEGMENT_VECTORS, MOST_SEGMENTS = 256, 2048, 8
 # `reduced`: up to this length, keeping a row in shared memory is faster than reading it twice.
 REDUCED_SMEM_ROW = 16_384
 # CTAs per SM that read rows twice, by whether rows are aligned: more CTAs, with fewer registers, keep more loads in
-# flight.
-TWO_PASS_CTAS = {True: 7, False: 4}
+# flight. FEW: where so many take all rows at once.
+TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = {True: 7, False: 4}, 5
 # Vectors of a thread in unaligned rows of up to a warp's vectors.
 UNALIGNED_PER_THREAD = 4
 # Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
@@ -95,7 +95,10 @@ def reduced(problem: Problem) -> ReduceConfig:
     walk = ReduceConfig("two_pass", SEGMENT_THREADS, align_vectors=row.align_vectors)
     if problem.m < 2 * problem.sm_count and 1 < segments <= row.max_cluster:
         return replace(walk, cluster=segments)
-    return replace(walk, segments_per_cta=segments, resident=TWO_PASS_CTAS[row.aligned])
+    resident = TWO_PASS_CTAS[row.aligned]
+    if problem.m <= FEW_TWO_PASS_CTAS * problem.sm_count:
+        resident = min(resident, FEW_TWO_PASS_CTAS)
+    return replace(walk, segments_per_cta=segments, resident=resident)
 
 
 def _shifted(row: RowProblem) -> bool:
