@@ -157,16 +157,18 @@ class Apart:
             held.append(vectors)
         return held
 
-    def emit(self, stores, ring, row, rX, valid, t, more):
+    def emit(self, to, rX, valid, t, more):
         """Put a row's elements where they are in the warp's units of memory."""
+        row, ring, stores = to
         lane, warp = self.thread() % WARP, self.thread() // WARP
         past = self._past(row, t, more, lane, rX.element_type)
         for c in range(self.vec):
             ring[-1][past + lane + c * WARP, warp, len(stores)] = rX[c]
         stores.append((valid, more))
 
-    def flush(self, stores, ring, row, t):
+    def flush(self, to, t):
         """Store a step's rows by units: a store of part of a sector costs L2 as much as one of all of it."""
+        row, ring, stores = to
         lane, warp, sX = self.thread() % WARP, self.thread() // WARP, ring[-1]
         cute.arch.sync_warp()
         for u, (valid, more) in enumerate(stores):

@@ -164,7 +164,7 @@ class Forward(Walk):
         held = self.take(ring, rows, first, stage)
         self.taken()
         self.fetch(ring, rows, first, self.ahead, end, stage)
-        stores = []
+        to = rows["out"], ring, []
         for u, (rX,) in enumerate(held):
             inputs = [rOld.load() for rOld in self.older(window, u)] + [widen(rX)]
             self.newest(window, u).store(inputs[-1])
@@ -174,8 +174,8 @@ class Forward(Walk):
                 for c in range(self.vec):
                     rOut[c] = silu(rOut[c])[0]
             rOut = narrow(rOut.load(), rX.element_type, self.vec)
-            self.emit(stores, ring, rows["out"], rOut, before(first + u, end), first, u)
-        self.flush(stores, ring, rows["out"], first)
+            self.emit(to, rOut, before(first + u, end), first, u)
+        self.flush(to, first)
 
     def bounds(self, mX, cuts, batch, index):
         """(sequence, first row, row after the last) of a batch's span."""
@@ -392,7 +392,7 @@ class Backward(Walk):
         """
         start, end, last, seqlen = bounds
         ring, rows, xs, gs, rWeight, rBias, rSums = given
-        stores = []
+        to = rows["dx"], ring, []
         for u in cutlass.range_constexpr(self.unit):
             if const_expr(u % self.batch == 0):
                 self.wait()
@@ -425,10 +425,10 @@ class Backward(Walk):
             if const_expr(edge):
                 inside = inside & (t - self.taps < end)
             dx, before_first = rows["dx"], rows["dinitial_state"]
-            self.emit(stores, ring, dx, rOut, inside, first, u - self.taps)
+            self.emit(to, rOut, inside, first, u - self.taps)
             if const_expr(u < self.taps and before_first is not None):
                 self.put(first == 0, rOut, before_first.address(first, u), dx.channel)
-        self.flush(stores, ring, rows["dx"], first)
+        self.flush(to, first)
         return stage, free
 
     def _gradient(self, rDout, inputs, rWeight, rBias):

@@ -213,12 +213,14 @@ class Walk:
         """Store a row's elements at a thread's channels if ``valid``."""
         store_if(valid, rX, address, True)
 
-    def emit(self, stores, ring, row, rX, valid, t, more):
-        """Store a step's next row, ``more`` rows after row t, if ``valid``, or leave that to :meth:`flush`."""
-        self.put(valid, rX, row.address(t, more), row.channel)
+    def emit(self, to, rX, valid, t, more):
+        """Store a step's next row, ``more`` rows after row t, if ``valid``, or leave that to :meth:`flush`. ``to``: the
+        tensor's rows, the ring, and a list of what is left.
+        """
+        self.put(valid, rX, to[0].address(t, more), to[0].channel)
 
-    def flush(self, stores, ring, row, t):
-        """Store what :meth:`emit` has left in ``stores``."""
+    def flush(self, to, t):
+        """Store what :meth:`emit` has left."""
 
     def place(self, channel):
         """(which of a thread's channels it is, the thread of the row) of one of the CTA's channels."""
