@@ -1,12 +1,15 @@
 """Make ops of expressions that were found in graphs anew, where nothing has found them.
 
 Code in Inductor's caches registers them first, in Python. What AOTInductor packages calls the op ``by_recipe`` instead,
-which makes them in its first call: such code runs in C++, too.
+which makes them in its first call: such code runs in C++, too. Processes that measure configs, manifests and bundles
+find an op by its place in this module, an attribute that holds its recipe.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +22,7 @@ from cute_ops.ops.gemm import by_call
 from cute_ops_torch.library.reference import register_fake
 from cute_ops_torch.registry import define
 
+_BEFORE = "_by_"  # stands before the recipe in an attribute's name
 _recipes: dict[str, str] = {}
 
 
@@ -69,8 +73,20 @@ def op_by(recipe: str) -> Op:
     raise ValueError(f"cute.by_recipe: {recipe!r} makes no op")
 
 
+def __getattr__(name: str) -> Op:
+    """The op of an attribute, made anew in a process that has not found it."""
+    *_, letters = name.rpartition(_BEFORE)
+    try:
+        return op_by(zlib.decompress(base64.b32decode(letters.upper() + "=" * (-len(letters) % 8))).decode())
+    except (ValueError, zlib.error) as error:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
+
+
 def _noted(op: Op, recipe: str) -> Op:
-    _recipes[op.name] = recipe
+    if op.name not in _recipes:
+        _recipes[op.name] = recipe
+        letters = base64.b32encode(zlib.compress(recipe.encode())).decode().rstrip("=").lower()
+        globals()[f"{op.name}{_BEFORE}{letters}"] = op
     return op
 
 

@@ -243,6 +243,24 @@ def test_recipes_that_make_no_op_are_refused() -> None:
             torch.ops.cute.by_recipe(recipe, [])
 
 
+def test_other_processes_find_ops_of_graphs_by_their_place() -> None:
+    """To measure configs of their kernels, and to build what was recorded: packed halves and all steps included."""
+    from cute_ops.calls import lookup
+    from cute_ops_torch.composite import recipes
+
+    made = recipes.linear("e1(2t,2r) add 0[n:] 1[n:]; add 0[:n] 1[:n]; gelu 3; multiply 2 4 -> 5", ("2n",), "2n k")
+    for op in (made, recipes.fused("e1(t) exp 0 -> 1", {"x": "*m n"})):
+        place = lookup.place(op)
+        assert place is not None
+        del vars(recipes)[place.partition(":")[2]]
+        recipes.op_by.cache_clear()
+        assert lookup.find(place).name == op.name
+    with pytest.raises(
+        AttributeError, match=r"module 'cute_ops_torch.composite.recipes' has no attribute 'linear_by_x'"
+    ):
+        recipes.linear_by_x  # noqa: B018
+
+
 def test_products_that_are_not_of_rows_stay() -> None:
     """The gradient of a weight, whose left operand is transposed."""
     check(lambda x, w: (x.t() @ w) * 2 + 1, draw(N, 4, train=False), draw(N, 8, train=False))
