@@ -33,6 +33,7 @@ from cute_ops_torch.inductor.choice import Chooser, target_of
 from cute_ops_torch.inductor.dynamo import Holder
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
+from cute_ops_torch.inductor.joined import take_apart
 from cute_ops_torch.inductor.rewrite import Part, Rewriting, chosen_in, operands_of
 
 log = logging.getLogger("cute_ops")
@@ -179,6 +180,8 @@ class ReplaceAfter(CustomGraphPass):
         owner = graph.owning_module
         if owner is None or not self._concerns(graph):
             return
+        if "qkv_rope" in self.ops:
+            take_apart(graph)
         where = "the backward" if any(node.name.startswith("tangents") for node in graph.nodes) else "the forward"
         try:
             parts = rewrite_after(owner, ChooserAfter(self.ops, self.devices, self.exact, self.own), self.exact)

@@ -124,6 +124,8 @@ class AtenFront(Front):
 class AtenEmitter(Emitter):
     """Puts calls of ATen's operators before a node of a graph after autograd."""
 
+    key = "val"
+
     def leaves_python(self) -> bool:
         """Code in caches that calls ops from C++ makes none of them in a process that has not found them, either."""
         return super().leaves_python() or bool(config.cpp_wrapper)

@@ -73,13 +73,14 @@ class Emitter:
         order: the order of the values' leading dims in which results lie row by row; empty for the usual one.
     """
 
+    key = ""  # of a node's value in its ``meta``; by default of Dynamo's, or of export's
+
     def __init__(
         self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None], order: tuple[int, ...] = ()
     ) -> None:
         self.graph, self.before, self.lookup, self.order = graph, before, lookup, order
         self.made: list[Node] = []
-        # Of a node's value in its ``meta``: AOTAutograd's and export's, or Dynamo's.
-        self.key = "val" if "val" in next(iter(graph.nodes)).meta else "example_value"
+        self.key = self.key or ("val" if "val" in next(iter(graph.nodes)).meta else "example_value")
 
     def emit(
         self, found: Found, choice: Choice, judge: Callable[[Call], float | None]

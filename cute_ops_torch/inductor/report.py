@@ -74,7 +74,7 @@ def entry_of_node(name: str, what: str, node: Any) -> Entry:
 def module_of(nodes: Iterable[FxNode]) -> str:
     """The innermost module of a model in which all of these nodes are called, with ``*`` for numbers of layers."""
     stacks = ([path for path, _ in node.meta.get("nn_module_stack", {}).values()] for node in nodes)
-    paths = [re.sub(r"^L\['\w+'\]\.?", "", stack[-1]).split(".") if stack else [] for stack in stacks]
+    paths = [re.sub(r"^[LG]\['\w+'\]\.?", "", stack[-1]).split(".") if stack else [] for stack in stacks]
     levels = (set(level) for level in zip(*paths, strict=False))
     common = [each for (each,) in takewhile(lambda level: len(level) == 1, levels)]
     return ".".join("*" if each.isdecimal() else each for each in common)

@@ -209,6 +209,40 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_gradients_of_queries_keys_and_values_are_not_joined_by_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.Graph] = []
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(N, n, bias=False) for n in (256, 128, 128))
+
+        def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+            angles = torch.cat((angles, angles), -1)[:, None]
+            cos, sin = angles.cos(), angles.sin()
+            q, k, v = (f(x).unflatten(-1, (-1, 64)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            q, k = (t * cos + torch.cat((-t[..., 32:], t[..., :32]), -1) * sin for t in (q, k))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def both(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        config.pre_grad_custom_pass(module.graph)
+        module.recompile()
+        return with_graphs_after_autograd(True)(module, inputs)
+
+    take_apart = after_autograd.take_apart
+    monkeypatch.setattr(after_autograd, "take_apart", lambda graph: (graphs.append(graph), take_apart(graph))[1])
+    model, x = Attention(), torch.randn(2, 6, N, requires_grad=True)
+    angles = torch.randn(1, 6, 32)
+    wanted = [x, *model.parameters()]
+    results = []
+    for run in (model, torch.compile(model, backend=both, fullgraph=True)):
+        results.append(torch.autograd.grad(run(x, angles).sin().sum(), wanted))
+    torch.testing.assert_close(results[1], results[0], rtol=3e-5, atol=3e-5)
+    called = [str(node.target) for graph in graphs for node in graph.nodes]
+    assert "cute.rope_bwd_joined.default" in called
+    assert "cute.qkv_rope_64_bwd.default" not in called
+
+
 @pytest.mark.parametrize("seed", range(4000, 4003))
 def test_drawn_programs_that_are_exported(seed: int) -> None:
     """The pass before autograd reads ATen's operators as it reads torch's functions; ops come by their recipes."""
