@@ -131,7 +131,7 @@ def reduce_rows(
         return outputs
     total = xp.sum(loss)
     if reduction == "mean":
-        total = total / xp.sum(xp.astype(inputs["target"] != attrs["ignore_index"], loss.dtype))
+        total = total / xp.sum(inputs["target"] != attrs["ignore_index"], dtype=loss.dtype)
     return {"loss": total}
 
 

@@ -146,7 +146,7 @@ def weight_of_rows(xp: Any, target: Any, weight: Any, ignore_index: int, like: A
     """The sum of the weights of the targets that are not ignored, their number where there are none."""
     kept = target != ignore_index
     if weight is None:
-        return xp.sum(xp.astype(kept, like.dtype))
+        return xp.sum(kept, dtype=like.dtype)
     n = weight.shape[0]
     inside = kept & (target >= 0) & (target < n)
     found = xp.astype(weight, like.dtype)[xp.where(inside, target, 0)]
