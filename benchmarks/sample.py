@@ -22,6 +22,7 @@ contender that does not compile in ``--compile-seconds`` is left out of its poin
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import logging
 import math
@@ -50,7 +51,6 @@ from formulas import FUNCTIONS
 from layers import LAYERS, Product
 from problems import TINY, Problem, permuted, rotated_at
 from rich.console import Console
-from rich.progress import track
 from summary import BEHIND, COMPILED, OURS, XLA
 from torch._functorch import config as functorch_config
 
@@ -413,22 +413,26 @@ def run(todo: Sequence[Point], given: Run, console: Console) -> None:
     """Compile and measure these points, in several processes; in this one with ``--workers 0``, and on a CPU."""
     count = min(given.options.workers, len(todo))
     if not count or given.device.type == "cpu":
-        work(iter(todo).__next__, lambda: None, nullcontext(), given)
+        work(iter(todo).__next__, lambda: None, nullcontext, given)
         return
     context = multiprocessing.get_context("spawn")
-    points, together, turn = context.Queue(), context.Barrier(count), context.Lock()
+    points, together = context.Queue(), context.Barrier(count)
     for point in (*todo, *[None] * count):
         points.put(point)
-    started = [context.Process(target=in_process, args=(points, together, turn, given)) for _ in range(count)]
+    started = [context.Process(target=in_process, args=(points, together, given)) for _ in range(count)]
     for process in started:
         process.start()
-    for process in track(started, "measured", console=console):
-        # One that is lost, or does not come back from its compiler, must not keep the others' results.
-        process.join(None if math.isinf(given.end) else max(given.end + GRACE - time.time(), 1))
-        process.terminate()
+    # One that is lost, or does not come back from its compiler, must not keep the others' results.
+    while any(process.is_alive() for process in started) and time.time() < given.end + GRACE:
+        if any(process.exitcode for process in started) and not together.broken:
+            console.print("a process has ended early; its points are not measured")
+            together.abort()
+        time.sleep(0.2)
+    for process in started:
+        process.kill()
 
 
-def in_process(points: Any, together: Any, turn: Any, given: Run) -> None:
+def in_process(points: Any, together: Any, given: Run) -> None:
     def take() -> Point:
         if (point := points.get()) is None:
             raise StopIteration
@@ -439,11 +443,19 @@ def in_process(points: Any, together: Any, turn: Any, given: Run) -> None:
             together.wait(None if math.isinf(given.end) else max(given.compiled + GRACE - time.time(), 1))
 
     prewarm.benchmarks_take_turns()
-    work(take, wait, turn, given)
+    work(take, wait, partial(held, given.path.with_suffix(".lock")), given)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a lock of all processes, which the end of one that holds it releases, too."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def work(
-    take: Callable[[], Point], together: Callable[[], None], turn: AbstractContextManager[Any], given: Run
+    take: Callable[[], Point], together: Callable[[], None], turn: Callable[[], AbstractContextManager[Any]], given: Run
 ) -> None:
     """Compile points while there are some, wait for the others, and measure them in turn."""
     functorch_config.donated_buffer = False  # a compiled backward is called more than once
@@ -461,7 +473,7 @@ def work(
                 console.print(f"{point.name}: {first_line(failure)}")
     together()
     for each in ready:
-        with turn:
+        with turn():
             if time.time() > given.end:
                 return
             try:
