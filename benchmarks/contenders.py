@@ -284,7 +284,7 @@ def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
     function = getattr(cute_ops_torch, op, None)  # None for a part of our functions, which is an op only
     if BY_NAME[op].mutates:
         return _returning_written(function, op)
-    return _with_attributes(function or getattr(torch.ops.cute, op), op, attrs)
+    return _with_attributes(function or cute_ops_torch.register(BY_NAME[op]), op, attrs)
 
 
 def _returning_written(function: Call, op: str) -> Call:

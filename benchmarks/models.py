@@ -1,4 +1,4 @@
-"""Losses, routing and rotations of models written out for torch and for jax.numpy, and their problems."""
+"""Losses, routing, norms, rotations and convolutions of models written out for torch and for jax.numpy."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from cute_ops.composite.group_norm import group_norm_first, group_norm_last
 from cute_ops.composite.rope_at import rope_at
 from cute_ops.declaration.op import Op
+from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first
+from cute_ops.ops.norm.add_layernorm import add_layernorm
+from cute_ops.ops.norm.head_norm import head_layernorm, head_rmsnorm
 from cute_ops.ops.norm.l2norm import l2norm
+from cute_ops.ops.quantize.scaled_fp8 import scaled_fp8
 from cute_ops.ops.reduction.cross_entropy_metrics import cross_entropy_metrics
 from cute_ops.ops.reduction.divergence import divergence
 from cute_ops.ops.reduction.soft_cross_entropy import soft_cross_entropy
+from cute_ops.ops.rotary.rope import rope_packed
 from cute_ops.ops.routing.permute import permute_tokens, unpermute_tokens
 from cute_ops.ops.routing.route import route
 from cute_ops.ops.routing.topk import topk
 
 OPS: tuple[Op, ...] = (
     topk, route, permute_tokens, unpermute_tokens, l2norm, rope_at, divergence, soft_cross_entropy,
-    cross_entropy_metrics,
+    cross_entropy_metrics, add_layernorm, head_rmsnorm, head_layernorm, group_norm_first, group_norm_last, rope_packed,
+    causal_conv1d_channels_first, scaled_fp8,
 )  # fmt: skip
-L2_EPS = 1e-6
+L2_EPS, EPS = 1e-6, 1e-5
 Calls = dict[str, Callable[..., Any]]
 
 
@@ -73,7 +80,42 @@ def in_torch(attrs: Mapping[str, Any]) -> Calls:
         lse = wide.logsumexp(-1)
         return loss, lse, wide.gather(-1, target[:, None])[:, 0] - lse, logits.argmax(-1).int()
 
+    def add_layernorm(x: torch.Tensor, residual: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x + residual
+        return F.layer_norm(h, h.shape[-1:], *parameters, eps=EPS), h
+
+    def head_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + L2_EPS) * weight.float()).to(x.dtype)
+
+    def head_layernorm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return (F.layer_norm(x.float(), x.shape[-1:], eps=EPS) * weight.float() + bias.float()).to(x.dtype)
+
+    def group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        out = F.group_norm(x, attrs.get("groups", 32), weight, bias, EPS)
+        return F.silu(out) if attrs.get("activation") == "silu" else out
+
+    def group_norm_last(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return group_norm(x.transpose(1, 2), weight, bias).transpose(1, 2)
+
+    def rope_packed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        heads = attrs.get("heads", 0) or x.shape[-2]
+        c, s = (table[..., None, :].float() for table in (cos, sin))
+        a, b = x[..., :heads, : cos.shape[-1]].float(), x[..., :heads, cos.shape[-1] :].float()
+        return torch.cat([torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype), x[..., heads:, :]], -2)
+
+    def convolved(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        width = weight.shape[-1]
+        out = F.conv1d(x, weight[:, None], bias, padding=width - 1, groups=x.shape[1])[..., : x.shape[-1]]
+        return F.silu(out) if attrs.get("activation") == "silu" else out
+
+    def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
     return {
+        "add_layernorm": add_layernorm, "head_rmsnorm": head_rmsnorm, "head_layernorm": head_layernorm,
+        "group_norm_first": group_norm, "group_norm_last": group_norm_last, "rope_packed": rope_packed,
+        "causal_conv1d_channels_first": convolved, "scaled_fp8": scaled,
         "topk": largest, "route": routed, "permute_tokens": permuted, "unpermute_tokens": unpermuted, "l2norm": unit,
         "rope_at": rotated, "divergence": divergences, "soft_cross_entropy": soft, "cross_entropy_metrics": metrics,
     }  # fmt: skip

@@ -78,9 +78,11 @@ class Problem:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """Of an op that also returns columns or experts only the forward: autograd is asked for all outputs."""
+        """Of an op that also returns columns or experts only the forward: autograd is asked for all outputs. And of one
+        whose gradient is several ops.
+        """
         op = self.declaration
-        whole = any(op.outputs[name].dtype.startswith("int") for name in op.shown)
+        whole = any(op.outputs[name].dtype.startswith("int") for name in op.shown) or isinstance(op.grad, tuple)
         return DIRECTIONS if op.grad and not whole else DIRECTIONS[:1]
 
     @property
@@ -116,8 +118,8 @@ class Problem:
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
             beside = name == "initial_state" or (self.op == "append_kv" and t.optional and "r" not in dict(self.sizes))
-            beside |= name in ("k_scale", "v_scale")  # of caches in float8
-            if not beside and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
+            beside |= name in ("k_scale", "v_scale", "seq_idx")  # of caches in float8, of sequences in a row
+            if not beside and (name != "bias" or "rmsnorm" not in self.op):
                 # The vectors of an expression are weights.
                 kind = by_variable.get("W" if t.dtype.startswith("T_") else t.dtype, t.dtype)
                 made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, kind)
@@ -298,8 +300,33 @@ def rotated_at(rows: int, heads: int, headdim: int, **more: Any) -> Problem:
     return Problem("rope_at", rows, heads * headdim, lead=(rows,), sizes=sizes, **more)
 
 
+def normed_heads(op: str, rows: int, heads: int, headdim: int, **more: Any) -> Problem:
+    return Problem(op, rows, heads * headdim, sizes=(("h", heads), ("n", headdim)), **more)
+
+
+def grouped(op: str, batch: int, channels: int, positions: int, **more: Any) -> Problem:
+    """An image of so many positions, in 32 groups of channels where nothing else is said."""
+    sizes = (("c", channels), ("s", positions))
+    return Problem(op, batch, channels * positions, lead=(batch,), sizes=sizes, **more)
+
+
+def packed_heads(rows: int, heads: int, rotated: int, headdim: int, **more: Any) -> Problem:
+    """Heads of queries, keys and values, the first of which are rotated."""
+    sizes, attrs = (("h", heads), ("d", headdim), ("r", headdim // 2)), (("heads", rotated),)
+    return Problem("rope_packed", rows, heads * headdim, lead=(rows,), sizes=sizes, attrs=attrs, **more)
+
+
+def convolved(batch: int, channels: int, seqlen: int, width: int = 4, **more: Any) -> Problem:
+    sizes, attrs = (("n", channels), ("s", seqlen), ("w", width)), (("activation", "silu"),)
+    name = "causal_conv1d_channels_first"
+    return Problem(name, batch, channels * seqlen, lead=(batch,), sizes=sizes, attrs=attrs, **more)
+
+
 # On a CPU, of the ops whose sizes are more than a row's length.
 TINY = {
+    **{op: normed_heads(op, 6, 3, 16) for op in ("head_rmsnorm", "head_layernorm")},
+    **{op: grouped(op, 2, 6, 15, attrs=(("groups", 3),)) for op in ("group_norm_first", "group_norm_last")},
+    "rope_packed": packed_heads(6, 5, 3, 16), "causal_conv1d_channels_first": convolved(2, 6, 33),
     "permute_tokens": permuted("permute_tokens", 6, 33, 2, 4),
     "unpermute_tokens": permuted("unpermute_tokens", 6, 33, 2),
     "rope_at": rotated_at(6, 2, 16), "topk": _topk(6, 33, 3),
@@ -390,6 +417,18 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         Problem("cross_entropy_metrics", 8192, 32000, attrs=(("label_smoothing", 0.1),)),
         Problem("cross_entropy_metrics", 2048, 128256),
     ),
+    "add_layernorm": (Problem("add_layernorm", 32768, 4096), Problem("add_layernorm", 65536, 768)),
+    "head_rmsnorm": (normed_heads("head_rmsnorm", 16384, 32, 128), normed_heads("head_rmsnorm", 4096, 96, 128)),
+    "head_layernorm": (normed_heads("head_layernorm", 16384, 32, 128),),
+    # Of Stable Diffusion's UNet and decoder.
+    **{
+        op: (grouped(op, 64, 320, 4096), grouped(op, 16, 512, 16384), grouped(op, 32, 1280, 1024),
+             grouped(op, 64, 320, 4096, attrs=(("activation", "silu"),)))
+        for op in ("group_norm_first", "group_norm_last")
+    },
+    "rope_packed": (packed_heads(32768, 48, 40, 128),),
+    "causal_conv1d_channels_first": (convolved(8, 5376, 4096), convolved(8, 2048, 4096)),
+    "scaled_fp8": (Problem("scaled_fp8", 16384, 4096), Problem("scaled_fp8", 16384, 14336)),
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip
 _SPECIAL = (

@@ -49,7 +49,7 @@ import torch
 from common import Table, first_line, markdown, read
 from formulas import FUNCTIONS
 from layers import LAYERS, Product
-from problems import TINY, Problem, permuted, rotated_at
+from problems import TINY, Problem, grouped, normed_heads, permuted, rotated_at
 from rich.console import Console
 from summary import BEHIND, COMPILED, OURS, XLA
 from torch._functorch import config as functorch_config
@@ -68,7 +68,7 @@ ROW_OPS = (
     "rmsnorm", "add_rmsnorm", "layernorm", "softmax", "log_softmax", "cross_entropy", "sum", "mean", "silu_mul",
     "gelu_mul", "swiglu", "geglu", "silu", "gelu", "quantize_fp8", "rmsnorm_fp8", "silu_mul_fp8", "l2norm",
     "divergence", "soft_cross_entropy", "cross_entropy_metrics", "topk", "route", "permute_tokens", "unpermute_tokens",
-    "rope_at",
+    "rope_at", "add_layernorm", "head_rmsnorm", "group_norm_first", "group_norm_last", "scaled_fp8",
 )  # fmt: skip
 # Experts of mixtures, and how many a token takes; classes to sample from, and of how many; heads.
 EXPERTS, CHOSEN = (8, 16, 32, 60, 64, 128, 160, 256, 384, 512), (1, 2, 4, 6, 8)
@@ -142,6 +142,11 @@ def of_rows(rng: random.Random, op: str) -> Callable[..., Problem] | None:
     if op.endswith("permute_tokens"):
         size = rng.choice([n for n in MODEL_SIZES if n <= 8192])
         return partial(permuted, op, n=size, each=chosen, experts=0 if op.startswith("un") else experts)
+    if op == "head_rmsnorm":
+        return partial(normed_heads, op, heads=heads, headdim=rng.choice((64, 96, 128, 256)))
+    if op.startswith("group_norm"):
+        channels, positions = 32 * rng.choice((4, 8, 10, 16, 20, 40)), rng.choice((8, 16, 32, 64, 128)) ** 2
+        return lambda rows, dtype: grouped(op, rows, channels, positions, dtype=dtype)
     if op == "rope_at":
         return partial(rotated_at, heads=heads, headdim=rng.choice((64, 96, 128)))
     return None
