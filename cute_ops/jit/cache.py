@@ -25,17 +25,16 @@ from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir, file_lock, json_schema, staging
 from cute_ops.files.ownership import Folder
 from cute_ops.jit import bundle, loader
-from cute_ops.jit import compile_pool as workers
-from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+env.check()  # when an adapter is imported, not at the first kernel
 log = logging.getLogger("cute_ops")
 MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
 # A process that holds a lock for longer than a compile may take is hanging: compile again instead of waiting for it.
-LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
+LOCK_SECONDS = (env.COMPILE_TIMEOUT.read() or env.COMPILE_SECONDS) + 30
 ENTRY = {"variant": object, "sha256": str}
 T = TypeVar("T")
 
@@ -101,7 +100,7 @@ def build(variant: Variant) -> float:
             return 0.0
         with staging.folder(where) as place:
             built = place / f"{variant.symbol}.so"
-            seconds = worker.compile(variant, built)
+            seconds = _compile(variant, built)
             if _store(where, variant, built, seconds) is None:
                 raise CacheError(f"cute_ops: {variant.symbol}.so could not be kept in {where}")
         return seconds
@@ -145,6 +144,8 @@ def building(
     cancelled.
     """
     from concurrent.futures import ThreadPoolExecutor, wait  # as above
+
+    from cute_ops.jit.compile_pool import worker  # as above
 
     def attempt(variant: Variant) -> Built:
         try:
@@ -284,7 +285,7 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                 return function  # another process built it while we waited
         with staging.folder(where if usable else None) as place:
             built = place / f"{variant.symbol}.so"
-            seconds = worker.compile(variant, built)
+            seconds = _compile(variant, built)
             counters.compiled += 1
             if log.isEnabledFor(logging.INFO):
                 log.info("compiled %s in %.2f s", variant.describe(), seconds)
@@ -295,6 +296,12 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                     log.warning("another process has just deleted %s (%s): it runs from memory", kept, error)
             # The file is deleted afterwards, but stays mapped.
             return loader.load(built, variant.symbol)
+
+
+def _compile(variant: Variant, path: Path) -> float:
+    from cute_ops.jit.compile_pool import worker  # start-up time: most programs compile nothing
+
+    return worker.compile(variant, path)
 
 
 def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:

@@ -30,8 +30,7 @@ FRAMEWORKS = ("torch", "jax")
 # The program's module, by the name under which a worker can import it.
 _PROGRAM = importable("__main__:").partition(":")[0]
 IDLE_SECONDS = 60.0
-env.check()  # when an adapter is imported, not at the first kernel
-TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
+TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or env.COMPILE_SECONDS
 _ERROR_TAIL = 4000
 
 

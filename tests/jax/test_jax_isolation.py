@@ -54,7 +54,7 @@ def test_the_check_can_fail(name: str) -> None:
 @pytest.mark.slow
 def test_what_the_import_loads(what_loads: Callable[[str, str, int], str]) -> None:
     """Rooms of ours, and nothing of others: what is added here is paid at every start."""
-    program = what_loads("jax", "cute_ops_jax", 224)
+    program = what_loads("jax", "cute_ops_jax", 222)
     core = (
         "autotune composite constants declaration env errors expressions files hardware jit kernels mods ops processes"
     )
