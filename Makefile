@@ -45,7 +45,7 @@ test: $(READY)  ## all tests, with a drawn part of the cases of some; ALL=1: all
 	$(PYTEST) $(if $(COVERAGE),--ignore=tests/core) $(ARGS)
 	$(if $(COVERAGE),$(PYTHON) tests/coverage_by_room.py)
 
-quick: $(READY)  ## in two minutes on two cores: one case of each fast test; ROOM=gemm: all cases, of files that import that room
+quick: $(READY)  ## in a minute and a half on two cores: one case of each fast test; ROOM=gemm: all cases, of files that import that room
 	$(PYTEST) --quick $(if $(ROOM),--room $(ROOM)) $(ARGS)
 
 # Newer than what constraints.txt pins: the newest releases that pyproject.toml allows for this Python.
