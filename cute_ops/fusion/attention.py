@@ -9,6 +9,7 @@ that is done to a score becomes an expression of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
+from copy import copy
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.expressions.reads import BOOL, FLOAT
 from cute_ops.fusion.analyse import Analysis, Found
 from cute_ops.fusion.composite import Composite
-from cute_ops.fusion.express import COLUMNS, Leaf
+from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
-from cute_ops.fusion.graph import Node
+from cute_ops.fusion.graph import Node, Shape
 from cute_ops.fusion.region import live_nodes
 from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
 
@@ -154,8 +155,9 @@ class _Attention:
     """
 
     def __init__(self, readers: _Readers, found: Found, z: int, product: Node, side: int, known: Known) -> None:
-        self.readers, self.scores, self.z, self.product, self.side = readers, found, z, product, side
-        self.known, self.rows = known, found.rows
+        self.readers, self.whole, self.z, self.product, self.side = readers, found, z, product, side
+        self.known, self.rows, self.scores = known, found.rows, copy(found)
+        self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
 
     def found(self) -> Composite | None:
         try:
@@ -192,7 +194,7 @@ class _Attention:
         operands |= {f"captured{i}": read.node for i, read in enumerate(reads)}
         attrs = {"parts": parts, "scores": scores, "reads": reads, "out": rows, "views": views, "said": scores.said}
         nodes = (*chain, *self.scores.region.nodes, self.product, *views)
-        return Composite("attention", operands, attrs, (result,), nodes, (self.scores,))
+        return Composite("attention", operands, attrs, (result,), nodes, (self.whole,))
 
     def _views(self) -> tuple[Node, ...]:
         """What brings a product in float32 to 16 bits, which nothing else reads."""
@@ -357,6 +359,26 @@ class _Attention:
         _require(all(shape[i] == 1 for i in others) and len(dims) > 0)
         kind = BOOL if leaf.node.dtype == "bool" else FLOAT
         return Read(operand, leaf.node, kind, shape, tuple(sizes), (*others, *order), tuple(merged), tuple(dims))
+
+
+def _renumbered(leaf: Leaf, rows: Shape) -> Leaf:
+    """A leaf with its labels among other rows, of which some are joined in its own, as heads are for a mask without
+    them; the leaf itself where it has a joined dim.
+    """
+    dims, end = list[list[int]](), 0
+    for size in leaf.rows if leaf.rows != rows else ():
+        begin, whole = end, 1
+        while whole != size and end < len(rows):
+            whole, end = whole * int(rows[end]) if isinstance(rows[end], int) else 0, end + 1
+        if whole != size:
+            return leaf
+        dims.append([i for i in range(begin, end) if rows[i] != 1])
+    sizes = zip(leaf.labels, leaf.node.shape, strict=True)
+    if not dims or any(label >= 0 and size != 1 and len(dims[label]) != 1 for label, size in sizes):
+        return leaf
+    place = [each[0] if each else ONE for each in dims]
+    labels = tuple(place[label] if label >= 0 else label for label in leaf.labels)
+    return leaf._replace(rows=rows, labels=labels)
 
 
 def _require(fits: bool) -> None:

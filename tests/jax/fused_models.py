@@ -26,13 +26,13 @@ class Model(NamedTuple):
         function: of its parameters and of inputs.
         args: the parameters, then the inputs.
         becomes: what its parts become in float32, in order.
-        attends: which of them is attention in bfloat16, which has a kernel of it; -1 where none is.
+        attends: which of them are attention in bfloat16, which has a kernel of it.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     becomes: list[str]
-    attends: int = -1
+    attends: tuple[int, ...] = ()
 
 
 def draw(*shape: int) -> jax.Array:
@@ -40,14 +40,20 @@ def draw(*shape: int) -> jax.Array:
 
 
 def of_nnx(
-    module: nnx.Module, *inputs: Any, becomes: list[str], call: Callable[..., Any] | None = None, attends: int = -1
+    module: nnx.Module,
+    *inputs: Any,
+    becomes: list[str],
+    call: Callable[..., Any] | None = None,
+    attends: tuple[int, ...] = (),
 ) -> Model:
     graph, state = nnx.split(module)
     run = call or (lambda module, *inputs: module(*inputs))
     return Model(lambda state, *inputs: run(nnx.merge(graph, state), *inputs), (state, *inputs), becomes, attends)
 
 
-def of_equinox(module: Any, *inputs: Any, becomes: list[str], call: Callable[..., Any], attends: int = -1) -> Model:
+def of_equinox(
+    module: Any, *inputs: Any, becomes: list[str], call: Callable[..., Any], attends: tuple[int, ...] = ()
+) -> Model:
     arrays, static = eqx.partition(module, eqx.is_inexact_array)
     return Model(
         lambda arrays, *inputs: call(eqx.combine(arrays, static), *inputs), (arrays, *inputs), becomes, attends
@@ -116,9 +122,28 @@ class Encoder(nnx.Module):
         self.attention = nnx.MultiHeadAttention(HEADS, N, decode=False, rngs=rngs)
         self.up, self.down = nnx.Linear(N, 2 * N, rngs=rngs), nnx.Linear(2 * N, N, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norms[0](x))
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        x = x + self.attention(self.norms[0](x), mask=mask)
         return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nnx.Module):
+    """Two layers whose attention shares a causal mask, with the head of the embedding and a smoothed loss."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.words, self.places = nnx.Embed(CLASSES, N, rngs=rngs), nnx.Embed(T, N, rngs=rngs)
+        self.layers = nnx.List([Encoder(rngs) for _ in range(2)])
+        self.norm = nnx.LayerNorm(N, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = (self.words(tokens[:, :-1]) + self.places(jnp.arange(T))[None]).astype(self.norm.scale[...].dtype)
+        mask = nnx.make_causal_mask(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x, mask)
+        logits = self.words.attend(self.norm(x)).astype(jnp.promote_types(x.dtype, jnp.float32))
+        logp = jax.nn.log_softmax(logits)
+        at = jnp.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
+        return -(0.9 * at + 0.1 * logp.mean(-1)).mean()
 
 
 class Gated(nnx.Module):
@@ -268,8 +293,9 @@ def classifier(p: dict[str, jax.Array], x: jax.Array, labels: jax.Array) -> jax.
 
 
 NAMES = (
-    "llama in jnp", "grouped heads in jnp", "nnx BERT", "T5 in jnp", "equinox Mamba", "classifier in jnp", "nnx DiT",
-    "nnx encoder", "nnx gated MLP with dropout", "equinox transformer", "equinox mixer", "equinox checkpoint",
+    "llama in jnp", "grouped heads in jnp", "nnx GPT", "nnx BERT", "T5 in jnp", "equinox Mamba", "classifier in jnp",
+    "nnx DiT", "nnx encoder", "nnx gated MLP with dropout", "equinox transformer", "equinox mixer",
+    "equinox checkpoint",
 )  # fmt: skip
 
 
@@ -290,7 +316,7 @@ def make() -> dict[str, Model]:
                 *("rmsnorm", "linear_cross_entropy", "embedding", "rmsnorm", "rope", "rope", "fused"),
                 *("linear_add_rmsnorm", "gated_mlp"),
             ],
-            6,
+            (6,),
         ),
         "grouped heads in jnp": Model(
             grouped,
@@ -299,7 +325,13 @@ def make() -> dict[str, Model]:
                 *("rmsnorm", "qkv_rope", "fused", "linear_add_rmsnorm", "gated_mlp", "add_rmsnorm"),
                 *("linear_cross_entropy", "embedding"),
             ],
-            2,
+            (2,),
+        ),
+        "nnx GPT": of_nnx(
+            GPT(nnx.Rngs(0)),
+            tokens,
+            becomes=[*["fused"] * 6, "mlp", "mlp", "fused", "linear_cross_entropy", "embedding", "embedding"],
+            attends=(2, 3),
         ),
         "nnx BERT": of_nnx(
             Bert(nnx.Rngs(0)),
@@ -308,7 +340,7 @@ def make() -> dict[str, Model]:
             labels,
             becomes=[*["fused"] * 4, "mlp", "linear_cross_entropy", "fused", "embedding", "embedding"],
             call=lambda m, words, kept, labels: m(words, kept > 0, labels),
-            attends=2,
+            attends=(2,),
         ),
         "T5 in jnp": Model(t5, (t5_params(), x), ["rmsnorm", "fused", "linear_add_rmsnorm", "gated_mlp", "embedding"]),
         "equinox Mamba": of_equinox(
@@ -319,9 +351,9 @@ def make() -> dict[str, Model]:
         ),
         "classifier in jnp": Model(classifier, (p, x, labels), ["mlp", "cross_entropy", "fused"]),
         "nnx DiT": of_nnx(DiT(nnx.Rngs(0)), x, draw(B, N), becomes=["fused", "mlp", "fused"]),
-        "nnx encoder": of_nnx(Encoder(nnx.Rngs(0)), x, becomes=[*["fused"] * 3, "mlp"], attends=1),
+        "nnx encoder": of_nnx(Encoder(nnx.Rngs(0)), x, becomes=[*["fused"] * 3, "mlp"], attends=(1,)),
         "nnx gated MLP with dropout": of_nnx(Gated(nnx.Rngs(0)), x, key, becomes=["rmsnorm", "gated_mlp", "fused"]),
-        "equinox transformer": of_equinox(Equinox(key), x, becomes=block, call=lambda m, x: each(m)(x), attends=1),
+        "equinox transformer": of_equinox(Equinox(key), x, becomes=block, call=lambda m, x: each(m)(x), attends=(1,)),
         "equinox mixer": of_equinox(
             Mixer(key),
             x,
@@ -329,6 +361,10 @@ def make() -> dict[str, Model]:
             call=lambda m, x: each(m)(x),
         ),
         "equinox checkpoint": of_equinox(
-            Equinox(jax.random.key(5)), x, becomes=block, call=lambda m, x: each(eqx.filter_checkpoint(m))(x), attends=1
+            Equinox(jax.random.key(5)),
+            x,
+            becomes=block,
+            call=lambda m, x: each(eqx.filter_checkpoint(m))(x),
+            attends=(1,),
         ),
     }

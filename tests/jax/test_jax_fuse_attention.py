@@ -73,6 +73,13 @@ def grouped(q: Array, k: Array, v: Array) -> Array:
     return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, H, D)
 
 
+def joined(q: Array, k: Array, v: Array, m: Array) -> Array:
+    """As Gemma's: heads are joined while their scores are masked, which come before their keys."""
+    scores = jnp.einsum("btkgd,bskd->btkgs", q.reshape(B, T, KV, H // KV, D) * 0.25, k).reshape(B, T, H, T)
+    p = softmax(jnp.where((m[:, None] & lower())[:, :, None], scores, -1e30), v).reshape(B, T, KV, H // KV, T)
+    return jnp.einsum("btkgs,bskd->btkgd", p, v).reshape(B, T, H, D)
+
+
 def heads_first(q: Array, k: Array, v: Array) -> Array:
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     scores = jnp.where(lower(), q @ k.transpose(0, 1, 3, 2) / 4, -1e9)
@@ -151,6 +158,7 @@ FORMS: dict[str, tuple[Callable[..., Array], tuple[Array, ...], str]] = {
     ),
     "repeated heads": (repeated, (Q, FEW_K, FEW_V), "causal"),
     "grouped": (grouped, (Q, FEW_K, FEW_V), "causal"),
+    "joined heads": (joined, (Q, FEW_K, FEW_V, PADDING), "scores changed"),
     "heads first": (heads_first, (Q, K, V), "causal"),
     "softcap": (capped, (Q, K, V), "causal, softcap=50"),
     "vmap of heads": (vmapped, (Q, K, V), "causal"),

@@ -56,7 +56,7 @@ def test_models(name: str, dtype: str, models: dict[str, Model]) -> None:
 
     floats = [leaves[place].astype(dtype) for place in places]
     report = cute_ops_jax.fuse.report(function, *given(floats))
-    want = ["attention" if dtype == "bfloat16" and i == attends else each for i, each in enumerate(becomes)]
+    want = ["attention" if dtype == "bfloat16" and i in attends else each for i, each in enumerate(becomes)]
     assert [entry.becomes for entry in report.replaced for _ in range(entry.times)] == want
     rng = np.random.default_rng(3)
     noise = [(1 + 0.1 * rng.standard_normal((COPIES, *a.shape))).astype(dtype) for a in floats]
