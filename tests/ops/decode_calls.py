@@ -148,7 +148,7 @@ def expected(
                 in_float32 += 2.0**-21 * max(np.abs(scores[np.isfinite(scores)]).max(initial=1.0), 1.0)
             sink = float(given["sinks"][head]) if call.sinks else -math.inf
             highest = max(scores.max(initial=-math.inf), sink)
-            weights = np.exp(scores - highest) if math.isfinite(highest) else scores
+            weights = np.zeros_like(scores) if highest == -math.inf else np.exp(scores - highest)
             total = weights.sum() + (math.exp(sink - highest) if call.sinks else 0.0)
             weights = weights / total if total else weights
             value, terms = weights @ v, weights @ np.abs(v)

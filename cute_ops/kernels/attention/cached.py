@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.kernels.attention.combine import Combine, Results, store_pairs
 from cute_ops.kernels.attention.mods import by_index
-from cute_ops.kernels.attention.softmax import by_row
+from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row
 from cute_ops.kernels.attention.tiles import Sizes
 from cute_ops.kernels.lib.arguments import by_name
 from cute_ops.kernels.lib.matrix import folded
@@ -27,6 +27,8 @@ class Cached:
     def __init__(self, variant):
         super().__init__(variant)
         self.variant, self.float8 = variant, ITEMSIZE[variant.tensors["k"].dtype] == 1
+        # What is missing or scaled is hidden and changed first.
+        self.softmax = OnlineSoftmax(*self.mods.outer)
         self.combine = Combine(self.dv, can_use_pdl(variant.arch))
 
     def _given(self, arguments):

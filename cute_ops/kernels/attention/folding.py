@@ -93,6 +93,25 @@ class Folded:
             factor, offset = 2.0 * factor, -factor
         return (factor, offset) if node.primitive == "tanh" else (1.0, 0.0)
 
+    def cap(self):
+        """Factors a, b of an output ``a * tanh(b * score)``; None of another one."""
+        nodes = self.expression.nodes
+
+        def scaled(i):
+            """A node's other argument and its constant factor."""
+            if nodes[i].primitive != "multiply":
+                return i, 1.0
+            for x, y in (nodes[i].args, nodes[i].args[::-1]):
+                if nodes[y].primitive == "constant":
+                    return x, float(nodes[y].number)
+            return i, 1.0
+
+        (i, outer), inner = scaled(self.expression.outputs[0]), None
+        if nodes[i].primitive == "tanh":
+            j, inner = scaled(*nodes[i].args)
+            inner = inner if nodes[j].primitive == "operand" and nodes[j].operand == 0 else None
+        return None if inner is None or min(outer, inner) <= 0.0 else (outer, inner)
+
     def along(self, operands, varying):
         """The arguments of absolute values that are :class:`Along`, by the number of the absolute value."""
         found, known = {}, {}

@@ -11,7 +11,7 @@ from cute_ops.kernels.attention.cache_loads import Fixed
 from cute_ops.kernels.attention.config import MMA_ROWS, AttentionConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.softmax import CappedSoftmax, by_row, softmax_of, store_packed
 from cute_ops.kernels.attention.tiles import Sizes, Tiles, offsets_of, sizes_of, view
 from cute_ops.kernels.attention.warps import (
     Operand,
@@ -107,7 +107,7 @@ class AttentionFwdSm80:
         self.threads = WARP * self.warps
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_q, self.tile_n, self.mods)
-        self.softmax = OnlineSoftmax(*self.mods.outer)
+        self.softmax = softmax_of(self.mods)
         self.packed, self.pdl = "cu_seqlens_q" in variant.names, can_use_pdl(variant.arch)
         self.keeps_queries = queries_fit(self.tiles_m, self.d, self.dv)
 
@@ -215,14 +215,29 @@ class AttentionFwdSm80:
     @cute.jit
     def _weigh(self, mine: cutlass.Constexpr, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
         """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
-        self._scale_scores(mine.scores, place)
+        rS, sums, factors = mine.scores, (mine.largest, mine.sums), cute.make_rmem_tensor(2, Float32)
+        if const_expr(not isinstance(self.softmax, CappedSoftmax)):
+            self._change(rS, place, whole, there)
+            factors.store(self.softmax.add(rS, *sums).load())
+        else:
+            largest = self.softmax.largest(rS)
+            if whole & self.softmax.holds(largest):
+                self.softmax.add_near(rS, *sums, largest, factors)
+            else:
+                self._change(rS, place, whole, there)
+                factors.store(self.softmax.add(rS, *sums).load())
+        self.softmax.rescale_grown(mine.values, factors)
+        store_packed(rS, mine.weights)
+
+    @cute.jit
+    def _change(self, rS, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
+        """Change 16 rows of a tile's scores as a mod says, and hide those that are left out."""
+        self._scale_scores(rS, place)
         if const_expr(self.mods.score is not None):
-            self.mods.change(by_row(mine.scores), place)
+            self.mods.change(by_row(rS), place)
         if not whole:
-            self.mods.hide(by_row(mine.scores), place, -Float32.inf)
-        self._hide_missing(by_row(mine.scores), there)
-        self.softmax.rescale(mine.values, self.softmax.add(mine.scores, mine.largest, mine.sums))
-        store_packed(mine.scores, mine.weights)
+            self.mods.hide(by_row(rS), place, -Float32.inf)
+        self._hide_missing(by_row(rS), there)
 
     def _scale_scores(self, rS, place):
         """Multiply products by a scale of keys."""

@@ -18,7 +18,7 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.softmax import CappedSoftmax, by_row, softmax_of, store_packed
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
     REGISTERS,
@@ -69,7 +69,7 @@ class AttentionFwd:
         self.registers = REGISTERS[config.consumers]
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
-        self.softmax = OnlineSoftmax(*self.mods.outer)
+        self.softmax = softmax_of(self.mods)
         self.packed, self.is_long = "cu_seqlens_q" in variant.names, self.dv > LONG
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
@@ -227,8 +227,7 @@ class AttentionFwd:
                 there = self._there(ring_k, slot)
                 ring_k.consumer_release(slot)
                 slot.advance()
-                self._change(rS, (tile, own, tidx, there), last)
-                self.softmax.add(rS, rMax, rSum)
+                self._weigh(rS, (tile, own, tidx, there), last, (rMax, rSum))
                 late.fill(1.0)
                 store_packed(rS, rP)
                 for i in cutlass.range(1, last - first + 1, unroll=1):
@@ -245,8 +244,7 @@ class AttentionFwd:
                         there = self._there(ring_k, slot)
                         ring_k.consumer_release(slot)
                         slot.advance()
-                        self._change(rS, (tile, own, tidx, there), keys)
-                        factors = self.softmax.add(rS, rMax, rSum)
+                        factors = self._weigh(rS, (tile, own, tidx, there), keys, (rMax, rSum))
                         # ptxas would move the wait ahead of the exponentials, but not over a branch on their sums.
                         if rSum[0] + rSum[1] < 0.0:
                             cute.arch.sync_warp()
@@ -256,7 +254,7 @@ class AttentionFwd:
                         if const_expr(self.is_long):
                             late.store(factors.load())
                         else:
-                            self.softmax.rescale(rO, factors)
+                            self.softmax.rescale_grown(rO, factors)
                         store_packed(rS, rP)
                 self._rescale_late(rO, late)
                 ring_v.consumer_wait(before)
@@ -280,7 +278,7 @@ class AttentionFwd:
     def _rescale_late(self, rO, late):
         """Rescale sums of long heads before the next product is added, while scores are multiplied."""
         if self.is_long:
-            self.softmax.rescale(rO, late)
+            self.softmax.rescale_grown(rO, late)
 
     def _begin_turn(self, group):
         """Wait for a warpgroup's turn to multiply; those of long heads take none."""
@@ -293,6 +291,22 @@ class AttentionFwd:
             return
         after = cutlass.select_(group == self.consumers - 1, Int32(0), group + 1)
         cute.arch.barrier_arrive(barrier_id=TURN + after, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def _weigh(self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr):
+        """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`."""
+        tile, sizes, *_ = at
+        if const_expr(not isinstance(self.softmax, CappedSoftmax)):
+            self._change(rS, at, keys)
+            factors = self.softmax.add(rS, *sums)
+        else:
+            factors, largest = cute.make_rmem_tensor(2, Float32), self.softmax.largest(rS)
+            if self.tiles.whole(tile, sizes, tile.block, keys) & self.softmax.holds(largest):
+                self.softmax.add_near(rS, *sums, largest, factors)
+            else:
+                self._change(rS, at, keys)
+                factors.store(self.softmax.add(rS, *sums).load())
+        return factors
 
     @cute.jit
     def _change(self, rS, at: cutlass.Constexpr, keys):

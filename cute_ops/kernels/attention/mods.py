@@ -104,6 +104,7 @@ class Mods:
     Attributes:
         scale: of products of queries and keys.
         outer: a factor and an offset that make scores of the numbers that a change leaves, or of the products.
+        cap: factors a, b of scores ``a * tanh(b * product)``; None of others.
         by_query, by_key: the reads of the mask that have bounds over a tile of queries, of keys.
     """
 
@@ -115,6 +116,8 @@ class Mods:
             Folded(text, FAST) if text else None for text in (self.score and text_of(self.score.mod.expression), dscore)
         )
         self.outer = self._score.outer() if self._score else (scale, 0.0)
+        cap = self._score.cap() if self._score else None
+        self.cap = cap and (cap[0], cap[1] * scale)
         self.by_query, self.by_key = ranged(self.mask.mod) if self.mask else ([], [])
 
     def bounds(self, tile, place, tiles, sizes):

@@ -11,6 +11,11 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cute_ops.kernels.lib.activation import LOG2_E
 
 LN2 = math.log(2)
+# Powers of two by which a score may be larger than that which is taken for the largest.
+GROWTH = 8.0
+# Of tanh(x) in +-0.4, right to 1.2e-6: coefficients of x, x^3 and x^5. It ascends everywhere.
+NEAR, TANH = 0.4, (0.9999788307950312, -0.33225424675256754, 0.11942387291130702)
+NEGLIGIBLE = 1e-6  # of a weight, of the row's largest one
 
 
 def by_row(rX):
@@ -54,7 +59,8 @@ class OnlineSoftmax:
     """The largest score and the sum of exponentials of a thread's two rows, over the tiles so far.
 
     The four threads of a row agree on the largest one and keep sums of their own columns. Exponents are of base 2, so
-    that one FMA scales and shifts.
+    that one FMA scales and shifts. The largest score of a row stays what it was where a tile has one that is larger by
+    less than :data:`GROWTH` powers of two: then no sum of earlier tiles is rescaled, and weights are larger than 1.
 
     Args:
         scale, offset: scores are ``scale * x + offset`` of the numbers that are given; the scale is positive.
@@ -73,27 +79,52 @@ class OnlineSoftmax:
         """Replace a tile's scores by their exponentials, less the largest so far; returns for each row what sums over
         earlier tiles are to be multiplied by.
         """
-        scores, scale = by_row(rS), Float32(self.scale * LOG2_E)
-        columns = cute.size(scores, mode=[1])
-        factors = cute.make_rmem_tensor(2, Float32)
+        scale, largest, factors = Float32(self.scale * LOG2_E), self.largest(rS), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            largest = [rMax[r], scores[r, 1], scores[r, 2], scores[r, 3]]
-            largest[0] = cute.arch.fmax(largest[0], scores[r, 0])
-            for c in cutlass.range_constexpr(4, columns):
+            shift, factors[r] = self.grow(rMax, r, largest[r])
+            self.exponentiate(rS, r, rSum, factors[r], lambda x: x * scale - shift)
+        return factors
+
+    def largest(self, rS):
+        """The largest number of each row of a tile, which its four threads agree on."""
+        scores, found = by_row(rS), []
+        for r in range(2):
+            largest = [scores[r, c] for c in range(4)]
+            for c in range(4, cute.size(scores, mode=[1])):
                 largest[c % 4] = cute.arch.fmax(largest[c % 4], scores[r, c])
             highest = cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
             for offset in (2, 1):
                 highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=offset))
-            # A row without a key so far: -inf less -inf would be NaN.
-            shift = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest) * scale
-            factors[r] = exp2(rMax[r] * scale - shift)
-            sums = [rSum[r] * factors[r], Float32(0.0)]
-            for c in cutlass.range_constexpr(columns):
-                weight = exp2(scores[r, c] * scale - shift)
-                scores[r, c] = weight
-                sums[c % 2] = sums[c % 2] + weight
-            rSum[r], rMax[r] = sums[0] + sums[1], highest
-        return factors
+            found.append(highest)
+        return found
+
+    def grow(self, rMax, r, largest):
+        """Take a tile's largest number of a row; returns what exponents are shifted by, and the factor of sums so
+        far.
+        """
+        scale, before = Float32(self.scale * LOG2_E), rMax[r]
+        highest = cute.arch.fmax(before, largest)
+        # Without a key so far -inf less -inf is NaN, which is not less.
+        kept = (highest - before) * scale < GROWTH
+        highest = cutlass.select_(kept, before, highest)
+        # A row without a key so far: -inf less -inf would be NaN.
+        shift = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest) * scale
+        rMax[r] = highest
+        return shift, cutlass.select_(kept, Float32(1.0), exp2(before * scale - shift))
+
+    def exponentiate(self, rS, r, rSum, factor, exponent):
+        """Replace a row's numbers by powers of two, and add them to its sum so far, times a factor."""
+        scores, sums = by_row(rS), [rSum[r] * factor, Float32(0.0)]
+        for c in range(cute.size(scores, mode=[1])):
+            scores[r, c] = exp2(exponent(scores[r, c]))
+            sums[c % 2] = sums[c % 2] + scores[r, c]
+        rSum[r] = sums[0] + sums[1]
+
+    @cute.jit
+    def rescale_grown(self, rX, factors):
+        """:meth:`rescale` where the largest score of a row of the warp has grown."""
+        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+            self.rescale(rX, factors)
 
     def rescale(self, rX, factors):
         """Multiply a thread's accumulators by a factor of each row."""
@@ -125,6 +156,56 @@ class OnlineSoftmax:
             lse[r] = (highest + cute.math.log2(total, fastmath=True)) * Float32(LN2)
             factors[r] = cutlass.select_(total == 0.0, Float32(0.0), share / total)
         return lse, factors
+
+
+class CappedSoftmax(OnlineSoftmax):
+    """The softmax of ``a * tanh(b * x)``, with a polynomial where it is right for all that counts of a tile.
+
+    An exponential and a reciprocal of each score cost the forward half of its time: hardware has 16 of these a clock for
+    8 scores that tensor cores compute. A tile whose rows have their largest score in a range takes three multiplications
+    instead. Below the range a score is wrong, but lower than all others: its weight is negligible. Others are changed as
+    all functions are.
+
+    Args:
+        cap: a and b.
+        scale, offset: of the numbers that scores are changed to.
+    """
+
+    def __init__(self, cap, scale, offset):
+        super().__init__(scale, offset)
+        (self.outer, self.inner), points = cap, [NEAR + i / 100 for i in range(400)]
+        wrong = [(u, min(abs(self._near(u) - math.tanh(u)) * self.outer, 1.0)) for u in points]
+        lowest = max(math.log(max(error, 1e-30) / NEGLIGIBLE) - self.outer * math.tanh(u) for u, error in wrong)
+        # Of products: a row's largest one.
+        self.low = -math.inf if lowest < -self.outer else math.atanh(min(lowest / self.outer, 0.999)) / self.inner
+        self.low, self.high = max(self.low, -NEAR / self.inner), NEAR / self.inner
+
+    def _near(self, u):
+        return sum(factor * u ** (2 * i + 1) for i, factor in enumerate(TANH))
+
+    def holds(self, largest):
+        """Whether the polynomial does for all rows of a warp, of the largest product of each."""
+        inside = [(x >= Float32(self.low)) & (x <= Float32(self.high)) for x in largest]
+        return cute.arch.vote_all_sync(inside[0] & inside[1])
+
+    @cute.jit
+    def add_near(self, rS, rMax, rSum, largest: cutlass.Constexpr, factors):
+        """:meth:`add` of products for which it does; ``factors`` gets what that returns."""
+        first, second, third = (
+            Float32(self.outer * LOG2_E * factor * self.inner ** (2 * i + 1)) for i, factor in enumerate(TANH)
+        )
+
+        def exponent(x, shift):
+            square = x * x
+            return x * ((square * third + second) * square + first) - shift
+
+        for r in cutlass.range_constexpr(2):
+            # Scores are ``scale * y + offset``, of which the largest is kept.
+            u = largest[r] * Float32(-2.0 * self.inner * LOG2_E)
+            changed = cute.arch.rcp_approx(exp2(u) + 1.0)
+            shift, factors[r] = self.grow(rMax, r, changed)
+            shift = shift + Float32(self.offset * LOG2_E)
+            self.exponentiate(rS, r, rSum, factors[r], lambda x: exponent(x, shift))
 
 
 class Weights:
@@ -234,3 +315,9 @@ class InPairs:
             self.pair, self.read = c // 2, cute.make_rmem_tensor(2, Float32)
             cute.autovec_copy(self.numbers[None, self.pair], self.read)
         return self.read[c % 2]
+
+
+def softmax_of(mods):
+    """The softmax of scores that functions change."""
+    capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer)
+    return capped if capped and capped.low < capped.high else OnlineSoftmax(*mods.outer)
