@@ -28,7 +28,7 @@ class Cached:
         super().__init__(variant)
         self.variant, self.float8 = variant, ITEMSIZE[variant.tensors["k"].dtype] == 1
         # What is missing or scaled is hidden and changed first.
-        self.softmax = OnlineSoftmax(*self.mods.outer)
+        self.softmax = OnlineSoftmax(*self.mods.outer, self.softmax.growth)
         self.combine = Combine(self.dv, can_use_pdl(variant.arch))
 
     def _given(self, arguments):

@@ -341,7 +341,7 @@ class DecodeAttention:
                     seen = (start + offset <= row.high[r]) & (start + offset >= row.low[r]) & (there != 0)
                     scores[r, c] = cutlass.select_(seen, scores[r, c], -Float32.inf)
         factors = self.softmax.add(row.scores, row.largest, row.sums)
-        self.softmax.rescale_grown(row.values, factors)
+        self.softmax.rescale(row.values, factors)
         store_packed(row.scores, row.weights)
 
     # --- after the loop

@@ -107,7 +107,7 @@ class AttentionFwdSm80:
         self.threads = WARP * self.warps
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_q, self.tile_n, self.mods)
-        self.softmax = softmax_of(self.mods)
+        self.softmax = softmax_of(self.mods, self.dv)
         self.packed, self.pdl = "cu_seqlens_q" in variant.names, can_use_pdl(variant.arch)
         self.keeps_queries = queries_fit(self.tiles_m, self.d, self.dv)
 

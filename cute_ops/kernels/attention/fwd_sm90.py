@@ -69,7 +69,7 @@ class AttentionFwd:
         self.registers = REGISTERS[config.consumers]
         self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
         self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
-        self.softmax = softmax_of(self.mods)
+        self.softmax = softmax_of(self.mods, self.dv)
         self.packed, self.is_long = "cu_seqlens_q" in variant.names, self.dv > LONG
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries

@@ -315,7 +315,7 @@ class MlaDecodeSm90(Latent):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OWN + group, number_of_threads=WARPGROUP)
         cute.arch.barrier_arrive(barrier_id=READY + index % 2, number_of_threads=GROUPS * WARPGROUP)
-        self.softmax.rescale_grown(own.rO, factors)
+        self.softmax.rescale(own.rO, factors)
 
     @cute.jit
     def _hide(self, rS, work: cutlass.Constexpr, there, place: cutlass.Constexpr):
@@ -349,7 +349,7 @@ class MlaDecodeSm90(Latent):
         for r in cutlass.range_constexpr(2):
             factors[r], own.rMax[r] = shared.factors[row + 8 * r], shared.largest[row + 8 * r]
             own.rSum[r] = own.rSum[r] * factors[r]
-        self.softmax.rescale_grown(own.rO, factors)
+        self.softmax.rescale(own.rO, factors)
         self._add(own, index)
 
     def _add(self, own, index):

@@ -11,7 +11,8 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cute_ops.kernels.lib.activation import LOG2_E
 
 LN2 = math.log(2)
-# Powers of two by which a score may be larger than that which is taken for the largest.
+# Powers of two by which a score of a prompt may be larger than that which is taken for the largest. Rescaling sums of
+# 128 columns takes an instruction for each score of a tile of as many keys.
 GROWTH = 8.0
 # Of tanh(x) in +-0.4, right to 1.2e-6: coefficients of x, x^3 and x^5. It ascends everywhere.
 NEAR, TANH = 0.4, (0.9999788307950312, -0.33225424675256754, 0.11942387291130702)
@@ -59,15 +60,16 @@ class OnlineSoftmax:
     """The largest score and the sum of exponentials of a thread's two rows, over the tiles so far.
 
     The four threads of a row agree on the largest one and keep sums of their own columns. Exponents are of base 2, so
-    that one FMA scales and shifts. The largest score of a row stays what it was where a tile has one that is larger by
-    less than :data:`GROWTH` powers of two: then no sum of earlier tiles is rescaled, and weights are larger than 1.
+    that one FMA scales and shifts.
 
     Args:
         scale, offset: scores are ``scale * x + offset`` of the numbers that are given; the scale is positive.
+        growth: powers of two: the largest score of a row stays what it was where a tile has one that is larger by less.
+            Then no sum of earlier tiles is rescaled, and weights are larger than 1.
     """
 
-    def __init__(self, scale, offset=0.0):
-        self.scale, self.offset = scale, offset
+    def __init__(self, scale, offset=0.0, growth=0.0):
+        self.scale, self.offset, self.growth = scale, offset, growth
 
     def log2(self, largest):
         """The largest score, of base 2."""
@@ -109,13 +111,14 @@ class OnlineSoftmax:
         """
         scale, before = Float32(self.scale * LOG2_E), rMax[r]
         highest = cute.arch.fmax(before, largest)
-        # Without a key so far -inf less -inf is NaN, which is not less.
-        kept = (highest - before) * scale < GROWTH
-        highest = cutlass.select_(kept, before, highest)
+        if self.growth:
+            # Without a key so far -inf less -inf is NaN, which is not less.
+            kept = (highest - before) * scale < self.growth
+            highest = cutlass.select_(kept, before, highest)
         # A row without a key so far: -inf less -inf would be NaN.
         shift = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest) * scale
-        rMax[r] = highest
-        return shift, cutlass.select_(kept, Float32(1.0), exp2(before * scale - shift))
+        factor, rMax[r] = exp2(before * scale - shift), highest
+        return shift, cutlass.select_(kept, Float32(1.0), factor) if self.growth else factor
 
     def exponentiate(self, rS, r, rSum, factor, exponent):
         """Replace a row's numbers by powers of two, and add them to its sum so far, times a factor."""
@@ -127,8 +130,10 @@ class OnlineSoftmax:
 
     @cute.jit
     def rescale_grown(self, rX, factors):
-        """:meth:`rescale` where the largest score of a row of the warp has grown."""
-        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+        """:meth:`rescale` where the largest score of a row of the warp has grown; always, if it need not grow much."""
+        if cutlass.const_expr(not self.growth):
+            self.rescale(rX, factors)
+        elif cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             self.rescale(rX, factors)
 
     def rescale(self, rX, factors):
@@ -174,10 +179,11 @@ class CappedSoftmax(OnlineSoftmax):
     Args:
         cap: a and b.
         scale, offset: of the numbers that scores are changed to.
+        growth: as of any.
     """
 
-    def __init__(self, cap, scale, offset):
-        super().__init__(scale, offset)
+    def __init__(self, cap, scale, offset, growth):
+        super().__init__(scale, offset, growth)
         (self.outer, self.inner), points = cap, [NEAR + i / 100 for i in range(400)]
         wrong = [(u, min(abs(self._near(u) - math.tanh(u)) * self.outer, 1.0)) for u in points]
         lowest = max(math.log(max(error, 1e-30) / NEGLIGIBLE) - self.outer * math.tanh(u) for u, error in wrong)
@@ -322,7 +328,9 @@ class InPairs:
         return self.read[c % 2]
 
 
-def softmax_of(mods):
-    """The softmax of scores that functions change."""
-    capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer)
-    return capped if capped and capped.low < capped.high else OnlineSoftmax(*mods.outer)
+def softmax_of(mods, dv):
+    """The softmax of scores that functions change, and of values with so many elements."""
+    # Fewer are rescaled as fast as it is found out whether they are to be.
+    growth = GROWTH if dv > 64 else 0.0
+    capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer, growth)
+    return capped if capped and capped.low < capped.high else OnlineSoftmax(*mods.outer, growth)
