@@ -135,12 +135,14 @@ def test_results(which: str, tmp_path: Path) -> None:
     _check(which, tmp_path, "sm_90a")
 
 
+@pytest.mark.drawn(0.5)
 @products.emulated
 @pytest.mark.parametrize("which", [pytest.param(n, marks=pytest.mark.slow) for n in ("long heads", "functions")])
 def test_results_by_warps(which: str, tmp_path: Path) -> None:
     _check(which, tmp_path, "sm_80")
 
 
+@pytest.mark.drawn(0.5)
 @products.emulated
 @pytest.mark.slow
 @pytest.mark.parametrize(

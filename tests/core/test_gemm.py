@@ -354,6 +354,7 @@ def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: C
     assert ("LDSM.16.MT88" in code) == (op is not linear)  # of operands whose rows lie across the sum
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -431,6 +432,7 @@ def test_a_cluster_shares_the_terms_of_a_tile(
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -468,6 +470,7 @@ def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) 
     np.testing.assert_array_equal(out, exact)
 
 
+@pytest.mark.drawn(0.4)
 @products.emulated
 @pytest.mark.parametrize(
     ("op", "arch", "apart", "b", "sizes"),

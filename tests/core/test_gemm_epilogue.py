@@ -498,6 +498,7 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
     testing.check(op, given, op.attrs, tuple(outputs.values()))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -525,6 +526,7 @@ def test_results_without_tma(name: str, sizes: tuple[int, int, int], others: dic
     )
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -560,6 +562,7 @@ def test_results_of_batches_without_tma(name: str, sizes: tuple[int, int, int], 
     check(*of_batch(name, 2, *sizes), tmp_path, "sm_80")
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -581,6 +584,7 @@ COOPERATIVE = GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, tile_sta
 PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(
@@ -692,6 +696,7 @@ def test_halves_that_do_not_start_on_16_bytes() -> None:
 SIZES = ((16, 14336, 4096), (1024, 3072, 768), (8192, 14336, 4096))
 
 
+@pytest.mark.drawn(0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USUAL)
 def test_machine_code(name: str, tmp_path: Path) -> None:

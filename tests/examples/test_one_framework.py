@@ -58,6 +58,7 @@ for file in sys.argv[1:]:
 """
 
 
+@pytest.mark.drawn(0.5, among="one framework")
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", OTHERS)
 def test_every_declaration_is_verified(framework: str, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_every_declaration_is_verified(framework: str, tmp_path: Path) -> None:
     assert done.stdout.count(f"{framework} on cpu\n") == len(files), done.stdout
 
 
+@pytest.mark.drawn(0.5, among="one framework")
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", OTHERS)
 def test_the_scripts_run(framework: str, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def counts(example: str, **more: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("example", TRACED)
 def test_a_second_run_compiles_nothing_and_a_bundle_needs_no_compiler(

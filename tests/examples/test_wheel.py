@@ -180,6 +180,7 @@ def test_a_wheel_of_kernels_is_compared_with_the_sources(kernels: Path, tmp_path
         kernel_wheel.check(damaged, calls, where)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("frameworks", [("torch",), ("jax",), ("torch", "jax")], ids="+".join)
 def test_examples_run_in_an_empty_environment(frameworks: tuple[str, ...], environment: Make, tmp_path: Path) -> None:

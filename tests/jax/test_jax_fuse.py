@@ -280,6 +280,7 @@ LOOKUPS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 }
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_of_a_table_are_looked_up(name: str) -> None:

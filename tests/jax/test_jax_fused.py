@@ -76,6 +76,7 @@ def test_rows_without_elements() -> None:
     assert jax.grad(lambda x: of_nothing(x)[2].sum())(jnp.ones((3, 0))).shape == (3, 0)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("declared", epilogues.OPS, ids=lambda op: op.name)
 def test_products_with_epilogues(declared: Op) -> None:
     """With leading dims, under vmap over all of x's rows, and of nothing."""

@@ -191,6 +191,7 @@ def test_what_runs_on_a_gpu_of_a_gradient_with_groups(fake_kernels: Any) -> None
     assert called == ["with_qk_norm_saving", "with_qk_norm_bwd_only_dacc", "linear_of_dacc_dx"]
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -218,6 +219,7 @@ def test_gated_mlp(save: str, transposed: bool) -> None:
     np.testing.assert_array_equal(each, run(*arrays))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("biased", [False, True])

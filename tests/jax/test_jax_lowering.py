@@ -256,6 +256,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.some_ops
 @pytest.mark.feature("FFI: grad, vmap, scan, checkpoint")

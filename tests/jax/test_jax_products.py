@@ -54,6 +54,7 @@ def test_values_and_gradients(product: Product, fused: str, close: Close) -> Non
         close(gradient(product, function)(*arrays), expected)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("zero rows and no terms, and their gradients")
 @every_product
 def test_of_nothing(product: Product, close: Close) -> None:
@@ -101,6 +102,7 @@ def test_gradients_per_example(product: Product, close: Close) -> None:
     close(jax.jit(jax.vmap(run, axes))(*given), jax.tree.map(lambda *leaves: np.stack(leaves), *each))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("scan and its gradient")
 @pytest.mark.feature("cond, while")
 @pytest.mark.feature("checkpoint")
@@ -141,6 +143,7 @@ def test_other_derivatives_raise(product: Product) -> None:
             run()
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.feature("export with symbolic rows, saved and loaded")
 @every_product

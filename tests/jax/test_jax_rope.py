@@ -25,6 +25,7 @@ def problem(lead: tuple[int, ...]) -> tuple[Any, Any, Any]:
     return x, (jnp.cos(angles), jnp.sin(angles)), (jnp.cos(whole), jnp.sin(whole))
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("lead", LEADS, ids=str)
 def test_tables_broadcast_along_any_leading_dim(

@@ -45,6 +45,7 @@ def test_every_function_is_lowered_for_cuda(fake_kernels: Any) -> None:
         assert "custom_call" in text, function.name
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPOSED)
 def test_values_of_several_sizes(name: str, close: Any) -> None:

@@ -62,6 +62,7 @@ def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: lis
     return jax.tree.map(lambda *leaves: np.stack(leaves), *calls)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.feature("vmap, any subset of inputs")
 def test_vmap_of_some_inputs_only(any_op: Op, close: Close) -> None:
     """Every subset of the inputs is batched, each time in another dim; all in one program, which XLA compiles once."""
@@ -376,6 +377,7 @@ def gradient_of_tanh(way: str, argnums: tuple[int, ...]) -> Any:
     return jax.jit(gradient_of(WAYS[way](lambda x, w: jnp.tanh(x @ w.T)), argnums))(*X_AND_W)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_a_gradient_run_where_somebody_reads_them(product: Any, way: str, close: Close) -> None:

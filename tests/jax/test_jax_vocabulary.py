@@ -104,6 +104,7 @@ def on_one_device(hidden: Any, weight: Any, bias: Any, target: Any, **options: A
     return cute_ops_jax.cross_entropy(hidden @ weight.T + bias, target, **options)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "check", "lowered"),

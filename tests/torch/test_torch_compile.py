@@ -135,6 +135,7 @@ def test_code_from_a_cache_finds_the_ops_of_programs() -> None:
     assert len(names) == 8 and all(hasattr(torch.ops.from_a_cache, name) for name in names)
 
 
+@pytest.mark.drawn(0.5, among="inductor")
 @pytest.mark.slow
 def test_inductor_calls_ops_directly() -> None:
     from torch._inductor.utils import run_and_get_code

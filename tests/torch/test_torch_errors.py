@@ -293,6 +293,7 @@ def test_raw_inference_only_ops_say_so() -> None:
     )
 
 
+@pytest.mark.drawn(0.5, among="inductor")
 @pytest.mark.slow
 @pytest.mark.fault(
     "a compiled program calls an op that has no gradient, with inputs that require one",

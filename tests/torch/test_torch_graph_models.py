@@ -219,6 +219,7 @@ def bodies_too(module: torch.fx.GraphModule, inputs: Any) -> Any:
     return aot_eager(_recursive_pre_grad_passes(module, inputs), inputs)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_autocast(norm: type[nn.Module]) -> None:
@@ -289,6 +290,7 @@ def test_dynamic_rows_compile_once() -> None:
     assert inductor.replaced == {"layernorm": 1, "fused": 4, "mlp": 2, "linear_cross_entropy": 1, "embedding": 1}
 
 
+@pytest.mark.drawn(0.5, among="inductor")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead"])
 def test_inductor_runs_what_was_put_in(mode: str) -> None:

@@ -333,6 +333,7 @@ def test_several_outputs_in_order() -> None:
         cute_ops_torch.add_rmsnorm(x, residual, out=(out[0], out[0]))
 
 
+@pytest.mark.drawn(0.5, among="inductor")
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_outputs_in_compiled_programs(dynamic: bool) -> None:
