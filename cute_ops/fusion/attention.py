@@ -8,6 +8,7 @@ that is done to a score becomes an expression of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from copy import copy
 from itertools import pairwise
@@ -92,17 +93,27 @@ def beside_softmaxes(analysis: Analysis) -> set[Node]:
     from it, the softmax is that of an attention.
     """
     apart = set[Node]()
+    regions: dict[int, list[Found]] = defaultdict(list)
     for found in analysis.found:
-        if len(found.roots) > 1:
-            expression, scores = found.expression, set[int]()
-            for output in found.expression.outputs:
-                z = softmax_of(expression, output)
-                used = () if z is None else operands_of(expression, z)
-                scores |= {i for i in used if _before(found.leaves[i].node)[0].op == "contract"}
-            if scores:
-                outputs = zip(found.roots, expression.outputs, strict=True)
-                apart |= {root for root, output in outputs if scores.isdisjoint(operands_of(expression, output))}
+        regions[id(found.region)].append(found)
+    for region in regions.values():
+        outputs = [
+            (found, *each) for found in region for each in zip(found.roots, found.expression.outputs, strict=True)
+        ]
+        if len(outputs) < 2:
+            continue
+        scores = set[Node]()
+        for found, _, output in outputs:
+            if (z := softmax_of(found.expression, output)) is not None:
+                scores |= {each for each in _read_by(found, z) if _before(each)[0].op == "contract"}
+        if scores:
+            apart |= {root for found, root, output in outputs if scores.isdisjoint(_read_by(found, output))}
     return apart
+
+
+def _read_by(found: Found, i: int) -> set[Node]:
+    """The arrays that a node of an expression is computed from."""
+    return {found.leaves[operand].node for operand in operands_of(found.expression, i)}
 
 
 class _Readers:

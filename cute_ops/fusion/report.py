@@ -100,7 +100,7 @@ def _said(entry: Entry) -> str:
     """What a line says was found: no expression that the op's name says, and numbers with the digits that matter."""
     if entry.what.startswith("e1(") and entry.becomes not in ("", "fused", "linear"):
         return ""
-    return re.sub(r"\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(number[0]):.6g}", entry.what)
+    return re.sub(r"\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(f'{float(number[0]):.6g}')}", entry.what)
 
 
 def _place(entry: Entry) -> str:

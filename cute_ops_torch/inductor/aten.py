@@ -35,6 +35,8 @@ class AtenFront(Front):
         mode: by node the mode in which it runs, which is one for all.
     """
 
+    known = None  # attention is found before autograd
+
     def __init__(self, module: GraphModule, exact: bool = False) -> None:
         self.holders: dict[Value, list[Holder]] = defaultdict(list)
         self.written: dict[int, list[int]] = defaultdict(list)

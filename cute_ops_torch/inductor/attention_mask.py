@@ -79,8 +79,24 @@ def _makers(graph: Graph, mask: Node) -> list[Node] | None:
     return [node for node in graph.nodes if node in found]
 
 
+def known_value(graph: Graph, node: Node) -> torch.Tensor | None:
+    """The value of a node that follows from sizes alone, computed on the CPU; None of others."""
+    nodes = _makers(graph, node)
+    return None if nodes is None or changed(graph, nodes[0], node) else _computed(nodes)
+
+
 def _look(nodes: list[Node]) -> str | None:
-    """Compute a mask on the CPU and compare it."""
+    """Compare a mask, computed on the CPU."""
+    mask = _computed(nodes)
+    if mask.all():
+        return "all"
+    rows, columns = mask.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if rows == columns and bool((mask == causal).all()) else None
+
+
+def _computed(nodes: list[Node]) -> torch.Tensor:
+    """The value of the last of these nodes."""
     values: dict[Node, Any] = {}
     last = {one: node for node in nodes for one in node.all_input_nodes}
 
@@ -99,9 +115,4 @@ def _look(nodes: list[Node]) -> str | None:
             for one in node.all_input_nodes:
                 if last[one] is node:
                     del values[one]
-        mask = values[nodes[-1]]
-        if mask.all():
-            return "all"
-        rows, columns = mask.shape[-2:]
-        causal = torch.ones(rows, columns, dtype=torch.bool).tril()
-        return "causal" if rows == columns and bool((mask == causal).all()) else None
+        return values[nodes[-1]]  # type: ignore[no-any-return]

@@ -29,6 +29,7 @@ from cute_ops.fusion.own import Meanings
 from cute_ops.jit import target
 from cute_ops.jit.plan import signature
 from cute_ops.ops.gemm import mlp_products
+from cute_ops_torch.composite.scaled_dot_product import computes
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Refused
 from cute_ops_torch.inductor.fusion_choice import asked_for
@@ -106,6 +107,10 @@ class Chooser:
             Refused: none are, or the product has so few rows that joining weights costs as much as a pass saves.
         """
         given = dict(zip(call.op.inputs, (node and example(node) for node in call.arrays), strict=True))
+        if name == "attention":
+            if not computes(given["q"]):
+                raise Refused("attention takes 16 bits, on a CPU or Hopper")
+            return None
         x = given["x"]
         rows, k = (hint(size) for size in (x.numel() // x.shape[-1], x.shape[-1]))
         least = {"gated_mlp": 2 * k if "w_gate" in given else 0, "qkv_rope": k}.get(name, 0)

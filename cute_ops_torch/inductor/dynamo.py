@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from cute_ops.fusion.graph import FLOATS, Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
+from cute_ops_torch.inductor.attention_mask import known_value
 from cute_ops_torch.inductor.effects import DROPOUT, MODES, example, has_effects, is_random, name_of, written_by
 from cute_ops_torch.inductor.front import COPIES, VIEWS, Front, dtype_of, parts, shape_of
 
@@ -82,6 +83,14 @@ class DynamoFront(Front):
         if not self.written:
             return True
         return not any(place > holder.since for place in self.written[storage_of(example(holder.node))])
+
+    def known(self, value: Value) -> Any:
+        """The array of a value that follows from sizes alone; None of others."""
+        for holder in self.holders.get(value, ()):
+            if not self.stable(holder) or (array := known_value(self._module.graph, holder.node)) is None:
+                continue
+            return (array.float() if array.is_floating_point() else array).numpy()
+        return None
 
     def device_of(self, value: Value) -> str:
         """The type of the device that a value lies on; empty where no node holds it."""
@@ -379,10 +388,11 @@ def _square(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value 
 
 def _matmul(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:
     left, right = args[:2]
-    if len(right.shape) != 2 or len(left.shape) < 2:
+    rank, lead = len(right.shape), right.shape[:-2]
+    if rank < 2 or len(left.shape) < 2 or (rank > 2 and left.shape[:-2] != lead):
         return None
-    shape, dtype = shape_of(value), dtype_of(value)
-    return front.graph.contract(left, right, ((len(left.shape) - 1,), (0,)), shape, dtype)
+    shape, dtype, batch = shape_of(value), dtype_of(value), tuple(range(rank - 2))
+    return front.graph.contract(left, right, ((len(left.shape) - 1,), (rank - 2,)), shape, dtype, (batch, batch))
 
 
 def _rms_norm(front: Front, args: Any, kwargs: Any, value: torch.Tensor) -> Value | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from cute_ops.fusion.declare import declaration, is_expanded, operand_dtypes, wi
 from cute_ops.fusion.express import COLUMNS, Leaf
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.ops import OPS
+from cute_ops.ops.attention.attention import attention
 from cute_ops.ops.gemm import by_call
 from cute_ops_torch.composite import recipes
 from cute_ops_torch.inductor.effects import example
@@ -108,15 +110,16 @@ class Emitter:
         with self._refusing():
             makers = {
                 "gated_mlp": self._gated_mlp, "mlp": self._mlp, "qkv_rope": self._qkv_rope,
-                "linear_add_rmsnorm": self._linear_add_rmsnorm,
+                "linear_add_rmsnorm": self._linear_add_rmsnorm, "attention": self._attention,
             }  # fmt: skip
+            finish = {"qkv_rope": self._heads, "attention": self._attended}.get(found.name)
             given = {name: self.array(value) for name, value in found.operands.items()}
             if any(type(example(node)) is not FakeTensor for node in given.values()):
                 raise Refused("an operand is a DTensor or another subclass, of which products are torch's own")
             call = makers[found.name](found, given)
             gain = judge(found.name, call)
             outs = self._called(call)
-            return (self._heads(outs[0], found) if found.name == "qkv_rope" else outs), gain
+            return (outs if finish is None else finish(outs[0], found)), gain
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -270,6 +273,32 @@ class Emitter:
         names = list(op.outputs)
         outputs = tuple(names.index(name) for name in found.attrs["outputs"])
         return Call(op, tuple(given[name] for name in op.inputs), (found.attrs["eps"], "auto"), outputs)
+
+    def _attention(self, found: Composite, given: dict[str, Node]) -> Call:
+        parts, scores = found.attrs["parts"], found.attrs["scores"]
+        if scores.expression is not None:
+            raise Refused("its scores are changed otherwise than by a scale, a window and a soft cap")
+        arrays = [self._seen(given[name], part.order, part.shape) for name, part in parts.items()]
+        default = isclose(scores.scale, parts["q"].shape[-1] ** -0.5, rel_tol=1e-6)
+        causal = scores.right == 0
+        sides = scores.left, -1 if causal else scores.right
+        fixed = torch.are_deterministic_algorithms_enabled()  # Dynamo guards it
+        attrs = (0.0 if default else scores.scale, causal, *sides, scores.softcap, fixed)
+        return Call(attention, (*arrays, None), attrs, (0,))
+
+    def _attended(self, out: Node, found: Composite) -> list[Node]:
+        """The result in the order of dims that the program has."""
+        sizes, order = found.attrs["out"]
+        made = self.method("permute", self.method("reshape", out, sizes), order)
+        for view in found.attrs["views"]:
+            if view.op != "cast":
+                change = ("permute", tuple(view.attr)) if view.op == "transpose" else ("reshape", view.shape)
+                made = self.method(change[0], made, change[1])
+        return [made]
+
+    def _seen(self, array: Node, order: tuple[int, ...], shape: tuple[int, ...]) -> Node:
+        """A tensor with its dims in another order, some of them joined."""
+        return self.method("reshape", self.method("permute", array, order), shape)
 
     # Arrays as ops take them
 

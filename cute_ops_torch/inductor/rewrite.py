@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from cute_ops.fusion.analyse import Analysis, Found, analyse
+from cute_ops.fusion.attention import attentions, beside_softmaxes
 from cute_ops.fusion.choose import Choice, rotations_in
 from cute_ops.fusion.composite import Composite, composites, cuts
 from cute_ops.fusion.graph import Graph
 from cute_ops.fusion.graph import Node as Value
+from cute_ops.fusion.scores import Known
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
@@ -48,6 +50,12 @@ class Reading(Protocol):
     graph: Graph
     values: dict[Node, Any]
     barriers: list[int]
+
+    @property
+    def known(self) -> Known | None:
+        """The function that gives the array of a value which follows from sizes alone; None if attention is not asked
+        for.
+        """
 
     @property
     def holders(self) -> Mapping[Value, list[Holder]]:
@@ -132,12 +140,16 @@ def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
     while True:
         analysis = analyse(front.graph, exact=exact, whole=whole)
         parts = [] if exact else composites(front.graph, analysis)
+        apart: set[Value] = set()
+        if front.known is not None and not exact:
+            parts += attentions(front.graph, analysis, front.known)
+            apart |= beside_softmaxes(analysis)
         kept = [(part, choosing.choose_composite(part, front.device_of(part.roots[0]))) for part in parts]
         chosen = [
             (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
             for found in analysis.found
         ]
-        apart = {node for found, choice in chosen if not choice.kind for node in rotations_in(found)}
+        apart |= {node for found, choice in chosen if not choice.kind for node in rotations_in(found)}
         apart |= cuts([part for part, choice in kept if choice.kind], analysis)
         if apart <= whole:
             return Chosen(analysis, kept, chosen)

@@ -597,3 +597,77 @@ def test_parts_are_replaced_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> 
     wide = "no kernel of a product takes float32"
     del found["plain", torch.bfloat16, 16]  # either may be as fast
     assert [*found.values()] == ["mlp", wide, "gated_mlp", few, wide]
+
+
+# Attention that a model writes out
+
+
+def _heads(x: Tensor, w: Tensor) -> list[Tensor]:
+    return [(x @ each).unflatten(-1, (-1, 16)).transpose(1, 2) for each in w]
+
+
+def _masked(scores: Tensor, low: int) -> Tensor:
+    places = torch.arange(scores.shape[-1])
+    ahead = places - places[:, None]
+    return scores.masked_fill((ahead > 0) | (ahead < low), float("-inf"))
+
+
+WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "scaled": (lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * 0.2, -1) @ v, "q, k, v"),
+    "in float32": (
+        lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) / 4, -1, dtype=torch.float32).to(q.dtype) @ v, "q, k, v",
+    ),
+    "causal": (lambda q, k, v: torch.softmax(_masked(q @ k.mT * 0.25, -99), -1) @ v, "q, k, v, causal"),
+    "window": (lambda q, k, v: torch.softmax(_masked(q @ k.mT * 0.25, -3), -1) @ v, "q, k, v, left=3, right=0"),
+    "capped": (lambda q, k, v: torch.softmax(5 * torch.tanh(q @ k.mT * 0.05), -1) @ v, "q, k, v, softcap=5"),
+    "one batch": (
+        lambda q, k, v: torch.bmm(
+            torch.softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * 0.25, -1), v.flatten(0, 1)
+        ).unflatten(0, q.shape[:2]),
+        "q, k, v",
+    ),
+    "repeated": (
+        lambda q, k, v: torch.softmax(q @ k[:, :1, None].expand(-1, 1, 2, -1, -1).flatten(1, 2).mT, -1) @ v, "q, k, v",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_attention_that_is_written_out_becomes_attention(form: str) -> None:
+    function, said = WRITTEN[form]
+    entries = _run_attention(function)
+    assert [entry.what for entry in entries if entry.becomes == "attention"] == [said]
+
+
+@pytest.mark.parametrize("form", ["dropout", "mask of data", "weights that are read"])
+def test_what_attention_does_not_compute_stays(form: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        if form == "mask of data":
+            scores = scores + (v[..., :1].detach().mT > 0).to(q.dtype) * -3.0
+        weights = torch.softmax(scores, -1)
+        made = F.dropout(weights, 0.0 if form != "dropout" else 1e-9, True) @ v
+        return made + weights.sum() if form == "weights that are read" else made
+
+    entries = _run_attention(function)
+    assert "attention" not in {entry.becomes for entry in entries}
+
+
+def _run_attention(function: Callable[..., Tensor]) -> Any:
+    """Values and gradients of a layer around a written attention, beside the eager ones; the report."""
+    from cute_ops_torch import inductor
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return function(*_heads(x, w)).transpose(1, 2).flatten(-2)
+
+    x, w = torch.randn(2, 24, 32).bfloat16().requires_grad_(), (torch.randn(3, 32, 32) / 5).bfloat16().requires_grad_()
+    torch._dynamo.reset()
+    with enabled():
+        results = []
+        for run in (layer, torch.compile(layer, backend=through_autograd, fullgraph=True)):
+            out = run(x, w)
+            results.append([out, *torch.autograd.grad(out.float().sin().sum(), (x, w))])
+        for got, want in zip(results[1], results[0], strict=True):
+            assert got.shape == want.shape
+            assert (got - want).norm() <= 0.02 * want.norm()
+        return inductor.report()
