@@ -202,6 +202,13 @@ def bind(equation: Any, inputs: Sequence[Any], **changed: Any) -> list[Any]:
     return list(made) if equation.primitive.multiple_results else [made]
 
 
+def constants_of_scan(params: Any) -> int:
+    """How many of a scan's operands are the same in each step: the first ones."""
+    if "num_consts" in params:
+        return int(params["num_consts"])
+    return len(params["ft_in"].unpack()[0])  # newer versions have trees of the operands
+
+
 def retraced(function: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The jaxpr of a function of arrays of these types, and the arrays that it refers to, which come first."""
     info = api_util.debug_info("fuse", function, tuple(avals), {})

@@ -28,6 +28,7 @@ from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
+_OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
 _PRODUCTS = (*HALVES, "float32")  # of values that were 16 bits before, and are afterwards
 
 
@@ -69,8 +70,9 @@ class Read(NamedTuple):
     dims: tuple[int, ...]
 
 
-def attentions(graph: Program, analysis: Analysis, known: Known) -> Iterator[Composite]:
+def attentions(graph: Program, analysis: Analysis, known: Known, stay: dict[Node, str]) -> Iterator[Composite]:
     """The attentions of a program. Their operands are ``q``, ``k`` and ``v``, and what scores are computed from.
+    ``stay`` gets those that no op computes by their last product, and why not.
 
     Attributes of each: ``parts``, a :class:`Part` for each of the three; ``scores``; ``reads``, a :class:`Read` for
     each other operand; ``out``, the sizes and the order of dims that bring ``[batch, sequence, heads, columns]`` to the
@@ -82,10 +84,21 @@ def attentions(graph: Program, analysis: Analysis, known: Known) -> Iterator[Com
         if node in readers.live and node.op == "contract" and node.dtype in _PRODUCTS:
             for side in (0, 1):
                 found = of_root.get(node.args[side])
-                z = None if found is None else softmax_of(found.expression, found.expression.outputs[0])
-                made = found and z is not None and _Attention(readers, found, z, node, side, known).found()
-                if made:
-                    yield made
+                if found is None:
+                    continue
+                z = softmax_of(found.expression, found.expression.outputs[0])
+                try:
+                    _require(z is not None, _why_no_softmax(found))
+                    yield _Attention(readers, found, z or 0, node, side, known).found()
+                except _No as error:
+                    if why := str(error):
+                        stay[node] = why
+
+
+def _why_no_softmax(found: Found) -> str:
+    within = any(softmax_of(found.expression, i) is not None for i in range(len(found.expression.nodes)))
+    of_scores = within and any(_before(leaf.node)[0].op == "contract" for leaf in found.leaves)
+    return "its weights change before they meet the values, as by dropout" if of_scores else ""
 
 
 def beside_softmaxes(analysis: Analysis) -> set[Node]:
@@ -143,19 +156,19 @@ class _Readers:
                 waiting.append(user)
         return True
 
-    def only(self, node: Node) -> Node:
+    def only(self, node: Node, why: str) -> Node:
         """The only node that reads a value as it is.
 
         Raises:
             _No: there are others, or the program returns the value.
         """
         users = [user for user in node.users if user in self.live]
-        _require(len(users) == 1 and node not in self._outputs)
+        _require(len(users) == 1 and node not in self._outputs, why)
         return users[0]
 
 
 class _No(Exception):
-    """This is no attention that our op computes."""
+    """This is no attention that our op computes; says why if it is one."""
 
 
 class _Attention:
@@ -170,22 +183,24 @@ class _Attention:
         self.known, self.rows, self.scores = known, found.rows, copy(found)
         self.scores.leaves = tuple(_renumbered(leaf, found.rows) for leaf in found.leaves)
 
-    def found(self) -> Composite | None:
-        try:
-            return self._found()
-        except _No:
-            return None
+    def found(self) -> Composite:
+        """The attention.
 
-    def _found(self) -> Composite:
+        Raises:
+            _No: it is none that our op computes.
+        """
         root, value = self.product.args[self.side], self.product.args[1 - self.side]
-        _require(set(self.scores.region.roots) == {root} and self.readers.are(root, {self.product}))
+        alone = set(self.scores.region.roots) == {root} and self.readers.are(root, {self.product})
+        _require(alone, "something else reads its weights")
         _require(all(isinstance(size, int) for node in (root, value, self.product) for size in node.shape))
         _require(root.shape == (*self.rows, self.scores.n))
         acc, leaf = self._acc()
         contract, dims, factor, between = _before(leaf.node)
-        _require(contract.dtype in _PRODUCTS and self.readers.are(leaf.node, self.scores.region.nodes))
+        _require(contract.dtype in _PRODUCTS)
+        alone = self.readers.are(leaf.node, self.scores.region.nodes)
         chain = [leaf.node, *between]
-        _require(all(self.readers.are(node, {after}) for after, node in pairwise(chain)))
+        alone = alone and all(self.readers.are(node, {after}) for after, node in pairwise(chain))
+        _require(alone, "something else reads its scores")
         self._follow(contract, dims, leaf)
         self._name_rows(acc)
         (queries, of_q), (keys, of_k) = (_narrow(contract.args[i]) for i in (self.of_q, 1 - self.of_q))
@@ -195,8 +210,9 @@ class _Attention:
         parts = {"q": self._queries(queries, contract), "k": self._keys(keys, contract), "v": values}
         if self.of_group is None and self.of_head is not None:
             parts = _unrepeated(parts)
-        _require({node.dtype for node in (queries, keys, value)} == {result.dtype} and of_v == 1)
-        _require(parts["q"].shape[3] in HEAD_SIZES and parts["v"].shape[3] in HEAD_SIZES)
+        _require({node.dtype for node in (queries, keys, value)} == {result.dtype} and of_v == 1, _OTHER_DTYPES)
+        sizes = [parts[name].shape[3] for name in "qv"]
+        _require(all(size in HEAD_SIZES for size in sizes), f"heads of {sizes[0]} columns have no kernel")
         scores = self._what_is_done(acc, (parts["q"].shape[1], parts["k"].shape[1]))
         scores = scores._replace(scale=scores.scale * factor * of_q * of_k)
         reads = [] if scores.expression is None else self._reads(scores)
@@ -211,8 +227,9 @@ class _Attention:
         """What brings a product in float32 to 16 bits, which nothing else reads."""
         node, views = self.product, list[Node]()
         while node.dtype == "float32":
-            node = self.readers.only(node)
-            _require(node.op in ("transpose", "reshape") or (node.op == "cast" and node.dtype in HALVES))
+            node = self.readers.only(node, _OTHER_DTYPES)
+            known = node.op in ("transpose", "reshape") or (node.op == "cast" and node.dtype in HALVES)
+            _require(known, _OTHER_DTYPES)
             views.append(node)
         return tuple(views)
 
@@ -352,7 +369,8 @@ class _Attention:
     def _read(self, operand: int) -> Read:
         leaf = self.scores.leaves[operand]
         _require(leaf.rows == self.rows and not leaf.packed)
-        _require(leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node))
+        fixed = leaf.node.dtype == "bool" or not _may_have_gradient(leaf.node)
+        _require(fixed, "an array that its scores are computed from may have a gradient")
         rank = len(self.rows)
         shape = places_of(leaf, rank)
         groups = ((*self.lead,), tuple(i for i in (self.of_head, self.of_group) if i is not None),
@@ -392,9 +410,9 @@ def _renumbered(leaf: Leaf, rows: Shape) -> Leaf:
     return leaf._replace(rows=rows, labels=labels)
 
 
-def _require(fits: bool) -> None:
+def _require(fits: bool, why: str = "") -> None:
     if not fits:
-        raise _No
+        raise _No(why)
 
 
 def _before(node: Node) -> tuple[Node, tuple[int, ...], float, list[Node]]:

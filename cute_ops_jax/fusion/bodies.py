@@ -53,7 +53,7 @@ def _given(equation: JaxprEqn, body: ClosedJaxpr) -> Mapping[int, int]:
     """Of the inputs of a body those of its equation that it gets as they are."""
     name, count = equation.primitive.name, len(body.jaxpr.invars)
     if name == "scan":
-        count = equation.params.get("num_consts", 0)
+        count = _compat.constants_of_scan(equation.params)
     elif name in ("while", "shard_map"):
         count = 0
     return {i: i + (name == "cond") for i in range(count)}

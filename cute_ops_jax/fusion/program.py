@@ -49,6 +49,7 @@ class Program:
         parts: the expressions that were found.
         analysis: what else was found.
         bodies: the programs of equations with jaxprs of their own, such as scans.
+        stay: the last products of attentions that stay, and why.
         lookups: what runs in place of gathers of a table's rows.
         known: arrays that are known when the program is traced.
     """
@@ -59,6 +60,7 @@ class Program:
         first = Front(closed, exact=exact)
         passed = self._let_through(first) if first.stops else set[int]()
         self.parts: list[Part] = []
+        self.stay: dict[Node, str] = {}
         while True:
             self.front = Front(closed, whole, passed, exact) if whole else first
             self._find()
@@ -140,9 +142,9 @@ class Program:
         graph, apart = self.front.graph, set[Node]()
         while True:
             self.analysis = analyse(graph, exact=self.exact, whole=apart)
-            found = (
-                [] if self.exact else [*composites(graph, self.analysis), *attentions(graph, self.analysis, self.known)]
-            )
+            self.stay.clear()
+            found = [] if self.exact else [*composites(graph, self.analysis)]
+            found += [] if self.exact else attentions(graph, self.analysis, self.known, self.stay)
             layers = [_made(each, Choice("composite", each.name), partial(call_of_layer, each)) for each in found]
             run = [each for each, part in zip(found, layers, strict=True) if part.call]
             inside = {node for each in run for node in each.nodes}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cute_ops.fusion.graph import Node
 from cute_ops.fusion.report import Entry, Report, entry_of
+from cute_ops_jax.fusion.front import Step
 from cute_ops_jax.fusion.program import Program
 
 
@@ -24,13 +26,26 @@ def _entries(program: Program, where: str) -> Iterator[Entry]:
             continue
         if node in replaced:
             continue
-        said = str(node.attr) if node.op == "opaque" else node.op
+        said = _said(node, None if value is None else value.step)
         if said not in _SILENT and node.dtype in ("float32", "bfloat16", "float16", "float64"):
             yield Entry("", said, "" if why == said else why, "", where, 1)
+    for node, why in program.stay.items():
+        yield Entry("", "attention", why, str(list(node.shape)), where, 1)
     for body in program.bodies.values():
         inner = f"{where} {body.equation.primitive.name}".strip()
         for each in body.programs:
             yield from _entries(each, inner)
+
+
+def _said(node: Node, step: Step | None) -> str:
+    """What a node is: its primitive, or the function whose derivative is its own."""
+    if node.op == "opaque" and step is not None and str(node.attr).startswith("custom_"):
+        body = step.equation.params.get("call_jaxpr") or step.equation.params.get("fun_jaxpr")
+        name = getattr(getattr(getattr(body, "jaxpr", None), "debug_info", None), "func_name", "")
+        return f"{node.attr} {name}".strip()
+    if node.op in ("opaque", "primitive", "reduce"):
+        return str(node.attr[0] if isinstance(node.attr, tuple) else node.attr)
+    return node.op
 
 
 # Equations that compute nothing, or whose bodies have entries of their own.

@@ -55,6 +55,8 @@ def walk(seed: int) -> Walk:
         if name != "grad" or made.differentiable:
             made = _WITHIN[name](made, rng)._replace(said=(*made.said, name))
     name = str(rng.choice(list(_OUTSIDE)))
+    if name == "as it is" and "shard_map" in made.done:  # JAX has no checkpoint of it that is not compiled
+        name = "jit"
     return _OUTSIDE[name](made, rng)._replace(said=(*made.said, name))
 
 

@@ -225,15 +225,44 @@ def became(function: Callable[..., Any], *args: Any) -> list[str]:
     return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
 
 
-def test_what_stays() -> None:
-    """Scores that have a gradient of their own, weights that something else reads, other dtypes and head sizes, and a
-    mask with which a query attends to nothing.
-    """
-    bias = draw(H, T, T)
-    assert became(lambda q, k, v, b: mixed(dots(q, k) + b, v), Q, K, V, bias) == ["fused"]
-    assert became(lambda q, k, v: (mixed(dots(q, k), v), softmax(dots(q, k), v).max()), Q, K, V) == ["fused"]
-    assert became(causal, *(x.astype("float32") for x in (Q, K, V))) == ["fused"]
-    assert became(causal, *(x[..., :12] for x in (Q, K, V))) == ["fused"]
+STAYS: dict[str, tuple[Callable[..., Any], tuple[Array, ...], str]] = {
+    "bias with a gradient": (
+        lambda q, k, v, b: mixed(dots(q, k) + b, v), (Q, K, V, draw(H, T, T)),
+        "an array that its scores are computed from may have a gradient",
+    ),
+    "weights": (
+        lambda q, k, v: (mixed(dots(q, k), v), softmax(dots(q, k), v).max()), (Q, K, V),
+        "something else reads its weights",
+    ),
+    "scores": (
+        lambda q, k, v: (lambda s: (mixed(s * 0.25, v), s))(jnp.einsum("bqhd,bkhd->bhqk", q, k)), (Q, K, V),
+        "something else reads its scores",
+    ),
+    "float32": (
+        causal, tuple(x.astype("float32") for x in (Q, K, V)),
+        "its arrays or its result are not all of one 16-bit dtype",
+    ),
+    "12 columns": (causal, tuple(x[..., :12] for x in (Q, K, V)), "heads of 12 columns have no kernel"),
+    "dropout": (
+        lambda q, k, v: jnp.einsum(
+            "bhqk,bkhd->bqhd",
+            softmax(dots(q, k), v) * jax.random.bernoulli(jax.random.key(1), 0.9, (B, H, T, T)), v,
+        ),
+        (Q, K, V), "its weights change before they meet the values, as by dropout",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays_and_why(name: str) -> None:
+    function, args, why = STAYS[name]
+    report = cute_ops_jax.fuse.report(function, *args)
+    assert "attention" not in [entry.becomes for entry in report.replaced]
+    assert [entry.why for entry in report.left if entry.what == "attention"] == [why]
+
+
+def test_a_query_that_attends_to_nothing() -> None:
+    """A mask of more queries than keys is no band, but one of data."""
     longer = jnp.concatenate([Q, Q], 1)
     assert became(lambda q, k, v: mixed(jnp.where(lower(2 * T, T), dots(q, k), -1e9), v), longer, K, V) == ["attention"]
     assert became(lambda q, k, v: mixed(jnp.where(lower(2 * T, T)[::-1], dots(q, k), -1e9), v), longer, K, V) == [
