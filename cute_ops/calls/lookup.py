@@ -44,6 +44,7 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.row_copy import row_copy
     from cute_ops.ops.gemm.sums import column_sum
     from cute_ops.ops.norm import group_norm
+    from cute_ops.ops.routing import balance
     from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
     from cute_ops.ops.routing.places import class_places
     from cute_ops.ops.routing.route import expert_probabilities, expert_totals
@@ -62,7 +63,7 @@ def ours() -> dict[str, Op]:
         expert_probabilities,
         expert_totals,
     )
-    inside += (group_norm_first, group_norm_last, *group_norm.PARTS)
+    inside += (group_norm_first, group_norm_last, *group_norm.PARTS, balance.expert_balance, *balance.PARTS)
     every = (*OPS, *PRODUCTS, *ATTENTION, *MODELS, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}
 

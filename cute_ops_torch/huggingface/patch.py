@@ -31,6 +31,7 @@ from cute_ops_torch.huggingface import (
     t5_mlp,
 )
 from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, register_attention
+from cute_ops_torch.huggingface.balance import BALANCE
 from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.left import UNWANTED, find_left, is_causal
@@ -47,11 +48,11 @@ _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
 )  # fmt: skip
-_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION)
+_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE)
 _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED)
 # The ops that modules run.
 RUN = frozenset({
-    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "fused", "geglu",
+    "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "expert_balance", "fused", "geglu",
     "gelu", "gelu_mul", "layernorm", "linear", "linear_cross_entropy", "mlp", "relu2", "rmsnorm", "rope", "silu_mul",
     "softmax", "swiglu",
 })  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_ops.ops.routing.balance import expert_balance
 from cute_ops.testing import EPS, numpy_dtype
 from tests.contract.adapters import Adapter
 
@@ -132,3 +133,35 @@ def test_what_is_refused(adapter: Adapter, call: Any, text: str) -> None:
 def test_too_many_experts_are_refused(adapter: Adapter) -> None:
     with pytest.raises(ValueError, match=r"argument `logits` has n=1025, expected at most 1024 experts"):
         adapter.ours.route(adapter.array(np.ones((1, 1025), np.float32)), k=2)
+
+
+@pytest.mark.on_gpus
+@pytest.mark.parametrize("number", range(3))
+def test_the_balance_of_weighted_tokens(adapter: Adapter, number: int) -> None:
+    """Of drawn tokens, experts and weights, against the formula in float64."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng((53, number))
+    tokens, n = int(rng.integers(1, 60)), int(rng.integers(3, 140))
+    k = int(rng.integers(1, min(n, 9)))  # not all of them, which would balance themselves
+    kind = numpy_dtype(("float32", "bfloat16", "float16")[number])
+    logits = rng.standard_normal((tokens, n)).astype(kind)
+    weights = rng.integers(0, 2, tokens).astype(np.float32) if number else None
+    if weights is not None:
+        weights[0] = 1
+    balance = adapter.register(expert_balance)
+
+    def of(x: Any) -> Any:
+        return balance(x, None if weights is None else adapter.array(weights), k)
+
+    (value,), (slope,) = adapter.value_and_gradients(adapter.usual(of), [adapter.array(logits)])
+    leaf = torch.from_numpy(logits.astype(np.float64)).requires_grad_()
+    own = torch.ones(tokens).double() if weights is None else torch.from_numpy(weights).double()
+    p = leaf.softmax(-1)
+    chosen = torch.zeros(tokens, n).double().scatter_(-1, p.topk(k).indices, 1.0)
+    mean, load = ((own[:, None] * each).sum(0) / own.sum() for each in (p, chosen))
+    wanted = n * (mean * load).sum()
+    wanted.backward()
+    assert abs(float(value) - wanted.item()) <= 64 * EPS["float32"] * wanted.item()
+    exact = leaf.grad.numpy()
+    limit = 8 * max(EPS[kind.name], 4 * EPS["float32"]) * np.abs(exact).max()
+    assert np.abs(slope.astype(np.float64) - exact).max() <= limit

@@ -228,3 +228,31 @@ def test_a_copy_keeps_its_loss() -> None:
     model = make("gemma2").train()
     cute_ops_torch.patch(model)
     assert copy.deepcopy(model)(input_ids=TOKENS, labels=TOKENS).logits is None
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_loss_that_balances_experts(family: str, padded: bool) -> None:
+    """The auxiliary loss of all layers, without padding, and gradients through it."""
+    model: Any = make(family).train()
+    model.config.output_router_logits = True
+    ids = torch.randint(0, 90, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask if padded else None}
+
+    def step() -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        model.zero_grad()
+        out = model(**given)
+        (out.loss + 10 * out.aux_loss).backward()
+        return out.aux_loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    wanted, slopes = step()
+    patched = cute_ops_torch.patch(model)
+    assert ("", "expert_balance") in patched
+    found, ours = step()
+    torch.testing.assert_close(found, wanted)
+    for name, slope in slopes.items():
+        torch.testing.assert_close(ours[name], slope, rtol=1e-4, atol=1e-5)
+    cute_ops_torch.unpatch(model)
+    assert cute_ops_torch.patch(model, without=["expert_balance"]).count(("", "expert_balance")) == 0

@@ -96,7 +96,7 @@ def _run_bwd(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     return {"dlogits": xp.cast(total, logits)}
 
 
-def _check(binding: Binding) -> str | None:
+def check_experts(binding: Binding) -> str | None:
     n = binding.dims["n"]
     if isinstance(n, int) and n > MOST_EXPERTS:
         return f"argument `logits` has n={n}, expected at most {MOST_EXPERTS} experts."
@@ -124,7 +124,7 @@ route = Op(
     outputs={"weights": OF_CHOSEN, "index": INDEX._replace(upper_bound=None), "balance": Tensor("", "float32")},
     derived={"t": lambda dims, attrs: attrs["k"]},
     kernel=Program(_run, (largest.topk_step, softmax, expert_probabilities, expert_totals)),
-    check=_check,
+    check=check_experts,
     grad=route_bwd,
     doc=f"""The k experts of each token, their weights, and the load-balancing loss.
 
