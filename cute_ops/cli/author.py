@@ -53,7 +53,9 @@ NOT_SWEPT = {
         ("attention_cached", "attention_cached_packed"), "tests/torch/test_torch_attention_cached.py draws calls of it"
     ),
     "decode_attention": "tests/torch/test_torch_decode.py draws calls of it",
-    **dict.fromkeys(("topk_bwd", "route_bwd", "permute_tokens_bwd", "unpermute_tokens_bwd", "expert_balance_bwd"), _ROUTING),
+    **dict.fromkeys(
+        ("topk_bwd", "route_bwd", "permute_tokens_bwd", "unpermute_tokens_bwd", "expert_balance_bwd"), _ROUTING
+    ),
     **{
         f"group_norm_{step}": "tests/contract/test_group_norm.py draws calls of it"
         for step in ("first_dx", "first_dweight", "last_slopes", "last_dx", "last_dweight")

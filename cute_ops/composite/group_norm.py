@@ -85,13 +85,15 @@ def _rows(x: Any, groups: int) -> Any:
     return x.reshape((*lead, groups, channels // groups * positions))
 
 
-def _of_channels(xp: Any, x: Any, groups: int, numbers: Arrays, parameters: Arrays) -> tuple[Any, dict[str, Any]]:
-    """Channels as rows, ``[*m groups each s]``, with their groups' numbers and their own parameters, without copies."""
-    *lead, channels, positions = x.shape
-    shape = (*lead, groups, channels // groups)
-    of_groups = {name: xp.broadcast_to(a[..., None, None], (*shape, 1)) for name, a in numbers.items()}
-    own = {name: xp.broadcast_to(_grouped(a, groups)[..., None], (*shape, 1)) for name, a in parameters.items()}
-    return x.reshape((*shape, positions)), {**of_groups, **own}
+def _of_channels(xp: Any, x: Any, attrs: Arrays, numbers: Arrays, parameters: Arrays) -> dict[str, Any]:
+    """A number of each channel, ``[*m c 1]``: those of its group, and its own where the activation reads them. Compact:
+    to find a row's number by strides takes longer than the row.
+    """
+    shape = (*x.shape[:-2], attrs["groups"], x.shape[-2] // attrs["groups"])
+    found = {name: xp.broadcast_to(a[..., None], shape) for name, a in numbers.items()}
+    for name, own in parameters.items():
+        found[name] = xp.broadcast_to(_grouped(own, attrs["groups"]), shape)
+    return {name: a.reshape((*x.shape[:-1], 1)) for name, a in found.items()}
 
 
 def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -103,21 +105,20 @@ def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
         moments = {**sums, "pivot": sums["first"]}
         found = _statistics(call, attrs, moments, xp.number(x.shape[-1], x))
         numbers = {"mean": found["group_mean"], "rstd": found["group_rstd"]}
-        rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
-        out = call(steps.group_norm_of_rows, {"x": rows, **operands}, _silu(attrs))["out"]
-        return {"out": out.reshape(x.shape), **numbers}
+        operands = _of_channels(xp, x, attrs, numbers, {"weight": weight, "bias": bias})
+        return {**call(steps.group_norm_of_rows, {"x": x, **operands}, _silu(attrs)), **numbers}
     parameters = {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
     found = call(steps.group_norm_rows, {"x": _rows(x, groups), **parameters}, {"eps": attrs["eps"], **_silu(attrs)})
     return {**found, "out": found["out"].reshape(x.shape)}
 
 
-def _first_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays, weight: Any, bias: Any) -> dict[str, Any]:
-    x, groups = inputs["x"], attrs["groups"]
+def _first_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays, weight: Any, bias: Any) -> Arrays:
     numbers = {name: inputs[name] for name in ("mean", "rstd")}
-    rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
-    found = call(steps.group_norm_row_slopes, {"x": rows, "dy": inputs["dout"].reshape(rows.shape), **operands},
-                 _silu(attrs))  # fmt: skip
-    return {name: _by_channel(a) for name, a in found.items()}
+    silu = _silu(attrs)
+    own = {"weight": weight, "bias": bias} if silu["silu"] else {}
+    operands = _of_channels(xp, inputs["x"], attrs, numbers, own)
+    unread = {name: operands["mean"] for name in ("weight", "bias") if not silu["silu"]}
+    return call(steps.group_norm_row_slopes, {"x": inputs["x"], "dy": inputs["dout"], **operands, **unread}, silu)
 
 
 def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -127,15 +128,13 @@ def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     if _is_long(x, groups):
         slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
         pulls = _pulls(call, attrs, slopes, xp.number(x.shape[-1], x), weight)
-        rows, operands = _of_channels(xp, x, groups, numbers, {"weight": weight, "bias": bias})
-        operands |= {name: _grouped(a, groups)[..., None] for name, a in pulls.items()}
-        found = call(steps.group_norm_of_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands},
-                     _silu(attrs))  # fmt: skip
-    else:
-        operands = {name: a[..., None] for name, a in numbers.items()}
-        operands |= {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
-        rows = _rows(x, groups)
-        found = call(steps.group_norm_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands}, _silu(attrs))
+        operands = _of_channels(xp, x, attrs, numbers, {"weight": weight, "bias": bias})
+        operands |= {name: a[..., None] for name, a in pulls.items()}
+        return {"dx": call(steps.group_norm_of_rows_dx, {"x": x, "dy": dout, **operands}, _silu(attrs))["out"]}
+    operands = {name: a[..., None] for name, a in numbers.items()}
+    operands |= {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
+    rows = _rows(x, groups)
+    found = call(steps.group_norm_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands}, _silu(attrs))
     return {"dx": found["out"].reshape(x.shape)}
 
 

@@ -1,7 +1,7 @@
 """The auxiliary loss of mixtures of experts, which balances their load, by our op.
 
-A language model calls ``load_balancing_loss_func`` of its module with the router logits of all layers. Families write it
-in several ways: what it computes is compared with our op on random logits, with padding and without.
+A language model calls ``load_balancing_loss_func`` of its module with the router logits of all layers. Families write
+it in several ways: what it computes is compared with our op on random logits, with padding and without.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def test_the_balance_of_weighted_tokens(adapter: Adapter, number: int) -> None:
     tokens, n = int(rng.integers(1, 60)), int(rng.integers(3, 140))
     k = int(rng.integers(1, min(n, 9)))  # not all of them, which would balance themselves
     kind = numpy_dtype(("float32", "bfloat16", "float16")[number])
-    logits = rng.standard_normal((tokens, n)).astype(kind)
+    # No two are equal, of which either may be taken.
+    logits = (rng.permuted(np.tile(np.arange(n), (tokens, 1)), axis=1) * 4 / n - 2).astype(kind)
     weights = rng.integers(0, 2, tokens).astype(np.float32) if number else None
     if weights is not None:
         weights[0] = 1

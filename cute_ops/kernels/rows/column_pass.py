@@ -18,9 +18,10 @@ from cute_ops.kernels.lib.copy import (
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_address, row_count
+from cute_ops.kernels.rows.config import COLUMN_THREADS as THREADS
+from cute_ops.kernels.rows.config import column_width
 from cute_ops.kernels.rowwise.pointwise import number_address
 
-THREADS = 256
 # Loads of tiles that a thread has in flight: 16 bytes of each of these rows and tiles.
 LOADS = 4
 # Sums of one tile have nothing else to wait for: 8224 x 5120 takes 24.6 us with 8 vectors, 28.6 with 4.
@@ -58,12 +59,14 @@ class ColumnPass:
         self.inputs, self.tiles, self.sums, self.compute, self.vec = inputs, tiles, sums, compute, vec
         self.keys, self.n, self.fold = variant.tensors, variant.dims["n"], fold
         vectors = WARP if self.n is None else -(-self.n * fold // vec)
+        # An operand that says how many examples there are.
+        self.example = next((i for i, piece in enumerate(inputs) if piece.shared), None)
         self.width = next(width for width in (1, 2, 4, 8, 16, WARP) if width >= min(vectors, WARP))
+        if self.example is not None and self.n is not None:
+            self.width = column_width(vectors)
         self.depth = THREADS // self.width
         read = sum(piece.tile and not piece.shared for piece in inputs)
         self.unroll = LOADS_OF_ONE if read == 1 and not tiles else max(LOADS // max(read, 1), 1)
-        # An operand that says how many examples there are.
-        self.example = next((i for i, piece in enumerate(inputs) if piece.shared), None)
         if self.example is not None and sums:
             # What examples share in float32 makes vectors of narrower tiles short: more of them are in flight.
             widest = max(ITEMSIZE[self.keys[p.name].dtype] for p in inputs if p.tile and not p.shared)

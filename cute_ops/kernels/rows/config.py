@@ -6,7 +6,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 from cute_ops.declaration.config import KernelConfig
+from cute_ops.hardware import WARP
 from cute_ops.kernels.lib.row_config import RowConfig
+
+COLUMN_THREADS = 256  # of a CTA of a column pass
 
 
 class Texts(NamedTuple):
@@ -78,3 +81,12 @@ class FusedRowConfig(RowConfig):
     turns: bool = False
     stretched: str = ""
     random: str = ""
+
+
+def column_width(vectors: int) -> int:
+    """Of so many vectors of a row how many neighbouring ones a column pass over examples takes: as few as possible lie
+    past the end of rows, and 8 are a whole cache line.
+    """
+    if vectors < 8:
+        return 1 << (vectors - 1).bit_length()
+    return min((WARP, 16, 8), key=lambda width: -(-vectors // width) * width)

@@ -20,7 +20,7 @@ from cute_ops.expressions.philox import uniform
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.rows.config import FusedConfig, FusedRowConfig, Texts
+from cute_ops.kernels.rows.config import COLUMN_THREADS, FusedConfig, FusedRowConfig, Texts, column_width
 from cute_ops.ops.expression.row_config import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
 
@@ -32,8 +32,8 @@ THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
 # Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns: as many as
 # let this number of CTAs run on each SM; and where the length of rows is not known.
 PARTIAL_CTAS, PARTIALS = 4, 64
-# Rows of a part of an example that has sums of its own, and the most parts.
-ROWS_OF_PART, MOST_PARTS = 256, 1024
+# Rows that a thread adds up of an example that has sums of its own, and the most parts of one.
+ROWS_OF_THREAD, MOST_PARTS = 16, 256
 WHOLE, WHOLE_OF = ("int32", "int64", "uint8"), "I_"  # dtypes of whole numbers, and how variables of these begin
 COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
 Attrs = Mapping[str, Any]
@@ -107,6 +107,12 @@ class Formula(NamedTuple):
             each = n // array.shape[-1]
             return xp.reshape(xp.broadcast_to(array[..., None], (*array.shape, each)), (*array.shape[:-1], n))
         return array if self.turns else array[..., None, :]
+
+    def width(self, problem: Problem) -> int:
+        """Vectors of neighbouring columns that a column pass over examples takes."""
+        names = [name for name, o in zip(self.reads, self.expression.operands, strict=True) if all(o.kind[:2])]
+        vec = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in names)
+        return WARP if problem.n is None else column_width(-(-problem.n // vec))
 
     @property
     def over(self) -> slice:
@@ -274,7 +280,8 @@ def sum_workspaces(
     if formula.shared and vectors:  # the rows of an example share their own sums
         examples = max(problem.size("h" if formula.turns else "b"), 1)
         # By elements an example's parts follow from its own rows alone, and so do the bits of its sums.
-        parts = min(-(-problem.size("m") // ROWS_OF_PART), MOST_PARTS)
+        each_part = ROWS_OF_THREAD * COLUMN_THREADS // formula.width(problem)
+        parts = min(-(-problem.size("m") // each_part), MOST_PARTS)
         each = max(vectors // examples if by_rows else parts, 1)
         vectors, scalars = each * examples, scalars // vectors * each * examples
     for name, shape in outputs.items():

@@ -52,9 +52,10 @@ MOST_KEPT = 32
 # Rows of several tiles in registers: the most threads of a CTA with one vector of each tile per thread. With 64
 # registers per thread two CTAs fit an SM, so one loads while the other computes.
 PAIR_THREADS = 512
-# With random numbers, whose computation takes as long as the loads, a CTA has half as many, and four share an SM:
-# dropout_add_rmsnorm of 16384 x 4096 takes 134 us instead of 188.
-RANDOM_THREADS = 256
+# With random numbers, whose computation takes as long as the loads, longer rows than RANDOM_THREADS have two vectors per
+# thread, in REGISTER_THREADS of an SM, others one, in SHORT_RANDOM_THREADS: dropout_add_rmsnorm of 16384 x 4096
+# takes 134 us instead of 188, of 32768 x 1024 70 instead of 81.
+RANDOM_THREADS, SHORT_RANDOM_THREADS = 128, 1536
 # With MANY_REDUCTIONS it has two: every warp exchanges what it has reduced by shuffles, of which an SM does one in a
 # cycle. An SM then has MANY_REDUCED_THREADS.
 MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
@@ -245,7 +246,8 @@ class RowExpression(NamedTuple):
             return threads_for(span, 4)
         if self.read > 1 and not self._wide(cluster):
             most = RANDOM_THREADS if self.texts.random else PAIR_THREADS
-            single = span <= most and not self.special and not self.many
+            # Without outputs that have columns threads wait for nothing but their sums.
+            single = span <= most and not self.special and not self.many and {*self.texts.kinds} != {"c"}
             return threads_for(span, 1 if single else 2)
         if self.special >= SLOW:
             return threads_for(span, SLOW_VECTORS)
@@ -255,7 +257,8 @@ class RowExpression(NamedTuple):
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
         longer = row.vectors > WARP
         if longer and self.texts.random:
-            return max(REGISTER_THREADS // max(128, share), 1)
+            most = REGISTER_THREADS if row.touched > RANDOM_THREADS else SHORT_RANDOM_THREADS
+            return max(most // max(128, share), 1)
         if longer and self.few and (keep or self.late) and (self.special >= DEAR or self.read > 1):
             most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
             if cluster > 1 and self.read == 1:

@@ -38,8 +38,9 @@ _TOTAL = Formula(
     trace(_weighted, {"logits": "*m n", "weight": "*m 1"}), True, ("logits", "weight"), ("total",), "r", "logits"
 )
 weighted_expert_totals = declare(
-    "weighted_expert_totals", lambda attrs: _TOTAL, {"logits": Tensor("*m n", "T"), "weight": Tensor("*m 1", "float32")},
-    {"total": Tensor("n", "float32")}, {}, module=__name__, cases=ROWS,
+    "weighted_expert_totals", lambda attrs: _TOTAL,
+    {"logits": Tensor("*m n", "T"), "weight": Tensor("*m 1", "float32")}, {"total": Tensor("n", "float32")}, {},
+    module=__name__, cases=ROWS,
     doc="The sum of the softmax of all rows, each times its weight, in float32 and in a fixed order.",
 )  # fmt: skip
 expert_slopes = fused(
