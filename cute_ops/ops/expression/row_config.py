@@ -52,7 +52,7 @@ MOST_KEPT = 32
 # Rows of several tiles in registers: the most threads of a CTA with one vector of each tile per thread. With 64
 # registers per thread two CTAs fit an SM, so one loads while the other computes.
 PAIR_THREADS = 512
-# With random numbers, whose computation takes as long as the loads, longer rows than RANDOM_THREADS have two vectors per
+# With random numbers, whose computation takes as long as the loads, longer rows than RANDOM_THREADS have two vectors a
 # thread, in REGISTER_THREADS of an SM, others one, in SHORT_RANDOM_THREADS: dropout_add_rmsnorm of 16384 x 4096
 # takes 134 us instead of 188, of 32768 x 1024 70 instead of 81.
 RANDOM_THREADS, SHORT_RANDOM_THREADS = 128, 1536
