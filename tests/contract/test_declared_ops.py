@@ -59,6 +59,7 @@ NOTHING = {
 }  # fmt: skip
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("way", ["plain", "compiled", "vmap"])
 @pytest.mark.parametrize("dim", NOTHING)
 def test_a_product_of_nothing_is_its_epilogue(adapter: Adapter, dim: str, way: str) -> None:

@@ -740,6 +740,7 @@ def test_what_would_spill_takes_another_config() -> None:
     assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.config["form"] == "mma_sync"
 
 
+@pytest.mark.drawn(0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "transposed"), [("silu", False), ("gelu", False), ("gelu_tanh", False), ("gelu_tanh", True)]
@@ -751,6 +752,7 @@ def test_the_gated_gradient_does_not_spill(activation: str, transposed: bool, tm
     check_spills(op, activation, tmp_path)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.slow
 def test_the_gradient_of_an_mlp_does_not_spill(tmp_path: Path) -> None:
     """The longest of its epilogues, forward and backward."""
