@@ -149,6 +149,13 @@ def test_a_tile_more_than_clusters_takes_another_wave() -> None:
     assert two == 2 * one
 
 
+def test_threads_store_rows_off_a_vector() -> None:
+    """That takes most of the time of a product of few terms, and none of one whose warpgroups multiply meanwhile."""
+    config = GemmConfig("pingpong", 128, 192, 4, 66, 1, 2)
+    few, many = ([sm_cycles(config, GemmSize(1600, n, k)) for n in (12904, 12906)] for k in (64, 4096))
+    assert few[1] > 1.5 * few[0] and many[1] < 1.02 * many[0]
+
+
 def test_few_rows_take_small_tiles() -> None:
     """Where the tiles are fewer than SMs, a cluster shares the terms of each."""
     config = chosen(64, 4096, 4096)

@@ -116,6 +116,13 @@ def test_operands_of_odd_rows_are_copied_where_that_pays(m: int, n: int, k: int,
         assert not realigned(binding, places, parse("sm_80:108")) and not realigned(binding, places, None)
 
 
+def test_copies_do_not_pay_where_the_output_is_dear_to_store() -> None:
+    """The gradient of a weight by 64 rows: our kernel took 36 us, the framework's product 32.7 (H200)."""
+    arrays = {"dout": Array((64, 1600), "bfloat16"), "x": Array((64, 12906), "bfloat16")}
+    places = {name: Memory(compact(a.shape)) for name, a in arrays.items()}
+    assert not realigned(bind(linear_dweight, arrays, {}), places, parse("sm_90a:132"))
+
+
 def test_copies_that_a_backward_reads_pay_sooner() -> None:
     """Of 64 rows a copy of the weight takes longer than our kernel gains, unless two products share it."""
     binding = bind(linear, {"x": Array((64, 2686), "bfloat16"), "weight": Array((21454, 2686), "bfloat16")}, {})
