@@ -224,8 +224,10 @@ class Mods:
             yield r, c, self._score(operands, varying), partial(self._derived, operands, varying)
 
     def _derived(self, operands, varying, before):
-        """A cotangent that is 0 stays so: what is hidden may have no derivative."""
+        """A cotangent that is 0 stays so: what is hidden may have no derivative, but below a cap."""
         after = self._dscore([*operands, before], {*varying, len(operands)})
+        if self.cap is not None:
+            return after
         return cutlass.select_(before == 0.0, before, after)
 
     def hide(self, values, place, hidden):
