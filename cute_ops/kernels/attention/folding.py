@@ -64,8 +64,6 @@ class Folded:
         self.expression, self.device = parse(text), device
         self.of = [operands_of(self.expression, i) for i in range(len(self.expression.nodes))]
         self.absolute = [i for i, node in enumerate(self.expression.nodes) if node.primitive == "abs"]
-        last = self.expression.nodes[self.expression.outputs[0]]
-        self.is_sum = last.primitive in ("add", "subtract")
 
     def __call__(self, operands, varying, signs=None):
         """The output: a number of which :meth:`outer` has made it.
@@ -81,23 +79,6 @@ class Folded:
         if found[::2] != self.outer():
             raise RuntimeError(f"the output is {found}, not {self.outer()} of a number")
         return found.x
-
-    def apart(self, operands, varying, signs):
-        """The output, a sum, without what is the same in all columns of a row; and that, None if there is nothing. So
-        rows whose terms have the same step along columns share these terms. Arguments as of a call.
-        """
-        node, known = self.expression.nodes[self.expression.outputs[0]], {}
-        first, second = (self._value(i, operands, varying, known, signs) for i in node.args)
-        second = times(second, -1.0) if node.primitive == "subtract" else second
-        if isinstance(first, Along):
-            first, second = second, first
-        if not isinstance(second, Along) or isinstance(first, Along):
-            return self(operands, varying, signs), None
-        term = computed(times(second.step, second.column))
-        if isinstance(first, Scaled) and first.offset == 0.0:
-            # Else the compiler may round the other product, of each row.
-            return cute.math.fma(first.x, Float32(first.factor), term), second.base
-        return computed(first) + term, second.base
 
     def outer(self):
         """A positive factor and an offset with which the output comes from a number: what uses it may apply these."""

@@ -217,9 +217,8 @@ class AttentionFwdSm80:
         """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
         rS, sums, factors = mine.scores, (mine.largest, mine.sums), cute.make_rmem_tensor(2, Float32)
         if const_expr(not isinstance(self.softmax, CappedSoftmax)):
-            terms = cute.make_rmem_tensor(2, Float32) if const_expr(self.mods.is_sum) else None
-            self._change(rS, place, whole, there, terms)
-            factors.store(self.softmax.add(rS, *sums, terms).load())
+            self._change(rS, place, whole, there)
+            factors.store(self.softmax.add(rS, *sums).load())
         else:
             largest = self.softmax.largest(rS)
             if whole & self.softmax.holds(largest):
@@ -231,13 +230,11 @@ class AttentionFwdSm80:
         store_packed(rS, mine.weights)
 
     @cute.jit
-    def _change(self, rS, place: cutlass.Constexpr, whole, there: cutlass.Constexpr, terms: cutlass.Constexpr = None):
-        """Change 16 rows of a tile's scores as a mod says, and hide those that are left out; ``terms`` as of
-        :meth:`Mods.change`.
-        """
+    def _change(self, rS, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
+        """Change 16 rows of a tile's scores as a mod says, and hide those that are left out."""
         self._scale_scores(rS, place)
         if const_expr(self.mods.score is not None):
-            self.mods.change(by_row(rS), place, terms)
+            self.mods.change(by_row(rS), place)
         if not whole:
             self.mods.hide(by_row(rS), place, -Float32.inf)
         self._hide_missing(by_row(rS), there)

@@ -297,9 +297,8 @@ class AttentionFwd:
         """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`."""
         tile, sizes, *_ = at
         if const_expr(not isinstance(self.softmax, CappedSoftmax)):
-            terms = cute.make_rmem_tensor(2, Float32) if const_expr(self.mods.is_sum) else None
-            self._change(rS, at, keys, terms)
-            factors = self.softmax.add(rS, *sums, terms)
+            self._change(rS, at, keys)
+            factors = self.softmax.add(rS, *sums)
         else:
             factors, largest = cute.make_rmem_tensor(2, Float32), self.softmax.largest(rS)
             if self.tiles.whole(tile, sizes, tile.block, keys) & self.softmax.holds(largest):
@@ -310,15 +309,13 @@ class AttentionFwd:
         return factors
 
     @cute.jit
-    def _change(self, rS, at: cutlass.Constexpr, keys, terms: cutlass.Constexpr = None):
-        """Change a tile's scores as a mod says, and hide those that are left out; ``terms`` as of
-        :meth:`Mods.change`.
-        """
+    def _change(self, rS, at: cutlass.Constexpr, keys):
+        """Change a tile's scores as a mod says, and hide those that are left out."""
         (tile, sizes, tidx, there), scores = at, by_row(rS)  # (rows, columns)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
         if const_expr(self.mods.score is not None):
-            self.mods.change(scores, place, terms)
+            self.mods.change(scores, place)
         if not self.tiles.whole(tile, sizes, tile.block, keys):
             self.mods.hide(scores, place, -Float32.inf)
         self._hide_missing(scores, there, tidx)

@@ -160,40 +160,29 @@ class Mods:
         reads = [i for i in range(len(self.score.mod.reads)) if self.score.mod.depends(i) == (False, False)]
         return sizes._replace(read=tuple([(i, self.score.read(i, given, sizes.captured)) for i in reads]))
 
-    @property
-    def is_sum(self):
-        """Whether :meth:`change` may leave out a term of each row."""
-        return self._score is not None and self._score.is_sum
-
     @cute.jit
-    def change(self, scores, place: cutlass.Constexpr, terms: cutlass.Constexpr = None):
-        """Replace products of queries and keys by numbers that :attr:`outer` makes scores of. ``terms``: get what is
-        left out of all of a thread's numbers of each row; None if nothing is to be.
-        """
+    def change(self, scores, place: cutlass.Constexpr):
+        """Replace products of queries and keys by numbers that :attr:`outer` makes scores of."""
         read = {(i, None, None): value for i, value in place.sizes.read}
         loaded, same, signs = [{}, {}] if const_expr(place.heads_by_row) else [read] * 2, Boolean(True), {}
         for (r, i), along in self._absolutes(place, loaded).items():
             keeps, signs[r, i] = along.between(place.columns)
-            same = same & keeps & (signs[r, i] == signs[0, i])
+            same = same & keeps
         if const_expr(len(signs) == 0):
-            self._change(scores, place, loaded, {}, terms)
+            self._change(scores, place, loaded, {})
         elif cute.arch.vote_all_sync(same):
-            self._change(scores, place, loaded, {(r, i): signs[0, i] for r, i in signs}, terms)
+            self._change(scores, place, loaded, signs)
         else:
-            self._change(scores, place, loaded, {}, terms)
+            self._change(scores, place, loaded, {})
 
-    def _change(self, scores, place, loaded, signs, terms):
+    def _change(self, scores, place, loaded, signs):
         """``signs``: of what absolute values are taken of, by row and node, where all of a warp's columns keep them."""
         loaded = [{**loaded[0]}, {**loaded[1]}] if place.heads_by_row else [{**loaded[0]}] * 2
         for r, c, at, coordinates in place.each(down=bool(self.score.mod.reads)):
             given = Scaled(self.scale, scores[r, c]), *coordinates
             operands = self.score.along(self.score.operands(given, place.sizes.captured, loaded[r], at), place, c)
             own = {i: sign for (row, i), sign in signs.items() if row == r}
-            if terms is None:
-                scores[r, c] = self._score(operands, self.score.varying(place), own)
-            else:
-                scores[r, c], term = self._score.apart(operands, self.score.varying(place), own)
-                terms[r] = Float32(0.0) if term is None else term
+            scores[r, c] = self._score(operands, self.score.varying(place), own)
 
     def _absolutes(self, place, loaded):
         """The arguments of absolute values that change along a row by a step, by row and node."""

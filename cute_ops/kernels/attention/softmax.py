@@ -77,21 +77,17 @@ class OnlineSoftmax:
         return score + Float32(self.offset * LOG2_E) if self.offset else score
 
     @cute.jit
-    def add(self, rS, rMax, rSum, terms: cutlass.Constexpr = None):
+    def add(self, rS, rMax, rSum):
         """Replace a tile's scores by their exponentials, less the largest so far; returns for each row what sums over
-        earlier tiles are to be multiplied by. ``terms``: what is to be added to the thread's scores of each row; or
-        None.
+        earlier tiles are to be multiplied by.
         """
-        scale, factors = Float32(self.scale * LOG2_E), cute.make_rmem_tensor(2, Float32)
-        largest = self.largest(rS, terms)
+        scale, largest, factors = Float32(self.scale * LOG2_E), self.largest(rS), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             shift, factors[r] = self.grow(rMax, r, largest[r])
-            if cutlass.const_expr(terms is not None):
-                shift = shift - terms[r] * scale
             self.exponentiate(rS, r, rSum, factors[r], lambda x: x * scale - shift)
         return factors
 
-    def largest(self, rS, terms=None):
+    def largest(self, rS):
         """The largest number of each row of a tile, which its four threads agree on."""
         scores, found = by_row(rS), []
         for r in range(2):
@@ -99,7 +95,6 @@ class OnlineSoftmax:
             for c in range(4, cute.size(scores, mode=[1])):
                 largest[c % 4] = cute.arch.fmax(largest[c % 4], scores[r, c])
             highest = cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
-            highest = highest if terms is None else highest + terms[r]
             for offset in (2, 1):
                 highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=offset))
             found.append(highest)
@@ -171,10 +166,10 @@ class OnlineSoftmax:
 class CappedSoftmax(OnlineSoftmax):
     """The softmax of ``a * tanh(b * x)``, with a polynomial where it is right for all that counts of a tile.
 
-    An exponential and a reciprocal of each score cost the forward half of its time: an SM has 16 of these a clock, and
-    tensor cores compute 8 scores. A tile whose rows have their largest score in a range takes three multiplications
-    instead. Below the range a score is wrong, but lower than all others: its weight is negligible. Other tiles are
-    changed as by all functions.
+    An exponential and a reciprocal of each score cost the forward half of its time: hardware has 16 of these a clock for
+    8 scores that tensor cores compute. A tile whose rows have their largest score in a range takes three multiplications
+    instead. Below the range a score is wrong, but lower than all others: its weight is negligible. Others are changed as
+    all functions are.
 
     Args:
         cap: a and b.
