@@ -166,10 +166,10 @@ class OnlineSoftmax:
 class CappedSoftmax(OnlineSoftmax):
     """The softmax of ``a * tanh(b * x)``, with a polynomial where it is right for all that counts of a tile.
 
-    An exponential and a reciprocal of each score cost the forward half of its time: hardware has 16 of these a clock for
-    8 scores that tensor cores compute. A tile whose rows have their largest score in a range takes three multiplications
-    instead. Below the range a score is wrong, but lower than all others: its weight is negligible. Others are changed as
-    all functions are.
+    An exponential and a reciprocal of each score cost the forward half of its time: an SM has 16 of these a clock, and
+    tensor cores compute 8 scores. A tile whose rows have their largest score in a range takes three multiplications
+    instead. Below the range a score is wrong, but lower than all others: its weight is negligible. Other tiles are
+    changed as by all functions.
 
     Args:
         cap: a and b.
