@@ -62,6 +62,7 @@ EXTREMES = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.on_gpus
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations_at_the_extremes(adapter: Adapter, dtype: str) -> None:

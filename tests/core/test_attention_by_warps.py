@@ -77,6 +77,7 @@ def emulate(
 
 
 @pytest.mark.drawn(0.4)
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize(("call", "functions"), [*((call, NO_FUNCTIONS) for call in FORWARD), modded(1)], ids=named)
 def test_results(call: Call, functions: Functions, tmp_path: Path) -> None:

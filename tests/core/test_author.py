@@ -124,6 +124,7 @@ def test_dtypes_that_none_of_our_ops_has(dtype: str, verify_apart: Callable[...,
     assert drawn is not None and not np.isnan(drawn.astype(np.float64)).any() and len(np.unique(drawn)) > 5
 
 
+@pytest.mark.slow
 def test_an_output_whose_dtype_an_attribute_names(verify_apart: Callable[..., SimpleNamespace]) -> None:
     result = verify_apart("tests/ops/rounding.py")
     assert "14 of 14 right, 12 calls" in result.output, result.output
@@ -427,6 +428,7 @@ def test_sizes_by_the_names_of_dims(tmp_path: Path, verify_apart: Callable[..., 
     assert names == ["llama k=130"] * 2
 
 
+@pytest.mark.slow
 def test_the_optional_inputs_are_those_of_most_cases() -> None:
     """The README's example compiled a norm with a bias, which few models have."""
     absent = {

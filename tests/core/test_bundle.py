@@ -102,6 +102,7 @@ def test_a_new_bundle_can_be_read_whatever_the_umask(
     assert not any(path.stat().st_mode & 0o022 for path in (outer, *outer.rglob("*")))
 
 
+@pytest.mark.slow
 def test_it_carries_versions_digests_and_licences(made: Path) -> None:
     record = json.loads((made / "bundle.json").read_text())
     dsl, tvm_ffi = toolchain.versions()

@@ -78,6 +78,7 @@ def test_any_size_layout_and_dtype(name: str) -> None:
         kernel_calls.check(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPS if name != "packed"])
 def test_rows_that_start_anywhere_are_taken_several_at_a_time(name: str) -> None:
     """Rows of every length beside a vector's, as many as are whole vectors together, some more, and fewer."""

@@ -331,6 +331,7 @@ def test_losses_and_their_gradients_compile_with_every_option(name: str, compile
 
 
 @pytest.mark.drawn(0.3)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:

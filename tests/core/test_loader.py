@@ -20,6 +20,7 @@ from tests.ops import narrow
 Make = Callable[..., Variant]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{}, {"x": Memory((104, 1))}], ids=["compact", "strided"])
 def test_preload_reaches_the_driver_and_launches_nothing(
     cache_folder: Path, variant: Make, memory: dict[str, Memory]

@@ -84,6 +84,7 @@ def test_scores(tmp_path: Path) -> None:
     check_code(tmp_path, {"HGMMA.64x128x16.F32.BF16": 64 // 16, "HGMMA.64x64x16.F32.BF16": 128 // 16}, 3)
 
 
+@pytest.mark.slow
 @products.emulated
 @pytest.mark.parametrize("case", with_part.cases, ids=lambda case: case.name)
 def test_a_part_with_memory_and_tma_of_its_own(case: Case, tmp_path: Path) -> None:

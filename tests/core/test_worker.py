@@ -228,6 +228,7 @@ def test_a_pool_compiles_at_the_same_time_and_no_more_than_its_size(
     assert len(list(meeting.glob("*.met"))) == 2
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_pool_is_its_variants_error_only(pool: Pool, variant: Make, tmp_path: Path) -> None:
     def attempt(kernel: str) -> str:
         try:

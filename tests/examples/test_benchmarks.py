@@ -476,6 +476,8 @@ def test_sample_draws_the_same_points_of_a_seed() -> None:
             assert 0.99 * sample.ROW_BYTES[0] <= problem.bytes("fwd") <= 1.01 * sample.ROW_BYTES[1]
 
 
+@pytest.mark.drawn(0.4, among="benchmarks")
+@pytest.mark.slow
 def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cpu-smoke", "--seed", "5", "--points", "2", "--rounds", "1", "--without", "torch.compile"]
     assert sample.main([*arguments, "--out", str(tmp_path)]) == 0
@@ -494,6 +496,7 @@ def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest
     assert "| 10.0 | Liger | 9.5 | 0.95 | of tiles |" in text
 
 
+@pytest.mark.slow
 def test_sample_leaves_out_what_takes_too_long_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A contender is left out of its point with the reason, and ours takes its point along, which a later run has."""
     point = sample.shrunk(sample.draw(5, ["products"], 1)[0])
@@ -619,6 +622,7 @@ def test_important_problems_come_first() -> None:
     assert len(set(later[:kinds])) == kinds  # one of each, before any second one
 
 
+@pytest.mark.slow
 def test_a_contender_that_takes_the_gpu_down_ends_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, failing = device_time.contenders.make, []
 

@@ -102,6 +102,7 @@ def test_every_step_works(step: int, wide: bool, folder: Path) -> None:
     assert found == ({"ld.global.v4.b32", "st.global.v4.b32"} if wide else {"ld.global.b16", "st.global.b16"})
 
 
+@pytest.mark.slow
 def test_the_row_kernel_moves_whole_vectors(tmp_path: Path) -> None:
     assert {"ld.global.v4.b32", "st.global.v4.b32"} <= accesses(unit_norm.unit_norm, 512, tmp_path)
 

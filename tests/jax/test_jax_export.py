@@ -90,6 +90,7 @@ def test_the_folder_holds_what_each_program_calls(exported: Path) -> None:
         assert {v.arch for v in variants} == {name.partition(":")[0]}
 
 
+@pytest.mark.slow
 def test_kernels_are_registered_from_the_bundle_alone(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import jax_tvm_ffi
 

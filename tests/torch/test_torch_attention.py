@@ -294,6 +294,7 @@ def test_an_array_that_only_masks_read_has_no_gradient() -> None:
     assert q.grad is not None
 
 
+@pytest.mark.slow
 def test_functions_follow_what_they_refer_to() -> None:
     q = torch.randn(1, 9, 2, 32, dtype=torch.bfloat16)
     width = 3

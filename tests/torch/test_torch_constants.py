@@ -278,6 +278,7 @@ def test_no_graph_keeps_an_object_alive() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_an_object_that_is_changed_in_what_is_compiled_is_refused() -> None:
     layer = Layer()
 

@@ -108,6 +108,7 @@ def test_norms(dtype: torch.dtype) -> None:
     check(lambda x, w: llama(x.sin(), w), rand(3, 64, dtype=dtype), rand(64), found=found)
 
 
+@pytest.mark.slow
 def test_residual_add_before_a_norm() -> None:
     for norm in (llama, gemma):
         graph_pass.replaced.clear()
