@@ -149,10 +149,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``where`` are the arguments of :func:`cute_ops_torch.attention` that say where sequences lie."""
     size, values = q.shape[-1], v.shape[-1]
+    if padded := bool(size % MULTIPLE or values % MULTIPLE):
+        q, k, v = _padded(q), _padded(k), _padded(v)
     out, lse = cute_ops_torch.attention(
-        _padded(q),
-        _padded(k),
-        _padded(v),
+        q,
+        k,
+        v,
         scale=(size**-0.5 if size % MULTIPLE else 0.0) if softmax_scale is None else softmax_scale,
         causal=causal,
         left=window_size[0],
@@ -162,13 +164,16 @@ def _attend(
         **where,
         **_biased(alibi_slopes),
     )
-    return out[..., :values], lse
+    return (out[..., :values] if padded else out), lse
 
 
-def _biased(alibi_slopes: Tensor | None) -> dict[str, Any]:
+_NO_BIAS: Mapping[str, Any] = {}
+
+
+def _biased(alibi_slopes: Tensor | None) -> Mapping[str, Any]:
     """The options of attention with these slopes."""
     if alibi_slopes is None:
-        return {}
+        return _NO_BIAS
     mod = mods.alibi if alibi_slopes.ndim == 1 else _alibi_of_each_example
     return {"score_mod": mod, "captured": (alibi_slopes,)}
 
