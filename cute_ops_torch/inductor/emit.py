@@ -288,9 +288,12 @@ class Emitter:
 
     def _attended(self, out: Node, found: Composite) -> list[Node]:
         """The result in the order of dims that the program has."""
-        sizes, order = found.attrs["out"]
+        sizes, order = found.attrs["out"]  # without dims of one element
+        views = found.attrs["views"]
+        product = views[0].args[0] if views else found.roots[0]
         made = self.method("permute", self.method("reshape", out, sizes), order)
-        for view in found.attrs["views"]:
+        made = made if shape_of(example(made)) == product.shape else self.method("reshape", made, product.shape)
+        for view in views:
             if view.op != "cast":
                 change = ("permute", tuple(view.attr)) if view.op == "transpose" else ("reshape", view.shape)
                 made = self.method(change[0], made, change[1])

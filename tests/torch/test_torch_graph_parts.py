@@ -632,10 +632,10 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", WRITTEN)
-def test_attention_that_is_written_out_becomes_attention(form: str) -> None:
+@pytest.mark.parametrize(("form", "batch"), [*((form, 2) for form in WRITTEN), ("causal", 1)])
+def test_attention_that_is_written_out_becomes_attention(form: str, batch: int) -> None:
     function, said = WRITTEN[form]
-    entries = _run_attention(function)
+    entries = _run_attention(function, batch)
     assert [entry.what for entry in entries if entry.becomes == "attention"] == [said]
 
 
@@ -653,14 +653,17 @@ def test_what_attention_does_not_compute_stays(form: str) -> None:
     assert "attention" not in {entry.becomes for entry in entries}
 
 
-def _run_attention(function: Callable[..., Tensor]) -> Any:
+def _run_attention(function: Callable[..., Tensor], batch: int = 2) -> Any:
     """Values and gradients of a layer around a written attention, beside the eager ones; the report."""
     from cute_ops_torch import inductor
 
     def layer(x: Tensor, w: Tensor) -> Tensor:
         return function(*_heads(x, w)).transpose(1, 2).flatten(-2)
 
-    x, w = torch.randn(2, 24, 32).bfloat16().requires_grad_(), (torch.randn(3, 32, 32) / 5).bfloat16().requires_grad_()
+    x, w = (
+        torch.randn(batch, 24, 32).bfloat16().requires_grad_(),
+        (torch.randn(3, 32, 32) / 5).bfloat16().requires_grad_(),
+    )
     torch._dynamo.reset()
     with enabled():
         results = []
