@@ -45,7 +45,7 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
                 taken[leaf.node] = "" if i == part.choice.product else why
     stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ()))]
     for node in stays:
-        if node.op == "contract" and (why := taken.get(node) or _why_alone(node)):
+        if node.op == "contract" and (why := made.stay.get(node) or taken.get(node) or _why_alone(node)):
             module = module_of(each.node for each in holders[node])
             yield Entry("", "product", why, _shape(node), "", 1, module=module)
     whole = set(stays)

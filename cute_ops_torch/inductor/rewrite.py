@@ -87,11 +87,13 @@ class Rewritten(NamedTuple):
         parts: the expressions that were found.
         analysis: what else was found.
         front: the graph as it was.
+        stay: by the last product of an attention that no op computes the reason.
     """
 
     parts: list[Part]
     analysis: Analysis
     front: Reading
+    stay: Mapping[Value, str]
 
 
 class Unreadable(Exception):
@@ -106,7 +108,7 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     """
     try:
         front = DynamoFront(module, exact)
-        analysis, parts_of_layers, chosen = chosen_in(front, choosing, exact)
+        analysis, parts_of_layers, chosen, stay = chosen_in(front, choosing, exact)
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = Rewriting(module, front, choosing), []
@@ -124,15 +126,16 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
                 choice = choosing.choose(found, [], front.device_of(found.roots[0]))
             parts.append(work.part(found, choice))
     work.finish()
-    return Rewritten(parts, analysis, front)
+    return Rewritten(parts, analysis, front, stay)
 
 
 class Chosen(NamedTuple):
-    """What is found in a graph, and what each part of a layer and each expression becomes."""
+    """What is found in a graph, what each part of a layer and each expression becomes, and why an attention stays."""
 
     analysis: Analysis
     parts: list[tuple[Composite, Choice]]
     expressions: list[tuple[Found, Choice]]
+    stay: dict[Value, str]
 
 
 def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
@@ -141,8 +144,9 @@ def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
         analysis = analyse(front.graph, exact=exact, whole=whole)
         parts = [] if exact else composites(front.graph, analysis)
         apart: set[Value] = set()
+        stay: dict[Value, str] = {}
         if front.known is not None and not exact:
-            parts += attentions(front.graph, analysis, front.known)
+            parts += attentions(front.graph, analysis, front.known, stay)
             apart |= beside_softmaxes(analysis)
         kept = [(part, choosing.choose_composite(part, front.device_of(part.roots[0]))) for part in parts]
         chosen = [
@@ -152,7 +156,7 @@ def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
         apart |= {node for found, choice in chosen if not choice.kind for node in rotations_in(found)}
         apart |= cuts([part for part, choice in kept if choice.kind], analysis)
         if apart <= whole:
-            return Chosen(analysis, kept, chosen)
+            return Chosen(analysis, kept, chosen, stay)
         whole |= apart
 
 
