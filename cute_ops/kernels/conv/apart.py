@@ -55,10 +55,12 @@ class Apart:
 
     def ring(self, smem, mX):
         """The units of each stream that are on their way, and of a step's outputs: (element, warp, row)."""
-        size, warps = self.units * self.vec, self.threads // WARP
-        layouts = [cute.make_layout((size, warps, self.slots * self.batch)) for _ in self.names]
-        layouts.append(cute.make_layout((size, warps, self.unit)))
-        return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=16) for layout in layouts]
+        layout = cute.make_layout((self.units * self.vec, self.threads // WARP, self.unit))
+        return [*self.inputs(smem, mX), smem.allocate_tensor(mX.element_type, layout, byte_alignment=16)]
+
+    def inputs(self, smem, mX):
+        layout = cute.make_layout((self.units * self.vec, self.threads // WARP, self.slots * self.batch))
+        return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=16) for _ in self.names]
 
     def rows(self, tensors, names, span):
         """The rows by name. Before row ``until`` of one, all of the warp's units may be read."""
@@ -170,34 +172,38 @@ class Apart:
         """Store a step's rows by units: a store of part of a sector costs L2 as much as one of all of it."""
         row, ring, stores = to
         lane, warp, sX = self.thread() % WARP, self.thread() // WARP, ring[-1]
+        itemsize, rows = sX.element_type.width // 8, Int32(0)
         cute.arch.sync_warp()
         for u, (valid, more) in enumerate(stores):
             past = self._past(row, t, more, lane, sX.element_type)
-            address = row.address(t, more) - (lane + past) * (sX.element_type.width // 8)
-            self._store_units(valid, sX[None, warp, u], address, row.channel - lane - past, past, lane)
+            column = row.channel - lane - past + lane * self.vec
+            address = row.address(t, more) + (column - row.channel) * itemsize
+            whole = valid & ((past == 0) | (lane > 0)) & (column < self.n)
+            self._store_unit(whole, self._unit(sX[None, warp, u], lane), address, column)
+            rows = rows | cutlass.select_(valid, Int32(1 << u), Int32(0))
+        # One element to a lane: of each row those of the first unit that are the warp's, and those of the last one.
+        u, place = lane // self.vec, lane % self.vec
+        past = self._past(row, t + u, stores[0][1], lane, sX.element_type)
+        valid = (past > 0) & (u < len(stores)) & (((rows >> u) & 1) != 0)
+        place = place + cutlass.select_(place < past, Int32(WARP * self.vec), Int32(0))
+        address = row.address(t + u, stores[0][1]) + (place - past - lane) * itemsize
+        self._store_element(valid & (row.channel - lane - past + place < self.n), sX, place, warp, u, address)
 
     @cute.jit
-    def _store_units(
-        self, valid: Boolean, sRow: cute.Tensor, address: Int64, first: Int32, past: Int32, lane: Int32
-    ):  # fmt: skip
-        """Store a warp's units, the first of which begins ``past`` elements before its first channel."""
-        column, size = first + lane * self.vec, self.vec * sRow.element_type.width // 8
-        if valid & ((past == 0) | (lane > 0)) & (column < self.n):
-            self._store_unit(self._unit(sRow, lane), address + lane * size, column)
-        # One element to a lane: those after the others of the first unit, and those of the last one.
-        place = lane + cutlass.select_(lane < past, Int32(WARP * self.vec), Int32(0))
-        if valid & (past > 0) & (lane < self.vec) & (first + place < self.n):
-            gX = gmem_elements(sRow.element_type, address + Int64(place) * (sRow.element_type.width // 8), 1)
-            gX[0] = sRow[place]
+    def _store_element(self, valid: Boolean, sX: cute.Tensor, place: Int32, warp: Int32, u: Int32, address: Int64):
+        if valid:
+            gmem_elements(sX.element_type, address, 1)[0] = sX[place, warp, u]
 
     @cute.jit
-    def _store_unit(self, sUnit: cute.Tensor, address: Int64, column: Int32):
-        rX = fragment(sUnit.element_type, self.vec)
-        cute.autovec_copy(sUnit, rX)
-        if column + self.vec <= self.n:
-            store(rX, address, True)
-        else:
-            store_elements(rX, address, column, Int32(self.n))
+    def _store_unit(self, valid: Boolean, sUnit: cute.Tensor, address: Int64, column: Int32):
+        """Store a unit, or what of it lies in the row."""
+        if valid:
+            rX = fragment(sUnit.element_type, self.vec)
+            cute.autovec_copy(sUnit, rX)
+            if column + self.vec <= self.n:
+                store(rX, address, True)
+            else:
+                store_elements(rX, address, column, Int32(self.n))
 
     def _past(self, row, t, more, lane, dtype):
         """Elements of the unit that a row begins in, at the warp's first channel, before it."""

@@ -461,7 +461,9 @@ class ForwardApart(Apart, Forward):
 
 
 class BackwardApart(Apart, Backward):
-    """:class:`Backward` of rows that start anywhere."""
+    """:class:`Backward` of rows that start anywhere. Its stores go by elements: instructions are its limit."""
+
+    ring, emit, flush = Apart.inputs, Walk.emit, Walk.flush
 
 
 def CausalConv1d(variant):

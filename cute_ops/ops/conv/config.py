@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cute_ops.declaration.config import POWERS, Config, Needs, Problem, vary
 from cute_ops.declaration.shapes import ITEMSIZE, Array
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.ops.rows import LEAST_REGISTERS
 
 THREADS = 128
-# The gradient's row tensors, whose alignment makes the vectors.
-ROWS = ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state")
+# Row tensors, whose alignment makes the vectors.
+ROWS = ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state", "out", "final_state")
 # Half a vector of 16-bit elements. Windows, weights and sums of a whole one leave registers for few threads, and those
 # of the gradient take more than 255.
 CHANNELS = 4
 # On an H200, 40 to 60 KB that are on their way to an SM are enough; with more, the gradient becomes slower.
 AHEAD, AHEAD_BACKWARD = 9, 6
+# Where a thread's channels are a warp apart.
+AHEAD_APART, AHEAD_APART_BACKWARD = 6, 4
 # The rows before a span are loaded twice: 6% of the loads with 48 rows, from L2.
 SPAN = 48
 # CTAs of an SM: 80 registers of a thread, in the gradient 168.
@@ -22,18 +26,25 @@ RESIDENT, RESIDENT_BACKWARD, RESIDENT_BACKWARD_WIDE = 6, 3, 2
 
 
 def forward(problem: Problem) -> ConvConfig:
-    return ConvConfig(THREADS, CHANNELS, AHEAD, RESIDENT, problem.sm_count, SPAN)
+    found = ConvConfig(THREADS, CHANNELS, AHEAD, RESIDENT, problem.sm_count, SPAN)
+    return replace(found, ahead=AHEAD_APART) if found.apart(problem.n, _start(problem)) else found
 
 
 def backward(problem: Problem) -> ConvConfig:
     resident = RESIDENT_BACKWARD if ITEMSIZE[problem.dtypes["x"]] < 4 else RESIDENT_BACKWARD_WIDE
-    return ConvConfig(THREADS, CHANNELS, AHEAD_BACKWARD, resident, problem.sm_count)
+    found = ConvConfig(THREADS, CHANNELS, AHEAD_BACKWARD, resident, problem.sm_count)
+    return replace(found, ahead=AHEAD_APART_BACKWARD) if found.apart(problem.n, _start(problem)) else found
+
+
+def _start(problem: Problem) -> int:
+    """Elements that all rows start on."""
+    return min(problem.aligns[name] for name in ROWS if name in problem.aligns) // ITEMSIZE[problem.dtypes["x"]]
 
 
 def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """Partial sums of the parameters' gradients: a row for each CTA that runs at once and has the same channels."""
     config, dims = ConvConfig.of(flat), problem.dims
-    start = min(problem.aligns[name] for name in ROWS if name in problem.aligns) // ITEMSIZE[problem.dtypes["x"]]
+    start = _start(problem)
     vec = config.channels if config.apart(problem.n, start) else min(config.channels, start)
     lanes, _, ctas = config.spread(problem.n, start)
     blocks = -(-dims["n"] // (lanes * vec))

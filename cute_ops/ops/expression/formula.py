@@ -18,6 +18,7 @@ from cute_ops.declaration.tensor import Tensor
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.philox import uniform
 from cute_ops.expressions.reference import evaluate
+from cute_ops.expressions.stages import stages
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.rows.config import COLUMN_THREADS, FusedConfig, FusedRowConfig, Texts, column_width
@@ -73,11 +74,23 @@ class Formula(NamedTuple):
         """
         rows = self.rows
         # A kernel of elements adds up rows of whole vectors for each example.
-        if self.by_rows or (rows.summed and self.shared and not row_of(problem, rows.tiles).aligned):
+        by_rows = self.by_rows and not self._by_columns(problem, rows)
+        if by_rows or (rows.summed and self.shared and not row_of(problem, rows.tiles).aligned):
             return rows.config(problem)
         small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
         return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
+
+    def _by_columns(self, problem: Problem, rows: RowExpression) -> bool:
+        """Whether a kernel of elements takes several sums over rows: of functions that cost little and reduce no row,
+        if rows are whole vectors, alone or, where they follow on each other, several together.
+        """
+        cheap = not (stages(self.expression) or rows.special or rows.packed or self.shared)
+        if not cheap or {*self.kinds} != {"t", "r"} or rows.sums < 2 or problem.n is None:
+            return False
+        sizes = {name: problem.n * ITEMSIZE[problem.dtypes[name]] for name in rows.tiles}
+        follow = all(problem.aligns[name] == min(size & -size, VECTOR_BYTES) for name, size in sizes.items())
+        return follow or row_of(problem, rows.tiles).aligned
 
     def of_outputs(self, names: Collection[str]) -> Formula:
         """This formula with only the named outputs."""

@@ -30,6 +30,7 @@ from cute_ops.ops.rows import (
     SMEM_VECTORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
+    UNEVEN_THREADS,
     WIDEST_VECTOR,
     RowProblem,
     alignment_in_step,
@@ -65,7 +66,7 @@ MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
 # whichever number gives the busiest of an SM's schedulers the fewest. Fewer warps take part in each reduction.
-SUMS_THREADS, SUMS_VECTORS = 256, (4, 5)
+SUMS_THREADS, SUMS_VECTORS = 256, (3, 4, 5)
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
 # CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
 STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
@@ -80,17 +81,19 @@ DEAR, REGISTER_THREADS = 3, 1024
 # outputs that have columns nothing is kept, with them DEEP_KEPT values, for which an SM has DEEP_THREADS.
 DEEP_KEPT, DEEP_THREADS = 64, 512
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
-# registers, so 1.5 times as many bytes are in flight.
-WIDE_THREADS = 768
+# registers, so 1.5 times as many bytes are in flight; in 64 with one stage.
+WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
 # Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
 # stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
-# Threads of the shortest: with a vector each, threads of two vectors' rows would mostly mask them and exchange sums.
-UNEVEN_THREADS = 16
+# Where nothing is reduced.
+UNALIGNED_ALONE = (1, 1792)
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
 DEAR_CLUSTER_THREADS = 1280
+# The part of clusters that run at least; else more are to fit on an SM.
+LEAST_RUNNING = 0.8
 # Persistent CTAs of ALONE_THREADS, one per SM, with three slots: for three tiles of at least ALONE_VECTORS, and for two
 # with a span above HALVED_VECTORS. Two tiles longer than that are shared by two CTAs.
 ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
@@ -224,7 +227,11 @@ class RowExpression(NamedTuple):
         share = self._threads_of_row(row, span, cluster)
         room = max(256 if row.vectors <= WARP else 128, share)
         threads = room // share * share
-        most_kept = MOST_KEPT * (2 if self._wide(cluster) and self.few and not self.late else 1)
+        # With one stage, computing a value again takes less than keeping it: more CTAs fit.
+        twice = self._wide(cluster) and self.few and not self.late and self.depth > 1
+        most_kept = MOST_KEPT * (2 if twice else 1)
+        if self.read > 1 and not self._wide(cluster) and self._dealt(span):
+            most_kept = 0
         if self.deep and row.vectors > WARP:
             most_kept = DEEP_KEPT if self.depth else 0
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
@@ -238,13 +245,18 @@ class RowExpression(NamedTuple):
         """Threads of a row, or of what a CTA of a cluster has of it, held in registers."""
         dear = self.special >= DEAR
         if row.vectors <= WARP:
-            most = UNEVEN_THREADS if not row.aligned and row.vectors > SHORTEST_ROW else WARP
-            return threads_for(row.vectors, 2) if dear and row.aligned else min(row_threads(row), most)
+            if not row.aligned and row.vectors > SHORTEST_ROW:
+                return self._threads_of_short_row(row)
+            return threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
         if 2 * WARP < span <= 3 * WARP and row.aligned and self.special < SLOW:
             return WARP  # two vectors each would leave a quarter of two warps idle
         if self._in_fours(cluster):
             return threads_for(span, 4)
         if self.read > 1 and not self._wide(cluster):
+            if self._dealt(span):
+                return 1 << (span // 4).bit_length() - 1  # each reduction takes every warp's shuffles
+            if self.deep:
+                return threads_for(span, min((3, 2), key=partial(of_scheduler, span)))
             most = RANDOM_THREADS if self.texts.random else PAIR_THREADS
             # Without outputs that have columns threads wait for nothing but their sums.
             single = span <= most and not self.special and not self.many and {*self.texts.kinds} != {"c"}
@@ -253,20 +265,34 @@ class RowExpression(NamedTuple):
             return threads_for(span, SLOW_VECTORS)
         return threads_for(span, 4) if cluster > 1 or (dear and row.aligned) else row_threads(row)
 
+    def _threads_of_short_row(self, row: RowProblem) -> int:
+        """Threads of an unaligned row of up to a warp's vectors: with a vector each they would mostly mask it and
+        exchange sums. Sixteen if at least two thirds of their vectors are the row's, and none computes exponentials.
+        """
+        used = row.vectors / (2 * UNEVEN_THREADS * -(-row.vectors // (2 * UNEVEN_THREADS)))
+        return UNEVEN_THREADS if self.special or used < 2 / 3 else 2 * UNEVEN_THREADS
+
     def _resident(self, row: RowProblem, cluster: int, share: int, threads: int, keep: bool) -> int:
         """CTAs of an SM, which bound a thread's registers; 1 for no bound."""
         longer = row.vectors > WARP
         if longer and self.texts.random:
             most = REGISTER_THREADS if row.touched > RANDOM_THREADS else SHORT_RANDOM_THREADS
             return max(most // max(128, share), 1)
-        if longer and self.few and (keep or self.late) and (self.special >= DEAR or self.read > 1):
+        once = self._wide(cluster) and self.depth == 1
+        if longer and self.few and (keep or self.late or once) and (self.special >= DEAR or self.read > 1):
             most = WIDE_THREADS if self._wide(cluster) else REGISTER_THREADS
+            if once:
+                return max(min(WIDE_ONCE_THREADS // share, WIDE_ONCE_CTAS), 1)
             if cluster > 1 and self.read == 1:
                 most = DEAR_CLUSTER_THREADS
             return max(most // max(128, share), 1)
         if longer and self.many and not self.special and -(-row.touched // cluster) <= PAIR_THREADS and cluster == 1:
             return max(MANY_REDUCED_THREADS // threads, 1)
         return 2 if self._pairs_share(share, keep) else 1
+
+    def _dealt(self, span: int) -> bool:
+        """Whether a thread has four vectors and more of each of several tiles with many reductions."""
+        return self.many and not self.special and span > PAIR_THREADS
 
     def _in_fours(self, cluster: int) -> bool:
         """Whether a thread has four vectors of each of two tiles of a deep expression."""
@@ -289,6 +315,8 @@ class RowExpression(NamedTuple):
             per_thread, most = UNALIGNED_PAIR if self.depth <= 2 else UNALIGNED_LONG_PAIR
         else:
             per_thread, most = UNALIGNED_DEAR if self.special >= DEAR else UNALIGNED
+        if not stages(self.expression) and row.touched <= PAIR_THREADS:
+            per_thread, most = UNALIGNED_ALONE
         share = threads_for(row.touched, per_thread)
         threads = max(128 // share, 1) * share
         resident = max(most // threads, 1)
@@ -328,10 +356,16 @@ class RowExpression(NamedTuple):
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        deeper = alone or (cluster > 1 and not halved) or (self.sums == 2 and share <= SUMS_THREADS // 2)
-        slots = 3 if deeper and 3 * slot <= room else 2
+        uneven = self.sums == 2 and self.depth and share <= SUMS_THREADS // 2 and span % (4 * WARP)
+        slots = 3 if (alone or (cluster > 1 and not halved) or uneven) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
-        running = resident_clusters(problem, cluster) * resident
+        fitting = resident_clusters(problem, cluster)
+        # Of a few large clusters, those that are no multiple of the offsets of unaligned rows would do nothing.
+        if _running(fitting * resident, row) < LEAST_RUNNING:
+            slots = 2
+            counts = range(resident, max(room // (slots * slot), resident) + 1)
+            resident = max(counts, key=lambda count: _running(fitting * count, row))
+        running = fitting * resident
         align = alignment_in_step(running, row)
         return self._config(
             "ring", threads, share, cluster, resident, align_vectors=align, stages=slots,
@@ -341,7 +375,7 @@ class RowExpression(NamedTuple):
     def _vectors_and_threads(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
         """Vectors of a thread and threads of an SM, in persistent clusters."""
         per_thread, sm_threads = step(PERSISTENT, span)
-        if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
+        if self.sums == 2 and self.depth and span > WARP:
             return min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
         if alone:
             return -(-span // ALONE_THREADS), ALONE_THREADS
@@ -394,6 +428,11 @@ class RowExpression(NamedTuple):
             period = PERIOD if problem.n is None else period_of(self.row(problem), config.align_vectors)
             clusters = min(-(-groups // period) * period, config.clusters)
         return clusters, clusters * rows
+
+
+def _running(clusters: int, row: RowProblem) -> float:
+    """The part of so many clusters that takes rows, if those of one start at the same place of a vector."""
+    return 1 - clusters % period_of(row, 1) / clusters
 
 
 # After PERIOD rows, rows of any length start at the same place of a cache line again.

@@ -162,7 +162,8 @@ def _in_registers(
     # Two inputs of 16 bits are widened to be added, which takes more registers than 1536 threads per SM leave.
     both = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual") if name in problem.dtypes]
     narrow_sum = len(both) == 2 and max(both) == 2
-    sm_threads = REGISTER_SM_THREADS_WIDE if narrow_sum or centred or small_ctas else REGISTER_SM_THREADS
+    wide = narrow_sum or centred or small_ctas or (len(both) == 2 and not row.aligned)
+    sm_threads = REGISTER_SM_THREADS_WIDE if wide else REGISTER_SM_THREADS
     resident = 1 if row.max_cluster == 1 else 2 if cluster == 1 else sm_threads // threads
     # The weight loads before the row's sum is known where registers have room for it: at most 16 bytes beside each
     # vector of one input, or of two 16-bit inputs if CTAs fill an SM to sm_threads. Masks take that room from two
@@ -313,6 +314,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     sm_threads = sm_threads * 2 // (1 + sums)
     # Rows of three inputs take longer to arrive.
     alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
+    lone = cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4
     stages = _stages(row, slot, deeper=alone or (cluster > 1 and _exchange_is_long(row, span)))
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
     held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)
@@ -320,7 +322,9 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     stages = min(stages, room // held)
     if span > max(4, per_thread) * share or stages < 2:
         return None
-    most = 1 if alone else sm_threads // threads
+    if lone and 4 * slot <= row.ring_bytes:  # one CTA of a larger cluster with more slots; two disturb each other
+        stages = min(4, room // held)
+    most = 1 if alone or lone else sm_threads // threads
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), most))
     config = NormConfig("persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced)
     config = replace(config, clusters=resident_clusters(problem, cluster) * resident)

@@ -39,9 +39,11 @@ PER_THREAD, UNALIGNED_PER_THREAD, UNALIGNED_PAIRS_PER_THREAD = 4, 5, 3
 # Half vectors of a thread, of the shortest rows.
 HALVES = 4
 # Threads of an SM with rows in registers, which bounds the registers of a thread: fewer with an activation (gated),
-# with a norm's bias or an unaligned float32 weight, or with two inputs.
+# with a norm's bias, or with two inputs.
 SM_THREADS, SM_THREADS_GATED, SM_THREADS_BIAS = 1120, 896, 768
 UNALIGNED_SM_THREADS, UNALIGNED_SM_THREADS_GATED, UNALIGNED_SM_THREADS_PAIRS = 1024, 960, 768
+# With a float32 weight, of which a thread loads three vectors before it needs them.
+UNALIGNED_SM_THREADS_WIDE = 1152
 # Without a weight, a row of at least this many vectors has at least as many threads: when rows are few, their last
 # vectors arrive sooner.
 WIDE_ROW_VECTORS = 256
@@ -127,8 +129,11 @@ def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
     span = -(-row.vectors // cluster)
     if span > HELD // row.elements:
         return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
-    per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair else UNALIGNED_PER_THREAD
+    wide = _wide_weight(problem) and not (row.aligned or row.pair)
+    per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair or wide else UNALIGNED_PER_THREAD
     share = threads_for(span, per_thread)
+    if 4 * WARP < span <= 4.5 * WARP and row.aligned:
+        share = WARP  # of two warps a quarter of the vectors would be none
     if not row.by_row:
         share = max(share, BLOCK // row.elements)  # as many lanes as hold a block: they find its largest element
     threads = max(share, 128)
@@ -137,7 +142,8 @@ def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
     if cluster == 1 and span >= WIDE_ROW_VECTORS and row.aligned and not column_bytes:
         share = threads = max(threads_for(span, 2), WIDE_ROW_VECTORS)
         resident = min(resident, max((1536 if row.pair else 2048) // threads, 2))
-    return QuantizeConfig("one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2)
+    delay = column_bytes > 2 and not wide
+    return QuantizeConfig("one_pass", threads, share, cluster, resident, delay_weight_load=delay)
 
 
 def _sm_threads(problem: Problem, row: _Quantized) -> int:
@@ -146,8 +152,13 @@ def _sm_threads(problem: Problem, row: _Quantized) -> int:
         return SM_THREADS_BIAS if bias else SM_THREADS_GATED if gated else SM_THREADS
     if row.pair:
         return UNALIGNED_SM_THREADS_GATED if gated else UNALIGNED_SM_THREADS_PAIRS
-    wide = "weight" in problem.dtypes and ITEMSIZE[problem.dtypes["weight"]] > 2
-    return SM_THREADS_BIAS if bias or wide else UNALIGNED_SM_THREADS
+    if bias:
+        return SM_THREADS_BIAS
+    return UNALIGNED_SM_THREADS_WIDE if _wide_weight(problem) else UNALIGNED_SM_THREADS
+
+
+def _wide_weight(problem: Problem) -> bool:
+    return "weight" in problem.dtypes and ITEMSIZE[problem.dtypes["weight"]] > 2
 
 
 def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
@@ -172,6 +183,8 @@ def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
     full = not (row.aligned or row.weight)
     room = ring if full else min(SMEM_BYTES_IN_FLIGHT, ring)
     resident = max(1, min(room // slot, sm_threads // threads))
+    if full and row.pair:
+        resident = max(resident, UNALIGNED_SM_THREADS_GATED // threads)  # which bounds registers
     return QuantizeConfig("smem", threads, threads, cluster, resident, 1 if row.aligned else LINE_VECTORS)
 
 

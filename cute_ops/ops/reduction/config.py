@@ -42,9 +42,9 @@ from cute_ops.ops.rows import (
 SEGMENT_THREADS, SEGMENT_VECTORS, MOST_SEGMENTS = 256, 2048, 8
 # `reduced`: up to this length, keeping a row in shared memory is faster than reading it twice.
 REDUCED_SMEM_ROW = 16_384
-# CTAs per SM that read rows twice, by whether rows are aligned: more CTAs, with fewer registers, keep more loads in
-# flight. FEW: where so many take all rows at once.
-TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = {True: 7, False: 4}, 5
+# CTAs per SM that read rows twice. FEW: where at most so many take all rows at once, as many as the busiest SM needs:
+# with room for more, some SMs would take more than others.
+TWO_PASS_CTAS, FEW_TWO_PASS_CTAS = 4, 5
 # Vectors of a thread in unaligned rows of up to a warp's vectors.
 UNALIGNED_PER_THREAD = 4
 # Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of SHORT_SMEM_THREADS holds rows;
@@ -95,9 +95,8 @@ def reduced(problem: Problem) -> ReduceConfig:
     walk = ReduceConfig("two_pass", SEGMENT_THREADS, align_vectors=row.align_vectors)
     if problem.m < 2 * problem.sm_count and 1 < segments <= row.max_cluster:
         return replace(walk, cluster=segments)
-    resident = TWO_PASS_CTAS[row.aligned]
-    if problem.m <= FEW_TWO_PASS_CTAS * problem.sm_count:
-        resident = min(resident, FEW_TWO_PASS_CTAS)
+    each = -(-problem.m // problem.sm_count)
+    resident = each if each <= FEW_TWO_PASS_CTAS and row.aligned else TWO_PASS_CTAS
     return replace(walk, segments_per_cta=segments, resident=resident)
 
 

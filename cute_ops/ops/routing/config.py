@@ -16,8 +16,8 @@ SORT_COLUMNS, SELECT_COLUMNS, SORTED_ROW, SORTED_MOST = 64, 32, 1024, 16
 # Threads of a CTA that sorts; of an SM those that select, by whether rows consist of whole vectors: else each number
 # takes a register.
 SORT_THREADS, SELECT_SM_THREADS = 128, {True: 1280, False: 1024}
-# Threads of a CTA that finds places: eight warps, whose counts of 1024 classes take 32 KB.
-PLACES_THREADS = 256
+# Threads of a CTA that finds places: sixteen warps, whose counts of 1024 classes take 64 KB.
+PLACES_THREADS = 512
 # Vectors of a thread that adds up rows.
 GATHERED_VECTORS = 4
 
