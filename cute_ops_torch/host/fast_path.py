@@ -18,6 +18,7 @@ from cute_ops_torch.host import framework_gradient
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.guards import Call, GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.library.copies import for_a_node
 from cute_ops_torch.library.mutation import refuse_gradients
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.products import autocast
@@ -69,27 +70,33 @@ class FastPath:
     def _guard(
         self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...], differentiated: bool, by_torch: bool
     ) -> Link:
-        op = self._op
+        op, trained = self._op, call
         names = [name for name, t in zip(op.inputs, tensors, strict=True) if t is not None]
         given = ", ".join([*names, *op.scalars])
-        values: dict[str, Any] = {"_run": call.run, "_ad": forward_ad}
+        values: dict[str, Any] = {"_run": _run_of(call), "_ad": forward_ad}
         conditions, result = ["_ad._current_level < 0"], f"_run({given})"
-        if call.unobserved and not autocast():  # which the guard sees by the dispatch keys, as all modes
-            values["_run"] = call.unobserved
         if any(t is not None and t.requires_grad for t in tensors) and not by_torch:
             values["_grad_enabled"] = torch.is_grad_enabled
             node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])
             if node is None or (node.saving and not differentiated):
                 conditions.append("not _grad_enabled()")
             else:
-                values["_node"] = node.apply
+                if call.anywhere:  # the framework's product: ours may gain from copies that the backward reads, too
+                    launcher = self._saving(node.saving) if node.saving and self._saving else self.launcher()
+                    trained = for_a_node(launcher.find, tensors, attrs)
+                values |= {"_node": node.apply, "_trained": _run_of(trained)}
                 if node.saving:  # another kernel than without a gradient
                     conditions.append("_grad_enabled()")
-                result = f"_node(_run, {given}) if _grad_enabled() else {result}"
+                result = f"_node(_trained, {given}) if _grad_enabled() else {result}"
         return guarded(
-            op, tensors, attrs, conditions, values, call.anywhere, parameters=parameters(op),
+            op, tensors, attrs, conditions, values, call.anywhere and trained.anywhere, parameters=parameters(op),
             arguments=", ".join((*op.inputs, *op.keywords)), result=result,
         )  # fmt: skip
+
+
+def _run_of(call: CompiledCall) -> Call:
+    """What runs a call; the guard sees autocast by the dispatch keys, as all modes."""
+    return call.unobserved if call.unobserved and not autocast() else call.run
 
 
 def no_match(*args: Any) -> None:

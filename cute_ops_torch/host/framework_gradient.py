@@ -52,8 +52,10 @@ def _products_are_faster(
     binding, places = bind_tensors(op, tensors, attrs), memory(op, tensors)
     made = {f"d{name}": array for name, array in binding.outputs.items() if array is not None}
     known = {**binding.inputs, **made}
-    places |= {name: Memory(compact(array.shape), 0) for name, array in made.items()}
     arch = target.of_device(next(t.device.index or 0 for t in tensors if t is not None))
+    if dispatch.realigned(binding, places, arch, reads=2):  # ours gains from copies that the backward reads, too
+        return False
+    places |= {name: Memory(compact(array.shape), 0) for name, array in made.items()}
     for step in op.backward(wanted, tuple(op.inputs)):
         if product.bias and list(step.outputs) == [f"d{product.bias}"]:
             if binding.rows * binding.dims["n"] > MOST_SUMMED:

@@ -46,6 +46,15 @@ def copied(x: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> tor
     return made
 
 
+def for_a_node(plan: Callable[..., Any], *args: Any) -> Any:
+    """``plan(*args)`` of a call whose copies a backward reads, too."""
+    kept.forward = True
+    try:
+        return plan(*args)
+    finally:
+        kept.forward = False
+
+
 def saving(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A node's forward that saves copies of its inputs in place of these."""
 

@@ -244,6 +244,27 @@ def function(compiled: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.drawn(0.4)
+def test_a_training_step_makes_copies_that_one_product_alone_does_not(
+    function: Callable[..., Any], compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the dispatcher, too: its backward reads them. A call without a gradient runs the framework's product."""
+    monkeypatch.setattr(choice, "THEIR_ODD", {1: (1.0, 1.0)})
+    monkeypatch.setattr(choice, "pays", lambda copied, problem, times, reads: reads == 2)
+    compiled.ops.update({op.name: op for op in (linear, linear_dx, linear_dweight, row_copy())})
+    call = function(linear)
+    x, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in ((50, 71), (33, 71)))
+    for _ in range(2):
+        compiled.calls.clear()
+        with torch.no_grad():
+            alone = call(x, weight)
+        assert not compiled.calls
+        out = call(x, weight)
+        assert compiled.calls == ["row_copy", "row_copy", "linear"] and {
+            t.stride(0) for t in out.grad_fn.saved_tensors
+        } == {128}
+        torch.testing.assert_close(out, alone, rtol=2**-7, atol=0.1)
+
+
 @pytest.mark.parametrize("lies", ["compact", "apart", "columns", "off"])
 @pytest.mark.parametrize("device", ["kernels", "reference"])
 def test_outputs_of_the_caller(any_op: Op, make_inputs: Any, function: Any, lies: str, device: str) -> None:
