@@ -1,4 +1,4 @@
-"""RMS norms and layer norms."""
+"""RMS norms, layer norms and group norms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
+from cute_ops_torch.composite.layouts import group_norm
 from cute_ops_torch.huggingface import residual_norm
 from cute_ops_torch.huggingface.bypass import declined, takes
 from cute_ops_torch.huggingface.match import Replacement, by_source
@@ -50,6 +51,16 @@ def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> Any:
     return functions.layernorm(input, weight, bias, self.eps)
 
 
+def _group_norm(self: nn.GroupNorm, input: torch.Tensor) -> Any:
+    if torch.is_autocast_enabled(input.device.type):
+        return NotImplemented  # the original's output is float32 under autocast
+    weight, bias = self.weight, self.bias
+    last = input.ndim == 4 and input.is_contiguous(memory_format=torch.channels_last)
+    if input.ndim < 2 or not input.numel() or not takes(input.movedim(1, -1) if last else input, weight, bias):
+        return declined(self, input, weight, bias)
+    return group_norm(input, weight, bias, self.num_groups, self.eps)
+
+
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether our op takes a norm's input and weight, which has an element for each column."""
     return x.shape[-1:] == weight.shape and takes(x, weight)
@@ -76,4 +87,5 @@ REPLACEMENTS = (
         lambda original: _layernorm,
         norm=lambda norm: Norm("layernorm", norm.weight, norm.bias, norm.eps),
     ),
+    Replacement("group_norm", lambda module, model: type(module) is nn.GroupNorm, lambda original: _group_norm),
 )

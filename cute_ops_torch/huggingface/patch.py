@@ -53,8 +53,8 @@ _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED)
 # The ops that modules run.
 RUN = frozenset({
     "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "expert_balance",
-    "fused", "geglu", "gelu", "gelu_mul", "layernorm", "linear", "linear_cross_entropy", "mlp", "relu2", "rmsnorm",
-    "rope", "silu_mul", "softmax", "swiglu",
+    "fused", "geglu", "gelu", "gelu_mul", "group_norm", "layernorm", "linear", "linear_cross_entropy", "mlp",
+    "relu2", "rmsnorm", "rope", "silu_mul", "softmax", "swiglu",
 })  # fmt: skip
 
 

@@ -1013,3 +1013,19 @@ def test_a_hook_that_comes_while_a_model_runs_counts(host: str) -> None:
 
 
 TOKENS = torch.randint(0, 97, (2, 19), generator=torch.Generator().manual_seed(1))
+
+
+def test_group_norms_of_images() -> None:
+    """Channels first and last in memory, forward and backward, in the layout of torch's own."""
+    model = torch.nn.Sequential(torch.nn.GroupNorm(4, 32), torch.nn.SiLU(), torch.nn.Conv2d(32, 16, 3))
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 32, 8, 8).to(memory_format=layout).requires_grad_()
+        wanted = model(x)
+        slopes = torch.autograd.grad(wanted.square().sum(), [x, *model.parameters()])
+        assert cute_ops_torch.patch(model) == [("0", "group_norm")]
+        found = model(x)
+        assert found.stride() == wanted.stride()
+        ours = torch.autograd.grad(found.square().sum(), [x, *model.parameters()])
+        cute_ops_torch.unpatch(model)
+        for a, b in zip((found, *ours), (wanted, *slopes), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
