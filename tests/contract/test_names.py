@@ -23,7 +23,7 @@ ONE_ONLY = {
         "export": "exports programs of jax.export with their kernels; torch.export knows ops of torch by itself",
         "load": "loads what `export` wrote",
         "fuse": "changes a function's program; in torch a pass of torch.compile does, and `patch`",
-        "probe": "shows values inside of compiled programs; torch has hooks",
+        "probe": "says why kernels cannot run through XLA's FFI, which torch does not need",
         "vocab_parallel_cross_entropy": "for shard_map; in torch losses of DTensors are sharded by themselves",
         "vocab_parallel_linear_cross_entropy": "for shard_map; in torch losses of DTensors are sharded by themselves",
     },
