@@ -70,7 +70,9 @@ class Read(NamedTuple):
     dims: tuple[int, ...]
 
 
-def attentions(graph: Program, analysis: Analysis, known: Known, stay: dict[Node, str]) -> Iterator[Composite]:
+def attentions(
+    graph: Program, analysis: Analysis, known: Known, stay: dict[Node, str] | None = None
+) -> Iterator[Composite]:
     """The attentions of a program. Their operands are ``q``, ``k`` and ``v``, and what scores are computed from.
     ``stay`` gets those that no op computes by their last product, and why not.
 
@@ -91,7 +93,7 @@ def attentions(graph: Program, analysis: Analysis, known: Known, stay: dict[Node
                     _require(z is not None, _why_no_softmax(found))
                     yield _Attention(readers, found, z or 0, node, side, known).found()
                 except _No as error:
-                    if why := str(error):
+                    if stay is not None and (why := str(error)):
                         stay[node] = why
 
 

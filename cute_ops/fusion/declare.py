@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from cute_ops.declaration.op import Op
 from cute_ops.expressions.graph import Expression, Graph, copied, operands_of
@@ -22,6 +22,12 @@ def declared(found: Found) -> Op:
     An operand of bools is given as zeros and ones of the dtype that :func:`operand_dtypes` says.
     """
     text, operands = declaration(found)
+    return _op(text, tuple(operands.items()))
+
+
+@lru_cache(4096)
+def _op(text: str, operands: tuple[tuple[str, str], ...]) -> Op:
+    """The op of a text, which layers that are alike share."""
     return op_of(text, dict(operands), name="found")
 
 
