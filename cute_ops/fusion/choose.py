@@ -91,6 +91,7 @@ def rotations_in(found: Found) -> set[Node]:
 def _is_epilogue(found: Found, product: int) -> bool:
     acc = found.leaves[product]
     whole = acc.node.shape[:-1] == found.rows and acc.labels[-1] == COLUMNS
+    whole = whole and all(kind.rows and kind.columns for kind in found.expression.output_kinds)
     return whole and {*sizes(found.expression)} <= {*GROUPS} and all(leaf.node.dtype != "bool" for leaf in found.leaves)
 
 

@@ -444,6 +444,18 @@ def test_report_shows_what_became_and_what_stays() -> None:
     )
 
 
+def test_numbers_of_rows_are_no_result_of_an_epilogue() -> None:
+    """A region with a product may have another result that has no columns: it is no epilogue then."""
+    w, each = draw(N, N), draw(B, T, 1)
+
+    def function(x: Any, w: Any, each: Any) -> Any:
+        scale = jnp.cumsum(each, 1) * 0.3
+        return x @ w + x * scale, jnp.cumsum(scale, 1)
+
+    for got, want in zip(cute_ops_jax.fuse(function)(X, w, each), function(X, w, each), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_what_is_no_function_is_refused() -> None:
     message = "cute_ops_jax.fuse: argument `function` must be a function, got int."
     with pytest.raises(TypeError, match=message):
@@ -452,7 +464,7 @@ def test_what_is_no_function_is_refused() -> None:
 
 @pytest.mark.drawn(0.4)
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(4), 853, 10001, 10009])
+@pytest.mark.parametrize("seed", [*range(3), 853, 10009, 20005])
 def test_drawn_programs(seed: int) -> None:
-    """``python tests/jax/drawn_graphs.py --count 500`` runs more of them. 853 has terms that cancel."""
+    """``python tests/jax/drawn_graphs.py --count 500`` runs more. 853 has terms that cancel, 20005 is large."""
     run_seed(seed)
