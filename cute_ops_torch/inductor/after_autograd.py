@@ -82,6 +82,9 @@ class RewritingAfter(Rewriting):
         old = self._computing(found, choice, [holder.node for holders in roots for holder in holders])
         replaced = {holder.node for holders in roots for holder in holders}
         inside = {*old, *replaced}
+        if _returns_its_product(found, choice) and _reads(emits.made, replaced):
+            emits.undo()
+            raise Refused("it reads what another part computes from its product")
         for node in old:
             product = getattr(node.target, "overloadpacket", None) in _PRODUCTS
             if product and node not in replaced and not inside.issuperset(node.users):
@@ -117,6 +120,23 @@ class RewritingAfter(Rewriting):
                 members[node] = None
                 waiting += node.all_input_nodes
         return list(members)
+
+
+def _returns_its_product(found: Found | Composite, choice: Choice) -> bool:
+    return isinstance(found, Found) and choice.product >= 0 and found.leaves[choice.product].node in found.roots
+
+
+def _reads(nodes: list[Node], others: set[Node]) -> bool:
+    """Whether one of some nodes is computed from one of the others."""
+    waiting, seen = [*nodes], set(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in others:
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        waiting += new
+    return False
 
 
 def with_product(found: Found, i: int) -> Found:

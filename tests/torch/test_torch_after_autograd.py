@@ -190,6 +190,16 @@ for x, want in zip(given, wanted):
 """
 
 
+def test_parts_do_not_wait_for_products_of_each_other() -> None:
+    """Of a gate that is computed again: its value and its gradients read both products, and either may return one."""
+
+    def inner(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    check(lambda x, gate, up, down: checkpoint(inner, x.sin(), gate, up, down, use_reentrant=False).cumsum(-1),
+          draw(2, 3, N), *(draw(N, N) for _ in range(3)))  # fmt: skip
+
+
 @pytest.mark.drawn(0.5, among="packages")
 @pytest.mark.slow
 def test_compiled_ahead_of_time(tmp_path: Path) -> None:
