@@ -14,7 +14,7 @@ from cute_ops.declaration.op import Op
 from cute_ops_torch.composite.compile_guards import capture, captured, function_of, guard_zero, problem
 from cute_ops_torch.registry import define
 
-Function = TypeVar("Function", bound=Callable[..., str | tuple[str, ...]])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant(function: Function) -> Function:

@@ -178,4 +178,4 @@ def _kernel_on(index: int) -> bool:
 
 
 _capability = cache(torch.cuda.get_device_capability)
-_has_kernel: Any = constant(_kernel_on)  # type: ignore[type-var]
+_has_kernel: Any = constant(_kernel_on)

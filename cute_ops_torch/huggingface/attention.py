@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cute_ops.composite.qkv_rope import SIZES
+from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.huggingface import autograd_nodes, products
 from cute_ops_torch.huggingface.bypass import calls, can_bypass_linear, takes
 from cute_ops_torch.huggingface.lazy_logits import realised
@@ -20,6 +21,7 @@ from cute_ops_torch.huggingface.masks import band_of
 from cute_ops_torch.huggingface.match import Forward, Replacement, hands_on, innermost, rebind
 from cute_ops_torch.huggingface.rotations import HALVES, PAIRS, Rotation, rotate, rotation_of
 from cute_ops_torch.huggingface.source import Parameters, definition, find, source_digest, unify
+from cute_ops_torch.huggingface.traced import version_of
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _OUTPUT = "o_proj"
@@ -56,10 +58,14 @@ def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
     mode would notice.
     """
     forward: Forward = type(attention).forward
-    known = hands_on(forward) and _projects_output(forward)
-    if not (known and calls(attention, forward) and can_bypass_linear(x, attention.o_proj)):
+    if not (_ends_in_output(forward) and calls(attention, forward) and can_bypass_linear(x, attention.o_proj)):
         return None
     return partial(forward, Bypassed(attention, {_OUTPUT: lambda output: output}))
+
+
+@constant
+def _ends_in_output(forward: Any) -> bool:
+    return hands_on(forward) and _projects_output(forward)
 
 
 def _make_forward(original: Any) -> Forward:
@@ -81,7 +87,7 @@ def _norm_lazily(forward: Forward) -> Forward:
 
     @wraps(forward)
     def lazily(self: Any, *args: Any, **kwargs: Any) -> Any:
-        norms = {} if torch.compiler.is_compiling() else stand_ins(self)
+        norms = stand_ins(self)
         return forward(Bypassed(self, norms) if norms else self, *args, **kwargs)
 
     return lazily
@@ -102,7 +108,7 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None, cache: s
     def fused(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = [getattr(self, name) for name in _PROJECTIONS]
         traced = torch.compiler.is_compiling()
-        if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers, traced=traced):
+        if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers):
             return forward(self, hidden_states, *args, **kwargs)
         weights, tables = [layer.weight for layer in layers], kwargs.get(_TABLES)
         if skips_rotation is None or tables is None or not _can_rotate(hidden_states, *tables):
@@ -144,7 +150,8 @@ class Bypassed:
 
     def __init__(self, module: nn.Module, layers: Mapping[str, Callable[..., Any]]) -> None:
         self._module = module
-        vars(self).update(layers)
+        for name, layer in layers.items():  # not by `vars`, which Dynamo of PyTorch 2.11 does not know
+            setattr(self, name, layer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -289,7 +296,7 @@ def _is(kind: str, table: torch.Tensor) -> bool:
 def _version(table: torch.Tensor) -> int | None:
     """A number that changes with a table; None where torch counts no changes."""
     if torch.compiler.is_compiling():
-        return 0
+        return version_of(table)
     return None if table.is_inference() else table._version
 
 

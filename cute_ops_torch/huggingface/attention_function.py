@@ -8,15 +8,16 @@ what it would: with a mask that is no band, with dropout, in float32, where atte
 from __future__ import annotations
 
 import ast
+import types
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from cute_ops_torch.composite.scaled_dot_product import attend, attend_rows
-from cute_ops_torch.huggingface.attention import unwrapped
+from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
 from cute_ops_torch.huggingface.bypass import calls
 from cute_ops_torch.huggingface.masks import (
     ANY,
@@ -28,7 +29,7 @@ from cute_ops_torch.huggingface.masks import (
     without_computing,
 )
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
-from cute_ops_torch.huggingface.source import definition, source_digest
+from cute_ops_torch.huggingface.source import definition, only_reads, source_digest
 
 Tensor = torch.Tensor
 NAME = "cute"
@@ -42,6 +43,8 @@ _PLAIN = (
 _CAPPED, _SINKS = ("e497b5cad493bd06", "07daa3059fecede5"), ("50b806677e6547d8", "1104ddae388372ec")
 # Arguments that say nothing to a function that gets a mask.
 _SAID_BY_THE_MASK = frozenset(("position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states"))
+# Methods with masks, by the `forward` that calls them.
+_METHODS: dict[Any, dict[str, Any]] = {}
 # Arguments of FlashAttention's function, which say where sequences begin in the one row of a batch.
 _OFFSETS, _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 
@@ -317,9 +320,17 @@ def _make_attention(forward: Any) -> Forward:
 
 
 def _makes_masks(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module's ``forward`` makes masks by functions of ``transformers.masking_utils``."""
+    """Whether a module's ``forward``, or a method that it calls, makes masks by functions of
+    ``transformers.masking_utils``.
+    """
     forward = innermost(type(module).forward)
-    return forward is not None and bool(_creators(forward))
+    if forward is None:
+        return False
+    named = [(name, getattr(type(module), name, None)) for name in forward.__code__.co_names]
+    methods = {name: found for name, found in named if isinstance(found, types.FunctionType) and _creators(found)}
+    if methods and only_reads(forward):
+        _METHODS.setdefault(forward, methods)
+    return bool(_creators(forward)) or forward in _METHODS
 
 
 def _creators(forward: Any) -> list[str]:
@@ -329,7 +340,27 @@ def _creators(forward: Any) -> list[str]:
 
 
 def _make_masks(forward: Any) -> Forward:
-    return rebind(forward, **{name: without_computing(forward.__globals__[name]) for name in _creators(forward)})
+    masked = _with_masks(forward)
+    methods = {name: (found, _with_masks(found)) for name, found in _METHODS.get(forward, {}).items()}
+    if not methods:
+        return masked
+
+    @wraps(masked)
+    def with_methods(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = type(unwrapped(self))
+        parts = {name: _bound(ours, self) for name, (own, ours) in methods.items() if getattr(kind, name) is own}
+        return masked(Bypassed(self, parts), *args, **kwargs)
+
+    return with_methods
+
+
+def _with_masks(function: Any) -> Forward:
+    return rebind(function, **{name: without_computing(function.__globals__[name]) for name in _creators(function)})
+
+
+def _bound(function: Any, module: Any) -> Forward:
+    """A function as a method of a module; Dynamo of PyTorch 2.11 does not know how to make one."""
+    return lambda *args, **kwargs: function(module, *args, **kwargs)
 
 
 ATTENTION = Replacement("attention", _attends, _make_attention)

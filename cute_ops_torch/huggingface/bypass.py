@@ -130,13 +130,10 @@ def calls(module: nn.Module, forward: Forward) -> bool:
     )
 
 
-def can_bypass_linear(x: torch.Tensor, *layers: nn.Module, traced: bool = False) -> bool:
-    """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights.
-
-    ``traced``: while torch.compile traces, and not in eager mode.
-    """
+def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
+    """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights."""
     return (
-        (is_traced(x) if traced else is_eager(x))
+        is_plain(x)
         and x.dtype in _DTYPES
         and not torch.is_autocast_enabled(x.device.type)
         and all(
@@ -173,6 +170,11 @@ def is_eager(x: torch.Tensor) -> bool:
 def is_traced(x: torch.Tensor) -> bool:
     """Whether torch.compile traces calls on ``x``, a plain tensor."""
     return torch.compiler.is_compiling() and type(x) is torch.Tensor
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether ``x`` is a plain tensor, and no mode or transform sees the calls made on it; a compiler may."""
+    return is_traced(x) or is_eager(x)
 
 
 def has_hooks(module: nn.Module) -> bool:

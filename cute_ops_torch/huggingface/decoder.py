@@ -30,6 +30,12 @@ _COUNTS = (
     seen = cache.get_seq_length() if cache is not None else 0
     positions = torch.arange(seen, seen + inputs_embeds.shape[1], device=inputs_embeds.device)
     """,
+    """
+    seen = cache.get_seq_length() if cache is not None else 0
+    if positions is None:
+        positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen
+        positions = positions.unsqueeze(0).repeat(inputs_embeds.shape[0], 1)
+    """,
 )
 _ARGUMENTS = ("attention_mask", "position_ids")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface.bypass import is_eager
+from cute_ops_torch.huggingface.bypass import is_plain
 from cute_ops_torch.huggingface.lazy_logits import Lazy
 from cute_ops_torch.huggingface.residual_norm import Norm, norm_of
 
@@ -66,7 +66,7 @@ def stand_ins(attention: Any) -> dict[str, Callable[[Tensor], Any]]:
 
 def _stand_in(norm: nn.Module, made: Norm) -> Callable[[Tensor], Any]:
     def call(x: Tensor) -> Any:
-        lazy = is_eager(x) and x.ndim == 4 and not torch.is_autocast_enabled(x.device.type) and made.fits(x)
+        lazy = is_plain(x) and x.ndim == 4 and not torch.is_autocast_enabled(x.device.type) and made.fits(x)
         return LazyNorm(x, made, lambda: norm(x)) if lazy else norm(x)
 
     return call

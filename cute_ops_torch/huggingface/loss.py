@@ -7,7 +7,6 @@ loss, of the next token (Gemma), of masked ones (BERT) or of a translation (T5, 
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,8 +24,8 @@ from cute_ops_torch.huggingface.attention import Bypassed
 from cute_ops_torch.huggingface.bypass import calls, is_plain_linear, reads, takes
 from cute_ops_torch.huggingface.counted_rows import CountedRows
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, Caps, LazyLogits, realised
-from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
-from cute_ops_torch.huggingface.source import Parameters, definition, source_digest
+from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
+from cute_ops_torch.huggingface.source import Parameters, definition, only_reads, source_digest
 
 Tensor = torch.Tensor
 # `forward` of LlamaForCausalLM, with either way to choose the positions that get logits.
@@ -79,11 +78,11 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     computes_the_same, asks, find_head = reads(ForCausalLMLoss), _asks(original), _HeadFinder()
-    names = Parameters.of(original).names
+    names, while_traced = Parameters.of(original).names, _with_functions(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = find_head(self) if self.training and not torch.compiler.is_compiling() else ""
-        function: Any = self.loss_function if asks and path else None
+        path = find_head(self) if self.training else ""
+        function: Any = _loss_function(self) if asks and path else None
         if not path or (asks and function not in LOSS_MAPPING.values()):
             return NotImplemented
         head, counted = self.get_submodule(path), _counted(names, args, kwargs)
@@ -119,10 +118,45 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
         parts = {path.partition(".")[0]: _stand_in(self, path, product)}
         if function is ForCausalLMLoss and computes_the_same():
             parts["loss_function"] = loss
-        out = original(Bypassed(self, parts), *args, **kwargs)
+        run = while_traced if torch.compiler.is_compiling() else original
+        out = run(Bypassed(self, parts), *args, **kwargs)
         return _without_lazy(out, keeps_logits)
 
     return forward
+
+
+def _with_functions(original: Any) -> Forward:
+    """A ``forward`` whose ``CrossEntropyLoss`` calls the function, in which logits have a say. Dynamo writes torch's
+    own module into its graph.
+    """
+    scope = original.__globals__
+    given: dict[str, Any] = {"CrossEntropyLoss": _entropy, "nn": _ModulesWithFunctions()}
+    names = [name for name in ("CrossEntropyLoss", "nn") if scope.get(name) in (nn.CrossEntropyLoss, nn)]
+    return rebind(original, **{name: given[name] for name in names}) if names else original
+
+
+def _entropy(*given: Any, **options: Any) -> Callable[[Any, Tensor], Tensor]:
+    return lambda logits, target: nn.functional.cross_entropy(logits, target, *given, **options)
+
+
+class _ModulesWithFunctions:
+    """``torch.nn`` with the function in place of its module of cross entropy."""
+
+    CrossEntropyLoss = staticmethod(_entropy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
+def _loss_function(model: Any) -> Any:
+    """A model's ``loss_function``, by a property that may log a warning, at which Dynamo would end its graph."""
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    own = type(model).loss_function is PreTrainedModel.loss_function and not hasattr(model, "_loss_function")
+    if not (own and torch.compiler.is_compiling()):
+        return model.loss_function
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None), LOSS_MAPPING["ForCausalLM"])
 
 
 def _counted(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> CountedRows:
@@ -202,14 +236,7 @@ def _passes_logits_on(model: Any) -> bool:
     """
     path = _head_of(model).split(".")
     around = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
-    return path != [""] and all(_only_reads(innermost(type(module).forward)) for module in around)
-
-
-def _only_reads(forward: Any) -> bool:
-    tree = definition(forward) if forward else None
-    if tree is None or forward.__code__.co_freevars:
-        return False
-    return not any(isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in ast.walk(tree))
+    return path != [""] and all(only_reads(innermost(type(module).forward)) for module in around)
 
 
 def _has_plain_head(model: Any, head: Any) -> bool:

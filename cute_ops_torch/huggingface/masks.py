@@ -127,7 +127,8 @@ def without_computing(create: Forward) -> Forward:
             return create(**{**kwargs, "config": _Config(config, _registered(name))})
         made, sides = create(**kwargs), _sides_of_call(create.__name__, kwargs)
         if sides is not None and type(made) is Tensor:
-            setattr(made, _BAND, Band(*sides, 0, embeds.shape[1], embeds.shape[1]))
+            keys = embeds if kwargs.get("encoder_hidden_states") is None else kwargs["encoder_hidden_states"]
+            setattr(made, _BAND, Band(*sides, 0, embeds.shape[1], keys.shape[1]))
         return made
 
     return created
@@ -141,10 +142,14 @@ def _sides_of_call(name: str, given: Mapping[str, Any]) -> tuple[int, int] | Non
     store: Any = given.get("past_key_values", given.get("cache"))
     if type(store).__name__ == "DynamicCache" and store.get_seq_length() == 0:
         known |= {"past_key_values", "cache", "position_ids"}  # beside a cache transformers reads no positions
+    if name == "create_bidirectional_mask":
+        known.add("encoder_hidden_states")
     if any(value is not None for key, value in given.items() if key not in known):
         return None
     config = given["config"]
-    if name.startswith("create_bidirectional") or not getattr(config, "is_causal", True):
+    if name == "create_bidirectional_mask":
+        return ANY, ANY
+    if name == "create_bidirectional_sliding_window_mask" or not getattr(config, "is_causal", True):
         return None
     if name == "create_causal_mask":
         return ANY, 0

@@ -279,7 +279,7 @@ def _forward(meaning: Meaning, state: Mapping[str, Any], types: Mapping[str, typ
     is_norm = meaning.op in ("rmsnorm", "layernorm")
 
     def of_leaf(self: nn.Module, x: torch.Tensor) -> Any:
-        if is_norm and not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, x)) is not None:
+        if is_norm and (normed := residual_norm.pop(self, x)) is not None:
             return normed
         tensors = {name: getattr(self, place) if place else x for name, place in arguments.items()}
         if torch.is_autocast_enabled(x.device.type):

@@ -35,9 +35,8 @@ def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> Any:
     if _computes(self.act_fn) != "silu":
         return NotImplemented
     if torch.is_grad_enabled() and _is_bypassed(self, x):
-        return autograd_nodes.silu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-    if torch.is_grad_enabled() and can_bypass_linear(x, self.gate_proj, self.up_proj, self.down_proj, traced=True):
-        return products.gated_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        run = products.gated_mlp if torch.compiler.is_compiling() else autograd_nodes.silu_mlp
+        return run(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
     return _gated(self, x, "silu", functions.silu_mul)
 
 

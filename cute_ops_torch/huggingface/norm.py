@@ -22,7 +22,7 @@ _GEMMA, _GEMMA_INNER = "c311ca8f9a707b5e", "50ca4c939420093f"
 
 
 def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> Any:
-    if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, hidden_states)) is not None:
+    if (normed := residual_norm.pop(self, hidden_states)) is not None:
         return normed
     weight = self.weight
     if not _fits(hidden_states, weight):
@@ -32,14 +32,14 @@ def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> Any:
 
 
 def _gemma_rmsnorm(self: Any, x: torch.Tensor) -> Any:
-    if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, x)) is not None:
+    if (normed := residual_norm.pop(self, x)) is not None:
         return normed
     weight = self.weight
     return functions.rmsnorm(x, weight, None, self.eps, 1.0) if _fits(x, weight) else declined(self, x, weight)
 
 
 def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> Any:
-    if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, input)) is not None:
+    if (normed := residual_norm.pop(self, input)) is not None:
         return normed
     if torch.is_autocast_enabled(input.device.type):
         return NotImplemented  # the original's output is float32 under autocast

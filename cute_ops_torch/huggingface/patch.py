@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any
@@ -27,8 +27,8 @@ from cute_ops_torch.huggingface import (
     mlp,
     norm,
     plain_mlp,
-    residual_norm,
     t5_mlp,
+    traced,
 )
 from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, register_attention
 from cute_ops_torch.huggingface.balance import BALANCE
@@ -49,7 +49,8 @@ _REPLACEMENTS = (
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE)
-_OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED)
+_WHOLE = Replacement("", lambda module, model: module is model, traced.settling)
+_OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED, _WHOLE)
 # The ops that modules run.
 RUN = frozenset({
     "add_layernorm", "add_rmsnorm", "attention", "attention_mask", "cross_entropy", "embedding", "expert_balance",
@@ -103,7 +104,7 @@ def patch(
     unwanted = [Replaced(name, each.op) for name, _, each in every if each.op and each.op not in wanted]
     if not any(each.op for _, _, each in found):
         if len(wanted) < len(RUN) and not _is_patched(model):
-            return _report(model, [], unwanted)
+            return _report(model, {}, unwanted)
         raise ValueError(_nothing_to_patch(model))
     unused = {f"{name}.{each.unused}" for name, _, each in found if each.unused}
     found = [each for each in found if each[0] not in unused]
@@ -112,7 +113,11 @@ def patch(
             log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
         module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
-    return _report(model, [Replaced(name, each.op) for name, _, each in found if each.op], unwanted)
+    ops: dict[str, list[str]] = {}
+    for name, _, each in found:
+        if each.op or each is _WHOLE:
+            ops.setdefault(name, []).extend([each.op] if each.op else [])
+    return _report(model, ops, unwanted)
 
 
 def _wanted(only: Iterable[str] | None, without: Iterable[str]) -> frozenset[str]:
@@ -144,14 +149,12 @@ def unpatch(model: nn.Module) -> None:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
         module.__class__ = _unpatched(type(module))  # type: ignore[arg-type]
-        residual_norm.forget(module)
+        traced.forget(module)
 
 
-def _report(model: nn.Module, replaced: list[Replaced], unwanted: list[Replaced]) -> Patched:
-    """What was done to a model, and a warning if what matters most was not."""
-    ops: dict[str, list[str]] = {}
-    for name, op in replaced:
-        ops.setdefault(name, []).append(op)
+def _report(model: nn.Module, ops: Mapping[str, Sequence[str]], unwanted: list[Replaced]) -> Patched:
+    """What was done to the modules of a model, and a warning if what matters most was not."""
+    replaced = [Replaced(name, op) for name, own in ops.items() for op in own]
     found = Patched(type(model).__name__, replaced, find_left(model, ops, unwanted))
     kept = [each for each in found.left if each.kind in ("loss", "norm") and each.reason != UNWANTED]
     if kept and is_causal(model):
@@ -199,7 +202,8 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
     op = first.op if first else ""
     others = (*_OF_ALL, *(SUMS if op != "add_rmsnorm" else ()))  # that of a layer does its sums
     around = [SHARED] if op in ("", "rope") and SHARED.matches(module, model) else []
-    return [*around, *([first] if first else []), *(each for each in others if each.matches(module, model))]
+    whole = [_WHOLE] if _WHOLE.matches(module, model) else []
+    return [*whole, *around, *([first] if first else []), *(each for each in others if each.matches(module, model))]
 
 
 def _first(module: nn.Module, model: nn.Module, logits: bool) -> Replacement | None:
@@ -245,6 +249,7 @@ def _subclass(original: Any, replacement: Replacement) -> type[nn.Module]:
         "_cute_runs": staticmethod(inspect.unwrap(ours)) if hands_on(unpatched.forward) else None,
         **({"_cute_norm": staticmethod(replacement.norm)} if replacement.norm else {}),
         "_cute_may": staticmethod(may), "__reduce_ex__": _reduce,
+        traced.READERS: None,
         "_cute_functions_only": replacement in _OF_FUNCTIONS and getattr(original, "_cute_functions_only", True),
     }  # fmt: skip
     made = type(original.__name__, (original,), attributes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch.composite.block import mlp
-from cute_ops_torch.huggingface.bypass import calls, is_eager, is_plain_linear, parameter, takes
+from cute_ops_torch.huggingface.bypass import calls, is_plain, is_plain_linear, parameter, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
 from cute_ops_torch.huggingface.meaning import meaning_of
 from cute_ops_torch.huggingface.mlp import approximation
@@ -95,7 +94,7 @@ def _replacement(forward: Any, steps: tuple[Step, ...], layers: Layers) -> Repla
 
 def run(module: nn.Module, layers: Layers, x: Tensor) -> Tensor | None:
     """What the MLP of a module gives for ``x``; None where the statements of its ``forward`` are to run."""
-    if not is_eager(x) or any(_drops(module, step) for step in layers.dropout):
+    if not is_plain(x) or any(_drops(module, step) for step in layers.dropout):
         return None
     parts = module._modules
     return run_parts(parts.get(layers.up), parts.get(layers.act), parts.get(layers.down), x)
@@ -215,9 +214,9 @@ def _call(layers: Layers, module: nn.Module, x: Tensor) -> Tensor | None:
 
 def _of_bert(method: Any) -> Any:
     """The layer whose method calls BERT's two modules, with nothing that looks at them; None of any other method."""
-    layer = getattr(method, "__self__", None)
-    if source_digest(getattr(method, "__func__", None)) != _BERT_CHUNK or not isinstance(layer, nn.Module):
+    if not isinstance(method, MethodType) or source_digest(method.__func__) != _BERT_CHUNK:
         return None
+    layer: Any = method.__self__
     known = (layer._modules.get("intermediate"), _BERT_UP), (layer._modules.get("output"), _BERT_DOWN)
     return layer if all(m is not None and _does(m, digest) for m, digest in known) else None
 
@@ -231,27 +230,35 @@ def _in_chunks(original: Any) -> Forward:
     """The ``forward`` of a layer whose methods run as one op where that can be."""
     apply = original.__globals__["apply_chunking_to_forward"]
 
-    def ours(method: Any, *arguments: Any) -> Any:
-        return apply(method if torch.compiler.is_compiling() else _replaced(method), *arguments)
+    def ours(method: Any, chunk_size: int, dim: int, *tensors: Any) -> Any:
+        if not isinstance(method, MethodType):
+            return apply(method, chunk_size, dim, *tensors)
+        if chunk_size:
+            return apply(lambda *rows: _run_method(method, *rows), chunk_size, dim, *tensors)
+        return _run_method(method, *tensors)
 
     return rebind(original, apply_chunking_to_forward=ours)
 
 
-def _replaced(method: Any) -> Any:
-    if (found := _METHODS.get(getattr(method, "__func__", None))) is not None:
-        return MethodType(found, method.__self__)
+def _run_method(method: MethodType, *tensors: Any) -> Any:
+    found = _METHODS.get(method.__func__)
+    if found is not None:
+        return found(method.__self__, *tensors)
     layer = _of_bert(method)
-    return method if layer is None else partial(_of_two_modules, layer, method)
+    return method(*tensors) if layer is None else _of_two_modules(layer, method, *tensors)
 
 
 def _of_two_modules(layer: Any, original: Any, attention_output: Tensor) -> Any:
     up, output = layer.intermediate, layer.output
-    if is_eager(attention_output):
-        found = run_parts(up.dense, up.intermediate_act_fn, output.dense, attention_output)
-        if found is not None:
-            plus = partial(add, output, (0, ("LayerNorm",))) if hasattr(output, "_cute_original") else operator.add
-            return output.LayerNorm(plus(output.dropout(found), attention_output))
-    return original(attention_output)
+    if not is_plain(attention_output):
+        return original(attention_output)
+    found = run_parts(up.dense, up.intermediate_act_fn, output.dense, attention_output)
+    if found is None:
+        return original(attention_output)
+    found = output.dropout(found)
+    if hasattr(output, "_cute_original"):
+        return output.LayerNorm(add(output, (0, ("LayerNorm",)), found, attention_output))
+    return output.LayerNorm(found + attention_output)
 
 
 REPLACEMENTS = (Replacement("mlp", lambda module, model: _has_chunks(module), _in_chunks),)

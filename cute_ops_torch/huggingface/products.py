@@ -78,8 +78,15 @@ def add_rmsnorm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
     return out
 
 
-@cache
 def _linear_add_rmsnorm() -> Any:
+    return _traced_add_rmsnorm() if torch.compiler.is_compiling() else _defined_add_rmsnorm()
+
+
+_traced_add_rmsnorm = traced(linear_add_rmsnorm.linear_add_rmsnorm)
+
+
+@cache
+def _defined_add_rmsnorm() -> Any:
     return registry.define(linear_add_rmsnorm.linear_add_rmsnorm()).overload
 
 

@@ -8,7 +8,6 @@ any other.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,12 +18,13 @@ from torch import nn
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface.bypass import calls, takes
+from cute_ops_torch.huggingface.traced import learn, version_of
 
 Tensor = torch.Tensor
 
 _ATTRIBUTE = "_cute_normed"
-# Of a sum: the module that has added it, and the number of the add there. Of a module: the norms of its sums.
-_SIGNED, _READERS = "_cute_sum", "_cute_readers"
+# Of a sum: the module that has added it, and the number of the add there.
+_SIGNED = "_cute_sum"
 
 
 class Norm(NamedTuple):
@@ -97,6 +97,8 @@ def add(x: Tensor, residual: Tensor, norm: Any) -> Tensor:
 def attach(norm: Any, normed: Tensor, total: Tensor) -> Tensor:
     """A sum, with its norm attached."""
     made: Norm = type(norm)._cute_norm(norm)
+    if torch.compiler.is_compiling():
+        total = total.view_as(total)  # Dynamo knows attributes of what a call returns, and not of what is in a tuple
     setattr(total, _ATTRIBUTE, (norm, made, _versions(made, total), normed))
     return total
 
@@ -105,14 +107,13 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
     """Detach the norm of a sum; None where there is none, or the sum or the norm has changed since. Of a sum without
     one it tells the add which norm has read it.
     """
-    known = vars(total)
-    attached = known.get(_ATTRIBUTE)
+    attached = getattr(total, _ATTRIBUTE, None)
     if attached is None or attached[0] is not norm:
-        if (signed := known.get(_SIGNED)) is not None:
+        if (signed := getattr(total, _SIGNED, None)) is not None:
             module, number = signed
-            vars(module).setdefault(_READERS, {})[number] = weakref.ref(norm)
+            learn(norm, module, number)
         return None
-    del known[_ATTRIBUTE]
+    setattr(total, _ATTRIBUTE, None)
     if not torch.is_grad_enabled():
         return None
     _, then, versions, normed = attached
@@ -122,20 +123,9 @@ def pop(norm: Any, total: Tensor) -> Tensor | None:
 
 
 def _versions(made: Norm, total: Tensor) -> tuple[int, ...]:
-    return total._version, *(t._version for t in (made.weight, made.bias) if t is not None)
+    return tuple(version_of(t) for t in (total, made.weight, made.bias) if t is not None)
 
 
 def sign(total: Tensor, module: nn.Module, number: int) -> None:
     """Write on a sum which add of which module has made it."""
     setattr(total, _SIGNED, (module, number))
-
-
-def reader_of(module: nn.Module, number: int) -> nn.Module | None:
-    """The norm that has read the last sum of this add in a module."""
-    found = vars(module).get(_READERS, {}).get(number)
-    return found and found()  # type: ignore[no-any-return]
-
-
-def forget(module: nn.Module) -> None:
-    """Forget which norms have read a module's sums."""
-    vars(module).pop(_READERS, None)

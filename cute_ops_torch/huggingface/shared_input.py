@@ -17,9 +17,10 @@ from torch import nn
 
 from cute_ops.ops.gemm.sums import column_sum
 from cute_ops_torch import registry
+from cute_ops_torch.composite.constant import traced
 from cute_ops_torch.huggingface import products
 from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
-from cute_ops_torch.huggingface.bypass import is_eager, is_plain_linear, parameter, takes
+from cute_ops_torch.huggingface.bypass import is_plain, is_plain_linear, parameter, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import Parameters, definition
 from cute_ops_torch.library.no_gradient import once
@@ -32,10 +33,10 @@ def _make_forward(original: Any) -> Forward:
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        parts = dict[str, Any]()
+        parts: dict[str, Any] = {}
         for x, layers in _groups(read, given):
             taken = [name for name in layers if _fits(getattr(self, name, None), x)]
             if len(taken) > 1:
@@ -47,12 +48,17 @@ def _make_forward(original: Any) -> Forward:
 
 def _groups(read: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> list[tuple[Tensor, list[str]]]:
     """Tensors among a call's arguments, and the layers that read each of them."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
+    found: list[tuple[Tensor, list[str]]] = []
     for layer, arguments in read.items():
         x = next((given[name] for name in arguments if given.get(name) is not None), None)
-        if type(x) is Tensor and is_eager(x) and not torch.is_autocast_enabled(x.device.type):
-            found.setdefault(id(x), (x, []))[1].append(layer)
-    return list(found.values())
+        if type(x) is not Tensor or not is_plain(x) or torch.is_autocast_enabled(x.device.type):
+            continue
+        layers = next((layers for known, layers in found if known is x), None)
+        if layers is None:
+            found.append((x, [layer]))
+        else:
+            layers.append(layer)
+    return found
 
 
 def _fits(layer: Any, x: Tensor) -> bool:
@@ -68,7 +74,8 @@ class _Together:
     """Layers of one input, all computed when the first of them is called."""
 
     def __init__(self, x: Tensor, layers: Mapping[str, Any]) -> None:
-        self._x, self._layers, self._outputs = x, layers, dict[str, Tensor]()
+        self._x, self._layers = x, layers
+        self._outputs: dict[str, Tensor] = {}
 
     def calls(self) -> dict[str, Callable[[Tensor], Tensor]]:
         return {name: self._call(name) for name in self._layers}
@@ -125,8 +132,15 @@ class _Projections(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *dweights, *dbiases
 
 
-@cache
 def _sum_of_rows() -> Any:
+    return _traced_sum() if torch.compiler.is_compiling() else _defined_sum()
+
+
+_traced_sum = traced(column_sum)
+
+
+@cache
+def _defined_sum() -> Any:
     return registry.define(column_sum()).overload
 
 

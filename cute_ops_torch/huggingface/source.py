@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+from cute_ops_torch.composite.constant import constant
+
 # The attribute of a function that was made from another one's tree: its own.
 DEFINITION = "_cute_definition"
 
@@ -40,13 +42,26 @@ def definition(function: Any) -> ast.FunctionDef | None:
     return found
 
 
-@cache
+def only_reads(forward: Any) -> bool:
+    """Whether a ``forward`` assigns to no attribute, and refers to nothing but its arguments and globals."""
+    tree = definition(forward) if forward else None
+    if tree is None or forward.__code__.co_freevars:
+        return False
+    return not any(isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load) for n in ast.walk(tree))
+
+
+@constant
 def source_digest(function: object, helpers: bool = True) -> str | None:
     """A digest of a function's parameters and body, the same under other names; None where its source is unknown.
 
     Parameters that are only passed on, ``f(mask=mask)``, count as one, whatever their number and names: see
     :class:`Parameters`. With ``helpers``, Python functions that it calls by a global name count by their digests.
     """
+    return _digest(function, helpers)
+
+
+@cache
+def _digest(function: object, helpers: bool) -> str | None:
     tree, plain = definition(function), inspect.unwrap(function) if callable(function) else None
     if tree is None or not isinstance(plain, types.FunctionType):
         return None

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops_torch.huggingface import meaning, norm, residual_norm
-from cute_ops_torch.huggingface.bypass import is_eager, takes
+from cute_ops_torch.huggingface import meaning, norm, residual_norm, traced
+from cute_ops_torch.huggingface.bypass import is_plain, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost
 from cute_ops_torch.huggingface.source import definition
 from cute_ops_torch.huggingface.statements import compiled
@@ -42,7 +42,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
     number, within = place
     readers: Any = [module._modules.get(name) for name in within]
     if not readers and _goes_on():
-        readers = [residual_norm.reader_of(module, number)]
+        readers = [traced.reader_of(module, number)]
     found = ((each, residual_norm.norm_of(each)) for each in readers if each is not None)
     reader, made = next((pair for pair in found if pair[1] is not None), (None, None))
     total = a + b if made is None or not made.fits(a) else residual_norm.add(a, b, reader)
@@ -53,7 +53,7 @@ def add(module: nn.Module, place: tuple[int, tuple[str, ...]], a: Any, b: Any) -
 
 def _are_streams(a: Any, b: Any) -> bool:
     """Whether both are plain tensors of rows, alike, and nothing but autograd sees what is done with them."""
-    if type(a) is not Tensor or type(b) is not Tensor or not torch.is_grad_enabled() or not is_eager(a):
+    if type(a) is not Tensor or type(b) is not Tensor or not torch.is_grad_enabled() or not is_plain(a):
         return False
     alike = a.dtype == b.dtype and a.shape == b.shape and a.ndim > 1
     return alike and not torch.is_autocast_enabled(a.device.type)
@@ -61,8 +61,10 @@ def _are_streams(a: Any, b: Any) -> bool:
 
 def _goes_on() -> bool:
     """Whether what runs now is neither run again for a gradient nor by one, as parts of a model by a checkpoint: the
-    second forward of a part runs without the next one.
+    second forward of a part runs without the next one. What torch.compile checkpoints has no names for tensors outside.
     """
+    if torch.compiler.is_compiling():
+        return True
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is None and torch._C._current_graph_task_id() == -1
 

@@ -10,7 +10,11 @@ Tensor = torch.Tensor
 
 
 def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
-    """The concatenation of packed weights along their rows, as a view; None where they are not packed."""
+    """The concatenation of packed weights along their rows, as a view; None where they are not packed, and while
+    torch.compile traces, which knows no addresses.
+    """
+    if torch.compiler.is_compiling():
+        return None
     first = weights[0]
     end = first.data_ptr()
     for weight in weights:

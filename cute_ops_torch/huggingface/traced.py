@@ -1,0 +1,116 @@
+"""What replaced ``forward``s find out while torch.compile traces them: versions of tensors, and who reads a sum.
+
+Code that calls these functions is traced, but they run: Dynamo calls them (``torch._dynamo.comptime``) with the
+variables of that code. So they see the tensors that stand for real ones, and the modules themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops_torch.composite.constant import constant
+
+log = logging.getLogger("cute_ops")
+# An attribute of modules that add: by the number of each add the norm that has read its sum.
+READERS = "_cute_readers"
+# What a trace has found that modules do not know yet; versions that are on their way to the code that asked for them.
+_found: list[tuple[nn.Module, int, nn.Module]] = []
+_versions: list[int] = []
+
+
+def version_of(x: torch.Tensor) -> int:
+    """A number that changes when a tensor is written to."""
+    if not torch.compiler.is_compiling():
+        return x._version
+    from torch._dynamo.comptime import comptime  # start-up time; torch.compile has imported it
+
+    comptime(_note_version)
+    return _noted_version()
+
+
+def _note_version(context: Any) -> None:
+    _versions.append(context.get_local("x").as_fake()._version)
+
+
+@constant
+def _noted_version() -> int:
+    return _versions.pop()
+
+
+def learn(norm: nn.Module, module: nn.Module, number: int) -> None:
+    """Know from now on that ``norm`` reads the sum of this add in a module; of a trace, once :func:`settle` is called.
+
+    Dynamo guards on what a trace has read, so that nothing of it may change before its end.
+    """
+    if not torch.compiler.is_compiling():
+        vars(module).setdefault(READERS, {})[number] = weakref.ref(norm)
+        return
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note_reader)
+
+
+def _note_reader(context: Any) -> None:
+    norm, module = (_module(context, name) for name in ("norm", "module"))
+    number = context.get_local("number").as_python_constant()
+    if norm is not None and module is not None and number not in vars(module).get(READERS, {}):
+        _found.append((module, number, norm))
+
+
+def _module(context: Any, name: str) -> Any:
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    return getattr(variable, "value", None)
+
+
+def settle() -> None:
+    """Trace once more where the trace has found who reads a sum: at the end of a whole model's ``forward``."""
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_settle)
+
+
+def _settle(context: Any) -> None:
+    found = [*_found]
+    _found.clear()
+    for module, number, norm in found:
+        vars(module).setdefault(READERS, {}).setdefault(number, weakref.ref(norm))
+    if not found:
+        return
+    log.debug("%d norms read sums of other modules: torch.compile traces the model again", len(found))
+    from torch._dynamo.exc import RestartAnalysis
+
+    # Else Dynamo would expect that it meets the same calls in the same order.
+    context._i_will_not_complain_if_bc_breaks_InstructionTranslator().speculation_log.clear()
+    raise RestartAnalysis(restart_reason="cute_ops: norms read sums of other modules")
+
+
+def settling(forward: Any) -> Any:
+    """The ``forward`` of a whole model, after which a trace settles."""
+
+    @wraps(forward)
+    def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        settle()
+        return out
+
+    return whole
+
+
+def reader_of(module: nn.Module, number: int) -> nn.Module | None:
+    """The norm that has read the last sum of this add in a module; a patched one has the attribute."""
+    readers: Any = getattr(module, READERS)
+    found = readers.get(number) if readers is not None else None
+    return None if found is None else found()
+
+
+def forget(module: nn.Module) -> None:
+    """Forget which norms have read a module's sums."""
+    vars(module).pop(READERS, None)

@@ -1,0 +1,147 @@
+"""Patched models under torch.compile run the ops that they run in eager mode, in one graph."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import cute_ops_torch
+from cute_ops_torch.host import compiled_call, recorded
+from cute_ops_torch.library import reference
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0}
+NO_DROPOUT = dict.fromkeys(
+    ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "dropout_rate", "embd_pdrop", "attn_pdrop",
+     "resid_pdrop"), 0.0,
+)  # fmt: skip
+SPEECH = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 10,
+    "max_target_positions": 12, "vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A model, its config's arguments, and the kernels of a training step's forward that a graph could lose."""
+
+    model: str
+    config: dict[str, Any]
+    runs: dict[str, int]
+
+
+MODELS = {
+    "Llama": Case("LlamaForCausalLM", GROUPED, {"rmsnorm": 1, "add_rmsnorm": 4, "cross_entropy": 1, "attention": 2}),
+    "Qwen3": Case("Qwen3ForCausalLM", GROUPED, {
+        "rmsnorm": 1, "add_rmsnorm": 4, "qk_norm_rope": 2, "cross_entropy": 1, "attention": 2,
+    }),
+    "Qwen3-MoE": Case("Qwen3MoeForCausalLM", {
+        **GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    }, {"rmsnorm": 1, "add_rmsnorm": 4, "qk_norm_rope": 2, "cross_entropy": 1, "attention": 2}),
+    "Gemma 3": Case("Gemma3ForCausalLM", {**GROUPED, "sliding_window": 8}, {
+        "rmsnorm": 5, "add_rmsnorm": 4, "qk_norm_rope": 2, "cross_entropy": 1, "attention": 2, "gelu_mul": 2,
+    }),
+    "GPT-OSS": Case("GptOssForCausalLM", {**GROUPED, "num_local_experts": 4, "sliding_window": 8}, {
+        "rmsnorm": 1, "add_rmsnorm": 4, "rope": 4, "cross_entropy": 1, "attention": 2,
+    }),
+    "GPT-2": Case("GPT2LMHeadModel", {
+        "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }, {"layernorm": 1, "add_layernorm": 4, "mlp_up": 2, "cross_entropy": 1, "attention": 2}),
+    "BERT": Case("BertForMaskedLM", {**SIZES, "max_position_embeddings": 32}, {
+        "layernorm": 2, "add_layernorm": 4, "mlp_up": 2, "gelu": 1, "cross_entropy": 1, "attention": 2,
+    }),
+    "T5": Case("T5ForConditionalGeneration", {
+        "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
+        "vocab_size": 61, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
+    }, {"rmsnorm": 2, "add_rmsnorm": 5, "gelu_mul": 2, "cross_entropy": 1}),
+    "Whisper": Case("WhisperForConditionalGeneration", SPEECH, {
+        "layernorm": 2, "add_layernorm": 5, "mlp_up": 2, "cross_entropy": 1, "attention": 3,
+    }),
+    "ViT": Case("ViTForImageClassification", {**SIZES, "image_size": 16, "patch_size": 8}, {
+        "layernorm": 1, "add_layernorm": 4, "mlp_up": 2, "attention": 2,
+    }),
+    "Mamba-2": Case("Mamba2ForCausalLM", {
+        "hidden_size": 16, "num_heads": 2, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8,
+        "num_hidden_layers": 2, "vocab_size": 61,
+    }, {"rmsnorm": 3, "cross_entropy": 1}),
+}  # fmt: skip
+QUICK = ("Qwen3", "BERT")
+# Kernels of the products of a layer, whose forms differ: an autograd node here, an op of a graph there.
+_OWN_FORMS = re.compile(r"(linear|scale|swiglu|gated|rope)")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each kernel ran, by the name of its op."""
+    found, run = Counter[str](), reference.run_reference
+
+    def noted(binding: Any, tensors: Any, program: Any = None, *more: Any) -> Any:
+        if not (program or binding.op.program):
+            found[re.sub(r"_(kn|bias|pre|step)(?=_|$)", "", binding.op.name)] += 1
+        return run(binding, tensors, program, *more)
+
+    for module in (reference, compiled_call, recorded):
+        monkeypatch.setattr(module, "run_reference", noted)
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def made(case: Case) -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    kind = getattr(transformers, case.model)
+    known = {**NO_DROPOUT, "use_cache": False}
+    plain = kind.config_class()
+    config = kind.config_class(**{key: value for key, value in known.items() if hasattr(plain, key)} | case.config)
+    model = kind(config).bfloat16().train()
+    tokens = torch.randint(3, 61, (2, 9))
+    if "Image" in case.model:
+        return model, {"pixel_values": torch.randn(2, 3, 16, 16).bfloat16(), "labels": torch.tensor([0, 1])}
+    if "Whisper" in case.model:
+        return model, {"input_features": torch.randn(2, 8, 20).bfloat16(), "labels": tokens}
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def step(run: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Loss and gradients."""
+    model.zero_grad()
+    loss = run(**inputs).loss
+    loss.backward()
+    return [loss.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> None:
+    case, graphs = MODELS[name], list[Any]()
+    model, inputs = made(case)
+    cute_ops_torch.patch(model)
+    step(model, model, inputs)  # learns which norms read a layer's output
+    calls.clear()
+    expected, eager = step(model, model, inputs), Counter(calls)
+    assert {op: eager[op] for op in case.runs} == case.runs
+    fresh, _ = made(case)  # which has learned nothing
+    cute_ops_torch.patch(fresh)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    calls.clear()
+    found, compiled = step(torch.compile(fresh, backend=backend), fresh, inputs), Counter(calls)
+    assert len(graphs) == 1
+    same = {op for op in {*eager, *compiled} if op in case.runs or not _OWN_FORMS.match(op)}
+    assert {op: compiled[op] for op in same} == {op: eager[op] for op in same}
+    for got, want in zip(found, expected, strict=True):
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max().clamp(min=1e-2)
