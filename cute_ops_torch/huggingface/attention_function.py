@@ -41,8 +41,12 @@ _PLAIN = (
     "dfba99d4d6198058",
 )  # fmt: skip
 _CAPPED, _SINKS = ("e497b5cad493bd06", "07daa3059fecede5"), ("50b806677e6547d8", "1104ddae388372ec")
-# Arguments that say nothing to a function that gets a mask.
-_SAID_BY_THE_MASK = frozenset(("position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states"))
+# Arguments that say nothing to a function that gets a mask: a model hands on what its caller gives it for others, such
+# as the number of items by which a trainer divides the loss.
+_SAID_BY_THE_MASK = frozenset((
+    "position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states", "output_router_logits",
+    "num_items_in_batch", "return_dict", "ignore_index", "shift_labels", "logits_to_keep",
+))  # fmt: skip
 # Methods with masks, by the `forward` that calls them.
 _METHODS: dict[Any, dict[str, Any]] = {}
 # Arguments of FlashAttention's function, which say where sequences begin in the one row of a batch.

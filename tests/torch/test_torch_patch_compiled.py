@@ -145,3 +145,16 @@ def test_a_graph_runs_what_eager_mode_runs(name: str, calls: Counter[str]) -> No
     assert {op: compiled[op] for op in same} == {op: eager[op] for op in same}
     for got, want in zip(found, expected, strict=True):
         assert (got - want).abs().max() <= 2e-2 * want.abs().max().clamp(min=1e-2)
+
+
+@pytest.mark.parametrize("given", [{"num_items_in_batch": torch.tensor(18)}, {"num_items_in_batch": 18}, {}], ids=str)
+def test_what_a_trainer_gives_a_model_says_nothing_to_attention(given: dict[str, Any], calls: Counter[str]) -> None:
+    """Models hand on to attention what they are called with, and MoE models that router logits are wanted."""
+    case = MODELS["Llama" if given else "Qwen3-MoE"]
+    model, inputs = made(case)
+    model.config.output_router_logits = not given
+    cute_ops_torch.patch(model)
+    loss = model(**inputs, **given).loss
+    compiled = torch.compile(model, backend="eager")(**inputs, **given).loss if not given else loss
+    torch.testing.assert_close(compiled, loss)
+    assert calls["attention"] == (2 if given else 4)
