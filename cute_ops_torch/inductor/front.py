@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from cute_ops.fusion.graph import FLOATS, Graph
+from cute_ops.fusion.graph import FLOATS, NARROW, Graph
 from cute_ops.fusion.graph import Node as Value
 
 _PRIMITIVES = {
@@ -336,13 +336,20 @@ def _bmm(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value
 
 
 def _addmm(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
-    if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
+    if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1 or _rounds_once(graph, dtype):
         return None
     return graph.primitive("add", [_mm(graph, args[1:], {}, shape, dtype), args[0]], shape, dtype)
 
 
-def _linear(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value:
+def _rounds_once(graph: Graph, dtype: str) -> bool:
+    """Whether a product has to stay with its bias, which torch adds before it rounds."""
+    return graph.exact and dtype in NARROW
+
+
+def _linear(graph: Graph, args: Args, kwargs: Any, shape: Any, dtype: str) -> Value | None:
     x, weight, bias = args[0], args[1], _get(args, kwargs, 2, "bias")
+    if bias is not None and _rounds_once(graph, dtype):
+        return None
     made = graph.contract(x, weight, ((len(x.shape) - 1,), (1,)), shape, dtype)
     return made if bias is None else graph.primitive("add", [made, bias], shape, dtype)
 

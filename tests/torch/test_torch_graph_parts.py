@@ -674,3 +674,13 @@ def _run_attention(function: Callable[..., Tensor], batch: int = 2) -> Any:
             assert got.shape == want.shape
             assert (got - want).norm() <= 0.02 * want.norm()
         return inductor.report()
+
+
+def test_a_bias_stays_with_its_product_where_roundings_are_kept() -> None:
+    """Torch adds it before it rounds, so a pass after the product would round once more."""
+    x, w, b = (torch.randn(*shape).bfloat16() for shape in ((3, 16), (16, 16), (16,)))
+    torch._dynamo.reset()
+    with enabled(exact=True), torch.no_grad():
+        for product in (lambda x, w, b: F.linear(x, w, b), lambda x, w, b: torch.addmm(b, x, w)):
+            function = lambda x, w, b, product=product: torch.softmax(F.gelu(product(x, w, b)) * 2 + x, -1)  # noqa: E731
+            assert torch.equal(torch.compile(function, backend=only_the_pass)(x, w, b), function(x, w, b))
