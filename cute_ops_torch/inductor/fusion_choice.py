@@ -269,26 +269,7 @@ def _milliseconds(form: Callable[..., Any], values: Sequence[Any]) -> float:
         compiled = graph.compile_to_module().call
     with _disable_current_modes(), torch.no_grad():
         tensors = [like.filled() for like in likes]
-        run = _without_host(lambda: compiled([*tensors]), tensors[0].device)
-        return float(benchmarker.benchmark(run, device=tensors[0].device))
-
-
-def _without_host(run: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """A call of a form's kernels alone, by a CUDA graph, where they can be captured: in a step the host runs ahead, but
-    launching a form of three short kernels takes longer than they do.
-    """
-    if device.type != "cuda":
-        return run
-    for _ in range(2):  # compiles and loads
-        run()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.device(device), torch.cuda.graph(graph):
-            run()
-    except RuntimeError:
-        torch.cuda.synchronize(device)
-        return run
-    return graph.replay
+        return float(benchmarker.benchmark(lambda: compiled([*tensors]), device=tensors[0].device))
 
 
 # The op as Inductor's code
