@@ -312,8 +312,10 @@ CHOICES = [
 @pytest.mark.parametrize("n", [1001, 4096])
 @pytest.mark.parametrize(("op", "attrs"), CHOICES)
 def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compiled: Compiled) -> None:
+    """Without a stack, but for the four registers of convolutions whose rows start anywhere, as of every length."""
     kernels = sass.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", **attrs)))
-    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in kernels), kernels
+    most = 16 if op.name == "causal_conv1d" and n % 8 else 0
+    assert all(kernel.stack <= most and kernel.local == 0 for kernel in kernels), kernels
 
 
 @pytest.mark.slow
