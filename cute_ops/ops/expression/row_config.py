@@ -66,7 +66,7 @@ MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
 # whichever number gives the busiest of an SM's schedulers the fewest. Fewer warps take part in each reduction.
-SUMS_THREADS, SUMS_VECTORS = 256, (3, 4, 5)
+SUMS_THREADS, SUMS_VECTORS = 256, (4, 5)
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
 # CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
 STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
@@ -86,14 +86,12 @@ WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
 # Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
 # stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
-# Where nothing is reduced.
+# Where nothing is reduced, of 129 to 256 vectors.
 UNALIGNED_ALONE = (1, 1792)
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152
 # One dear tile in the registers of clusters: threads of an SM.
 DEAR_CLUSTER_THREADS = 1280
-# The part of clusters that run at least; else more are to fit on an SM.
-LEAST_RUNNING = 0.8
 # Persistent CTAs of ALONE_THREADS, one per SM, with three slots: for three tiles of at least ALONE_VECTORS, and for two
 # with a span above HALVED_VECTORS. Two tiles longer than that are shared by two CTAs.
 ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
@@ -255,8 +253,8 @@ class RowExpression(NamedTuple):
         if self.read > 1 and not self._wide(cluster):
             if self._dealt(span):
                 return 1 << (span // 4).bit_length() - 1  # each reduction takes every warp's shuffles
-            if self.deep:
-                return threads_for(span, min((3, 2), key=partial(of_scheduler, span)))
+            if self.deep and of_scheduler(span, 3) == of_scheduler(span, 2):
+                return threads_for(span, 3)
             most = RANDOM_THREADS if self.texts.random else PAIR_THREADS
             # Without outputs that have columns threads wait for nothing but their sums.
             single = span <= most and not self.special and not self.many and {*self.texts.kinds} != {"c"}
@@ -315,7 +313,7 @@ class RowExpression(NamedTuple):
             per_thread, most = UNALIGNED_PAIR if self.depth <= 2 else UNALIGNED_LONG_PAIR
         else:
             per_thread, most = UNALIGNED_DEAR if self.special >= DEAR else UNALIGNED
-        if not stages(self.expression) and row.touched <= PAIR_THREADS:
+        if not stages(self.expression) and 4 * WARP < row.touched <= 8 * WARP:
             per_thread, most = UNALIGNED_ALONE
         share = threads_for(row.touched, per_thread)
         threads = max(128 // share, 1) * share
@@ -356,16 +354,10 @@ class RowExpression(NamedTuple):
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        uneven = self.sums == 2 and self.depth and share <= SUMS_THREADS // 2 and span % (4 * WARP)
+        uneven = self.sums == 2 and row.aligned and self.depth and share <= SUMS_THREADS // 2 and span % (4 * WARP)
         slots = 3 if (alone or (cluster > 1 and not halved) or uneven) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
-        fitting = resident_clusters(problem, cluster)
-        # Of a few large clusters, those that are no multiple of the offsets of unaligned rows would do nothing.
-        if _running(fitting * resident, row) < LEAST_RUNNING:
-            slots = 2
-            counts = range(resident, max(room // (slots * slot), resident) + 1)
-            resident = max(counts, key=lambda count: _running(fitting * count, row))
-        running = fitting * resident
+        running = resident_clusters(problem, cluster) * resident
         align = alignment_in_step(running, row)
         return self._config(
             "ring", threads, share, cluster, resident, align_vectors=align, stages=slots,
@@ -375,7 +367,7 @@ class RowExpression(NamedTuple):
     def _vectors_and_threads(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
         """Vectors of a thread and threads of an SM, in persistent clusters."""
         per_thread, sm_threads = step(PERSISTENT, span)
-        if self.sums == 2 and self.depth and span > WARP:
+        if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
             return min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
         if alone:
             return -(-span // ALONE_THREADS), ALONE_THREADS
@@ -428,11 +420,6 @@ class RowExpression(NamedTuple):
             period = PERIOD if problem.n is None else period_of(self.row(problem), config.align_vectors)
             clusters = min(-(-groups // period) * period, config.clusters)
         return clusters, clusters * rows
-
-
-def _running(clusters: int, row: RowProblem) -> float:
-    """The part of so many clusters that takes rows, if those of one start at the same place of a vector."""
-    return 1 - clusters % period_of(row, 1) / clusters
 
 
 # After PERIOD rows, rows of any length start at the same place of a cache line again.

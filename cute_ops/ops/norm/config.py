@@ -314,7 +314,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     sm_threads = sm_threads * 2 // (1 + sums)
     # Rows of three inputs take longer to arrive.
     alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
-    lone = cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4
+    lone = cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4 and "dresidual_out" not in problem.dtypes
     stages = _stages(row, slot, deeper=alone or (cluster > 1 and _exchange_is_long(row, span)))
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
     held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)
@@ -322,6 +322,7 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     stages = min(stages, room // held)
     if span > max(4, per_thread) * share or stages < 2:
         return None
+    lone = lone and sm_threads // threads > 1
     if lone and 4 * slot <= row.ring_bytes:  # one CTA of a larger cluster with more slots; two disturb each other
         stages = min(4, room // held)
     most = 1 if alone or lone else sm_threads // threads

@@ -39,11 +39,11 @@ PER_THREAD, UNALIGNED_PER_THREAD, UNALIGNED_PAIRS_PER_THREAD = 4, 5, 3
 # Half vectors of a thread, of the shortest rows.
 HALVES = 4
 # Threads of an SM with rows in registers, which bounds the registers of a thread: fewer with an activation (gated),
-# with a norm's bias, or with two inputs.
+# with a norm's bias or a shorter unaligned float32 weight, or with two inputs.
 SM_THREADS, SM_THREADS_GATED, SM_THREADS_BIAS = 1120, 896, 768
 UNALIGNED_SM_THREADS, UNALIGNED_SM_THREADS_GATED, UNALIGNED_SM_THREADS_PAIRS = 1024, 960, 768
-# With a float32 weight, of which a thread loads three vectors before it needs them.
-UNALIGNED_SM_THREADS_WIDE = 1152
+# With a float32 weight, of which a thread loads three vectors before it needs them, where a CTA takes so many.
+UNALIGNED_SM_THREADS_WIDE, WIDE_WEIGHT_VECTORS = 1152, 1024
 # Without a weight, a row of at least this many vectors has at least as many threads: when rows are few, their last
 # vectors arrive sooner.
 WIDE_ROW_VECTORS = 256
@@ -129,7 +129,7 @@ def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
     span = -(-row.vectors // cluster)
     if span > HELD // row.elements:
         return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
-    wide = _wide_weight(problem) and not (row.aligned or row.pair)
+    wide = _wide_weight(problem) and not (row.aligned or row.pair) and span >= WIDE_WEIGHT_VECTORS
     per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair or wide else UNALIGNED_PER_THREAD
     share = threads_for(span, per_thread)
     if 4 * WARP < span <= 4.5 * WARP and row.aligned:
@@ -154,7 +154,9 @@ def _sm_threads(problem: Problem, row: _Quantized) -> int:
         return UNALIGNED_SM_THREADS_GATED if gated else UNALIGNED_SM_THREADS_PAIRS
     if bias:
         return SM_THREADS_BIAS
-    return UNALIGNED_SM_THREADS_WIDE if _wide_weight(problem) else UNALIGNED_SM_THREADS
+    if not _wide_weight(problem):
+        return UNALIGNED_SM_THREADS
+    return UNALIGNED_SM_THREADS_WIDE if row.vectors >= WIDE_WEIGHT_VECTORS else SM_THREADS_BIAS
 
 
 def _wide_weight(problem: Problem) -> bool:
