@@ -132,18 +132,16 @@ def calls(module: nn.Module, forward: Forward) -> bool:
 
 def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
     """Whether linear layers without bias do nothing but multiply ``x``, or what is made of it, by their weights."""
-    return (
-        is_plain(x)
-        and x.dtype in _DTYPES
-        and not torch.is_autocast_enabled(x.device.type)
-        and all(
-            is_plain_linear(layer)
-            and layer._parameters["bias"] is None
-            and (weight := parameter(layer, "weight")) is not None
-            and weight.dtype == x.dtype
-            for layer in layers
-        )
-    )
+    if not is_plain(x) or x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type):
+        return False
+    return all(_only_multiplies(layer, x.dtype) for layer in layers)
+
+
+def _only_multiplies(layer: nn.Module, dtype: torch.dtype) -> bool:
+    if not is_plain_linear(layer) or layer._parameters["bias"] is not None:
+        return False
+    weight = parameter(layer, "weight")
+    return weight is not None and weight.dtype == dtype
 
 
 def is_plain_linear(layer: nn.Module) -> bool:

@@ -53,11 +53,13 @@ def run_layer(self: LlamaDecoderLayer, first: str, given: dict[str, Any]) -> Ten
     fused = normed.dtype == residual.dtype and _can_fuse(self.post_attention_layernorm, residual)
     without_output = attention.without_output(self.self_attn, normed) if fused else None
     given[first] = normed
-    attended, _ = (without_output or self.self_attn)(**given)
+    attended, _ = (self.self_attn if without_output is None else without_output)(**given)
     norm = self.post_attention_layernorm
-    if without_output and not (can_bypass_linear(attended, self.self_attn.o_proj) and _can_fuse(norm, residual)):
+    if without_output is not None and not (
+        can_bypass_linear(attended, self.self_attn.o_proj) and _can_fuse(norm, residual)
+    ):
         attended, without_output = self.self_attn.o_proj(attended), None  # a hook in the attention has changed them
-    if without_output:
+    if without_output is not None:
         weight: Tensor = self.self_attn.o_proj.weight
         normed, residual = linear_add_rmsnorm(attended, weight, residual, norm.weight, norm.variance_epsilon)
     elif (shared := _shared_weight(norm, residual, attended)) is not None:
@@ -73,12 +75,12 @@ def _mlp_and_residual(layer: LlamaDecoderLayer, normed: Tensor, residual: Tensor
     after, mlp = None if torch.compiler.is_compiling() else residual_norm.next_norm(layer), layer.mlp
     if after is not None and not _can_fuse(after, residual):
         after = None
-    if after and normed.dtype == residual.dtype and drops_product(mlp, normed):
+    if after is not None and normed.dtype == residual.dtype and drops_product(mlp, normed):
         weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
         found = silu_mlp_add_rmsnorm(normed, *weights, residual, after.weight, after.variance_epsilon)
         return residual_norm.attach(after, *found)
     out: Tensor = mlp(normed)
-    if after and _can_fuse(after, out):
+    if after is not None and _can_fuse(after, out):
         return residual_norm.add(out, residual, after)
     return sums.add(layer, (0, ()), residual, out)  # type: ignore[no-any-return]
 

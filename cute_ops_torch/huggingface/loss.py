@@ -150,8 +150,8 @@ class _ModulesWithFunctions:
 
 def _loss_function(model: Any) -> Any:
     """A model's ``loss_function``, by a property that may log a warning, at which Dynamo would end its graph."""
-    from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING
+    from transformers.modeling_utils import PreTrainedModel  # Dynamo of PyTorch 2.11 knows no lazy module
 
     own = type(model).loss_function is PreTrainedModel.loss_function and not hasattr(model, "_loss_function")
     if not (own and torch.compiler.is_compiling()):
