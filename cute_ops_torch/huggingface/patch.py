@@ -234,6 +234,10 @@ def _unpatched(patched: Any) -> Any:
         return patched._cute_original
     bases = tuple(_unpatched(base) if hasattr(base, "_cute_original") else base for base in patched.__bases__)
     own = {name: value for name, value in vars(patched).items() if name not in ("__dict__", "__weakref__")}
+    # Transformers wraps the `forward` of each class derived from a layer: here it would be ours, and it wraps it again.
+    inherited = next(vars(base)["forward"] for base in patched.__mro__[1:] if "forward" in vars(base))
+    if getattr(own.get("forward"), "__wrapped__", None) is inherited:
+        del own["forward"]
     return type(patched)(patched.__name__, bases, own)
 
 
