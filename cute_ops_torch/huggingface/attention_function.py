@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -47,6 +47,11 @@ _SAID_BY_THE_MASK = frozenset((
     "position_ids", "cache_position", "use_cache", "sliding_window", "output_hidden_states", "output_router_logits",
     "num_items_in_batch", "return_dict", "ignore_index", "shift_labels", "logits_to_keep",
 ))  # fmt: skip
+# The module of the hooks by which Hugging Face keeps outputs, and outputs that are no attention weights.
+_CAPTURES, _NO_WEIGHTS = (
+    "transformers.utils.output_capturing",
+    {"hidden_states", "_hidden_states_layers", "router_logits"},
+)
 # Methods with masks, by the `forward` that calls them.
 _METHODS: dict[Any, dict[str, Any]] = {}
 # Arguments of FlashAttention's function, which say where sequences begin in the one row of a batch.
@@ -142,9 +147,19 @@ def _of_eager(plain: Any, digest: str) -> Forward:
 
 
 def _returns_to_its_caller(module: Any) -> bool:
-    """Whether no hook reads what a module returns, as that does by which Hugging Face keeps attention weights."""
+    """Whether no hook reads the weights that a module returns, as that does by which Hugging Face keeps them. Its
+    hooks stay on a module once any output was asked for, and keep nothing in calls that do not ask for weights.
+    """
     module = unwrapped(module)
-    return calls(module, type(module).forward)
+    forward = type(module).forward
+    return calls(module, forward) or (calls(module, forward, but=_CAPTURES) and not _captured() - _NO_WEIGHTS)
+
+
+def _captured() -> Set[str]:
+    """The outputs that Hugging Face keeps in this call."""
+    from transformers.utils import output_capturing
+
+    return (output_capturing._active_collector.get() or {}).keys()
 
 
 def _computed(dropout: float, others: Mapping[str, Any]) -> bool:

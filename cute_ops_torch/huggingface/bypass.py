@@ -118,14 +118,14 @@ def runs(module: nn.Module, ours: Forward) -> bool:
     return getattr(cls, "_cute_runs", None) is ours and cls._cute_may() and calls(module, cls._cute_forward)
 
 
-def calls(module: nn.Module, forward: Forward) -> bool:
-    """Whether calling a module calls this ``forward`` of its class, and nothing else."""
+def calls(module: nn.Module, forward: Forward, but: str = "") -> bool:
+    """Whether calling a module calls this ``forward`` of its class, and nothing but hooks of the module ``but``."""
     bound = module.forward  # of an instance's own `forward`, too: Dynamo guards on this, not on `vars(module)`
     return (
         isinstance(bound, types.MethodType)
         and bound.__func__ is forward
         and bound.__self__ is module
-        and not has_hooks(module)
+        and (not has_hooks(module) or (but != "" and _has_only_hooks_of(module, but)))
         and not nn.modules.module._has_any_global_hook()
     )
 
@@ -179,3 +179,9 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def _has_only_hooks_of(module: nn.Module, source: str) -> bool:
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return all(getattr(hook, "__module__", "") == source for hook in module._forward_hooks.values())

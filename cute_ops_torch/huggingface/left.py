@@ -45,7 +45,7 @@ def find_left(
     """
     found = []
     for name, module in model.named_modules():
-        if hasattr(module, "_cute_original") and name not in replaced:
+        if hasattr(type(module), "_cute_original") and name not in replaced:
             continue  # an earlier call has patched it
         # A plain MLP is its products and its activation, which may run on an op by itself.
         found += [
@@ -84,7 +84,7 @@ def _within(name: str, module: nn.Module, replaced: Mapping[str, Collection[str]
 
 def _hidden(module: nn.Module) -> str:
     """Why the source of a module's ``forward`` says nothing; empty where it does."""
-    cls: Any = getattr(module, "_cute_original", type(module))  # one op may run, and another be left
+    cls: Any = getattr(type(module), "_cute_original", type(module))  # one op may run, and another be left
     forward = cls.forward
     if "forward" in vars(module):
         return "a `forward` was set on the module itself before it was patched"

@@ -144,7 +144,7 @@ def unpatch(model: nn.Module) -> None:
         ValueError: the model is not patched.
     """
     _check_model("unpatch", model)
-    patched = [module for module in model.modules() if hasattr(module, "_cute_original")]
+    patched = [module for module in model.modules() if hasattr(type(module), "_cute_original")]
     if not patched:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
@@ -166,7 +166,7 @@ def _report(model: nn.Module, ops: Mapping[str, Sequence[str]], unwanted: list[R
 
 
 def _is_patched(model: nn.Module) -> bool:
-    return any(hasattr(module, "_cute_original") for module in model.modules())
+    return any(hasattr(type(module), "_cute_original") for module in model.modules())
 
 
 def _nothing_to_patch(model: nn.Module) -> str:
@@ -196,7 +196,7 @@ def _matching(module: nn.Module, model: nn.Module, logits: bool) -> list[Replace
         if not found:
             module.__class__ = patched
         return found
-    if "forward" in vars(module) or hasattr(module, "_cute_original") or innermost(type(module).forward) is None:
+    if "forward" in vars(module) or hasattr(type(module), "_cute_original") or innermost(type(module).forward) is None:
         return []  # its forward is replaced already, or hidden by a decorator
     first = _first(module, model, logits)
     op = first.op if first else ""

@@ -256,7 +256,7 @@ def _of_two_modules(layer: Any, original: Any, attention_output: Tensor) -> Any:
     if found is None:
         return original(attention_output)
     found = output.dropout(found)
-    if hasattr(output, "_cute_original"):
+    if hasattr(type(output), "_cute_original"):
         return output.LayerNorm(add(output, (0, ("LayerNorm",)), found, attention_output))
     return output.LayerNorm(found + attention_output)
 

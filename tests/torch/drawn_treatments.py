@@ -1,0 +1,367 @@
+"""Random sequences of what is done to a Hugging Face model: patched, copied, adapted, converted, called in other ways.
+
+A seed draws a family and two to five treatments. A model that is patched anywhere among them gives the losses, logits,
+hidden states and gradients of one that went through the others alone. More of them than the suite runs:
+``python -m tests.torch.drawn_treatments --count 500``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+import cute_ops_torch
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
+GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": GROUPED,
+    "Qwen3ForCausalLM": GROUPED,
+    "Gemma3ForCausalLM": {**GROUPED, "sliding_window": 4},
+    "GPT2LMHeadModel": {
+        "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32, "bos_token_id": 1,
+        "eos_token_id": 2, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "pad_token_id": 0,
+    },
+    "BertForMaskedLM": {
+        **SIZES, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+    "T5ForConditionalGeneration": {
+        "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
+        "vocab_size": 61, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
+    },
+    "GptOssForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "Mamba2ForCausalLM": {
+        "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61, "num_heads": 4, "head_dim": 16, "n_groups": 1,
+        "state_size": 16, "chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "Qwen3MoeForCausalLM": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+MOE = ("GptOssForCausalLM", "Qwen3MoeForCausalLM")
+
+
+class State(NamedTuple):
+    """A model amid its treatments.
+
+    Attributes:
+        model: the model, or the adapter around it.
+        found: what it returned so far, by treatment.
+        patches: whether it is the one that is patched and unpatched.
+    """
+
+    model: Any
+    found: dict[str, torch.Tensor]
+    patches: bool
+
+
+Treatment = Callable[[State, random.Random], State]
+
+
+def check(seed: int) -> None:
+    name, steps = drawn(seed)
+    print(f"seed {seed}: {said(seed)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, got = (_treated(name, steps, seed, patches) for patches in (False, True))
+        assert expected.keys() == got.keys(), f"{expected.keys() ^ got.keys()}"
+        moved: dict[str, torch.Tensor] = {}
+        for key, e in expected.items():
+            assert (got[key].dtype, got[key].shape) == (e.dtype, e.shape), f"{key}: {got[key].dtype}, {got[key].shape}"
+            size = max(float(e.abs().max()), 1e-2) if e.numel() else 1.0
+            error, allowed = _off(got[key], e) / size, 1024 * torch.finfo(torch.float32).eps
+            if error > allowed:  # as ill-conditioned as a change of the weights' last bit shows
+                moved = moved or _treated(name, steps, seed, False, moved=True)
+                allowed = max(allowed, 4 * _off(moved[key], e) / size)
+            assert error <= allowed, f"{key} is off by {error:.3g} of its size, {allowed:.3g} allowed"
+
+
+def drawn(seed: int) -> tuple[str, list[str]]:
+    rng = random.Random(seed)
+    name = rng.choice(list(MODELS))
+    steps = [rng.choice(list(TREATMENTS)) for _ in range(rng.randint(2, 5))]
+    if "patch" not in steps:
+        steps.insert(rng.randrange(len(steps)), "patch")
+    return name, steps
+
+
+def said(seed: int) -> str:
+    name, steps = drawn(seed)
+    return f"{name}: {', '.join(steps)}"
+
+
+def _off(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().nan_to_num(torch.inf).max()) if a.numel() else 0.0
+
+
+def _treated(name: str, steps: list[str], seed: int, patches: bool, moved: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    state = State(_made(name), {}, patches)
+    if moved:
+        with torch.no_grad():
+            for i, p in enumerate(state.model.parameters()):
+                p.mul_(1 + (-1) ** i * 2**-23)
+    results = dict[str, torch.Tensor]()
+    for i, step in enumerate([*steps, "train"]):
+        torch.manual_seed(seed + i)
+        state = TREATMENTS[step](state._replace(found={}), random.Random(seed * 10 + i))
+        results |= {f"{i} {step}: {key}": value for key, value in state.found.items()}
+    return results
+
+
+def _made(name: str, config: Any = None) -> Any:
+    kind = getattr(transformers, name)
+    model = kind(config or kind.config_class(**MODELS[name])).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+
+
+def _name(model: Any) -> str:
+    return next(cls.__name__ for cls in type(_base(model)).__mro__ if cls.__name__ in MODELS)
+
+
+def _is_patched(model: nn.Module) -> bool:
+    return any(hasattr(type(module), "_cute_original") for module in model.modules())
+
+
+def _inputs(rng: random.Random, padded: bool = True) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    tokens = torch.randint(3, 50, (2, rng.choice((5, 8))), generator=generator)
+    mask, labels = torch.ones_like(tokens), tokens.clone()
+    if padded and rng.random() < 0.5:
+        mask[0, :2] = 0
+        tokens[0, :2], labels[0, :2] = 0, -100
+    if rng.random() < 0.5:
+        labels[rng.randrange(2)] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def _note(state: State, out: Any, mask: torch.Tensor, logits: bool = True) -> None:
+    """Keeps what a call returned; of padding, whose rows attend to nothing, nothing is promised."""
+    for key, value in out.items():
+        for i, x in enumerate(value if isinstance(value, (tuple, list)) else [value]):
+            if isinstance(x, torch.Tensor) and (logits or key != "logits") and key != "past_key_values":
+                x = x.detach().clone().float()
+                state.found[f"{key} {i}"] = x[mask.bool()] if x.shape[:2] == mask.shape else x
+
+
+def _call(state: State, rng: random.Random, **given: Any) -> State:
+    inputs = _inputs(rng)
+    if rng.random() < 0.5:
+        out = state.model.train()(**inputs, **given)
+        _note(state, out, inputs["attention_mask"], logits=False)
+        return state
+    with torch.no_grad():
+        _note(state, state.model.eval()(**inputs, **given), inputs["attention_mask"])
+    return state
+
+
+def _train(state: State, rng: random.Random) -> State:
+    inputs, model = _inputs(rng), state.model.train()
+    model.zero_grad()
+    out = model(**inputs)
+    _note(state, out, inputs["attention_mask"], logits=False)
+    if out.loss.requires_grad:
+        out.loss.backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            state.found[f"gradient of {name}"] = p.grad.clone().float()
+    with torch.no_grad():
+        _note(state, model.eval()(**inputs), inputs["attention_mask"])
+    return state
+
+
+def _patch(state: State, rng: random.Random) -> State:
+    if state.patches and not _is_patched(state.model):
+        cute_ops_torch.patch(state.model, logits=rng.random() < 0.3)
+    return state
+
+
+def _unpatch(state: State, rng: random.Random) -> State:
+    if state.patches and _is_patched(state.model):
+        cute_ops_torch.unpatch(state.model)
+    return state
+
+
+def _repatch(state: State, rng: random.Random) -> State:
+    return _patch(_unpatch(state, rng), rng)
+
+
+def _copy(state: State, rng: random.Random) -> State:
+    return state._replace(model=copy.deepcopy(state.model))
+
+
+def _load(state: State, rng: random.Random) -> State:
+    """Into another model, patched or not, from a file."""
+    if isinstance(state.model, peft.PeftModel):
+        return state
+    file = io.BytesIO()
+    torch.save(state.model.state_dict(), file)
+    file.seek(0)
+    other = State(_made(_name(state.model), copy.deepcopy(state.model.config)), state.found, state.patches)
+    if rng.random() < 0.6:
+        other = _patch(other, rng)
+    other.model.load_state_dict(torch.load(file))
+    return other
+
+
+def _lora(state: State, rng: random.Random) -> State:
+    if isinstance(state.model, peft.PeftModel):
+        return state
+    layers = sorted({
+        name.rpartition(".")[2] for name, module in state.model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    } - {"lm_head", "decoder", "out_proj"})  # fmt: skip
+    targets = rng.sample(layers, min(len(layers), rng.randint(1, 4)))
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return state._replace(model=peft.get_peft_model(state.model, config))
+
+
+def _merge(state: State, rng: random.Random) -> State:
+    if isinstance(state.model, peft.PeftModel):
+        end = state.model.merge_and_unload if rng.random() < 0.5 else state.model.unload
+        return state._replace(model=end())
+    return state
+
+
+def _checkpoint(state: State, rng: random.Random) -> State:
+    if not _base(state.model).supports_gradient_checkpointing:
+        return state
+    if rng.random() < 0.7:
+        state.model.gradient_checkpointing_enable({"use_reentrant": rng.random() < 0.3})
+        state.model.enable_input_require_grads()
+    else:
+        state.model.gradient_checkpointing_disable()
+    return state
+
+
+def _tie(state: State, rng: random.Random) -> State:
+    base = _base(state.model)
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    return state
+
+
+def _resize(state: State, rng: random.Random) -> State:
+    if not isinstance(state.model, peft.PeftModel):
+        state.model.resize_token_embeddings(rng.choice((56, 64, 77)), mean_resizing=False)
+    return state
+
+
+def _freeze(state: State, rng: random.Random) -> State:
+    for name, p in sorted(state.model.named_parameters()):
+        if rng.random() < 0.3 and (p.requires_grad or "lora" not in name):
+            p.requires_grad_(rng.random() < 0.4)
+    return state
+
+
+def _convert(state: State, rng: random.Random) -> State:
+    """To 16 bits, in which it runs, and back."""
+    model = state.model.to(rng.choice((torch.bfloat16, torch.float16)))
+    loss = model.train()(**_inputs(rng)).loss
+    if loss.requires_grad:
+        loss.backward()
+        model.zero_grad()
+    return state._replace(model=model.float())
+
+
+def _generate(state: State, rng: random.Random) -> State:
+    if _name(state.model) == "BertForMaskedLM":
+        return state
+    inputs = {key: x for key, x in _inputs(rng).items() if key != "labels"}
+    out = state.model.eval().generate(
+        **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, output_logits=True,
+        return_dict_in_generate=True, num_beams=1,
+    )  # fmt: skip
+    for i, x in enumerate(out.logits):
+        state.found[f"logits of token {i}"] = x.float()
+    return state
+
+
+def _meta(state: State, rng: random.Random) -> State:
+    model = state.model
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    buffers = {name: x.clone() for name, x in model.named_buffers()}
+    model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(weights)
+    for name, x in model.named_buffers():
+        x.copy_(buffers[name])
+    _base(model).tie_weights()
+    return state
+
+
+def _router(state: State, rng: random.Random) -> State:
+    return _call(state, rng, output_router_logits=True) if _name(state.model) in MOE else state
+
+
+def _hidden(state: State, rng: random.Random) -> State:
+    return _call(state, rng, output_hidden_states=True)
+
+
+def _attentions(state: State, rng: random.Random) -> State:
+    if _name(state.model) == "Mamba2ForCausalLM":
+        return state
+    if rng.random() < 0.5:
+        _base(state.model).set_attn_implementation("eager")
+    return _call(state, rng, output_attentions=_base(state.model).config._attn_implementation == "eager")
+
+
+def _embeds(state: State, rng: random.Random) -> State:
+    inputs = _inputs(rng)
+    embeds = _base(state.model).get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    out = state.model.train()(inputs_embeds=embeds, **inputs)
+    out.loss.backward()
+    state.found["gradient of embeddings"] = embeds.grad
+    _note(state, out, inputs["attention_mask"], logits=False)
+    return state
+
+
+def _items(state: State, rng: random.Random) -> State:
+    if _name(state.model) in ("BertForMaskedLM", "T5ForConditionalGeneration"):
+        return state
+    return _call(state, rng, num_items_in_batch=rng.choice((7, torch.tensor(9))))
+
+
+def _inference(state: State, rng: random.Random) -> State:
+    inputs = _inputs(rng)
+    with torch.inference_mode():
+        _note(state, state.model.eval()(**inputs), inputs["attention_mask"])
+    return state
+
+
+TREATMENTS: dict[str, Treatment] = {
+    "patch": _patch, "unpatch": _unpatch, "patch again": _repatch, "deepcopy": _copy, "load": _load, "lora": _lora,
+    "merge": _merge, "checkpointing": _checkpoint, "tie_weights": _tie, "resize": _resize, "freeze": _freeze,
+    "16 bits and back": _convert, "generate": _generate, "meta and back": _meta, "router logits": _router,
+    "hidden states": _hidden, "attentions": _attentions, "inputs_embeds": _embeds, "num_items_in_batch": _items,
+    "inference_mode": _inference, "train": _train,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    args = parser.parse_args()
+    wrong = 0
+    for seed in range(args.first, args.first + args.count):
+        try:
+            check(seed)
+        except Exception as error:
+            wrong += 1
+            print(f"  wrong: {type(error).__name__}: {str(error)[:600]}", flush=True)
+    print(f"{args.count} sequences, {wrong} wrong")

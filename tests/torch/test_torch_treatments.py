@@ -1,0 +1,55 @@
+"""Drawn sequences of what is done to a patched model, and what they found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops_torch.huggingface import attention_function
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from tests.torch.drawn_treatments import GROUPED, MODELS, check  # noqa: E402
+
+
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_drawn_treatments(seed: int) -> None:
+    """``python -m tests.torch.drawn_treatments --count 500`` runs more of them."""
+    check(seed)
+
+
+def test_adapters_around_a_patched_model_stay_what_they_are() -> None:
+    """They have the attributes of the model that they wrap: those that ``patch`` gave it, too."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    replaced = [*cute_ops_torch.patch(model)]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    kinds = type(adapted), type(adapted.base_model)
+    cute_ops_torch.unpatch(adapted)
+    assert (type(adapted), type(adapted.base_model)) == kinds
+    assert type(model) is transformers.LlamaForCausalLM
+    again = {op for _, op in cute_ops_torch.patch(adapted)}
+    assert again >= {op for _, op in replaced} - {"rope", "attention"}
+
+
+def test_hooks_that_keep_no_weights_leave_attention_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face leaves its hooks on attention modules once any output was asked for."""
+    calls, attend = Counter[str](), attention_function._attend
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls["attention"] += 1
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(attention_function, "_attend", counted)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**MODELS["GptOssForCausalLM"])).bfloat16()
+    cute_ops_torch.patch(model)
+    tokens, found = torch.tensor([[3, 4, 5, 6]]), []
+    for asked in ("router_logits", "hidden_states", "attentions", ""):
+        calls.clear()
+        out = model(input_ids=tokens, **({f"output_{asked}": True} if asked else {}))
+        found.append((calls["attention"], out.attentions is not None and len(out.attentions)))
+    assert found == [(2, False), (2, False), (0, 2), (2, False)]
