@@ -588,6 +588,133 @@ class MLP(Layered, eqx.Module):
         return self._run(x)
 
 
+class CrossEntropy(layered.CrossEntropy, eqx.Module):
+    """:func:`cute_ops_jax.cross_entropy` as a module: ``(logits, target) -> loss``.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, classes, softcap, logit_scale, reduction, inplace_backward: the
+            function's.
+    """
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+
+class CrossEntropyMetrics(layered.CrossEntropyMetrics, eqx.Module):
+    """:func:`cute_ops_jax.cross_entropy_metrics` as a module: ``(logits, target, weight)`` to what the
+    function returns.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction, token_scaling, inplace_backward: the
+            function's.
+    """
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+
+class CrossEntropyOfSlice(layered.CrossEntropyOfSlice, eqx.Module):
+    """:func:`cute_ops_jax.cross_entropy_of_slice` as a module: ``(logits, target, lse_partial)`` to what the
+    function returns.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, classes, softcap, logit_scale, inplace_backward: the function's.
+    """
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+
+class SoftCrossEntropy(layered.SoftCrossEntropy, eqx.Module):
+    """:func:`cute_ops_jax.soft_cross_entropy` as a module: ``(logits, target) -> loss``.
+
+    Args:
+        label_smoothing, z_loss, softcap, logit_scale, reduction: the function's.
+    """
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+
+class Divergence(layered.Divergence, eqx.Module):
+    """:func:`cute_ops_jax.divergence` as a module: ``(student, teacher) -> loss``.
+
+    Args:
+        beta, temperature: the function's.
+    """
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+
+class _LinearLoss(layered.Loss, eqx.nn.Linear):
+    """A linear layer and its loss."""
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+    @classmethod
+    def from_linear(cls, layer: eqx.nn.Linear, **options: Any) -> Self:
+        """The loss of a linear layer's outputs, with its parameters."""
+        make: Any = cls
+        shape = partial(make, layer.in_features, layer.out_features, use_bias=layer.use_bias, **options)
+        return _holding(shape, lambda m: (m.weight, m.bias), (layer.weight, layer.bias))
+
+
+class LinearCrossEntropy(_LinearLoss):
+    """:func:`cute_ops_jax.linear_cross_entropy` with a learned weight: ``(hidden, target) -> loss``.
+
+    Args:
+        in_features: size of the hidden states' last dim.
+        classes: number of classes.
+        use_bias, dtype: as ``equinox.nn.Linear`` has them; no bias unless it is asked for.
+        ignore_index, label_smoothing, z_loss, reduction, softcap, logit_scale: the function's.
+        key: for the initial values.
+    """
+
+    @suggesting
+    def __init__(
+        self, in_features: int, classes: int, use_bias: bool = False, dtype: Any = None, *,
+        ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
+        softcap: float = 0.0, logit_scale: float = 1.0, key: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, classes, use_bias, dtype, key=key)
+        self.options = layered.pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
+            softcap=softcap, logit_scale=logit_scale,
+        )  # fmt: skip
+
+    def __call__(self, hidden: Array, target: Array, *, key: Any = None) -> Array:
+        return self._run(hidden, target)
+
+
+class LinearCrossEntropyMetrics(_LinearLoss):
+    """:func:`cute_ops_jax.linear_cross_entropy_metrics` with a learned weight: ``(hidden, target, class_weight)``
+    to what the function returns.
+
+    Args:
+        in_features: size of the hidden states' last dim.
+        classes: number of classes.
+        use_bias, dtype: as ``equinox.nn.Linear`` has them; no bias unless it is asked for.
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, accum_dtype, chunk_rows, reduction,
+            token_scaling: the function's.
+        key: for the initial values.
+    """
+
+    @suggesting
+    def __init__(
+        self, in_features: int, classes: int, use_bias: bool = False, dtype: Any = None, *,
+        ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+        logit_scale: float = 1.0, accum_dtype: str = "float32", chunk_rows: int = 0, reduction: str = "mean",
+        token_scaling: bool = False, key: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, classes, use_bias, dtype, key=key)
+        self.options = layered.pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            logit_scale=logit_scale, accum_dtype=accum_dtype, chunk_rows=chunk_rows, reduction=reduction,
+            token_scaling=token_scaling,
+        )  # fmt: skip
+
+    def __call__(
+        self, hidden: Array, target: Array, class_weight: Array | None = None, *, key: Any = None
+    ) -> tuple[Array, Array, Array, Array]:
+        return self._run(hidden, target, class_weight)
+
+
 for _name, _row in LAYERS.items():
     globals()[_name].layer = _row
 if not TYPE_CHECKING:  # for which each name would exist

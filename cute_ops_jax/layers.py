@@ -1,4 +1,6 @@
-"""What modules of flax and of equinox share: the call of their row in :data:`cute_ops.composite.layers.LAYERS`."""
+"""What modules of flax and of equinox share: the call of their row in :data:`cute_ops.composite.layers.LAYERS`, and
+losses without parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ import jax
 
 import cute_ops_jax
 from cute_ops.composite.layers import Layer
+from cute_ops.errors import suggesting
+
+Array = jax.Array
 
 
 class Layered:
@@ -29,6 +34,106 @@ class Layered:
     def _run(self, *given: Any, **options: Any) -> Any:
         named = {name: self._read(name) for name in self.layer.options} | options
         return getattr(cute_ops_jax, self.layer.function)(*self._arguments(given), **named)
+
+
+class Loss(Layered):
+    """A loss, whose ``options`` are pairs: both libraries keep those out of what is traced."""
+
+    options: tuple[tuple[str, Any], ...]
+
+    def _read(self, name: str) -> Any:
+        return dict(self.options)[name] if name in self.layer.options else super()._read(name)
+
+
+class CrossEntropy(Loss):
+    """The constructor and the call of ``CrossEntropy``."""
+
+    @suggesting
+    def __init__(
+        self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, classes: int = 0,
+        softcap: float = 0.0, logit_scale: float = 1.0, reduction: str = "mean", inplace_backward: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, classes=classes,
+            softcap=softcap, logit_scale=logit_scale, reduction=reduction, inplace_backward=inplace_backward,
+        )  # fmt: skip
+
+    def __call__(self, logits: Array, target: Array) -> Array:
+        found: Array = self._run(logits, target)
+        return found
+
+
+class CrossEntropyMetrics(Loss):
+    """The constructor and the call of ``CrossEntropyMetrics``."""
+
+    @suggesting
+    def __init__(
+        self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+        logit_scale: float = 1.0, reduction: str = "mean", token_scaling: bool = False,
+        inplace_backward: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            logit_scale=logit_scale, reduction=reduction, token_scaling=token_scaling,
+            inplace_backward=inplace_backward,
+        )  # fmt: skip
+
+    def __call__(self, logits: Array, target: Array, weight: Array | None = None) -> tuple[Array, Array, Array, Array]:
+        found: tuple[Array, Array, Array, Array] = self._run(logits, target, weight)
+        return found
+
+
+class CrossEntropyOfSlice(Loss):
+    """The constructor and the call of ``CrossEntropyOfSlice``."""
+
+    @suggesting
+    def __init__(
+        self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, classes: int = 0,
+        softcap: float = 0.0, logit_scale: float = 1.0, inplace_backward: bool = False,
+    ) -> None:  # fmt: skip
+        self.options = pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, classes=classes,
+            softcap=softcap, logit_scale=logit_scale, inplace_backward=inplace_backward,
+        )  # fmt: skip
+
+    def __call__(self, logits: Array, target: Array, lse_partial: Array) -> tuple[Array, Array, Array, Array]:
+        found: tuple[Array, Array, Array, Array] = self._run(logits, target, lse_partial)
+        return found
+
+
+class SoftCrossEntropy(Loss):
+    """The constructor and the call of ``SoftCrossEntropy``."""
+
+    @suggesting
+    def __init__(
+        self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
+        reduction: str = "mean",
+    ) -> None:  # fmt: skip
+        self.options = pairs(
+            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale,
+            reduction=reduction,
+        )  # fmt: skip
+
+    def __call__(self, logits: Array, target: Array) -> Array:
+        found: Array = self._run(logits, target)
+        return found
+
+
+class Divergence(Loss):
+    """The constructor and the call of ``Divergence``."""
+
+    @suggesting
+    def __init__(self, *, beta: float = 0.5, temperature: float = 1.0) -> None:
+        self.options = pairs(beta=beta, temperature=temperature)
+
+    def __call__(self, student: Array, teacher: Array) -> Array:
+        found: Array = self._run(student, teacher)
+        return found
+
+
+def pairs(**options: Any) -> tuple[tuple[str, Any], ...]:
+    """Options as a module keeps them."""
+    return tuple(options.items())
 
 
 def seed(key: Any) -> Any:

@@ -35,7 +35,7 @@ GATED: dict[str, Callable[[Any, Any], Array]] = {
     "gelu_tanh": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="tanh"),
 }
 # Arguments that layers with products convert to their ``dtype``, as flax's own do; biases of an MLP keep theirs.
-PROMOTED = {"x", "residual", "weight", "bias", "gate_up.weight", "up.weight", "down.weight"}
+PROMOTED = {"x", "hidden", "residual", "weight", "bias", "gate_up.weight", "up.weight", "down.weight"}
 
 
 def _parameter(made: bool, init: Initializer, n: int | tuple[int, ...], dtype: Any, rngs: nnx.Rngs) -> Any:
@@ -628,6 +628,135 @@ class MLP(_Product, nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         return self._run(x)
+
+
+class CrossEntropy(layered.CrossEntropy, nnx.Module):
+    """:func:`cute_ops_jax.cross_entropy` as a module: ``(logits, target) -> loss``.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, classes, softcap, logit_scale, reduction, inplace_backward: the
+            function's.
+    """
+
+
+class CrossEntropyMetrics(layered.CrossEntropyMetrics, nnx.Module):
+    """:func:`cute_ops_jax.cross_entropy_metrics` as a module: ``(logits, target, weight)`` to what the
+    function returns.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction, token_scaling, inplace_backward: the
+            function's.
+    """
+
+
+class CrossEntropyOfSlice(layered.CrossEntropyOfSlice, nnx.Module):
+    """:func:`cute_ops_jax.cross_entropy_of_slice` as a module: ``(logits, target, lse_partial)`` to what the
+    function returns.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, classes, softcap, logit_scale, inplace_backward: the function's.
+    """
+
+
+class SoftCrossEntropy(layered.SoftCrossEntropy, nnx.Module):
+    """:func:`cute_ops_jax.soft_cross_entropy` as a module: ``(logits, target) -> loss``.
+
+    Args:
+        label_smoothing, z_loss, softcap, logit_scale, reduction: the function's.
+    """
+
+
+class Divergence(layered.Divergence, nnx.Module):
+    """:func:`cute_ops_jax.divergence` as a module: ``(student, teacher) -> loss``.
+
+    Args:
+        beta, temperature: the function's.
+    """
+
+
+class _LinearLoss(layered.Loss, _Product, nnx.Linear):
+    """A linear layer and its loss; the function takes the kernel as a weight, ``[classes, num_features]``."""
+
+    def _read(self, name: str) -> Any:
+        found = super()._read(name)
+        return found.T if name == "weight" else found
+
+    def _run(self, *given: Any, **options: Any) -> Any:
+        return Layered._run(self, *given, **options)
+
+    @classmethod
+    def from_linear(cls, layer: nnx.Linear, **options: Any) -> Self:
+        """The loss of a linear layer's outputs: its parameters are shared."""
+        options = {"use_bias": layer.use_bias, "param_dtype": layer.param_dtype, **options}
+        made = cls._like(layer, layer.in_features, layer.out_features, **options)
+        made.kernel, made.bias = layer.kernel, layer.bias
+        return made
+
+
+class LinearCrossEntropy(_LinearLoss):
+    """:func:`cute_ops_jax.linear_cross_entropy` with a learned kernel: ``(hidden, target) -> loss``.
+
+    Args:
+        num_features: size of the hidden states' last dim.
+        classes: number of classes.
+        use_bias: learn a bias.
+        ignore_index, label_smoothing, z_loss, reduction, softcap, logit_scale: the function's.
+        dtype, param_dtype, kernel_init, bias_init: as ``nnx.Linear`` has them.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, num_features: int, classes: int, *, use_bias: bool = False, ignore_index: int = -100,
+        label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", softcap: float = 0.0,
+        logit_scale: float = 1.0, dtype: Any = None, param_dtype: Any = jnp.float32,
+        kernel_init: Initializer | None = None, bias_init: Initializer = zeros, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        given = _given(dtype, param_dtype, kernel_init, rngs)
+        super().__init__(num_features, classes, use_bias=use_bias, bias_init=bias_init, **given)
+        self.options = layered.pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
+            softcap=softcap, logit_scale=logit_scale,
+        )  # fmt: skip
+
+    def __call__(self, hidden: Array, target: Array) -> Array:
+        return self._run(hidden, target)
+
+
+class LinearCrossEntropyMetrics(_LinearLoss):
+    """:func:`cute_ops_jax.linear_cross_entropy_metrics` with a learned kernel: ``(hidden, target, class_weight)``
+    to what the function returns.
+
+    Args:
+        num_features: size of the hidden states' last dim.
+        classes: number of classes.
+        use_bias: learn a bias.
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, accum_dtype, chunk_rows, reduction,
+            token_scaling: the function's.
+        dtype, param_dtype, kernel_init, bias_init: as ``nnx.Linear`` has them.
+        rngs: keys for the initializers.
+    """
+
+    @suggesting
+    def __init__(
+        self, num_features: int, classes: int, *, use_bias: bool = False, ignore_index: int = -100,
+        label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
+        accum_dtype: str = "float32", chunk_rows: int = 0, reduction: str = "mean", token_scaling: bool = False,
+        dtype: Any = None, param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        given = _given(dtype, param_dtype, kernel_init, rngs)
+        super().__init__(num_features, classes, use_bias=use_bias, bias_init=bias_init, **given)
+        self.options = layered.pairs(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            logit_scale=logit_scale, accum_dtype=accum_dtype, chunk_rows=chunk_rows, reduction=reduction,
+            token_scaling=token_scaling,
+        )  # fmt: skip
+
+    def __call__(
+        self, hidden: Array, target: Array, class_weight: Array | None = None
+    ) -> tuple[Array, Array, Array, Array]:
+        return self._run(hidden, target, class_weight)
 
 
 for _name, _row in LAYERS.items():

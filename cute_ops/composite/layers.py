@@ -101,6 +101,30 @@ LAYERS = {
         "scale causal left right softcap deterministic fused score_mod mask_mod",
     ),
     "MLP": _layer("mlp", "x up.weight up.bias down.weight down.bias", {**UP, **DOWN}, "activation fused save"),
+    "CrossEntropy": _layer(
+        "cross_entropy", "logits target", {},
+        "ignore_index label_smoothing z_loss classes softcap logit_scale reduction inplace_backward",
+    ),
+    "CrossEntropyMetrics": _layer(
+        "cross_entropy_metrics", "logits target weight", {},
+        "ignore_index label_smoothing z_loss softcap logit_scale reduction token_scaling inplace_backward",
+    ),
+    "CrossEntropyOfSlice": _layer(
+        "cross_entropy_of_slice", "logits target lse_partial", {},
+        "ignore_index label_smoothing z_loss classes softcap logit_scale inplace_backward",
+    ),
+    "SoftCrossEntropy": _layer(
+        "soft_cross_entropy", "logits target", {}, "label_smoothing z_loss softcap logit_scale reduction"
+    ),
+    "Divergence": _layer("divergence", "student teacher", {}, "beta temperature"),
+    "LinearCrossEntropy": _layer(
+        "linear_cross_entropy", "hidden weight target bias", LINEAR,
+        "ignore_index label_smoothing z_loss reduction softcap logit_scale",
+    ),
+    "LinearCrossEntropyMetrics": _layer(
+        "linear_cross_entropy_metrics", "hidden weight target bias class_weight", LINEAR,
+        "ignore_index label_smoothing z_loss softcap logit_scale accum_dtype chunk_rows reduction token_scaling",
+    ),
 }  # fmt: skip
 
 

@@ -14,20 +14,26 @@ from cute_ops.composite.layers import LAYERS
 
 NORMS, HEADS = ("RMSNorm", "AddRMSNorm", "LayerNorm"), ("HeadRMSNorm", "HeadLayerNorm")
 DROPOUTS = ("DropoutAddRMSNorm", "DropoutAddLayerNorm")
+LOSSES = ("CrossEntropy", "CrossEntropyMetrics", "CrossEntropyOfSlice", "SoftCrossEntropy", "Divergence")
+LINEAR_LOSSES = ("LinearCrossEntropy", "LinearCrossEntropyMetrics")
 SIZES = {
     "n": 24, "head_dim": 24, "in_features": 24, "out_features": 256, "hidden_features": 40, "heads": 2, "channels": 24,
 }  # fmt: skip
 MADE_OF = {
     **dict.fromkeys((*NORMS, *DROPOUTS, "QKNormRope"), (24,)), **dict.fromkeys(("GatedMLP", "MLP"), (24, 40)),
     **dict.fromkeys(HEADS, (2, 24)), "GroupNorm": (4, 24), ("flax", "GroupNorm"): (24, 4),
-    "QKVRope": (24, 2, 1, 64), "Attention": (2,),
+    "QKVRope": (24, 2, 1, 64), "Attention": (2,), **dict.fromkeys(LOSSES, ()),
+    ("torch", "LinearCrossEntropyMetrics"): (256, 24),
 }  # fmt: skip
 GIVEN = {
     "x": (3, 24), "residual": (3, 24), "q": (3, 2, 24), "k": (3, 1, 24), "cos": (3, 12), "sin": (3, 12),
     ("QKVRope", "cos"): (3, 32), ("QKVRope", "sin"): (3, 32), ("LinearAddRMSNorm", "residual"): (3, 256),
     **{(name, "x"): (3, 2, 24) for name in HEADS}, ("GroupNorm", "x"): (3, 24, 24),
     **{("Attention", x): (1, 5, h, 32) for x, h in (("q", 2), ("k", 1), ("v", 1))},
+    **dict.fromkeys(("logits", "hidden", "student", "teacher", ("SoftCrossEntropy", "target")), (3, 24)),
+    "lse_partial": (3,), ("CrossEntropyMetrics", "weight"): (24,), "class_weight": (256,),
 }  # fmt: skip
+INTEGERS = {"seed": np.array(5, np.int32), "target": np.array([7, -100, 0], np.int32)}
 
 
 class Torch:
@@ -37,12 +43,12 @@ class Torch:
 
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
-        return {"RMSNorm": {"bias": True}, "AddRMSNorm": {"bias": True}}
+        return {name: {"bias": True} for name in ("RMSNorm", "AddRMSNorm", *LINEAR_LOSSES)}
 
     def read(self, module: Any, name: str) -> Any:
         if name == "halves" and not hasattr(module, name):
             return module.gate_up_proj.halves
-        if name == "eps" and not hasattr(module, name):
+        if not hasattr(module, name) and name in getattr(module, "options", ()):
             return module.options[name]
         return attrgetter(name.replace(".", "_proj."))(module)
 
@@ -64,11 +70,12 @@ class Equinox:
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         key = importlib.import_module("jax").random.key(0)
-        keyless = (*NORMS, *HEADS, *DROPOUTS, "GroupNorm", "QKNormRope", "Attention")
-        return {name: {} if name in keyless else {"key": key} for name in LAYERS}
+        keyless = (*NORMS, *HEADS, *DROPOUTS, *LOSSES, "GroupNorm", "QKNormRope", "Attention")
+        biased = {name: {"use_bias": True} for name in LINEAR_LOSSES}
+        return {name: {**({} if name in keyless else {"key": key}), **biased.get(name, {})} for name in LAYERS}
 
     def read(self, module: Any, name: str) -> Any:
-        return attrgetter(name)(module)
+        return option(module, name) if "." not in name and not hasattr(module, name) else attrgetter(name)(module)
 
     def parameters(self, module: Any) -> list[Any]:
         return [x for x in importlib.import_module("jax").tree.leaves(module) if hasattr(x, "shape")]
@@ -79,6 +86,11 @@ class Equinox:
     def called(self, module: Any) -> Any:
         """Of images it takes one."""
         return importlib.import_module("jax").vmap(module) if type(module).__name__ == "GroupNorm" else module
+
+
+def option(module: Any, name: str) -> Any:
+    """An option of a JAX module that keeps pairs of them."""
+    return dict(module.options)[name]
 
 
 class Nnx(Equinox):
@@ -96,12 +108,15 @@ class Nnx(Equinox):
     @property
     def flags(self) -> dict[str, dict[str, Any]]:
         rngs = importlib.import_module("flax.nnx").Rngs(0)
-        return {name: {"rngs": rngs, **({"use_bias": True} if name in NORMS else {})} for name in LAYERS}
+        biased = {name: {"use_bias": True} for name in (*NORMS, *LINEAR_LOSSES)}
+        return {name: {"rngs": rngs, **biased.get(name, {})} for name in LAYERS if name not in LOSSES}
 
     def read(self, module: Any, name: str) -> Any:
         place, _, last = name.rpartition(".")
         holder = attrgetter(place)(module) if place else module
         kernels = hasattr(holder, "kernel")
+        if name in dict(getattr(module, "options", ())):
+            return option(module, name)
         theirs = {"eps": "epsilon", "weight": "kernel" if kernels else "scale"}
         found = getattr(holder, theirs.get(last, last.replace("_weight", "_scale")))
         if isinstance(found, importlib.import_module("flax.nnx").Param):
@@ -145,8 +160,8 @@ def test_a_layer_follows_its_row(library: str, name: str) -> None:
         if start is not None:
             assert (np.asarray(held[place].detach() if library == "torch" else held[place]) == start).all(), place
     drawn = {
-        argument: of.array(np.array(5, np.int32))
-        if argument == "seed"
+        argument: of.array(INTEGERS[argument])
+        if argument in INTEGERS and (name, argument) not in GIVEN
         else of.array(rng.standard_normal(GIVEN.get((name, argument), GIVEN.get(argument)), np.float32))
         for argument in row.arguments
         if argument not in held
