@@ -224,7 +224,7 @@ HOMES: dict[str, dict[str, tuple[str, ...]]] = {
 
 def public(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     classes = {name: found for name, found in vars(module).items() if isinstance(found, type)}
-    own = [name for name, found in classes.items() if found.__module__ == module.__name__]
+    own = [name for name, found in classes.items() if found.__module__ == module.__name__ and name[0] != "_"]
     every = {name: getattr(module, name) for name in names or getattr(module, "__all__", own)}
     return {name: found for name, found in every.items() if callable(found)}
 
