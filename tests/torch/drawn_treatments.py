@@ -187,7 +187,10 @@ def _train(state: State, rng: random.Random) -> State:
 
 def _patch(state: State, rng: random.Random) -> State:
     if state.patches and not _is_patched(state.model):
-        cute_ops_torch.patch(state.model, logits=rng.random() < 0.3)
+        without = rng.sample(
+            ["rmsnorm", "add_rmsnorm", "rope", "linear_cross_entropy", "linear", "mlp"], rng.choice((0, 0, 2))
+        )
+        cute_ops_torch.patch(state.model, logits=rng.random() < 0.3, without=without)
     return state
 
 
@@ -225,9 +228,10 @@ def _lora(state: State, rng: random.Random) -> State:
     layers = sorted({
         name.rpartition(".")[2] for name, module in state.model.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    } - {"lm_head", "decoder", "out_proj"})  # fmt: skip
+    } - {"decoder", "out_proj"})  # fmt: skip
     targets = rng.sample(layers, min(len(layers), rng.randint(1, 4)))
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    options: Any = {"use_dora": rng.random() < 0.3, "use_rslora": rng.random() < 0.3}
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
     return state._replace(model=peft.get_peft_model(state.model, config))
 
 
@@ -236,6 +240,14 @@ def _merge(state: State, rng: random.Random) -> State:
         end = state.model.merge_and_unload if rng.random() < 0.5 else state.model.unload
         return state._replace(model=end())
     return state
+
+
+def _disable(state: State, rng: random.Random) -> State:
+    """Adapters off for a call."""
+    if not isinstance(state.model, peft.PeftModel):
+        return state
+    with state.model.disable_adapter():
+        return _call(state, rng)
 
 
 def _checkpoint(state: State, rng: random.Random) -> State:
@@ -250,9 +262,9 @@ def _checkpoint(state: State, rng: random.Random) -> State:
 
 
 def _tie(state: State, rng: random.Random) -> State:
-    base = _base(state.model)
-    base.config.tie_word_embeddings = True
-    base.tie_weights()
+    if not isinstance(state.model, peft.PeftModel):  # transformers cannot tie a head that has an adapter
+        state.model.config.tie_word_embeddings = True
+        state.model.tie_weights()
     return state
 
 
@@ -300,7 +312,8 @@ def _meta(state: State, rng: random.Random) -> State:
     model.load_state_dict(weights)
     for name, x in model.named_buffers():
         x.copy_(buffers[name])
-    _base(model).tie_weights()
+    if not isinstance(model, peft.PeftModel):
+        model.tie_weights()
     return state
 
 
@@ -345,10 +358,10 @@ def _inference(state: State, rng: random.Random) -> State:
 
 TREATMENTS: dict[str, Treatment] = {
     "patch": _patch, "unpatch": _unpatch, "patch again": _repatch, "deepcopy": _copy, "load": _load, "lora": _lora,
-    "merge": _merge, "checkpointing": _checkpoint, "tie_weights": _tie, "resize": _resize, "freeze": _freeze,
-    "16 bits and back": _convert, "generate": _generate, "meta and back": _meta, "router logits": _router,
-    "hidden states": _hidden, "attentions": _attentions, "inputs_embeds": _embeds, "num_items_in_batch": _items,
-    "inference_mode": _inference, "train": _train,
+    "merge": _merge, "adapters off": _disable, "checkpointing": _checkpoint, "tie_weights": _tie, "resize": _resize,
+    "freeze": _freeze, "16 bits and back": _convert, "generate": _generate, "meta and back": _meta,
+    "router logits": _router, "hidden states": _hidden, "attentions": _attentions, "inputs_embeds": _embeds,
+    "num_items_in_batch": _items, "inference_mode": _inference, "train": _train,
 }  # fmt: skip
 
 
