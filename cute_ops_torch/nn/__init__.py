@@ -38,8 +38,9 @@ _WRITTEN = {
     "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm", "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "MLP",
     "QKVRoPE", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
-for _name, _row in LAYERS.items():
-    if (_class := globals().get(_name.replace("Rope", "RoPE"))) is not None:  # others are made of their op
+_ROWS = {name.replace("Rope", "RoPE"): row for name, row in LAYERS.items()}
+for _name, _row in _ROWS.items():
+    if (_class := globals().get(_name)) is not None:  # others are made of their op
         _class.layer = _row
 __all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 
@@ -48,7 +49,8 @@ def __getattr__(name: str) -> Any:
     """Classes of other ops are made when they are first used."""
     if name not in _OPS:
         raise no_attribute(__name__, name, __all__)
-    made = globals()[name] = module(_OPS[name], given=_GIVEN.get(name, ()))
+    made: Any = module(_OPS[name], given=_GIVEN.get(name, ()))
+    globals()[name], made.layer = made, _ROWS.get(name)
     return made
 
 

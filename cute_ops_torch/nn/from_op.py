@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from cute_ops.composite.layers import Layer
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import suggesting, wrong_arguments
@@ -84,8 +85,11 @@ def _forward(op: Op, held: Sequence[str]) -> Callable[..., Any]:
 
 
 class _OpModule(nn.Module):
-    """Base of the classes that :func:`module` makes; its class variables are named there."""
+    """Base of the classes that :func:`module` makes; its class variables are named there. ``layer`` is the row of ours,
+    which says what starts as in a linear layer.
+    """
 
+    layer: ClassVar[Layer | None] = None
     _learned: ClassVar[Mapping[str, Tensor]]
     _flags: ClassVar[Sequence[str]]
     _size_names: ClassVar[Sequence[str]]
@@ -109,7 +113,13 @@ class _OpModule(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
+        learned = self.layer.learned if self.layer else {}
+        parameters = dict(self.named_parameters())
+        for name, parameter in parameters.items():
+            if name in learned and learned[name].start is None:
+                bound = parameters["weight"].shape[-1] ** -0.5
+                nn.init.uniform_(parameter, -bound, bound)
+                continue
             start = 1.0 - getattr(self, "weight_offset", 0.0) if name.endswith("weight") else 0.0
             nn.init.constant_(parameter, start)
 
