@@ -270,6 +270,7 @@ def _tie(state: State, rng: random.Random) -> State:
 
 def _resize(state: State, rng: random.Random) -> State:
     if not isinstance(state.model, peft.PeftModel):
+        state.model.zero_grad()  # gradients of the old size stay, else
         state.model.resize_token_embeddings(rng.choice((56, 64, 77)), mean_resizing=False)
     return state
 
