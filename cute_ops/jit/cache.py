@@ -92,6 +92,8 @@ def build(variant: Variant) -> float:
         CompileError: the kernel does not compile.
         CacheError: the cache folder cannot be trusted or written.
     """
+    from cute_ops.jit.compile_pool import worker  # start-up time: most programs compile nothing
+
     where = cache_dir.folder()
     with cache_dir.locked(where, variant.symbol, LOCK_SECONDS) as usable:
         if not usable:
@@ -100,7 +102,7 @@ def build(variant: Variant) -> float:
             return 0.0
         with staging.folder(where) as place:
             built = place / f"{variant.symbol}.so"
-            seconds = _compile(variant, built)
+            seconds = worker.compile(variant, built)
             if _store(where, variant, built, seconds) is None:
                 raise CacheError(f"cute_ops: {variant.symbol}.so could not be kept in {where}")
         return seconds
@@ -277,6 +279,8 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
     if shipped is not None:
         counters.bundled += 1
         return shipped
+    from cute_ops.jit.compile_pool import worker  # as above
+
     with cache_dir.locked(where, variant.symbol, LOCK_SECONDS) as usable:
         if usable:
             cache_dir.in_use.add(where, variant.symbol)
@@ -285,7 +289,7 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                 return function  # another process built it while we waited
         with staging.folder(where if usable else None) as place:
             built = place / f"{variant.symbol}.so"
-            seconds = _compile(variant, built)
+            seconds = worker.compile(variant, built)
             counters.compiled += 1
             if log.isEnabledFor(logging.INFO):
                 log.info("compiled %s in %.2f s", variant.describe(), seconds)
@@ -296,12 +300,6 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                     log.warning("another process has just deleted %s (%s): it runs from memory", kept, error)
             # The file is deleted afterwards, but stays mapped.
             return loader.load(built, variant.symbol)
-
-
-def _compile(variant: Variant, path: Path) -> float:
-    from cute_ops.jit.compile_pool import worker  # start-up time: most programs compile nothing
-
-    return worker.compile(variant, path)
 
 
 def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:
