@@ -116,6 +116,7 @@ def test_it_carries_versions_digests_and_licences(made: Path) -> None:
 
 
 @pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="nm and readelf read objects")
+@pytest.mark.slow
 def test_kernels_contain_nothing_of_the_compiler(made: Path) -> None:
     """As licenses/NOTICE.txt says: they define what was generated for them and need one library of NVIDIA's."""
     for kernel in (made / "kernels").iterdir():

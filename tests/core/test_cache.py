@@ -399,6 +399,7 @@ def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, mon
     "a process stops (SIGSTOP) while it holds the lock",
     "after the longest time that a compile may take, others continue without the lock", "a compile",
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_lock_holder_that_has_stopped(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -614,6 +614,7 @@ def test_a_process_outlives_the_thread_that_started_it(worker: Pool) -> None:
     "a program is stopped (Ctrl-Z) for longer than a compile may take", "an answer that arrived meanwhile is used",
     "nothing",
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_program_that_is_stopped_while_it_waits() -> None:
     code = """
 from cute_ops.jit import compile_pool
@@ -692,6 +693,7 @@ def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
 @pytest.mark.fault(
     "a compiler dies while a child of its own keeps its pipes open", "an error for that variant, at once", "nothing",
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) -> None:
     start = time.monotonic()
     assert "the compiler died with signal 6" in compiled("Parting", by=worker)

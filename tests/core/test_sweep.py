@@ -94,6 +94,7 @@ def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch)
         assert (f"length {n}" == one.problem) == bool(wrong) and ("died with signal 9" in one.problem) == dead
 
 
+@pytest.mark.slow
 def test_what_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_run, "GRACE_SECONDS", 0.5)
     start = time.monotonic()

@@ -260,6 +260,7 @@ if child:
 
 
 @pytest.mark.fault("a process forks while it has a compiler running", "the child starts its own", "nothing")
+@pytest.mark.slow
 def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], env=environment, check=True)

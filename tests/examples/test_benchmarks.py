@@ -408,6 +408,7 @@ time.sleep(60 if how == "hangs" else 0)
 """
 
 
+@pytest.mark.slow
 def test_a_phase_whose_rank_is_lost_costs_its_own_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -662,6 +663,7 @@ def test_compiling_ahead_goes_through_all_problems() -> None:
     assert {r.problem for r in reports if r.contender != "quack"} == {""}
 
 
+@pytest.mark.slow
 def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     arguments = ["--cpu-smoke", "--ops", "silu_mul", "--contenders", "torch eager", "--out", str(tmp_path)]
     device_time.main([*arguments, "--directions", "fwd"])
@@ -677,6 +679,7 @@ def python(program: str) -> everything.Command:
     return "-c", program, "{out}"
 
 
+@pytest.mark.slow
 def test_every_benchmark_has_a_limit_and_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that loses the GPU is started again, one that does not end is stopped, and the others still run."""
     count = "import pathlib, sys; p = pathlib.Path(sys.argv[1], 'starts'); p.open('a').write('x'); "

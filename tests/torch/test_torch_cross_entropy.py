@@ -356,6 +356,7 @@ def test_linear_makes_no_zeros_of_the_gradients_size(reduction: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.slow
 def test_linear_in_transforms(reduction: str) -> None:
     (hidden, weight, bias), target = linear("cpu")
     hidden, weight, bias = (t.detach() for t in (hidden, weight, bias))

@@ -47,6 +47,7 @@ def test_four_processes(drawn: Callable[[Sequence[str], float], Sequence[str]], 
 
 
 @pytest.mark.parametrize(("check", "said"), [("dies", "was killed by SIGKILL"), ("hangs", "silent for 4 s")])
+@pytest.mark.slow
 def test_a_rank_that_is_lost_ends_the_others(check: str, said: str, tmp_path: Path) -> None:
     """The caller learns which one, and where it was."""
     lost = """

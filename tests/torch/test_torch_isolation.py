@@ -75,6 +75,7 @@ def test_import_brings_no_other_framework_and_no_compiler(run: Run) -> None:
     assert loaded(run, "", FORBIDDEN) == "[]"
 
 
+@pytest.mark.slow
 def test_the_check_itself_sees_an_import(run: Run) -> None:
     assert loaded(run, "import array_api_compat", FORBIDDEN) != "[]"
 
@@ -100,6 +101,7 @@ print(bool(rules.find(t.DTensor)), finder)
     assert run(program) == "True []"
 
 
+@pytest.mark.slow
 def test_products_are_there_once_a_program_reads_exported_graphs(run: Run) -> None:
     looks = "print(hasattr(torch.ops.cute, 'qkv_rope_64'))"
     program = f"import torch, cute_ops_torch; {looks}; import torch.export.pt2_archive; {looks}"
