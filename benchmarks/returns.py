@@ -1,6 +1,6 @@
 """How often a first call moves between our source files, which is what a reader who follows it has to do.
 
-Each of these is counted in a process of its own, after the packages and what their first compile imports are imported:
+Each of these is counted in a process of its own, after imports, those of the first compile included:
 
 - three first calls of rmsnorm: in PyTorch with an empty cache (the kernel is compiled), in PyTorch with the kernel on
   disk, and the lowering of a JAX program with an empty cache;
