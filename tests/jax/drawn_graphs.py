@@ -1,7 +1,7 @@
 """Random JAX programs for ``fuse``: products, pointwise and row functions, casts, views, branches, loops and dropout.
 
 A program is drawn from a seed and runs in any dtype, in float64 for the exact values. More of them than the suite runs:
-``python tests/jax/drawn_graphs.py --count 500 --first 1000``. Programs of seeds from 10000 on have parts of layers:
+``python -m tests.jax.drawn_graphs --count 500 --first 1000``. Programs of seeds from 10000 on have parts of layers:
 attention in many forms, MLPs, lookups, and bodies of derivatives of their own, of shard maps and of loops. Those from
 20000 on have parts of models: mixes of dtypes, integers, einsums, convolutions, derivatives within, policies of
 checkpoints, dropout, forms of softmaxes and of losses.
@@ -9,7 +9,6 @@ checkpoints, dropout, forms of softmaxes and of losses.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 
 import cute_ops_jax
 from cute_ops.testing import compare_one, limits_of
+from tests.drawing import check_seeds
 
 B, T, N, HEADS = 2, 3, 8, 2
 SIZE = 16  # columns of a head that our attention takes
@@ -999,15 +999,4 @@ def run_seed(seed: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    args = parser.parse_args()
-    wrong = 0
-    for seed in range(args.first, args.first + args.count):
-        try:
-            run_seed(seed)
-        except Exception as error:
-            wrong += 1
-            print(f"seed {seed}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
-    print(f"{args.count} programs, {wrong} wrong")
+    check_seeds(run_seed, "programs")

@@ -7,7 +7,6 @@ examples without any of them. More of them than the suite runs: ``python -m test
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.varying import varies
+from tests.drawing import check_seeds
 from tests.jax.every_function import Function, every
 
 EXAMPLES = 2
@@ -211,15 +211,4 @@ _OUTSIDE: dict[str, Callable[[Walk, np.random.Generator], Walk]] = {
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    args = parser.parse_args()
-    wrong = 0
-    for seed in range(args.first, args.first + args.count):
-        try:
-            check(seed)
-        except Exception as error:
-            wrong += 1
-            print(f"{' - '.join(walk(seed).said)}, seed {seed}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-    print(f"{args.count} walks, {wrong} wrong")
+    check_seeds(check, "walks", lambda seed: f"{' - '.join(walk(seed).said)}, seed {seed}")

@@ -466,5 +466,5 @@ def test_what_is_no_function_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(3), 853, 10009, 20005])
 def test_drawn_programs(seed: int) -> None:
-    """``python tests/jax/drawn_graphs.py --count 500`` runs more. 853 has terms that cancel, 20005 is large."""
+    """``python -m tests.jax.drawn_graphs --count 500`` runs more. 853 has terms that cancel, 20005 is large."""
     run_seed(seed)

@@ -7,7 +7,6 @@ hidden states and gradients of one that went through the others alone. More of t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import random
@@ -21,6 +20,7 @@ import transformers
 from torch import nn
 
 import cute_ops_torch
+from tests.drawing import check_seeds
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -367,15 +367,4 @@ TREATMENTS: dict[str, Treatment] = {
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    args = parser.parse_args()
-    wrong = 0
-    for seed in range(args.first, args.first + args.count):
-        try:
-            check(seed)
-        except Exception as error:
-            wrong += 1
-            print(f"  wrong: {type(error).__name__}: {str(error)[:600]}", flush=True)
-    print(f"{args.count} sequences, {wrong} wrong")
+    check_seeds(check, "sequences")
