@@ -588,7 +588,13 @@ class MLP(Layered, eqx.Module):
         return self._run(x)
 
 
-class CrossEntropy(layered.CrossEntropy, eqx.Module):
+class _Loss(layered.Loss, eqx.Module):
+    """A loss without parameters, whose options are no leaves."""
+
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+
+class CrossEntropy(layered.CrossEntropy, _Loss):
     """:func:`cute_ops_jax.cross_entropy` as a module: ``(logits, target) -> loss``.
 
     Args:
@@ -596,10 +602,8 @@ class CrossEntropy(layered.CrossEntropy, eqx.Module):
             function's.
     """
 
-    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
-
-class CrossEntropyMetrics(layered.CrossEntropyMetrics, eqx.Module):
+class CrossEntropyMetrics(layered.CrossEntropyMetrics, _Loss):
     """:func:`cute_ops_jax.cross_entropy_metrics` as a module: ``(logits, target, weight)`` to what the
     function returns.
 
@@ -608,10 +612,8 @@ class CrossEntropyMetrics(layered.CrossEntropyMetrics, eqx.Module):
             function's.
     """
 
-    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
-
-class CrossEntropyOfSlice(layered.CrossEntropyOfSlice, eqx.Module):
+class CrossEntropyOfSlice(layered.CrossEntropyOfSlice, _Loss):
     """:func:`cute_ops_jax.cross_entropy_of_slice` as a module: ``(logits, target, lse_partial)`` to what the
     function returns.
 
@@ -619,27 +621,21 @@ class CrossEntropyOfSlice(layered.CrossEntropyOfSlice, eqx.Module):
         ignore_index, label_smoothing, z_loss, classes, softcap, logit_scale, inplace_backward: the function's.
     """
 
-    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
-
-class SoftCrossEntropy(layered.SoftCrossEntropy, eqx.Module):
+class SoftCrossEntropy(layered.SoftCrossEntropy, _Loss):
     """:func:`cute_ops_jax.soft_cross_entropy` as a module: ``(logits, target) -> loss``.
 
     Args:
         label_smoothing, z_loss, softcap, logit_scale, reduction: the function's.
     """
 
-    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
-
-class Divergence(layered.Divergence, eqx.Module):
+class Divergence(layered.Divergence, _Loss):
     """:func:`cute_ops_jax.divergence` as a module: ``(student, teacher) -> loss``.
 
     Args:
         beta, temperature: the function's.
     """
-
-    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
 
 
 class _LinearLoss(layered.Loss, eqx.nn.Linear):

@@ -81,6 +81,18 @@ class _Product(_Layer):
         return super()._run(*given, transposed=True, **options)
 
 
+class _OfLinear(_Product, nnx.Linear):
+    """A linear layer with what follows it."""
+
+    @classmethod
+    def from_linear(cls, layer: nnx.Linear, **options: Any) -> Self:
+        """A layer with the parameters of another one, which they share."""
+        options = {"use_bias": layer.use_bias, "param_dtype": layer.param_dtype, **options}
+        made = cls._like(layer, layer.in_features, layer.out_features, **options)
+        made.kernel, made.bias = layer.kernel, layer.bias
+        return made
+
+
 class RMSNorm(_Layer, nnx.Module):
     """:func:`cute_ops_jax.rmsnorm` with a learned scale.
 
@@ -359,7 +371,7 @@ class GatedMLP(nnx.Module):
         return out
 
 
-class Linear(_Product, nnx.Linear):
+class Linear(_OfLinear):
     """:func:`cute_ops_jax.linear` with a learned kernel and bias: ``(x, *operands) -> out``.
 
     Args:
@@ -382,14 +394,6 @@ class Linear(_Product, nnx.Linear):
         given = _given(dtype, param_dtype, kernel_init, rngs)
         super().__init__(in_features, out_features, use_bias=use_bias, bias_init=bias_init, **given)
         self.epilogue, self.options = epilogue, tuple(options.items())
-
-    @classmethod
-    def from_linear(cls, layer: nnx.Linear, **options: Any) -> Self:
-        """A layer with the parameters of another one, which they share."""
-        options = {"use_bias": layer.use_bias, "param_dtype": layer.param_dtype, **options}
-        made = cls._like(layer, layer.in_features, layer.out_features, **options)
-        made.kernel, made.bias = layer.kernel, layer.bias
-        return made
 
     def __call__(self, x: Array, *operands: Array | None) -> Any:
         return self._run(x, *operands, **dict(self.options))
@@ -674,7 +678,7 @@ class Divergence(layered.Divergence, nnx.Module):
     """
 
 
-class _LinearLoss(layered.Loss, _Product, nnx.Linear):
+class _LinearLoss(layered.Loss, _OfLinear):
     """A linear layer and its loss; the function takes the kernel as a weight, ``[classes, num_features]``."""
 
     def _read(self, name: str) -> Any:
@@ -683,14 +687,6 @@ class _LinearLoss(layered.Loss, _Product, nnx.Linear):
 
     def _run(self, *given: Any, **options: Any) -> Any:
         return Layered._run(self, *given, **options)
-
-    @classmethod
-    def from_linear(cls, layer: nnx.Linear, **options: Any) -> Self:
-        """The loss of a linear layer's outputs: its parameters are shared."""
-        options = {"use_bias": layer.use_bias, "param_dtype": layer.param_dtype, **options}
-        made = cls._like(layer, layer.in_features, layer.out_features, **options)
-        made.kernel, made.bias = layer.kernel, layer.bias
-        return made
 
 
 class LinearCrossEntropy(_LinearLoss):
