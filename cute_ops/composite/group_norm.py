@@ -24,9 +24,9 @@ Call = Callable[..., Arrays]
 LONG = 1 << 18
 
 
-def _parameters(xp: Any, inputs: Arrays) -> tuple[Any, Any]:
-    """Weight and bias: ones and zeros where they are absent."""
-    weight, bias, channels = inputs["weight"], inputs["bias"], inputs["x"].shape[inputs["axis"]]
+def _parameters(xp: Any, inputs: Arrays, axis: int) -> tuple[Any, Any]:
+    """Weight and bias: ones and zeros where they are absent. ``axis``: the dim of x that has the channels."""
+    weight, bias, channels = inputs["weight"], inputs["bias"], inputs["x"].shape[axis]
     ones: Any = xp.ones((channels,), inputs["x"]) if weight is None or bias is None else None
     return ones if weight is None else weight, 0 * ones if bias is None else bias
 
@@ -54,7 +54,7 @@ def _statistics(call: Call, attrs: Arrays, sums: Arrays, count: Any) -> Arrays:
 
 
 def _pulls(call: Call, attrs: Arrays, slopes: Arrays, count: Any, weight: Any) -> dict[str, Any]:
-    """What each group's gradient is pulled and pushed by, for each of its channels."""
+    """By channel, what a group's gradient subtracts: ``pull`` times x normalised, and ``push``."""
     grouped = {name: _grouped(slopes[name], attrs["groups"]) for name in ("product", "total")}
     weight = _grouped(weight, attrs["groups"])
     found = call(steps.group_norm_pulls, {**grouped, "count": count, "weight": weight}, {})
@@ -98,7 +98,7 @@ def _of_channels(xp: Any, x: Any, attrs: Arrays, numbers: Arrays, parameters: Ar
 
 def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x, groups = inputs["x"], attrs["groups"]
-    weight, bias = _parameters(xp, {**inputs, "axis": -2})
+    weight, bias = _parameters(xp, inputs, -2)
     if _is_long(x, groups):
         pivot = x[..., :1]
         sums = call(steps.group_norm_row_moments, {"x": x, "pivot": pivot}, {})
@@ -123,7 +123,7 @@ def _first_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays, weight: An
 
 def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     x, dout, groups = inputs["x"], inputs["dout"], attrs["groups"]
-    weight, bias = _parameters(xp, {**inputs, "axis": -2})
+    weight, bias = _parameters(xp, inputs, -2)
     numbers = {name: inputs[name] for name in ("mean", "rstd")}
     if _is_long(x, groups):
         slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
@@ -139,7 +139,7 @@ def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 
 
 def _first_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    weight, bias = _parameters(xp, {**inputs, "axis": -2})
+    weight, bias = _parameters(xp, inputs, -2)
     slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
     return _dweight(xp, call, {**inputs, **slopes}, attrs)
 
@@ -153,21 +153,21 @@ def _last(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     pivot = x[..., 0, :]
     sums = call(steps.group_norm_moments, {"x": x, "pivot": pivot}, {})
     found = _statistics(call, attrs, {**sums, "pivot": pivot}, xp.number(x.shape[-2], x))
-    weight, bias = _parameters(xp, {**inputs, "axis": -1})
+    weight, bias = _parameters(xp, inputs, -1)
     numbers = {"mean": found["mean"], "rstd": found["rstd"]}
     operands = {"x": x, **numbers, "weight": weight, "bias": bias}
     return {"out": call(steps.group_norm_of_examples, operands, _silu(attrs))["out"], **numbers}
 
 
 def _last_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    weight, bias = _parameters(xp, {**inputs, "axis": -1})
+    weight, bias = _parameters(xp, inputs, -1)
     operands = {"x": inputs["x"], "dy": inputs["dout"], "mean": inputs["mean"], "rstd": inputs["rstd"]}
     found = call(steps.group_norm_slopes, {**operands, "weight": weight, "bias": bias}, _silu(attrs))
     return {**found, **_pulls(call, attrs, found, xp.number(inputs["x"].shape[-2], inputs["x"]), weight)}
 
 
 def _last_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    weight, bias = _parameters(xp, {**inputs, "axis": -1})
+    weight, bias = _parameters(xp, inputs, -1)
     shared = {name: inputs[name] for name in ("mean", "rstd", "pull", "push")}
     operands = {"x": inputs["x"], "dy": inputs["dout"], **shared, "weight": weight, "bias": bias}
     return {"dx": call(steps.group_norm_of_examples_dx, operands, _silu(attrs))["out"]}

@@ -7,7 +7,6 @@ cases.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from cute_ops.declaration.case import Case
@@ -29,13 +28,16 @@ NUMBERS = (Case("odd-small", {"m": (3,), "h": 2, "n": 5}), Case("unet", {"m": (4
 SILU = {"silu": False}
 
 
-def _slope(xp: Any, dy: Any, normed: Any, weight: Any, bias: Any, silu: bool) -> Any:
-    """The gradient to what is normalised and scaled, before the activation."""
+def _normed_and_slope(
+    xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, weight: Any, bias: Any, silu: bool
+) -> tuple[Any, Any]:  # fmt: skip
+    """Normalise x, and take the gradient to what is then scaled and shifted, before the activation."""
+    normed = (x - mean) * rstd
     if not silu:
-        return dy
+        return normed, dy
     y = normed * weight + bias
     gate = xp.sigmoid(y)
-    return dy * gate * (1.0 + y * (1.0 - gate))
+    return normed, dy * gate * (1.0 + y * (1.0 - gate))
 
 
 # --- channels first: a row is a group -------------------------------------------------------------------------------
@@ -49,10 +51,10 @@ def _group(xp: Any, x: Any, weight: Any, bias: Any, *, eps: float, silu: bool) -
     return xp.silu(y) if silu else y, mean, rstd
 
 
-def _group_dx(xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, weight: Any, bias: Any, silu: bool) -> Any:
-    normed = (x - mean) * rstd
-    slope = _slope(xp, dy, normed, weight, bias, silu) * weight
-    return rstd * (slope - xp.mean(slope, **ROW) - normed * xp.mean(slope * normed, **ROW))
+def _group_dx(xp: Any, x: Any, dy: Any, **numbers: Any) -> Any:
+    normed, slope = _normed_and_slope(xp, x, dy, **numbers)
+    slope = slope * numbers["weight"]
+    return numbers["rstd"] * (slope - xp.mean(slope, **ROW) - normed * xp.mean(slope * normed, **ROW))
 
 
 group_norm_rows = fused(
@@ -76,9 +78,8 @@ def _moments(xp: Any, x: Any, pivot: Any) -> Any:
     return deviation, deviation * deviation
 
 
-def _slopes(xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, weight: Any, bias: Any, silu: bool) -> Any:
-    normed = (x - mean) * rstd
-    slope = _slope(xp, dy, normed, weight, bias, silu)
+def _slopes(xp: Any, x: Any, dy: Any, **numbers: Any) -> Any:
+    normed, slope = _normed_and_slope(xp, x, dy, **numbers)
     return slope * normed, slope
 
 
@@ -102,12 +103,9 @@ def _norm(xp: Any, x: Any, mean: Any, rstd: Any, weight: Any, bias: Any, *, silu
     return xp.silu(y) if silu else y
 
 
-def _norm_dx(
-    xp: Any, x: Any, dy: Any, *, mean: Any, rstd: Any, pull: Any, push: Any, weight: Any, bias: Any, silu: bool
-) -> Any:  # fmt: skip
-    normed = (x - mean) * rstd
-    slope = _slope(xp, dy, normed, weight, bias, silu)
-    return rstd * (slope * weight - push - normed * pull)
+def _norm_dx(xp: Any, x: Any, dy: Any, *, pull: Any, push: Any, **numbers: Any) -> Any:
+    normed, slope = _normed_and_slope(xp, x, dy, **numbers)
+    return numbers["rstd"] * (slope * numbers["weight"] - push - normed * pull)
 
 
 group_norm_statistics = fused(
@@ -119,7 +117,7 @@ group_norm_statistics = fused(
 group_norm_pulls = fused(
     _pulls, name="group_norm_pulls", cases=NUMBERS, no_gradient=("count", "weight"), outputs=("pull", "push"),
     operands={"product": "*m n", "total": "*m n", "count": "", "weight": "h n"},
-    doc="What a group's gradient is pulled and pushed by, for each of its channels, from the slopes of these.",
+    doc="What a group's gradient subtracts, by channel: ``pull`` times x normalised, and ``push``.",
 )  # fmt: skip
 
 
@@ -172,7 +170,7 @@ def _position_sums(
     shapes = {**dict.fromkeys((*tiles, *shared), "*m n"), **dict.fromkeys(vectors, "n")}
 
     def of(attrs: Mapping[str, Any]) -> Formula:
-        expression = trace(partial(function, **attrs), shapes)
+        expression = trace(function, shapes, attrs)
         return Formula(expression, False, tuple(shapes), outputs, "r" * len(outputs), tiles[0], (*shared, *outputs))
 
     inputs = {
