@@ -56,6 +56,16 @@ def functions(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
     return function
 
 
+def overloads(make: Callable[..., Op]) -> Callable[..., Callable[..., Any]]:
+    """``overload(*options)``: torch's op of ``make(*options)``, which is defined once; torch.compile may trace this."""
+    while_traced, known = traced(make), cache(lambda *options: define(make(*options)).overload)
+
+    def overload(*options: Any) -> Any:
+        return while_traced(*options) if torch.compiler.is_compiling() else known(*options)
+
+    return overload
+
+
 _captured, _problem = constant(captured), constant(problem)
 
 

@@ -12,7 +12,7 @@ from cute_ops.composite import linear_add_rmsnorm, qkv_rope
 from cute_ops.composite.gated_mlp import gated_mlp_apart, mlp_ops
 from cute_ops_torch import functions, registry
 from cute_ops_torch.composite import block
-from cute_ops_torch.composite.constant import traced
+from cute_ops_torch.composite.constant import overloads, traced
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.inplace import overwriting
 
@@ -21,6 +21,7 @@ _MLP = mlp_ops(transposed=False)
 _gated = registry.define(_MLP.gated_saving).overload
 _gated_dgrad = registry.define(_MLP.dgrad).overload
 _traced_mlp = traced(gated_mlp_apart)
+_linear_add_rmsnorm = overloads(linear_add_rmsnorm.linear_add_rmsnorm)
 _gated_dgrad_again = registry.define(_MLP.dgrad_again)
 
 
@@ -76,18 +77,6 @@ def add_rmsnorm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor
         return _linear_add_rmsnorm()(x, weight, residual, norm_weight, eps)  # type: ignore[no-any-return]
     out: tuple[Tensor, Tensor] = functions.add_rmsnorm(x @ weight.t(), residual, norm_weight, None, eps)
     return out
-
-
-def _linear_add_rmsnorm() -> Any:
-    return _traced_add_rmsnorm() if torch.compiler.is_compiling() else _defined_add_rmsnorm()
-
-
-_traced_add_rmsnorm = traced(linear_add_rmsnorm.linear_add_rmsnorm)
-
-
-@cache
-def _defined_add_rmsnorm() -> Any:
-    return registry.define(linear_add_rmsnorm.linear_add_rmsnorm()).overload
 
 
 def rotates(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, headdim: int) -> bool:

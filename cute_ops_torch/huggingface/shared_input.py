@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from cute_ops.ops.gemm.sums import column_sum
-from cute_ops_torch import registry
-from cute_ops_torch.composite.constant import traced
+from cute_ops_torch.composite.constant import overloads
 from cute_ops_torch.huggingface import products
 from cute_ops_torch.huggingface.attention import Bypassed, unwrapped
 from cute_ops_torch.huggingface.bypass import is_plain, is_plain_linear, parameter, takes
@@ -132,16 +131,7 @@ class _Projections(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *dweights, *dbiases
 
 
-def _sum_of_rows() -> Any:
-    return _traced_sum() if torch.compiler.is_compiling() else _defined_sum()
-
-
-_traced_sum = traced(column_sum)
-
-
-@cache
-def _defined_sum() -> Any:
-    return registry.define(column_sum()).overload
+_sum_of_rows = overloads(column_sum)
 
 
 @cache
