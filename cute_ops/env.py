@@ -44,6 +44,10 @@ def _switch(name: str, text: str) -> str:
     return text
 
 
+def _seconds(name: str, text: str) -> float:
+    return _number(name, text) or 300.0
+
+
 def _number(name: str, text: str) -> float | None:
     """A number above zero; None for an empty text."""
     try:
@@ -81,8 +85,7 @@ ARCH = Variable("CUTE_OPS_ARCH", "JAX lowers for this architecture, sm_90a or sm
 BUNDLE = Variable("CUTE_OPS_BUNDLE", "folders of compiled kernels to load from, separated as in PATH", _paths)
 CACHE_DIR = Variable("CUTE_OPS_CACHE_DIR", "the folder that compiled kernels and winners are kept in", _path)
 CACHE_MAX_BYTES = Variable("CUTE_OPS_CACHE_MAX_BYTES", "how large that folder may grow; 1 GiB by default", _number)
-COMPILE_SECONDS = 300.0  # where the variable is not set
-COMPILE_TIMEOUT = Variable("CUTE_OPS_COMPILE_TIMEOUT", "seconds that one compile may take; 300 by default", _number)
+COMPILE_TIMEOUT = Variable("CUTE_OPS_COMPILE_TIMEOUT", "seconds that one compile may take; 300 by default", _seconds)
 COMPILE_WORKERS = Variable("CUTE_OPS_COMPILE_WORKERS", "compiles at the same time; by default one per core", _count)
 RECORD = Variable("CUTE_OPS_RECORD", "a manifest to which every new kind of call is added", _path)
 TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls without a winner; 0 uses the heuristics alone", _switch)

@@ -34,7 +34,7 @@ env.check()  # when an adapter is imported, not at the first kernel
 log = logging.getLogger("cute_ops")
 MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
 # A process that holds a lock for longer than a compile may take is hanging: compile again instead of waiting for it.
-LOCK_SECONDS = (env.COMPILE_TIMEOUT.read() or env.COMPILE_SECONDS) + 30
+LOCK_SECONDS = env.COMPILE_TIMEOUT.read() + 30
 ENTRY = {"variant": object, "sha256": str}
 T = TypeVar("T")
 

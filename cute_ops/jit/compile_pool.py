@@ -30,7 +30,7 @@ FRAMEWORKS = ("torch", "jax")
 # The program's module, by the name under which a worker can import it.
 _PROGRAM = importable("__main__:").partition(":")[0]
 IDLE_SECONDS = 60.0
-TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or env.COMPILE_SECONDS
+TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read()
 _ERROR_TAIL = 4000
 
 
