@@ -165,14 +165,9 @@ def is_eager(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and not transforms_active() and type(x) is torch.Tensor
 
 
-def is_traced(x: torch.Tensor) -> bool:
-    """Whether torch.compile traces calls on ``x``, a plain tensor."""
-    return torch.compiler.is_compiling() and type(x) is torch.Tensor
-
-
 def is_plain(x: torch.Tensor) -> bool:
     """Whether ``x`` is a plain tensor, and no mode or transform sees the calls made on it; a compiler may."""
-    return is_traced(x) or is_eager(x)
+    return type(x) is torch.Tensor and (torch.compiler.is_compiling() or not transforms_active())
 
 
 def has_hooks(module: nn.Module) -> bool:
