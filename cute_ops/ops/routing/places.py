@@ -20,18 +20,13 @@ CASES = (
 )
 
 
-def _sorted(xp: Any, index: Any, classes: int) -> tuple[Any, Any]:
-    index = xp.where((index >= 0) & (index < classes), index, xp.zeros_like(index) + classes)
-    order = xp.argsort(index, stable=True)
-    place = xp.argsort(order, stable=True)
-    every = xp.arange(classes, dtype=index.dtype)
-    ends = xp.sum(xp.astype(index[None, :] <= every[:, None], xp.int32), axis=-1)
-    return xp.astype(place, xp.int32), xp.astype(ends, xp.int32)
-
-
 def reference(xp: Any, index: Any, classes: int) -> tuple[Any, Any]:
-    place, ends = _sorted(xp, xp.reshape(index, (-1,)), classes)
-    return xp.reshape(place, index.shape), ends
+    flat = xp.reshape(index, (-1,))
+    flat = xp.where((flat >= 0) & (flat < classes), flat, xp.zeros_like(flat) + classes)
+    place = xp.argsort(xp.argsort(flat, stable=True), stable=True)
+    every = xp.arange(classes, dtype=flat.dtype)
+    ends = xp.sum(xp.astype(flat[None, :] <= every[:, None], xp.int32), axis=-1)
+    return xp.reshape(xp.astype(place, xp.int32), index.shape), xp.astype(ends, xp.int32)
 
 
 def _check(binding: Binding) -> str | None:
