@@ -288,7 +288,7 @@ def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
 
 
 def _any_or_row(problem: Problem) -> RowProblem:
-    """The row; of a length that kernels do not know, one that starts at as many places as any."""
+    """The row; where kernels do not know its length, one of length 1, whose rows start at every offset in a vector."""
     row = row_of(problem)
     return row._replace(n=1) if problem.n is None else row
 
@@ -314,7 +314,11 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     sm_threads = sm_threads * 2 // (1 + sums)
     # Rows of three inputs take longer to arrive.
     alone = "dresidual_out" in problem.dtypes and cluster == 1 and _is_long(row, span)
-    lone = cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4 and "dresidual_out" not in problem.dtypes
+    # Two CTAs of clusters of four would disturb each other: one has an SM, and more stages.
+    alone_of_four = (
+        cluster == 4 and sums == 1 and row.aligned and row.itemsize < 4 and "dresidual_out" not in problem.dtypes
+        and sm_threads // threads > 1
+    )  # fmt: skip
     stages = _stages(row, slot, deeper=alone or (cluster > 1 and _exchange_is_long(row, span)))
     # A thread's last vector may lie past the row: its memory is not in `slot`, by which stages and CTAs were measured.
     held = threads * -(-span // share) * row.vector_elements * (row_bytes // row.n)
@@ -322,10 +326,9 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     stages = min(stages, room // held)
     if span > max(4, per_thread) * share or stages < 2:
         return None
-    lone = lone and sm_threads // threads > 1
-    if lone and 4 * slot <= row.ring_bytes:  # one CTA of a larger cluster with more slots; two disturb each other
+    if alone_of_four and 4 * slot <= row.ring_bytes:
         stages = min(4, room // held)
-    most = 1 if alone or lone else sm_threads // threads
+    most = 1 if alone or alone_of_four else sm_threads // threads
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), most))
     config = NormConfig("persistent", threads, share, cluster, resident, align, stages=stages, balanced=balanced)
     config = replace(config, clusters=resident_clusters(problem, cluster) * resident)
