@@ -13,7 +13,7 @@ from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.composite.rmsnorm_linear import NAMED, rmsnorm_linear
 from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.named import EPILOGUES
-from cute_ops_torch.composite import recipes as recipes  # defines ops of what was found in graphs
+from cute_ops_torch.composite import recipes as recipes  # defines the op `by_recipe`
 from cute_ops_torch.registry import define
 
 for _save, _transposed in product(("pre", "none"), (False, True)):

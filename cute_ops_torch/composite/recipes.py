@@ -1,8 +1,9 @@
-"""Make ops of expressions that were found in graphs anew, where nothing has found them.
+"""Ops of expressions that were found in graphs, made anew in processes that have not seen these graphs.
 
-Code in Inductor's caches registers them first, in Python. What AOTInductor packages calls the op ``by_recipe`` instead,
-which makes them in its first call: such code runs in C++, too. Processes that measure configs, manifests and bundles
-find an op by its place in this module, an attribute that holds its recipe.
+A recipe is the Python call that makes such an op. Code in Inductor's caches runs it and registers the op. What
+AOTInductor packages runs in C++, too: it calls the op ``by_recipe``, which makes the other op in its first call.
+Processes that measure configs, manifests and bundles find an op by its place, an attribute of this module whose name
+holds the recipe.
 """
 
 from __future__ import annotations

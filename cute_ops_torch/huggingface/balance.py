@@ -27,9 +27,8 @@ def balance(gate_logits: tuple[Tensor, ...], top_k: int, attention_mask: Tensor 
     if attention_mask is not None:
         weights = attention_mask.reshape(-1).float().repeat(len(gate_logits))
     found = _balance()(torch.cat([each.to(gate_logits[0].device) for each in gate_logits]), weights, top_k)
-    loss: Tensor = (
-        found[0] if isinstance(found, tuple) else found
-    )  # what torch.compile calls gives its saved outputs, too
+    # The op that torch.compile calls returns its saved outputs, too.
+    loss: Tensor = found[0] if isinstance(found, tuple) else found
     return loss
 
 

@@ -19,8 +19,9 @@ from cute_ops_torch.composite.constant import constant
 log = logging.getLogger("cute_ops")
 # An attribute of modules that add: by the number of each add the norm that has read its sum.
 READERS = "_cute_readers"
-# What a trace has found that modules do not know yet; versions that are on their way to the code that asked for them.
+# (module, number, norm) of each sum whose reader a trace has found and not yet written to the module.
 _found: list[tuple[nn.Module, int, nn.Module]] = []
+# Versions that Dynamo has read for the traced code, which takes the last one by `_noted_version`.
 _versions: list[int] = []
 
 

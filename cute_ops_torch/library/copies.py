@@ -47,7 +47,7 @@ def copied(x: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> tor
 
 
 def for_a_node(plan: Callable[..., Any], *args: Any) -> Any:
-    """``plan(*args)`` of a call whose copies a backward reads, too."""
+    """``plan(*args)``, which chooses the kernels of a call, for one whose backward reads the forward's copies, too."""
     kept.forward = True
     try:
         return plan(*args)

@@ -33,7 +33,7 @@ THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
 # Partial sums that a sum over rows has in a kernel of elements, whose CTAs take a warp's vectors of columns: as many as
 # let this number of CTAs run on each SM; and where the length of rows is not known.
 PARTIAL_CTAS, PARTIALS = 4, 64
-# Rows that a thread adds up of an example that has sums of its own, and the most parts of one.
+# Where each example has sums of its own: rows that a thread adds up, and the most partial sums of an example.
 ROWS_OF_THREAD, MOST_PARTS = 16, 256
 WHOLE, WHOLE_OF = ("int32", "int64", "uint8"), "I_"  # dtypes of whole numbers, and how variables of these begin
 COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
@@ -234,7 +234,7 @@ def declare(
 
 
 def choices(variable: str) -> tuple[str, ...]:
-    """What a dtype variable of an operand may be."""
+    """The dtypes that a variable may stand for: those of whole numbers, or of floats."""
     return WHOLE if variable.startswith(WHOLE_OF) else FLOATS
 
 

@@ -81,12 +81,12 @@ DEAR, REGISTER_THREADS = 3, 1024
 # outputs that have columns nothing is kept, with them DEEP_KEPT values, for which an SM has DEEP_THREADS.
 DEEP_KEPT, DEEP_THREADS = 64, 512
 # Two tiles in the registers of clusters, whose reductions take longer: a thread has four vectors of each in 80
-# registers, so 1.5 times as many bytes are in flight; in 64 with one stage.
+# registers, so 1.5 times as many bytes are in flight. With one stage it has 64 registers: WIDE_ONCE.
 WIDE_THREADS, WIDE_ONCE_THREADS, WIDE_ONCE_CTAS = 768, 960, 5
 # Unaligned rows, one per CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles in more than two
 # stages, for a dear tile and for all others. With more vectors per thread the work at a row's ends counts less.
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
-# Where nothing is reduced, of 129 to 256 vectors.
+# Unaligned rows of 129 to 256 vectors of which nothing is reduced: vectors of a thread and threads of an SM.
 UNALIGNED_ALONE = (1, 1792)
 # The longest of them: a CTA of 384 threads, two or three of which share an SM.
 UNALIGNED_VECTORS = 1152

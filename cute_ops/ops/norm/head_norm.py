@@ -17,7 +17,7 @@ CASES = (
     Case("long-heads", {"m": (3,), "h": 2, "n": 4097}),
 )
 
-# The gradient of a row of one element is 0, computed as what one product is rounded by, times rstd, which eps bounds.
+# The gradient of a row of one element is 0. What is computed is a product's rounding error times rstd: eps bounds it.
 LAYER_CASES = (CASES[0]._replace(attrs={"eps": 0.1}), *CASES[1:])
 
 

@@ -133,7 +133,7 @@ def _in_registers(problem: Problem, row: _Quantized) -> QuantizeConfig:
     per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair or wide else UNALIGNED_PER_THREAD
     share = threads_for(span, per_thread)
     if 4 * WARP < span <= 4.5 * WARP and row.aligned:
-        share = WARP  # of two warps a quarter of the vectors would be none
+        share = WARP  # two warps would leave a quarter of their vectors empty
     if not row.by_row:
         share = max(share, BLOCK // row.elements)  # as many lanes as hold a block: they find its largest element
     threads = max(share, 128)
@@ -186,7 +186,7 @@ def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
     room = ring if full else min(SMEM_BYTES_IN_FLIGHT, ring)
     resident = max(1, min(room // slot, sm_threads // threads))
     if full and row.pair:
-        resident = max(resident, UNALIGNED_SM_THREADS_GATED // threads)  # which bounds registers
+        resident = max(resident, UNALIGNED_SM_THREADS_GATED // threads)  # the number bounds a thread's registers
     return QuantizeConfig("smem", threads, threads, cluster, resident, 1 if row.aligned else LINE_VECTORS)
 
 
