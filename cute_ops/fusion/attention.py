@@ -23,13 +23,14 @@ from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.express import COLUMNS, ONE, Leaf
 from cute_ops.fusion.graph import Graph as Program
 from cute_ops.fusion.graph import Node, Shape
+from cute_ops.fusion.named import positive_number
 from cute_ops.fusion.region import live_nodes
 from cute_ops.fusion.scores import Known, Masks, Scores, places_of, softmax_of
 
 HALVES = ("bfloat16", "float16")  # other dtypes have no kernel
 HEAD_SIZES = range(16, 257, 16)
 _OTHER_DTYPES = "its arrays or its result are not all of one 16-bit dtype"
-_PRODUCTS = (*HALVES, "float32")  # of values that were 16 bits before, and are afterwards
+_PRODUCTS = (*HALVES, "float32")  # float32: of operands cast from 16 bits, whose result is cast back
 
 
 class Part(NamedTuple):
@@ -74,7 +75,7 @@ def attentions(
     graph: Program, analysis: Analysis, known: Known, stay: dict[Node, str] | None = None
 ) -> Iterator[Composite]:
     """The attentions of a program. Their operands are ``q``, ``k`` and ``v``, and what scores are computed from.
-    ``stay`` gets those that no op computes by their last product, and why not.
+    ``stay`` gets, by the last product of each attention that no op computes, the reason.
 
     Attributes of each: ``parts``, a :class:`Part` for each of the three; ``scores``; ``reads``, a :class:`Read` for
     each other operand; ``out``, the sizes and the order of dims that bring ``[batch, sequence, heads, columns]`` to the
@@ -88,13 +89,16 @@ def attentions(
                 found = of_root.get(node.args[side])
                 if found is None:
                     continue
-                z = softmax_of(found.expression, found.expression.outputs[0])
-                try:
-                    _require(z is not None, _why_no_softmax(found))
-                    yield _Attention(readers, found, z or 0, node, side, known).found()
-                except _No as error:
-                    if stay is not None and (why := str(error)):
-                        stay[node] = why
+                z, why = softmax_of(found.expression, found.expression.outputs[0]), ""
+                if z is None:
+                    why = _why_no_softmax(found)
+                else:
+                    try:
+                        yield _Attention(readers, found, z, node, side, known).found()
+                    except _No as error:
+                        why = str(error)
+                if why and stay is not None:
+                    stay[node] = why
 
 
 def _why_no_softmax(found: Found) -> str:
@@ -104,8 +108,9 @@ def _why_no_softmax(found: Found) -> str:
 
 
 def beside_softmaxes(analysis: Analysis) -> set[Node]:
-    """What an expression computes beside a softmax and not of its scores, such as a mask that all layers read: apart
-    from it, the softmax is that of an attention.
+    """Outputs that a region with a softmax has besides it and that do not depend on its scores, such as a mask that all
+    layers read. An attention is only found where its softmax is the region's only output, so the program computes these
+    by itself.
     """
     apart = set[Node]()
     regions: dict[int, list[Found]] = defaultdict(list)
@@ -136,7 +141,7 @@ class _Readers:
 
     Attributes:
         live: the nodes that the outputs need.
-        scores: what is done to scores, of all that was found.
+        scores: the changes of scores that were found so far.
     """
 
     def __init__(self, graph: Program, analysis: Analysis) -> None:
@@ -170,7 +175,7 @@ class _Readers:
 
 
 class _No(Exception):
-    """This is no attention that our op computes; says why if it is one."""
+    """Our op does not compute this. The message says why if it is an attention; else it is empty."""
 
 
 class _Attention:
@@ -345,7 +350,7 @@ class _Attention:
     # The scores
 
     def _what_is_done(self, acc: int, sizes: tuple[int, int]) -> Scores:
-        """What is done to the scores. Layers that share a mask do one thing, which is found once."""
+        """What is done to the scores. It is looked up, as layers that share a mask do the same."""
         masks = ((leaf.node, leaf.labels) for i, leaf in enumerate(self.scores.leaves) if i != acc)
         key = (self.scores.expression, self.z, acc, self.rows, self.of_query, sizes, *masks)
         if key not in self.readers.scores:
@@ -435,8 +440,8 @@ def _before(node: Node) -> tuple[Node, tuple[int, ...], float, list[Node]]:
 
 
 def _narrow(node: Node) -> tuple[Node, float]:
-    """The 16 bits that a value in float32 was before it was multiplied by a positive number, and the number; the value
-    itself and 1 of another.
+    """The 16-bit value that was cast to float32 and multiplied by a positive number, and the number; for any other node
+    the node itself and 1.
     """
     x, number = node, 1.0
     while node.dtype == "float32" and (found := _multiplied(x)) is not None:
@@ -448,12 +453,10 @@ def _narrow(node: Node) -> tuple[Node, float]:
 def _multiplied(node: Node) -> tuple[Node, float] | None:
     """The tensor that a node multiplies by a positive number, and the number; None if the node does not."""
     if (node.op, node.attr) == ("primitive", "multiply"):
-        for x, number in (node.args, node.args[::-1]):
-            while number.op in ("broadcast", "cast", "reshape"):
-                number = number.args[0]
-            known = number.op == "constant" and not isinstance(number.attr, bool) and number.attr > 0
-            if known and (x.shape, x.dtype) == (node.shape, node.dtype):
-                return x, float(number.attr)
+        for x, other in (node.args, node.args[::-1]):
+            number = positive_number(other)
+            if number is not None and (x.shape, x.dtype) == (node.shape, node.dtype):
+                return x, float(number)
     return None
 
 

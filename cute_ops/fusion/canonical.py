@@ -227,7 +227,7 @@ class _Colours:
         self.operands = kinds
         self._words = [_hash_of(node.primitive + node.value * (node.primitive == "astype")) for node in nodes]
         self._commutes = [node.primitive in _COMMUTE for node in nodes]
-        # By leaf that is an operand its number, and the half that is read.
+        # By node that reads an operand: the operand's number, and the hash of the half that is read.
         self._read = {
             i: (node.operand, _hash_of(node.half)) for i, node in enumerate(nodes) if node.primitive == "operand"
         }
@@ -319,7 +319,7 @@ class _Sorting:
 
 @cache
 def _hash_of(word: str) -> int:
-    """A number for a word, the same in every process; Python's hashes of tuples of numbers are."""
+    """A number for a word. It is the same in every process, as Python's hashes of tuples of numbers are, too."""
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "big")
 
 

@@ -33,23 +33,20 @@ class Terms(NamedTuple):
 
 @lru_cache(1024)
 def terms_of(expression: Expression, at_target: tuple[bool, ...], n: int | str | None) -> Terms | None:
-    """The loss that an expression is; None of one that is none.
+    """The terms of the cross entropy that an expression computes; None if it computes none.
 
     Args:
-        expression: of logits and of the target's logit.
-        at_target: for each operand whether it is the latter.
+        expression: its operands are the logits and the target's logit.
+        at_target: for each operand whether it is the target's logit.
         n: the number of classes.
     """
     import numpy as np
 
     if True not in at_target or False not in at_target or not _is_analytic(expression):
         return None
-    if _depends_on_length(expression):
-        if not isinstance(n, int):
-            return None
-        columns = n
-    else:
-        columns = _COLUMNS
+    columns = n if _depends_on_length(expression) else _COLUMNS
+    if not isinstance(columns, int):
+        return None
     rng = np.random.default_rng(7)
     x = rng.standard_normal((_ROWS, columns)) * rng.uniform(0.2, 2, (_ROWS, 1)) + rng.standard_normal((_ROWS, 1)) * 2
     at = rng.standard_normal((_ROWS, 1))

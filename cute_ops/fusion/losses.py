@@ -14,7 +14,7 @@ from cute_ops.fusion.express import express
 from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops.fusion.loss_terms import terms_of
 from cute_ops.fusion.match import meaning_of
-from cute_ops.fusion.named import Named, uncast
+from cute_ops.fusion.named import Named, positive_number, uncast
 from cute_ops.fusion.region import VIEWS, Facts, Region, live_nodes, without_ones
 
 _MOST = 40  # nodes of a loss
@@ -76,7 +76,7 @@ def _loss(root: Node, pick: Node, call: Named, exact: bool) -> Named | None:
 def _of_one_hot(graph: Graph, node: Node, exact: bool) -> Named | None:
     """The call of minus the loss that a node is: the sum of a row's logarithms of probabilities times a one-hot row.
 
-    A class that there is not has no one, so its row has no loss.
+    The one-hot row of a target that is no class has only zeros, so the row's loss is 0.
     """
     for one_hot, factor in _products_of_rows(node):
         if (index := _index_of(graph, one_hot)) is None:
@@ -91,7 +91,7 @@ def _of_one_hot(graph: Graph, node: Node, exact: bool) -> Named | None:
 
 
 def _products_of_rows(node: Node) -> Iterator[tuple[Node, Node]]:
-    """The two factors whose product over the last dim a node sums up, in both orders."""
+    """The two factors of a product that a node sums up over the last dim, in both orders."""
     factors: tuple[Node, ...] = ()
     if node.op == "reduce" and node.attr[:2] == ("sum", (len(node.args[0].shape) - 1,)):
         product = node.args[0]
@@ -107,7 +107,7 @@ def _products_of_rows(node: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _index_of(graph: Graph, one_hot: Node) -> Node | None:
-    """The integers of which a node is the one-hot rows."""
+    """The integers whose one-hot rows a node is; None if it is none."""
     node = uncast(one_hot)
     if (node.op, node.attr) != ("primitive", "equal"):
         return None
@@ -125,7 +125,7 @@ def _index_of(graph: Graph, one_hot: Node) -> Node | None:
 
 
 def _logits_of(node: Node, exact: bool) -> Node | None:
-    """The value whose logarithm of a softmax a node is."""
+    """The value whose ``log_softmax`` a node is; None if it is none."""
     if (node.op, node.attr) != ("primitive", "subtract"):
         return None
     first = node.args[0]
@@ -169,11 +169,12 @@ def _expressed(nodes: list[Node], root: Node, exact: bool) -> tuple[Expression, 
 def _with_head(
     graph: Graph, node: Node, call: Named, is_linear: Callable[[Node], bool], live: set[Node]
 ) -> Named | None:
-    """The call with the product that makes the logits, which may be moved, capped and scaled, and whose rows may have
-    been joined.
+    """The call of a linear head's loss, where a product makes the logits; None elsewhere.
+
+    Between the product and the loss, logits may get a bias, a scale, a soft cap and other rows.
     """
     product, target = call.nodes
-    reader, views, scale, cap, bias = node, list[tuple[int, int, int, int]](), 1.0, 0.0, None
+    reader, sliced, scale, cap, bias = node, tuple[tuple[int, int, int, int], ...](), 1.0, 0.0, None
     while _reader(graph, product, live) is reader:
         reader = product
         if is_linear(product):
@@ -182,10 +183,10 @@ def _with_head(
             product, reader, cap, scale = capped
         elif (scaled := _scaled(product)) is not None and bias is None:
             product, scale = scaled[0], scale * scaled[1]
-        elif (moved := _moved(product)) is not None and bias is None:
-            product, bias = moved
-        elif product.op == "slice" and product.attr[0] < len(product.shape) - 1 and not views:
-            views, product = [product.attr], product.args[0]
+        elif (biased := _biased(product)) is not None and bias is None:
+            product, bias = biased
+        elif product.op == "slice" and product.attr[0] < len(product.shape) - 1 and not sliced:
+            sliced, product = (product.attr,), product.args[0]
         elif _is_view(product):
             product = product.args[0]
         else:
@@ -194,14 +195,14 @@ def _with_head(
         return None
     x, weight = product.args
     rows = x.shape[:-1]
-    if views:
-        (axis, start, stop, step), left = views[0], list(rows)
+    if sliced:
+        (axis, start, stop, step), left = sliced[0], list(rows)
         if axis >= len(rows) or not all(isinstance(each, int) for each in (start, stop, step)):
             return None
         left[axis] = -((start - stop) // step)
         rows = tuple(left)
     attrs = {**call.attrs, "transposed": product.attr[1] == (0,), "total": False}
-    attrs |= {"softcap": cap, "logit_scale": scale, "sliced": tuple(views)}
+    attrs |= {"softcap": cap, "logit_scale": scale, "sliced": sliced}
     nodes, shapes = (x, weight, target), (x.shape, weight.shape, rows)
     if bias is None:
         return Named("linear_cross_entropy", ("hidden", "weight", "target"), nodes, shapes, attrs)
@@ -221,30 +222,27 @@ def _scaled(node: Node) -> tuple[Node, float] | None:
     if node.op != "primitive" or node.attr not in ("multiply", "divide"):
         return None
     pairs = (node.args, node.args[::-1])[: 1 + (node.attr == "multiply")]
-    for x, number in pairs:
-        while number.op in ("broadcast", "cast", "reshape"):
-            number = number.args[0]
-        if number.op == "constant" and not isinstance(number.attr, bool) and number.attr > 0 and x.shape == node.shape:
-            return x, number.attr if node.attr == "multiply" else 1 / number.attr
+    for x, other in pairs:
+        if (number := positive_number(other)) is not None and x.shape == node.shape:
+            return x, number if node.attr == "multiply" else 1 / number
     return None
 
 
 def _capped(graph: Graph, node: Node, live: set[Node]) -> tuple[Node, Node, float, float] | None:
-    """Of ``cap * tanh(x * number)`` x, what reads it, the cap and ``number * cap``."""
+    """For a node ``cap * tanh(x * number)``: x, the node that reads it, the cap and ``number * cap``."""
     outer = _scaled(node)
     if outer is None:
         return None
     tanh, cap = uncast(outer[0]), outer[1]
-    if (tanh.op, tanh.attr) != ("primitive", "tanh") or _scaled(tanh.args[0]) is None:
+    if (tanh.op, tanh.attr) != ("primitive", "tanh") or (scaled := _scaled(tanh.args[0])) is None:
         return None
-    inner = tanh.args[0]
-    x, number = _scaled(inner) or (inner, 1.0)
+    inner, (x, number) = tanh.args[0], scaled
     alone = all(_reader(graph, each, live) is not None for each in (outer[0], tanh, inner))
     return (x, inner, cap, number * cap) if alone else None
 
 
-def _moved(node: Node) -> tuple[Node, Node] | None:
-    """The value to which a node adds one number for each column, and these; both in the node's dtype."""
+def _biased(node: Node) -> tuple[Node, Node] | None:
+    """The value to which a node adds a bias of its columns, and the bias; both in the node's dtype."""
     if (node.op, node.attr) != ("primitive", "add"):
         return None
     for x, bias in (node.args, node.args[::-1]):
@@ -284,7 +282,9 @@ def _with_sum(graph: Graph, node: Node, call: Named, live: set[Node]) -> tuple[N
 
 
 def _mask(user: Node, each: Node) -> Node | None:
-    """Which rows a node keeps, where it makes others 0. XLA, too, takes ``x * mask`` for ``where(mask, x, 0)``."""
+    """The mask by which a node makes rows 0; None if it has none. Like XLA, takes ``x * mask`` for
+    ``where(mask, x, 0)``.
+    """
     if (user.op, user.attr) == ("primitive", "where") and user.args[1] is each and _is_zero(user.args[2]):
         return user.args[0]
     if (user.op, user.attr) == ("primitive", "multiply"):

@@ -55,6 +55,14 @@ def uncast(node: Node) -> Node:
     return node
 
 
+def positive_number(node: Node) -> Any:
+    """The positive constant that a node is, in any shape and dtype; None if it is none."""
+    while node.op in ("broadcast", "cast", "reshape"):
+        node = node.args[0]
+    known = node.op == "constant" and not isinstance(node.attr, bool) and node.attr > 0
+    return node.attr if known else None
+
+
 def of_parts(parts: Sequence[Node], axis: int) -> Turn | None:
     """The rotation whose result's columns these are, one part after the other: ``x1 cos - x2 sin``,
     ``x2 cos + x1 sin`` and perhaps columns of x that are kept.

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
         where: the loops and branches that it stands in, ``scan``.
         times: how often it stands there.
         gain: microseconds that a model expects it to save each time; None where it says nothing.
-        module: where it stands in a model of modules, with ``*`` for numbers of layers: ``layers.*.mlp``.
+        module: the path of the module that it stands in, with ``*`` for numbers of layers: ``layers.*.mlp``.
     """
 
     becomes: str
@@ -89,7 +89,11 @@ class Report(list[Entry]):
 def entry_of(found: Found | Call | Composite, choice: Choice, where: str = "") -> Entry:
     """The entry of an expression, or of another op."""
     shape = [*found.rows, *([] if found.n is None else [found.n])]
-    return Entry(choice.name, found.text, choice.why, f"[{', '.join(map(str, shape))}]", where, 1)
+    return Entry(choice.name, found.text, choice.why, text_of_shape(shape), where, 1)
+
+
+def text_of_shape(shape: Iterable[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def _total(entries: Iterable[Entry]) -> int:
@@ -97,7 +101,7 @@ def _total(entries: Iterable[Entry]) -> int:
 
 
 def _said(entry: Entry) -> str:
-    """What a line says was found: no expression that the op's name says, and numbers with the digits that matter."""
+    """The expression of an entry as a line has it: with floats of six digits, and empty where the op's name says it."""
     if entry.what.startswith("e1(") and entry.becomes not in ("", "fused", "linear"):
         return ""
     return re.sub(r"\d+\.\d+(e[-+]?\d+)?", lambda number: f"{float(f'{float(number[0]):.6g}')}", entry.what)

@@ -70,7 +70,9 @@ _Where = tuple[int, bool]  # a condition, and which of its values hides
 
 
 def _zero_where(expression: Expression, i: int) -> tuple[_Where | None, int]:
-    """Where a node is zero instead of another, and the other; the node itself if it is that nowhere."""
+    """The condition under which a node is zero, and the node that it is otherwise; None and the node itself of one
+    without a condition.
+    """
     node = expression.nodes[i]
     if node.primitive == "where":
         for arg, other, hides in ((node.args[1], node.args[2], True), (node.args[2], node.args[1], False)):
@@ -87,7 +89,7 @@ def _is_hidden_by(expression: Expression, z: int, hidden: _Where) -> bool:
 
 
 def _unshifted(expression: Expression, i: int) -> int:
-    """A value before its row's maximum was subtracted."""
+    """The node from which a node subtracts the maximum of its row; the node itself if it is no such difference."""
     node = expression.nodes[i]
     shifted = node.primitive == "subtract" and _is_maximum(expression, node.args[1], node.args[0])
     return node.args[0] if shifted else i
@@ -102,7 +104,7 @@ def _is_maximum(expression: Expression, i: int, z: int) -> bool:
 
 
 def _log_softmax_of(expression: Expression, i: int) -> int | None:
-    """The node whose softmax a node is the logarithm of."""
+    """The node whose ``log_softmax`` a node is; None if it is none."""
     nodes = expression.nodes
     if nodes[i].primitive != "subtract":
         return None
@@ -116,7 +118,7 @@ def _log_softmax_of(expression: Expression, i: int) -> int | None:
 
 
 def _log_sum_of(expression: Expression, i: int) -> int | None:
-    """The node of which a node is the logarithm of the sum of exponentials."""
+    """The node of whose exponentials a node is the logarithm of the sum; None if it is none."""
     for primitive in ("log", "abs", "sum", "exp"):
         if expression.nodes[i].primitive == primitive:
             (i,) = expression.nodes[i].args
@@ -197,9 +199,9 @@ class Masks:
             if array is None:
                 return None
             array = np.reshape(array, places_of(leaf, len(self.found.rows)))
-            repeated = (i for i, step in enumerate(array.strides) if not step)  # they are not copied
-            for axis in repeated:
-                array = array[(slice(None),) * axis + (slice(0, 1),)] if self._is_other(axis) else array
+            for axis, step in enumerate(array.strides):
+                if not step and self._is_other(axis):  # repeated: one element of it is enough
+                    array = array[(slice(None),) * axis + (slice(0, 1),)]
             arrays[i] = array.astype(np.float32)
         graph = Graph(expression.operands)
         one = graph.finish([copied(expression, graph)[node]])

@@ -85,7 +85,7 @@ def _narrow(a: Any) -> bool:
 
 
 def _number(operand: Any) -> Any:
-    """A number that jit traces in float32."""
+    """The operand in float32 if it is a number that jit traces; any other as it is."""
     traced = getattr(operand, "weak_type", False) and operand.shape == () and operand.dtype != bool
     return operand.astype("float32") if traced else operand
 

@@ -32,7 +32,8 @@ from cute_ops_jax.primitive.function import register
 # Arrays of the leaves, in order, to those of the roots, in order.
 Call = Callable[[Sequence[Any]], list[Any]]
 _OPS = {op.name: op for op in OPS}
-# Operands and results of an expression and of its derivative: of more it is seen whether that may be an expression.
+# The derivative of an expression reads its operands and results. If these are more than this, both are traced when the
+# expression is found, which shows whether one of them is too large for an op.
 MOST_OPERANDS = 24
 
 
@@ -58,7 +59,9 @@ def _derivative(call: Call, arrays: Sequence[Any]) -> Any:
 
 
 def _specs(found: Found, choice: Choice) -> Any:
-    """What a call gets, as shapes and dtypes."""
+    """The shapes and dtypes of the arrays that the call of an expression takes, one for each leaf; for the product of
+    ``linear`` those of x and the weight.
+    """
     nodes = [each.node.args if i == choice.product else each.node for i, each in enumerate(found.leaves)]
     return jax.tree.map(lambda node: jax.ShapeDtypeStruct(node.shape, node.dtype), nodes, is_leaf=_is_node)
 
@@ -102,8 +105,9 @@ def _linear_loss(
 
 
 def _classes(target: Any, n: int, outside: str) -> tuple[Any, Any]:
-    """Targets, -1 for those that are no class, and which are one; None if all count as one. A row whose target is none
-    has no gradient: a gather gives NaN, which the program masks if it goes on with the number, and a one-hot row 0.
+    """The targets, with -1 for each that is no class, and a mask of those that are classes; None where the loss of the
+    others is 0. Their rows have no gradient: with a gather their loss is NaN, which the program masks if it goes on
+    with the number, and with one-hot rows it is 0.
     """
     if outside == "clip":
         return jnp.clip(target, 0, n - 1), None

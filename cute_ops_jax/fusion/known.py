@@ -12,7 +12,7 @@ from cute_ops.fusion.graph import Node
 from cute_ops_jax._compat import JaxprEqn, Tracer
 from cute_ops_jax.fusion.front import Front, Value
 
-MOST = 1 << 28  # elements of an array that is looked at, without those that are repeated
+MOST = 1 << 28  # elements of an array whose value is computed; repeated ones count once
 # The array of an input of the program; None of one that is not known.
 Input = Callable[[], Any]
 
@@ -85,7 +85,9 @@ def _same(params: Any, aval: Any, x: Any) -> Any:
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Dims along which all arrays are repeated are computed once, as a mask's that all examples share."""
+    """The rule of an elementwise function. It computes one element of each dim along which all arrays are repeated, as
+    those of a mask that all examples share.
+    """
 
     def run(params: Any, aval: Any, *arrays: Any) -> Any:
         whole = [np.broadcast_to(a, aval.shape) for a in arrays]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cute_ops.fusion.graph import Node
-from cute_ops.fusion.report import Entry, Report, entry_of
+from cute_ops.fusion.graph import FLOATS, Node
+from cute_ops.fusion.report import Entry, Report, entry_of, text_of_shape
 from cute_ops_jax.fusion.front import Step
 from cute_ops_jax.fusion.program import Program
 
@@ -22,15 +22,15 @@ def _entries(program: Program, where: str) -> Iterator[Entry]:
     for node, why in program.analysis.reasons.items():
         value = program.front.values.get(node)
         if value is not None and id(value.step) in program.lookups:
-            yield Entry("embedding", "gather", "", str(list(node.shape)), where, 1)
+            yield Entry("embedding", "gather", "", text_of_shape(node.shape), where, 1)
             continue
         if node in replaced:
             continue
         said = _said(node, None if value is None else value.step)
-        if said not in _SILENT and node.dtype in ("float32", "bfloat16", "float16", "float64"):
+        if said not in _SILENT and node.dtype in (*FLOATS, "float64"):
             yield Entry("", said, "" if why == said else why, "", where, 1)
     for node, why in program.stay.items():
-        yield Entry("", "attention", why, str(list(node.shape)), where, 1)
+        yield Entry("", "attention", why, text_of_shape(node.shape), where, 1)
     for body in program.bodies.values():
         inner = f"{where} {body.equation.primitive.name}".strip()
         for each in body.programs:
@@ -38,7 +38,7 @@ def _entries(program: Program, where: str) -> Iterator[Entry]:
 
 
 def _said(node: Node, step: Step | None) -> str:
-    """What a node is: its primitive, or the function whose derivative is its own."""
+    """The name of a node's operation; that of a call of a function with a custom derivative includes the function's."""
     if node.op == "opaque" and step is not None and str(node.attr).startswith("custom_"):
         body = step.equation.params.get("call_jaxpr") or step.equation.params.get("fun_jaxpr")
         name = getattr(getattr(getattr(body, "jaxpr", None), "debug_info", None), "func_name", "")

@@ -75,7 +75,7 @@ class Emitter:
         order: the order of the values' leading dims in which results lie row by row; empty for the usual one.
     """
 
-    key = ""  # of a node's value in its ``meta``; by default of Dynamo's, or of export's
+    key = ""  # of a node's value in its ``meta``; empty: the one that Dynamo or export has used in the graph
 
     def __init__(
         self, graph: Graph, before: Node, lookup: Callable[[Value], Node | None], order: tuple[int, ...] = ()
@@ -294,9 +294,10 @@ class Emitter:
         made = self.method("permute", self.method("reshape", out, sizes), order)
         made = made if shape_of(example(made)) == product.shape else self.method("reshape", made, product.shape)
         for view in views:
-            if view.op != "cast":
-                change = ("permute", tuple(view.attr)) if view.op == "transpose" else ("reshape", view.shape)
-                made = self.method(change[0], made, change[1])
+            if view.op == "transpose":
+                made = self.method("permute", made, tuple(view.attr))
+            elif view.op == "reshape":
+                made = self.method("reshape", made, view.shape)
         return [made]
 
     def _seen(self, array: Node, order: tuple[int, ...], shape: tuple[int, ...]) -> Node:

@@ -1,7 +1,7 @@
-"""Takes apart what autograd joins: the gradients of queries, keys and values, for the gradient of their rotation.
+"""Let the gradient of a rotation read the gradients of queries, keys and values without the copy that joins them.
 
-A projection to all three is one op with one result, which a graph splits, so autograd joins their gradients by a copy.
-The kernel that turns them back reads three arrays and writes one, and so needs none.
+A projection to all three is one op with one result, which the program splits, so autograd joins their gradients by a
+copy. A kernel of ours rotates three arrays back and writes one, and so needs no copy.
 """
 
 from __future__ import annotations

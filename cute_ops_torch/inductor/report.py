@@ -15,7 +15,7 @@ from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import FLOATS
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.named import MODE
-from cute_ops.fusion.report import Entry, entry_of
+from cute_ops.fusion.report import Entry, entry_of, text_of_shape
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.rewrite import Rewritten
 
@@ -47,7 +47,7 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
     for node in stays:
         if node.op == "contract" and (why := made.stay.get(node) or taken.get(node) or _why_alone(node)):
             module = module_of(each.node for each in holders[node])
-            yield Entry("", "product", why, _shape(node), "", 1, module=module)
+            yield Entry("", "product", why, text_of_shape(node.shape), "", 1, module=module)
     whole = set(stays)
     for node, why in made.analysis.reasons.items():
         if node in whole and node.dtype in FLOATS:
@@ -61,13 +61,13 @@ def _left(node: Value, why: str, module: str) -> Iterator[Entry]:
         said, why = node.attr[0], "only epilogues of products rotate"
     if said not in (*_SILENT, *_VIEWS):
         said, why = (why, "") if why.startswith(said) else (said, why)
-        yield Entry("", said, why or _WHY.get(said, ""), _shape(node), "", 1, module=module)
+        yield Entry("", said, why or _WHY.get(said, ""), text_of_shape(node.shape), "", 1, module=module)
 
 
 def entry_of_node(name: str, what: str, node: Any) -> Entry:
     """The entry of what a call was replaced by."""
     value = example(node)
-    shape = "" if value is None else f"[{', '.join(map(str, value.shape))}]"
+    shape = "" if value is None else text_of_shape(value.shape)
     return Entry(name, what, "", shape, "", 1, module=module_of([node]))
 
 
@@ -85,7 +85,3 @@ def _why_alone(product: Value) -> str:
         return "it is no product of rows and one matrix"
     readers = {user.attr if user.op == "opaque" else user.op for user in product.users}
     return f"{', '.join(sorted(map(str, readers)))} follows it" if readers else "nothing follows it"
-
-
-def _shape(node: Value) -> str:
-    return f"[{', '.join(map(str, node.shape))}]"
