@@ -187,7 +187,7 @@ def _with_head(
             product, bias = biased
         elif product.op == "slice" and product.attr[0] < len(product.shape) - 1 and not sliced:
             sliced, product = (product.attr,), product.args[0]
-        elif _is_view(product):
+        elif _is_view(product) and all(_keeps_dims(product, axis + 1) for axis, *_ in sliced):
             product = product.args[0]
         else:
             return None
@@ -215,6 +215,13 @@ def _is_view(node: Node) -> bool:
     if node.op == "reshape":
         return node.shape[-1:] == node.args[0].shape[-1:]
     return node.op == "cast" and node.dtype == "float32"
+
+
+def _keeps_dims(view: Node, count: int) -> bool:
+    """Whether the first dims of a view are those of the value that it shows, so that a slice of the last of them is one
+    of the value.
+    """
+    return view.shape[:count] == view.args[0].shape[:count]
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:

@@ -230,6 +230,15 @@ def test_losses_of_heads_that_models_write(name: str) -> None:
     check(function, ["linear_cross_entropy"], HIDDEN, WEIGHT, BIAS, TARGET)
 
 
+@pytest.mark.parametrize(("rows", "part"), [((24,), slice(5)), ((4, 3, 2), (slice(None), slice(2)))])
+def test_a_slice_of_other_rows_is_none_of_the_heads(rows: tuple[int, ...], part: Any) -> None:
+    """The second leaves as many rows as the same slice of the head's, but other ones."""
+    hidden, target = draw(2, 3, 4, H), jnp.arange(24).reshape(rows)[part] % CLASSES
+    check(
+        lambda h, w, t: of_optax((h @ w.T).reshape(*rows, CLASSES)[part], t), ["cross_entropy"], hidden, WEIGHT, target
+    )
+
+
 @pytest.mark.parametrize("function", [
     lambda x, t: (lambda logp, a: jnp.minimum(-0.9 * a - 0.1 * logp.mean(-1), 50.0))(*logp_at(x, t)),
     lambda x, t: (lambda logp, a: -0.9 * a - 0.2 * logp.mean(-1))(*logp_at(x, t)),
