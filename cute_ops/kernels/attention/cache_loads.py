@@ -95,8 +95,14 @@ class Found(NamedTuple):
 
 
 def find_key(table, mCache, batch, key, count):
-    """Where a key of a sequence of ``count`` keys lies; ``table``: pages of each sequence; None of contiguous
-    caches.
+    """Where a key lies of a sequence that has ``count`` of them.
+
+    Args:
+        table: the pages of each sequence; None if caches are contiguous.
+        mCache: (pages, page size, heads, d).
+        batch: the sequence's number.
+        key: its number in the sequence; one that does not exist has page -1.
+        count: of keys.
     """
     slot = key if const_expr(table is None) else key % Int32(mCache.shape[1])
     return Found(_page(table, mCache, batch, key, count), slot)

@@ -1,4 +1,4 @@
-"""What the kernels of attention to caches have besides those of other keys: lengths, scales, and parts of keys."""
+"""What kernels of attention to caches add to those of attention: lengths, scales, and parts of keys."""
 
 import cutlass
 import cutlass.cute as cute
@@ -18,16 +18,17 @@ OWN_NAMES = {"q", "k", "v", "cu_seqlens_q", "lengths", "page_table", "sinks", "k
 
 
 class Cached:
-    """A base of kernels, before the class of the kernel without caches.
+    """A mixin for kernels of keys in caches; the next base is the kernel without caches, a
+    :class:`~cute_ops.kernels.attention.forward.ForwardKernel`.
 
-    Each sequence has so many keys as its length says. Keys of few queries are split: a CTA has one of the parts of a
-    block's tiles, and :class:`Combine` combines their results in a fixed order.
+    Each sequence has as many keys as its length says. If there are few blocks of queries, the keys of each are split: a
+    CTA takes one part, and :class:`Combine` combines the results of all parts in a fixed order.
     """
 
     def __init__(self, variant):
         super().__init__(variant)
         self.variant, self.float8 = variant, ITEMSIZE[variant.tensors["k"].dtype] == 1
-        # What is missing or scaled is hidden and changed first.
+        # Never a :class:`CappedSoftmax`, which takes products before they are scaled and missing keys are hidden.
         self.softmax = OnlineSoftmax(*self.mods.outer, self.softmax.growth)
         self.combine = Combine(self.dv, can_use_pdl(variant.arch))
 
@@ -66,21 +67,19 @@ class Cached:
         return tile, own._replace(part=index - number * sizes.splits)
 
     def _keys_of(self, tile, own):
-        """The tiles of the block's part, which are as many as those of each other one but the last."""
+        """The first and the last tile of a block's part; all parts but the last have equally many tiles."""
         first, last = super()._keys_of(tile, own)
         each = cutlass.max(cute.ceil_div(last - first + 1, own.splits), 0)
         last = last - own.part * each
         return cutlass.max(first, last - each + 1), last
 
     @cute.jit
-    def _scale(self, rS, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
-        """Multiply products by the scale of keys."""
+    def _scale_scores(self, rS, tile: cutlass.Constexpr, sizes: cutlass.Constexpr):
         mScale = sizes.scales[0]
         if const_expr(mScale is not None):
             rS.store(rS.load() * mScale[tile.head // sizes.heads_per_kv])
 
     def _of_values(self, factors, at):
-        """Multiply the factors of two rows of sums by the scale of values."""
         (tile, sizes, _), mScale = at, at[1].scales[1]
         if mScale is not None:
             for r in range(2):
@@ -88,7 +87,7 @@ class Cached:
 
     @cute.jit
     def _store_part(self, rX, sums: cutlass.Constexpr, row, at: cutlass.Constexpr):
-        """Divide a part's sums of two rows, 8 apart, and store them.
+        """Divide a part's sums of two rows, 8 apart, by their sums of weights, and store them.
 
         Args:
             rX: sums of values.
@@ -117,8 +116,13 @@ class Cached:
 
 @cute.jit
 def hide_missing(scores, there: cutlass.Constexpr, keys: cutlass.Constexpr, lane):
-    """Hide keys of pages outside of the pool, of which words say that they are there, a bit for each of ``keys`` keys;
-    None where all are.
+    """Hide keys whose page is outside of the pool.
+
+    Args:
+        scores: a thread's, by row.
+        there: words with a bit for each of ``keys`` keys: whether the key is there; None if all are.
+        keys: of a word.
+        lane: of the thread.
     """
     if const_expr(there is not None):
         every = Int32(-1 if keys == 32 else (1 << keys) - 1)

@@ -119,14 +119,14 @@ class Combine:
 
 
 def store_pairs(values, r, factor, address, dtype):
-    """Store a row's sums of values times a factor, two columns at once. Columns are pairs, 8 apart.
+    """Store a row's sums of values times a factor, a pair of columns at a time; a thread's pairs are 8 columns apart.
 
     Args:
         values: a thread's accumulators by row.
         r: which of its rows.
         factor: of the row.
         address: of the first pair, in bytes.
-        dtype: of memory.
+        dtype: of the memory.
     """
     rOut = fragment(dtype, 2)
     for c in range(cute.size(values, mode=[1]) // 2):

@@ -61,8 +61,8 @@ class AttentionConfig(KernelConfig):
         return MMA_ROWS * self.tiles_m * self.warps if self.warps else MMA_M * self.consumers
 
     def shared(self, d: int, e: int) -> int:
-        """Bytes of shared memory where warps multiply: queries, whose place outputs take, keys and values, padded; of
-        caches where the keys of two tiles lie, and a bit for each.
+        """Bytes of shared memory where warps multiply: queries, whose place outputs take, keys and values, padded; for
+        caches also the page and the slot of each key of two tiles, and a bit for each.
         """
         places = 4 * 2 * (2 * self.tile_n + -(-self.tile_n // 32)) if self.cached else 0
         return 2 * (self.block * (max(d, e) + PADDING) + self.tile_n * (d + e + 2 * PADDING)) + places

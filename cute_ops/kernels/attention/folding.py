@@ -94,11 +94,11 @@ class Folded:
         return (factor, offset) if node.primitive == "tanh" else (1.0, 0.0)
 
     def cap(self):
-        """Factors a, b of an output ``a * tanh(b * score)``; None of another one."""
+        """The factors (a, b) if the output is ``a * tanh(b * score)``, else None."""
         nodes = self.expression.nodes
 
         def scaled(i):
-            """A node's other argument and its constant factor."""
+            """The argument that a node multiplies by a constant, and the constant; any other node, and 1."""
             if nodes[i].primitive != "multiply":
                 return i, 1.0
             for x, y in (nodes[i].args, nodes[i].args[::-1]):

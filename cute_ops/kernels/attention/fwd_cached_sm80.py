@@ -16,11 +16,13 @@ from cute_ops.kernels.lib.matrix import folded
 
 
 class AttentionCachedSm80(Cached, AttentionFwdSm80):
-    """:class:`AttentionFwdSm80` of keys and values in caches, of which each sequence has so many as its length says.
+    """:class:`AttentionFwdSm80` of keys and values in caches; each sequence has as many as its length says.
 
-    A thread of the first warps looks up the page of one key, a tile ahead, and shows all threads where the key lies.
-    16 bits are copied by ``cp.async``; float8 is loaded while products are computed, and converted behind them.
-    Shared memory: besides, for each key of two tiles its page and its slot.
+    While a tile is computed, threads of the first warps look up the pages of the next one's keys, one key each, and
+    show all threads where it lies. Elements of 16 bits are copied by ``cp.async``; float8 is loaded before products are
+    computed, and converted after them.
+    Shared memory: that of :class:`AttentionFwdSm80`; for two tiles the page and the slot of each key, and a bit for
+    each.
     """
 
     @cute.jit
@@ -43,9 +45,6 @@ class AttentionCachedSm80(Cached, AttentionFwdSm80):
         head = tile.head // own.heads_per_kv
         return CacheRows(keys, (head, tile.batch, own.seqlen_k), ((sK, sV), *more), tidx, self.threads)
 
-    def _scale_scores(self, rS, place):
-        self._scale(rS, place.tile, place.sizes)
-
     def _hide_missing(self, scores, there):
         hide_missing(scores, there, WARP, cute.arch.lane_idx())
 
@@ -60,14 +59,15 @@ class AttentionCachedSm80(Cached, AttentionFwdSm80):
 
 
 class CacheRows(Fixed):
-    """What copies tiles of keys, 0, and of values, 1, from caches: all threads of a CTA, as :class:`RowLoads` does.
+    """Copies of tiles of keys, 0, and of values, 1, from caches, with the methods of
+    :class:`~cute_ops.kernels.attention.fwd_sm80.RowLoads`.
 
     Args:
-        caches: of keys and of values, (pages, page size, heads, d), and pages of each sequence; None of contiguous
-            caches.
-        sequence: its head of the caches, its number, and how many keys it has.
-        shared: a tile of keys and one of values; of two tiles the page and the slot of each key, (2, keys, tiles), and
-            which are there, a bit each.
+        caches: of keys and of values, (pages, page size, heads, d); then the pages of each sequence, None if caches are
+            contiguous.
+        sequence: the head of the caches, the sequence's number, and how many keys it has.
+        shared: a tile of keys and one of values; for two tiles the page and the slot of each key, (2, keys, tiles), and
+            a bit for each key: whether it is there.
         tidx, threads: of the CTA.
     """
 
@@ -86,7 +86,7 @@ class CacheRows(Fixed):
 
     @cute.jit
     def look_up(self, tile, first):
-        """The key of this thread in a tile, which is not there before the first one."""
+        """Find this thread's key of a tile; a tile before the first one has no keys."""
         count = cutlass.select_(tile >= first, self.count, Int32(0))
         return find_key(self.table, self.caches[0], self.batch, tile * self.keys + self.tidx, count)
 
@@ -106,7 +106,7 @@ class CacheRows(Fixed):
         return tuple([self.marks[i, stage] for i in range(cute.size(self.marks, mode=[0]))])
 
     def start(self, which, tile, first, stage):
-        """Start to copy a tile, zeros where no key is; returns what is to be converted."""
+        """Start to copy a tile, zeros where no key is; returns what :meth:`finish` converts."""
         mX, sX, loaded = self.caches[which], self.shared[which], []
         itemsize, row_bytes = mX.element_type.width // 8, sX.stride[0] * 2
         across, rows = cute.size(sX, mode=[1]) * itemsize // VECTOR_BYTES, self.keys
@@ -130,7 +130,7 @@ class CacheRows(Fixed):
         return loaded
 
     def finish(self, which, started):
-        """Wait for copies, or store what was loaded as numbers of 16 bits."""
+        """Wait for copies, or convert what was loaded to 16 bits and store it."""
         if not self.float8:
             cute.arch.cp_async_wait_group(0)
         for rX, there, target, inside in started:
@@ -145,7 +145,7 @@ class CacheRows(Fixed):
 
 @cute.jit
 def _copy_inside(target: cutlass.Constexpr, source, size, inside: cutlass.Constexpr):
-    """Start to copy 16 bytes of a thread that has any; all have, if ``inside`` is None."""
+    """Start to copy 16 bytes if ``inside``; None: in all threads."""
     if const_expr(inside is None):
         copy_bytes(target, source, size)
     elif inside:

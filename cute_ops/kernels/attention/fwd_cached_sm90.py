@@ -143,12 +143,6 @@ class AttentionCachedSm90(Cached, AttentionFwd):
                     slot.advance()
         let_next_start(True)
 
-    @cute.jit
-    def _change(self, rS, at: cutlass.Constexpr, keys):
-        tile, sizes, *_ = at
-        self._scale(rS, tile, sizes)
-        AttentionFwd._change(self, rS, at, keys)
-
     def _there(self, ring_k, slot):
         return None if ring_k.marks is None else ring_k.marked(slot)
 

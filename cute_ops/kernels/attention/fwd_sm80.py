@@ -9,10 +9,11 @@ from cutlass import Float32, Int32, const_expr
 from cute_ops.hardware import WARP
 from cute_ops.kernels.attention.cache_loads import Fixed
 from cute_ops.kernels.attention.config import MMA_ROWS, AttentionConfig
-from cute_ops.kernels.attention.mods import Mods, by_index
+from cute_ops.kernels.attention.forward import ForwardKernel
+from cute_ops.kernels.attention.mods import by_index
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import CappedSoftmax, by_row, softmax_of, store_packed
-from cute_ops.kernels.attention.tiles import Sizes, Tiles, offsets_of, sizes_of, view
+from cute_ops.kernels.attention.softmax import by_row, store_packed
+from cute_ops.kernels.attention.tiles import Sizes, offsets_of, sizes_of, view
 from cute_ops.kernels.attention.warps import (
     Operand,
     Rows,
@@ -55,7 +56,10 @@ class Accumulated(NamedTuple):
 
 
 class RowLoads(Fixed):
-    """What copies tiles of keys, 0, and of values, 1, that lie as queries do, by ``cp.async``: all threads of a CTA."""
+    """Copies of tiles of keys, 0, and of values, 1, by ``cp.async``, of tensors whose rows lie as those of queries do.
+
+    All threads of a CTA copy, and call every method.
+    """
 
     def __init__(self, sources, shared, tidx, threads):
         self.sources, self.shared, self.tidx, self.threads = sources, shared, tidx, threads
@@ -66,10 +70,10 @@ class RowLoads(Fixed):
         self.finish(0, None)
 
     def look_up(self, tile, first):
-        """Where a tile's keys lie, which :meth:`keep` shows all threads; of rows in a tensor that is known."""
+        """Look up where a tile's keys lie; rows of a tensor need no look-up."""
 
     def keep(self, found, stage):
-        pass
+        """Show all threads what :meth:`look_up` has found."""
 
     def there(self, stage):
         """Which keys of the tile are there; None where all are."""
@@ -88,7 +92,7 @@ class RowLoads(Fixed):
         cute.arch.cp_async_wait_group(0)
 
 
-class AttentionFwdSm80:
+class AttentionFwdSm80(ForwardKernel):
     """``out = softmax(score_mod(scale * q @ k.T), where mask) @ v`` and the log-sum-exp of each row of scores.
 
     Tile: a CTA has a block of queries of one head, ``16 * tiles_m`` for each warp, and goes through the keys in tiles
@@ -101,14 +105,10 @@ class AttentionFwdSm80:
     """
 
     def __init__(self, variant):
-        config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
-        self.d, self.dv, self.tile_n, self.tiles_m = dims["d"], dims["e"], config.tile_n, config.tiles_m
-        self.warps, self.tile_q = config.warps, config.block
-        self.threads = WARP * self.warps
-        self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
-        self.tiles = Tiles(self.tile_q, self.tile_n, self.mods)
-        self.softmax = softmax_of(self.mods, self.dv)
-        self.packed, self.pdl = "cu_seqlens_q" in variant.names, can_use_pdl(variant.arch)
+        super().__init__(variant)
+        config = AttentionConfig.of(variant.config)
+        self.tiles_m, self.tile_q, self.threads = config.tiles_m, config.block, WARP * config.warps
+        self.pdl = can_use_pdl(variant.arch)
         self.keeps_queries = queries_fit(self.tiles_m, self.d, self.dv)
 
     @cute.jit
@@ -150,20 +150,8 @@ class AttentionFwdSm80:
         for each in mine:
             self._finish(each, sink, mLse, out, (tile, own, lane))
 
-    def _count(self, sizes):
-        """Blocks of queries of all heads."""
-        blocks, batches = self.tiles.blocks(sizes, 0)
-        return blocks * sizes.heads * batches
-
-    def _tile(self, index, sizes):
-        return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
-
-    def _keys_of(self, tile, own):
-        """The first and the last tile of keys of a block of queries; first > last if there is none."""
-        return self.tiles.keys_of(tile, own)
-
     def _loads(self, keys, shared, at):
-        """What copies tiles of keys and of values."""
+        """The copies of tiles of keys and of values: an object with the methods of :class:`RowLoads`."""
         (tile, own, tidx), kv_head = at, at[0].head // at[1].heads_per_kv
         sources = [source_of(m, kv_head, tile.batch, own.rows[1], own.seqlen_k) for m in keys]
         return RowLoads(sources, shared[:2], tidx, self.threads)
@@ -215,38 +203,27 @@ class AttentionFwdSm80:
     @cute.jit
     def _weigh(self, mine: cutlass.Constexpr, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
         """Exponentials of 16 rows of a tile's scores, and what they do to the sums so far."""
-        rS, sums, factors = mine.scores, (mine.largest, mine.sums), cute.make_rmem_tensor(2, Float32)
-        if const_expr(not isinstance(self.softmax, CappedSoftmax)):
+        rS = mine.scores
+
+        def change():
             self._change(rS, place, whole, there)
-            factors.store(self.softmax.add(rS, *sums).load())
-        else:
-            largest = self.softmax.largest(rS)
-            if whole & self.softmax.holds(largest):
-                self.softmax.add_near(rS, *sums, largest, factors)
-            else:
-                self._change(rS, place, whole, there)
-                factors.store(self.softmax.add(rS, *sums).load())
+
+        factors = self.softmax.add_changed(rS, (mine.largest, mine.sums), whole, change)
         self.softmax.rescale_grown(mine.values, factors)
         store_packed(rS, mine.weights)
 
     @cute.jit
     def _change(self, rS, place: cutlass.Constexpr, whole, there: cutlass.Constexpr):
         """Change 16 rows of a tile's scores as a mod says, and hide those that are left out."""
-        self._scale_scores(rS, place)
+        self._scale_scores(rS, place.tile, place.sizes)
         if const_expr(self.mods.score is not None):
             self.mods.change(by_row(rS), place)
         if not whole:
             self.mods.hide(by_row(rS), place, -Float32.inf)
         self._hide_missing(by_row(rS), there)
 
-    def _scale_scores(self, rS, place):
-        """Multiply products by a scale of keys."""
-
     def _hide_missing(self, scores, there):
         """Hide keys that are not there."""
-
-    def _of_values(self, factors, at):
-        """Multiply the factors of 16 rows of sums by a scale of values."""
 
     @cute.jit
     def _finish(
@@ -264,7 +241,7 @@ class AttentionFwdSm80:
         store_rows(mine.values, mine.s, out, mine.first, lane, self.dtype)
 
     def _shared(self, keys):
-        """Queries, keys, values, and what loads have besides."""
+        """Shared memory of queries, keys and values, and what :meth:`_loads` needs besides."""
         smem, dtype = cutlass.utils.SmemAllocator(), self.dtype
         sQ = padded_rows(smem, dtype, self.tile_q, self.d, max(self.d, self.dv))
         sK, sV = (padded_stages(smem, dtype, self.tile_n, width) for width in (self.d, self.dv))

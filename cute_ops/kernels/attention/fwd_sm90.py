@@ -9,7 +9,8 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.attention.config import AttentionConfig
-from cute_ops.kernels.attention.mods import Mods, by_index
+from cute_ops.kernels.attention.forward import ForwardKernel
+from cute_ops.kernels.attention.mods import by_index
 from cute_ops.kernels.attention.products import (
     mma_of_scores,
     mma_of_weights,
@@ -18,14 +19,13 @@ from cute_ops.kernels.attention.products import (
     tma_copies,
 )
 from cute_ops.kernels.attention.ranges import Ranges
-from cute_ops.kernels.attention.softmax import CappedSoftmax, by_row, softmax_of, store_packed
+from cute_ops.kernels.attention.softmax import by_row, store_packed
 from cute_ops.kernels.attention.tiles import (
     BARRIER_BYTES,
     REGISTERS,
     SHARED_BYTES,
     Moved,
     Sizes,
-    Tiles,
     by_sequence,
     first_row,
     offsets_of,
@@ -46,7 +46,7 @@ TURN, OWN, READ = 1, 4, 7
 LONG = 128  # elements of values; sums of more are rescaled before the next product, while scores are multiplied
 
 
-class AttentionFwd:
+class AttentionFwd(ForwardKernel):
     """``out = softmax(score_mod(scale * q @ k.T), where mask) @ v`` and the log-sum-exp of each row of scores.
 
     Tile: a CTA has 128 queries of one head, 64 for each of two warpgroups, and goes through the keys in tiles of
@@ -63,14 +63,10 @@ class AttentionFwd:
     stages = 2
 
     def __init__(self, variant):
-        config, attrs, dims = AttentionConfig.of(variant.config), variant.attrs, variant.dims
-        self.d, self.dv, self.tile_n, self.sms = dims["d"], dims["e"], config.tile_n, config.sms
-        self.consumers, self.tile_m = config.consumers, config.consumers * MMA_M
-        self.registers = REGISTERS[config.consumers]
-        self.mods = Mods(attrs["scale"] or self.d**-0.5, config.score, config.mask, config.bounds)
-        self.tiles = Tiles(self.tile_m, self.tile_n, self.mods)
-        self.softmax = softmax_of(self.mods, self.dv)
-        self.packed, self.is_long = "cu_seqlens_q" in variant.names, self.dv > LONG
+        super().__init__(variant)
+        config = AttentionConfig.of(variant.config)
+        self.consumers, self.tile_m, self.sms = config.consumers, config.block, config.sms
+        self.registers, self.is_long = REGISTERS[config.consumers], self.dv > LONG
         used = 2 * (self.tile_m + self.stages * self.tile_n) * (self.d + self.dv) + BARRIER_BYTES
         self.shares_memory = used > SHARED_BYTES  # outputs with queries
 
@@ -139,18 +135,6 @@ class AttentionFwd:
             for mma in (mma_qk, mma_pv):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             self._attend(rings, (mma_first, mma_qk, mma_pv), moved, mSinks, mLse, sizes)
-
-    def _count(self, sizes):
-        """Blocks of queries of all heads."""
-        blocks, batches = self.tiles.blocks(sizes, 0)
-        return blocks * sizes.heads * batches
-
-    def _tile(self, index, sizes):
-        return self.tiles.queries_at(index, sizes, (self.d + self.dv) * self.dtype.width // 8)
-
-    def _keys_of(self, tile, own):
-        """The first and the last tile of keys of a block of queries; first > last if there is none."""
-        return self.tiles.keys_of(tile, own)
 
     # The warp that loads -------------------------------------------------------------------------------------------
 
@@ -296,32 +280,21 @@ class AttentionFwd:
     def _weigh(self, rS, at: cutlass.Constexpr, keys, sums: cutlass.Constexpr):
         """Change a tile's scores and exponentiate them: see :meth:`OnlineSoftmax.add`."""
         tile, sizes, *_ = at
-        if const_expr(not isinstance(self.softmax, CappedSoftmax)):
-            self._change(rS, at, keys)
-            factors = self.softmax.add(rS, *sums)
-        else:
-            factors, largest = cute.make_rmem_tensor(2, Float32), self.softmax.largest(rS)
-            if self.tiles.whole(tile, sizes, tile.block, keys) & self.softmax.holds(largest):
-                self.softmax.add_near(rS, *sums, largest, factors)
-            else:
-                self._change(rS, at, keys)
-                factors.store(self.softmax.add(rS, *sums).load())
-        return factors
+        whole = self.tiles.whole(tile, sizes, tile.block, keys)
+        return self.softmax.add_changed(rS, sums, whole, lambda: self._change(rS, at, keys, whole))
 
     @cute.jit
-    def _change(self, rS, at: cutlass.Constexpr, keys):
+    def _change(self, rS, at: cutlass.Constexpr, keys, whole):
         """Change a tile's scores as a mod says, and hide those that are left out."""
         (tile, sizes, tidx, there), scores = at, by_row(rS)  # (rows, columns)
         first = tile.block * self.tile_m, keys * self.tile_n, self.tile_n
         place = place_of(tidx, tile, first, sizes)
+        self._scale_scores(rS, tile, sizes)
         if const_expr(self.mods.score is not None):
             self.mods.change(scores, place)
-        if not self.tiles.whole(tile, sizes, tile.block, keys):
+        if not whole:
             self.mods.hide(scores, place, -Float32.inf)
         self._hide_missing(scores, there, tidx)
-
-    def _of_values(self, factors, at):
-        """Multiply the factors of a block's sums by a scale of values."""
 
     def _there(self, ring_k, slot):
         """Which keys of a slot are there; None where all are."""

@@ -104,7 +104,7 @@ class Mods:
     Attributes:
         scale: of products of queries and keys.
         outer: a factor and an offset that make scores of the numbers that a change leaves, or of the products.
-        cap: factors a, b of scores ``a * tanh(b * product)``; None of others.
+        cap: the factors (a, b) if scores are ``a * tanh(b * product)``, else None.
         by_query, by_key: the reads of the mask that have bounds over a tile of queries, of keys.
     """
 
@@ -213,7 +213,7 @@ class Mods:
             yield r, c, self._score(operands, varying), partial(self._derived, operands, varying)
 
     def _derived(self, operands, varying, before):
-        """A cotangent that is 0 stays so: what is hidden may have no derivative, but below a cap."""
+        """A cotangent that is 0 stays 0: a hidden score may have no finite derivative. A cap's is always finite."""
         after = self._dscore([*operands, before], {*varying, len(operands)})
         if self.cap is not None:
             return after

@@ -11,12 +11,13 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cute_ops.kernels.lib.activation import LOG2_E
 
 LN2 = math.log(2)
-# Powers of two by which a score of a prompt may be larger than that which is taken for the largest. Rescaling sums of
-# 128 columns takes an instruction for each score of a tile of as many keys.
+# A row's largest score is replaced only by one whose exponential is 2**GROWTH times as large or more: to rescale sums
+# of 128 columns takes as many instructions as a tile of 128 keys has scores.
 GROWTH = 8.0
-# Of tanh(x) in +-0.4, right to 1.2e-6: coefficients of x, x^3 and x^5. It ascends everywhere.
+# tanh(x) for abs(x) <= NEAR as an odd polynomial: coefficients of x, x^3 and x^5. Its error is at most 1.2e-6, and it
+# ascends everywhere.
 NEAR, TANH = 0.4, (0.9999788307950312, -0.33225424675256754, 0.11942387291130702)
-NEGLIGIBLE = 1e-6  # of a weight, of the row's largest one
+NEGLIGIBLE = 1e-6  # an error of a weight, relative to the row's largest weight
 
 
 def by_row(rX):
@@ -64,8 +65,8 @@ class OnlineSoftmax:
 
     Args:
         scale, offset: scores are ``scale * x + offset`` of the numbers that are given; the scale is positive.
-        growth: powers of two: the largest score of a row stays what it was where a tile has one that is larger by less.
-            Then no sum of earlier tiles is rescaled, and weights are larger than 1.
+        growth: a row keeps the largest score it has until a tile has one that is larger by this power of two. While it
+            does, sums of earlier tiles are not rescaled, and weights may be larger than 1.
     """
 
     def __init__(self, scale, offset=0.0, growth=0.0):
@@ -87,6 +88,18 @@ class OnlineSoftmax:
             self.exponentiate(rS, r, rSum, factors[r], lambda x: x * scale - shift)
         return factors
 
+    def add_changed(self, rS, sums, whole, change):
+        """Replace a tile's products by exponentials of scores; returns what :meth:`add` does.
+
+        Args:
+            rS: products of queries and keys.
+            sums: rMax and rSum, as :meth:`add` has them.
+            whole: whether no key is left out.
+            change: changes products into scores, and hides keys that are left out.
+        """
+        change()
+        return self.add(rS, *sums)
+
     def largest(self, rS):
         """The largest number of each row of a tile, which its four threads agree on."""
         scores, found = by_row(rS), []
@@ -101,13 +114,11 @@ class OnlineSoftmax:
         return found
 
     def grow(self, rMax, r, largest):
-        """Take a tile's largest number of a row; returns what exponents are shifted by, and the factor of sums so
-        far.
-        """
+        """Update a row's largest number by a tile's; returns the shift of exponents, and the factor of sums so far."""
         scale, before = Float32(self.scale * LOG2_E), rMax[r]
         highest = cute.arch.fmax(before, largest)
         if self.growth:
-            # Without a key so far -inf less -inf is NaN, which is not less.
+            # Of a row without a key so far -inf - -inf is NaN, for which the comparison is false.
             kept = (highest - before) * scale < self.growth
             highest = cutlass.select_(kept, before, highest)
         # A row without a key so far: -inf less -inf would be NaN.
@@ -125,7 +136,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def rescale_grown(self, rX, factors):
-        """:meth:`rescale` where the largest score of a row of the warp has grown; always, if it need not grow much."""
+        """:meth:`rescale`; with ``growth`` only if the largest score of any row of the warp has been replaced."""
         if cutlass.const_expr(not self.growth):
             self.rescale(rX, factors)
         elif cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
@@ -164,17 +175,16 @@ class OnlineSoftmax:
 
 
 class CappedSoftmax(OnlineSoftmax):
-    """The softmax of ``a * tanh(b * x)``, with a polynomial where it is right for all that counts of a tile.
+    """The softmax of ``a * tanh(b * x)``, where a polynomial replaces tanh in tiles for which it is accurate enough.
 
-    An exponential and a reciprocal of each score cost the forward half of its time: an SM has 16 of these a clock, and
-    tensor cores compute 8 scores. A tile whose rows have their largest score in a range takes three multiplications
-    instead. Below the range a score is wrong, but lower than all others: its weight is negligible. Other tiles are
-    changed as by all functions.
+    The exponential and the reciprocal in each tanh take half of the forward's time: an SM computes 16 of these a clock,
+    and its tensor cores 8 scores. The polynomial takes three multiplications. It is used if the largest product of each
+    row of a warp is from ``low`` to ``high``: smaller products of a row may get a wrong score, but one so far below the
+    largest that its weight is negligible. In other tiles scores are computed as those of any function are.
 
     Args:
         cap: a and b.
-        scale, offset: of the numbers that scores are changed to.
-        growth: as of any.
+        scale, offset, growth: see :class:`OnlineSoftmax`; scale and offset are those of changed scores.
     """
 
     def __init__(self, cap, scale, offset, growth):
@@ -182,7 +192,7 @@ class CappedSoftmax(OnlineSoftmax):
         (self.outer, self.inner), points = cap, [NEAR + i / 100 for i in range(400)]
         wrong = [(u, min(abs(self._near(u) - math.tanh(u)) * self.outer, 1.0)) for u in points]
         lowest = max(math.log(max(error, 1e-30) / NEGLIGIBLE) - self.outer * math.tanh(u) for u, error in wrong)
-        # Of products: a row's largest one.
+        # The range of a row's largest product.
         self.low = -math.inf if lowest < -self.outer else math.atanh(min(lowest / self.outer, 0.999)) / self.inner
         self.low, self.high = max(self.low, -NEAR / self.inner), NEAR / self.inner
 
@@ -190,13 +200,23 @@ class CappedSoftmax(OnlineSoftmax):
         return sum(factor * u ** (2 * i + 1) for i, factor in enumerate(TANH))
 
     def holds(self, largest):
-        """Whether the polynomial does for all rows of a warp, of the largest product of each."""
+        """Whether the polynomial is accurate enough for all rows of a warp; ``largest``: each row's largest product."""
         inside = [(x >= Float32(self.low)) & (x <= Float32(self.high)) for x in largest]
         return cute.arch.vote_all_sync(inside[0] & inside[1])
 
     @cute.jit
+    def add_changed(self, rS, sums: cutlass.Constexpr, whole, change: cutlass.Constexpr):
+        factors, largest = cute.make_rmem_tensor(2, Float32), self.largest(rS)
+        if whole & self.holds(largest):
+            self.add_near(rS, *sums, largest, factors)
+        else:
+            change()
+            factors.store(self.add(rS, *sums).load())
+        return factors
+
+    @cute.jit
     def add_near(self, rS, rMax, rSum, largest: cutlass.Constexpr, factors):
-        """:meth:`add` of products for which it does; ``factors`` gets what that returns."""
+        """Do what :meth:`add` does, for products of which :meth:`holds` is true; ``factors`` gets the result."""
         first, second, third = (
             Float32(self.outer * LOG2_E * factor * self.inner ** (2 * i + 1)) for i, factor in enumerate(TANH)
         )
@@ -206,7 +226,7 @@ class CappedSoftmax(OnlineSoftmax):
             return x * ((square * third + second) * square + first) - shift
 
         for r in cutlass.range_constexpr(2):
-            # Scores are ``scale * y + offset``, of which the largest is kept.
+            # rMax keeps the changed number y, of which ``scale * y + offset`` is the score.
             u = largest[r] * Float32(-2.0 * self.inner * LOG2_E)
             changed = cute.arch.rcp_approx(exp2(u) + 1.0)
             shift, factors[r] = self.grow(rMax, r, changed)
@@ -324,8 +344,8 @@ class InPairs:
 
 
 def softmax_of(mods, dv):
-    """The softmax of scores that functions change, and of values with so many elements."""
-    # Fewer are rescaled as fast as it is found out whether they are to be.
+    """The softmax of a kernel: ``mods``: functions of scores, ``dv``: elements of a value."""
+    # Sums of up to 64 columns are rescaled as fast as a vote finds out whether they need to be.
     growth = GROWTH if dv > 64 else 0.0
     capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer, growth)
     return capped if capped and capped.low < capped.high else OnlineSoftmax(*mods.outer, growth)

@@ -32,8 +32,8 @@ class Sizes(NamedTuple):
         slots: the number of its first tile among all sequences'.
         scales: of keys and values in float8, by head of the cache; None where there are none.
         keys: how many each sequence has in a cache, which has room for ``seqlen_k``; None where keys lie in no cache.
-        parts: where keys may be split, results of parts, (rows, parts, dv), and their log-sum-exp, (rows, parts).
-        part: the number of a tile's part.
+        parts: if keys may be split, the results of their parts, (rows, parts, dv), and log-sum-exps, (rows, parts).
+        part: the number of the part of the keys that a CTA takes.
         read: what a change of scores reads for all tiles of a block: see :meth:`Mods.with_reads`.
     """
 
