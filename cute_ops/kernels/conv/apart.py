@@ -1,8 +1,8 @@
-"""How a thread reaches its rows where these start anywhere in memory: its channels are a warp apart.
+"""Loads and stores of rows that start anywhere in memory: the channels of a thread are a warp apart.
 
-A warp copies the aligned units of memory that hold its channels of a row to the ring, a thread one unit, whatever place
-of a unit the row starts at. Then each thread takes its channels out of all of them one by one. Stores of single
-elements of neighbouring threads are neighbours, too.
+Each thread of a warp copies one aligned unit of memory of the warp's channels of a row to the ring, wherever in a unit
+the row starts. Then each thread reads its channels one by one from all of the warp's units. Where single elements are
+stored, neighbouring threads store neighbouring elements.
 """
 
 import cutlass
@@ -17,16 +17,13 @@ from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
 
 
 class Apart:
-    """What :class:`~cute_ops.kernels.conv.walk.Walk` does otherwise if rows start anywhere.
+    """A mixin before a :class:`~cute_ops.kernels.conv.walk.Walk`, for rows that start anywhere.
 
-    Tile: as there, but a thread holds channels that are a warp's threads apart, and a CTA whole warps, whose last ones
-    may have channels past the row. Shared memory: a unit more for each warp and row.
+    Tile: that of the walk, but a thread's channels are a warp's threads apart, and a CTA has whole warps, the last of
+    which may have channels past the row. Shared memory: a unit more for each warp and row.
     """
 
     units = WARP + 1
-
-    def _vec(self, starts):
-        return self.config.channels
 
     def inside(self, channel, c):
         """Whether a thread's c-th channel exists, by its first one."""
@@ -44,10 +41,6 @@ class Apart:
         """(which of a thread's channels it is, the thread of the row) of one of the CTA's channels."""
         warp, rest = channel // (WARP * self.vec), channel % (WARP * self.vec)
         return rest // WARP, warp * WARP + rest % WARP
-
-    def lane_of(self, channel):
-        """The thread of the row whose first channel this is among the CTA's."""
-        return self.place(channel)[1]
 
     def columns(self, channel, each):
         """(elements of a thread's columns that are neighbours, the first column, which of the thread's channels)."""
@@ -206,7 +199,7 @@ class Apart:
                 store_elements(rX, address, column, Int32(self.n))
 
     def _past(self, row, t, more, lane, dtype):
-        """Elements of the unit that a row begins in, at the warp's first channel, before it."""
+        """How many elements of a unit come before the warp's first channel of a row."""
         address = row.address(t, more) - lane * (dtype.width // 8)
         return Int32(address & (self.vec * dtype.width // 8 - 1)) // (dtype.width // 8)
 

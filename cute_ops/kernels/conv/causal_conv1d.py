@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.conv.apart import Apart
 from cute_ops.kernels.conv.config import ConvConfig
-from cute_ops.kernels.conv.walk import Walk, before, starts_of
+from cute_ops.kernels.conv.walk import Walk, before, start_of
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
 from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.column_reduce import TERMS, ColumnSum, fold
@@ -184,9 +184,9 @@ class Forward(Walk):
         return Int64(batch) * cuts.batch + sequence, start, cutlass.min(start + cuts.span, self.seqlen(mX))
 
     def _store_final(self, rX, rows, end):
+        final = rows["final_state"]
         for i in range(self.taps):
             self.load_padded(rX, end, i, rows)
-            final = rows["final_state"]
             self.put(Boolean(True), rX, final.address(i), final.channel)
 
 
@@ -345,7 +345,7 @@ class Backward(Walk):
         """
         mPartials, sTotals, first, each = totals
         count = cutlass.min(self.lanes * self.vec * each, Int32(mPartials.shape[1]) - start * each)
-        for column in cutlass.range(level * self.lanes + self.lane_of(place), count, self.threads, unroll=1):
+        for column in cutlass.range(level * self.lanes + self.place(place)[1], count, self.threads, unroll=1):
             c, lane = self.place(column // each)
             total = Float32(0.0)
             for top in cutlass.range_constexpr(0, self.depth, LEVELS):
@@ -461,7 +461,9 @@ class ForwardApart(Apart, Forward):
 
 
 class BackwardApart(Apart, Backward):
-    """:class:`Backward` of rows that start anywhere. Its stores go by elements: instructions are its limit."""
+    """:class:`Backward` of rows that start anywhere. It stores single elements: units would take more instructions,
+    which limit it.
+    """
 
     ring, emit, flush = Apart.inputs, Walk.emit, Walk.flush
 
@@ -475,5 +477,4 @@ def CausalConv1dBackward(variant):
 
 
 def _apart(variant, names):
-    starts = starts_of(variant, names)
-    return ConvConfig.of(variant.config).apart(variant.dims["n"], min(starts))
+    return ConvConfig.of(variant.config).apart(variant.dims["n"], start_of(variant, names))

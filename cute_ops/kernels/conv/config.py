@@ -29,16 +29,19 @@ class ConvConfig(KernelConfig):
     span: int = 0
 
     def apart(self, n: int | None, start: int) -> bool:
-        """Whether a thread's channels are a warp apart: rows of two warps of channels or more that start on ``start``
-        elements, fewer than a thread holds.
+        """Whether a thread's channels are a warp apart: if rows have two warps of channels or more, and start on
+        multiples of ``start`` elements, fewer than a thread holds.
         """
         return n is not None and n >= 2 * WARP and start < self.channels
 
+    def vec(self, n: int | None, start: int) -> int:
+        """Channels of a thread."""
+        return self.channels if self.apart(n, start) else min(self.channels, start)
+
     def spread(self, n: int | None, start: int) -> tuple[int, int, int]:
         """(threads of a row in a CTA, threads at the same channels, CTAs of an SM)."""
-        apart = self.apart(n, start)
-        vectors = None if n is None else -(-n // (self.channels if apart else min(self.channels, start)))
-        if apart and vectors is not None:
+        vectors = None if n is None else -(-n // self.vec(n, start))
+        if vectors is not None and self.apart(n, start):
             vectors = -(-vectors // WARP) * WARP
         return self.lanes(vectors), self.depth(vectors), self.ctas(vectors)
 

@@ -69,9 +69,9 @@ class Walk:
         self.stages = -(-max(self.config.ahead, self.taps) // self.batch)
         self.ahead, self.slots = self.stages * self.batch, self.stages + spare
         self.silu = variant.attrs["activation"] == "silu"
-        starts = starts_of(variant, names)
-        self.vec = self._vec(starts)
-        self.lanes, self.depth, self.ctas = self.config.spread(self.n, min(starts))
+        start = start_of(variant, names)
+        self.vec = self.config.vec(self.n, start)
+        self.lanes, self.depth, self.ctas = self.config.spread(self.n, start)
         self.pdl = can_use_pdl(variant.arch)
         self.names, self.threads = names[:streams], self.lanes * self.depth
         sums = self.width + 1 if "dout" in names else 0
@@ -80,10 +80,6 @@ class Walk:
         # For CTAs with the kilobyte that the system takes of each; the rest is L1, which finds rows loaded twice.
         shared = self.ctas * (self.threads * each + 1024)
         self.carveout = min(int(-(-100 * shared // SMEM_BYTES)) + 1, 100)
-
-    def _vec(self, starts):
-        """Channels of a thread, by the elements that rows start on."""
-        return min(self.config.channels, *starts)
 
     def channels(self, mX):
         return Int32(mX.shape[len(mX.shape) - 1]) if self.n is None else self.n
@@ -144,10 +140,10 @@ class Walk:
         cute.arch.cp_async_wait_group(self.stages - 1)
 
     def taken(self):
-        """Called before copies to a stage that was read."""
+        """Called when a stage has been read, before copies to it start."""
 
     def take(self, ring, rows, t, stage):
-        """The rows of a stage, from row t on: of each row, a vector of each stream."""
+        """The rows of a stage, whose first one is row t: for each row a vector of each stream."""
         held = [[fragment(sX.element_type, self.vec) for sX in ring] for _ in range(self.batch)]
         for u, vectors in enumerate(held):
             for sX, rX in zip(ring, vectors):
@@ -214,21 +210,18 @@ class Walk:
         store_if(valid, rX, address, True)
 
     def emit(self, to, rX, valid, t, more):
-        """Store a step's next row, ``more`` rows after row t, if ``valid``, or leave that to :meth:`flush`. ``to``: the
-        tensor's rows, the ring, and a list of what is left.
+        """Store a step's next row, ``more`` rows after row t, if ``valid``, at once or in :meth:`flush`.
+
+        ``to``: the tensor's rows, the ring, and a list of the stores that :meth:`flush` has to do.
         """
         self.put(valid, rX, to[0].address(t, more), to[0].channel)
 
     def flush(self, to, t):
-        """Store what :meth:`emit` has left."""
+        """Do the stores that :meth:`emit` has put off."""
 
     def place(self, channel):
         """(which of a thread's channels it is, the thread of the row) of one of the CTA's channels."""
         return channel % self.vec, channel // self.vec
-
-    def lane_of(self, channel):
-        """The thread of the row whose first channel this is among the CTA's."""
-        return channel // self.vec
 
     def columns(self, channel, each):
         """(elements of a thread's columns that are neighbours, the first column, which of the thread's channels)."""
@@ -260,9 +253,10 @@ class Walk:
         return total
 
 
-def starts_of(variant, names):
-    """Of each of these tensors the elements that its rows start on."""
-    return [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in present(variant, names)]
+def start_of(variant, names):
+    """The elements, at most a vector, of which the rows of all these tensors start on multiples."""
+    keys = present(variant, names)
+    return min(min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in keys)
 
 
 def before(t, end):

@@ -17,7 +17,7 @@ ROWS = ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state", "o
 CHANNELS = 4
 # On an H200, 40 to 60 KB that are on their way to an SM are enough; with more, the gradient becomes slower.
 AHEAD, AHEAD_BACKWARD = 9, 6
-# Where a thread's channels are a warp apart.
+# The same of rows that start anywhere, for which a thread's channels are a warp apart.
 AHEAD_APART, AHEAD_APART_BACKWARD = 6, 4
 # The rows before a span are loaded twice: 6% of the loads with 48 rows, from L2.
 SPAN = 48
@@ -37,7 +37,7 @@ def backward(problem: Problem) -> ConvConfig:
 
 
 def _start(problem: Problem) -> int:
-    """Elements that all rows start on."""
+    """The elements of which all rows start on multiples."""
     return min(problem.aligns[name] for name in ROWS if name in problem.aligns) // ITEMSIZE[problem.dtypes["x"]]
 
 
@@ -45,9 +45,8 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
     """Partial sums of the parameters' gradients: a row for each CTA that runs at once and has the same channels."""
     config, dims = ConvConfig.of(flat), problem.dims
     start = _start(problem)
-    vec = config.channels if config.apart(problem.n, start) else min(config.channels, start)
     lanes, _, ctas = config.spread(problem.n, start)
-    blocks = -(-dims["n"] // (lanes * vec))
+    blocks = -(-dims["n"] // (lanes * config.vec(problem.n, start)))
     partials = max(ctas * config.sms // blocks, 1)
     return {
         "dweight_partials": Array((partials, dims["n"] * dims["w"]), "float32"),
