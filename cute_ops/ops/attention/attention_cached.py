@@ -31,7 +31,15 @@ from cute_ops.ops.attention.attention import (
     ungrouped,
     weights_of,
 )
-from cute_ops.ops.attention.decode_attention import FP8, SCALES, fill_pages, room, side_by_side, wrong_dtypes
+from cute_ops.ops.attention.decode_attention import (
+    FP8,
+    SCALES,
+    fill_pages,
+    room,
+    side_by_side,
+    wrong_batch,
+    wrong_dtypes,
+)
 from cute_ops.ops.attention.sequences import Sequences, Side, fill_offsets
 
 PLAIN: dict[str, Any] = {"absent": ("page_table", "sinks", *SCALES), "attrs": {"causal": True}}
@@ -155,9 +163,9 @@ def check(binding: Binding) -> str | None:
         return problem
     if dtypes["C"] == FP8 and (dims["d"] % 32 or dims["e"] % 32):
         return f"a head has 32, 64 ... 256 elements in float8, got d={dims['d']}, e={dims['e']}."
+    if problem := wrong_batch(binding):
+        return problem
     keys = room(binding)
-    if isinstance(keys, str):
-        return keys
     if isinstance(keys, int) and keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     return check_sizes(dims, binding.attrs)

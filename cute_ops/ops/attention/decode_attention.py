@@ -125,9 +125,9 @@ def check(binding: Binding) -> str | None:
         return problem
     if not 1 <= dims["s"] <= MOST_QUERIES:
         return f"a sequence has 1 to {MOST_QUERIES} queries, got s={dims['s']}; `attention` takes more."
+    if problem := wrong_batch(binding):
+        return problem
     keys = room(binding)
-    if isinstance(keys, str):
-        return keys
     if keys > LONGEST:
         return f"a sequence has at most {LONGEST} keys, got room for {keys}."
     for name in ("scale", "softcap", "window"):
@@ -137,7 +137,7 @@ def check(binding: Binding) -> str | None:
 
 
 def wrong_dtypes(binding: Binding) -> str:
-    """What is wrong with the dtypes of caches, and with scales beside them; "" if nothing is."""
+    """What is wrong with the dtype of caches, or with scales of caches in that dtype; "" if nothing is."""
     q, caches = binding.dtypes["T"], binding.dtypes["C"]
     if caches not in (q, FP8):
         return f"caches are in the dtype of q or in {FP8}, got {caches} for q in {q}."
@@ -146,15 +146,19 @@ def wrong_dtypes(binding: Binding) -> str:
     return ""
 
 
-def room(binding: Binding) -> Any:
-    """How many keys the caches have room for in each sequence; what is wrong, if their shape does not fit."""
+def wrong_batch(binding: Binding) -> str:
+    """What is wrong with the number of contiguous caches; "" if nothing is, or if caches have pages."""
     dims = binding.dims
-    if binding.inputs["page_table"] is not None:
-        return dims["t"] * dims["c"]
-    if dims["p"] != dims["b"]:
-        said = "without page_table caches are (batch, capacity, kv heads, headdim)"
-        return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
-    return dims["c"]
+    if binding.inputs["page_table"] is not None or dims["p"] == dims["b"]:
+        return ""
+    said = "without page_table caches are (batch, capacity, kv heads, headdim)"
+    return f"{said}, got p={dims['p']} of them for b={dims['b']} sequences."
+
+
+def room(binding: Binding) -> Any:
+    """How many keys the caches have room for in each sequence."""
+    dims = binding.dims
+    return dims["c"] if binding.inputs["page_table"] is None else dims["t"] * dims["c"]
 
 
 def _of_heads(dims: Mapping[str, int], eights: bool) -> str:
