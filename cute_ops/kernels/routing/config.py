@@ -9,7 +9,7 @@ from cute_ops.kernels.lib.row_config import RowConfig
 
 # Columns of a segment, of which each gives its k largest: 16 bits of a key count them backwards.
 SEGMENT = 8192
-# Rows that do not start on half a vector are moved into place if they have so many vectors.
+# Rows that do not start on multiples of half a vector are moved into place if they have at least this many vectors.
 MOVED_FROM = 8
 
 
@@ -35,7 +35,7 @@ class GatherConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class PlacesConfig(KernelConfig):
-    """``ctas`` of ``threads`` share numbers that are sorted by class."""
+    """``ctas`` CTAs of ``threads`` threads share the numbers that are sorted by class."""
 
     threads: int
     ctas: int

@@ -16,12 +16,16 @@ from cute_ops.kernels.routing.config import MOVED_FROM, GatherConfig
 
 
 class NamedRows:
-    """Rows of two tensors, one row of the first for each number of an index or each row of the second.
+    """The base of kernels that an index tells which rows to read or to write.
 
-    ``threads_per_row`` threads share a row. Vectors are as long as all rows' alignment and their length allow, so that
-    none has a mask. Where that is less than half of 16 bytes, vectors are those of the memory of ``own``, 16 bytes
-    wide: its elements of neighbouring rows are masked, and rows of the other tensor are moved into place, see
+    ``threads_per_row`` threads share a row. A vector is as long as the alignment of all rows and their length allow, so
+    that none is masked. If that is less than half of 16 bytes, vectors are 16 bytes wide and aligned in the memory of
+    ``own``: elements of its neighbouring rows are masked, and rows of ``other`` are moved into place, see
     :mod:`cute_ops.kernels.lib.realign`.
+
+    Args:
+        variant: the kernel's variant.
+        other, own: the names of the two tensors that have the rows.
     """
 
     def __init__(self, variant, other, own):
@@ -157,7 +161,7 @@ class GatheredSum(NamedRows):
 
 @cute.jit
 def trap_unless(valid: Boolean):
-    """End the kernel, and the program's context, with an error."""
+    """End the kernel with an error, which destroys the CUDA context, unless ``valid``."""
     if not valid:
         cute.arch.inline_ptx("trap;", read_only_args=[])
 
@@ -172,7 +176,7 @@ class ScatteredRows(NamedRows):
     """``out[place[i, j]] = weights[i, j] * x[i]``, in fp32; without weights rows are copied.
 
     Tile: see :class:`NamedRows`; a CTA takes ``threads / threads_per_row`` rows of x. No shared memory.
-    Bytes moved per element: x once, out once; rows that are moved into place come from L1 after the first time.
+    Bytes moved per element: x once, out once; a row that is moved into place is read again, from L1, for each target.
     """
 
     def __init__(self, variant):

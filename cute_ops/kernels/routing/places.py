@@ -16,8 +16,8 @@ class ClassPlaces:
 
     Two launches of ``ctas`` CTAs, of which each has an equal share of consecutive numbers. The first counts the
     classes in each share. In the second a CTA adds up the counts of all shares and of those before its own, and a warp
-    walks its part of the share, 32 numbers at a time: equal ones find each other by ballots on the bits of the class.
-    Numbers of no class come after all others.
+    walks its part of the share, 32 numbers at a time: ballots on the bits of the class tell which lanes have equal
+    classes. Numbers that are no class come after all others.
     Shared memory: 4 bytes per class, and again for each warp.
     Bytes moved per number: index twice, place once; the counts once for each CTA, from L2.
     """
@@ -38,13 +38,13 @@ class ClassPlaces:
         self.order(mIndex, mPlace, mEnds, mCounts).launch(**launch)
 
     def _share(self, mIndex, parts, part, begin, end):
-        """The part of the numbers from ``begin`` to ``end``, of equal ``parts``."""
+        """The part with this number, if the numbers from ``begin`` to before ``end`` are cut into equal ``parts``."""
         size = (end - begin + (parts - 1)) // parts
         first = cutlass.min(begin + part * size, end)
         return first, cutlass.min(first + size, end)
 
     def _own(self, mIndex):
-        """This CTA's numbers: from, to."""
+        """This CTA's share of the numbers: the first one, and the one after the last."""
         total = Int32(extent(mIndex, 0)) * self.k
         return self._share(mIndex, self.config.ctas, cute.arch.block_idx()[0], Int32(0), total)
 
@@ -95,7 +95,8 @@ class ClassPlaces:
             cute.arch.atomic_add(sNext[None, warp].iterator + self._bin(mIndex, i), Int32(1))
         for i in cutlass.range(tidx, self.config.ctas * self.bins, self.threads, unroll=8):
             row = i // self.bins
-            found, e = mCounts[row, i - row * self.bins], i - row * self.bins
+            e = i - row * self.bins
+            found = mCounts[row, e]
             cute.arch.atomic_add(sTotal.iterator + e, found)
             cute.arch.atomic_add(sBefore.iterator + e, Int32(cutlass.select_(row < cta, found, Int32(0))))
         cute.arch.sync_threads()

@@ -26,7 +26,7 @@ from cute_ops.kernels.rowwise.pointwise import number_address
 LOADS = 4
 # Sums of one tile have nothing else to wait for: 8224 x 5120 takes 24.6 us with 8 vectors, 28.6 with 4.
 LOADS_OF_ONE = 8
-# Without sums a part is as many rows as a thread takes in this number of steps, which share what it reads once.
+# Without sums a part has the rows of this number of steps: what all rows of an example read is loaded once for them.
 STEPS = 4
 
 
@@ -38,8 +38,8 @@ class ColumnPass:
     another in registers, then the CTA adds their sums, in a fixed order. Rows that are loaded at once are neighbours in
     memory. All loads of :data:`LOADS` vectors, or of :data:`LOADS_OF_ONE`, are in flight together, and none depends on
     a condition.
-    With ``shared`` operands each example's rows are parts of their own, ``partials[p * examples + e, c]`` are sums of
-    one example, and the last examples come first where there are no sums: what another pass read last is still in L2.
+    With ``shared`` operands no part has rows of two examples: ``partials[p * examples + e, c]`` is the sum over part p
+    of example e. Without sums the last examples come first: L2 still has what the pass before has read last.
     Compact rows that start anywhere are taken ``fold`` at a time, as one row that is whole vectors: its columns ``c``,
     ``c + n``, ... are sums of the same column, each in a row of its own of the workspaces. Fewer than ``fold`` rows are
     left, which are added after the others, element by element where a vector is not whole.
@@ -48,8 +48,8 @@ class ColumnPass:
     Args:
         variant: the kernel's variant.
         inputs, tiles: pieces of tensors (:class:`~cute_ops.kernels.rowwise.pointwise.Piece`).
-        sums: pieces of the row vectors or scalars; their partial sums are in the workspaces ``<name>_partials``; none
-            without ``partials``.
+        sums: pieces of the row vectors or scalars; their partial sums are in the workspaces ``<name>_partials``. May be
+            empty: then there are no ``partials``.
         compute: fp32 elements to fp32 elements of the tiles, then of the sums.
         vec: elements of a vector, which divide the rows of every piece, or ``fold`` of them.
         fold: rows that are taken as one, a divisor of the workspaces' rows.
@@ -59,7 +59,7 @@ class ColumnPass:
         self.inputs, self.tiles, self.sums, self.compute, self.vec = inputs, tiles, sums, compute, vec
         self.keys, self.n, self.fold = variant.tensors, variant.dims["n"], fold
         vectors = WARP if self.n is None else -(-self.n * fold // vec)
-        # An operand that says how many examples there are.
+        # An operand whose rows are the examples.
         self.example = next((i for i, piece in enumerate(inputs) if piece.shared), None)
         self.width = next(width for width in (1, 2, 4, 8, 16, WARP) if width >= min(vectors, WARP))
         if self.example is not None and self.n is not None:
@@ -68,7 +68,7 @@ class ColumnPass:
         read = sum(piece.tile and not piece.shared for piece in inputs)
         self.unroll = LOADS_OF_ONE if read == 1 and not tiles else max(LOADS // max(read, 1), 1)
         if self.example is not None and sums:
-            # What examples share in float32 makes vectors of narrower tiles short: more of them are in flight.
+            # If the shared operands are float32, vectors of 16-bit tiles are short: more of them are in flight.
             widest = max(ITEMSIZE[self.keys[p.name].dtype] for p in inputs if p.tile and not p.shared)
             self.unroll *= max(VECTOR_BYTES // (vec * widest), 1)
         self.pdl = can_use_pdl(variant.arch)
@@ -140,7 +140,7 @@ class ColumnPass:
         self, tensors: cutlass.Constexpr, place: cutlass.Constexpr, walk: cutlass.Constexpr, inside: Boolean,
         whole: cutlass.Constexpr,
     ):  # fmt: skip
-        """Compute the rows that a thread loads together, all of which there are if ``whole``."""
+        """Compute the rows that a thread loads together; ``whole``: whether all of them exist."""
         (inputs, shared, tiles, rSums), (first, step, rows) = tensors, walk
         # Rows past the end are the last one again, which is not counted.
         coords, loaded = [first + u * step for u in range(self.unroll)], []
@@ -179,7 +179,7 @@ class ColumnPass:
 
     @cute.jit
     def _add_up(self, mPartials, piece: cutlass.Constexpr, rSum, sSum, target, n):
-        """Store the sums of a CTA's columns over its threads: in which row of the workspace, and from which column."""
+        """Store the sums of a CTA's columns over its threads; ``target``: the workspace's row, and the first column."""
         x, y, _ = cute.arch.thread_idx()
         row_of_sums, start = target
         cute.arch.barrier()
@@ -199,7 +199,9 @@ class ColumnPass:
                 mPartials[row_of_sums * self.fold + above, Int32(piece.index * n) + column] = total
 
     def _shared(self, mX, piece, place):
-        """What all rows, or those of an example, read of an input: a vector, or a number; None of one with rows."""
+        """The vector or number of an input that all rows read, or all rows of an example; None if each row has its
+        own.
+        """
         if piece.rows and not piece.shared:
             return None
         rX = fragment(mX.element_type, self.vec if piece.columns else 1)
@@ -264,8 +266,10 @@ class Place:
     """Where a thread's vector is in each row, or in each ``fold`` rows that are taken as one.
 
     Attributes:
-        first: its first column; ``n``: the length of rows, ``count``: how many there are, of an example.
-        example: whose rows they are, from ``first_row`` on.
+        first: the vector's first column.
+        n: the length of rows.
+        count: of rows, of one example if operands are shared by examples.
+        example, first_row: the example, and the number of its first row.
         above: which of these rows it begins in; ``left``: how many elements are left of that one.
     """
 
@@ -277,7 +281,7 @@ class Place:
 
 
 class PartSum:
-    """``out[c] = sum_p partials[p, c]`` in fp32 of few rows of many columns: the parts of all examples side by side.
+    """``out[c] = sum_p partials[p, c]`` in fp32, for few parts, whose rows have the columns of all examples.
 
     Tile: a CTA takes 128 columns of one workspace. The four threads of a column add every fourth row each, then one of
     them adds their sums, in a fixed order. Shared memory: 2 KB. Bytes moved: the workspaces once, mostly from L2.

@@ -84,8 +84,8 @@ class FusedRowConfig(RowConfig):
 
 
 def column_width(vectors: int) -> int:
-    """Of so many vectors of a row how many neighbouring ones a column pass over examples takes: as few as possible lie
-    past the end of rows, and 8 are a whole cache line.
+    """How many neighbouring vectors a CTA of a column pass over examples takes, of rows with ``vectors`` vectors: the
+    number for which fewest lie past the end of rows; at least 8, a whole cache line, if rows have as many.
     """
     if vectors < 8:
         return 1 << (vectors - 1).bit_length()

@@ -65,7 +65,7 @@ class FusedPointwise:
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.outputs["t"]), config) if tiles else None
         self.sums = [*self.outputs["r"], *self.outputs["s"]]
         self.together = False
-        # What the rows of an example share, a thread of a column pass reads once; their sums are ``of_examples``.
+        # Inputs that a thread of a column pass reads once for all rows of an example, and sums over an example's rows.
         self.shared = [piece.name for piece in self.inputs if piece.shared and not config.turns]
         self.of_examples = [piece.name for _, piece in self.sums if piece.name in shared]
         column_pass = self._over_columns(tiles) if self.sums or self.shared else None
@@ -146,7 +146,9 @@ class FusedPointwise:
 
 
 def by_example(partials, outputs, examples):
-    """Workspaces with a row for each part of each example as ones with a row for each part, and outputs as rows."""
+    """Views of workspaces that have a row for each part of each example, as a row for each part with the columns of all
+    examples; and of the outputs, as one row.
+    """
     wide = []
     for mPartials in partials:
         groups, n = Int32(mPartials.shape[0]), Int32(mPartials.shape[1])

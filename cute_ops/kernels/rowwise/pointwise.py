@@ -57,8 +57,8 @@ def start_of(key, piece, n):
 
 
 def vector_widths(variant, inputs, outputs):
-    """Elements of a vector of 16 bytes of the widest tile that is read, and as many as the rows of all pieces start on,
-    or take several accesses of 16 bytes for; these divide the length of rows.
+    """(widest, vec) in elements: a vector of 16 bytes of the widest tile that is read, and the vector that is used. The
+    latter divides the length of rows; in every piece it is aligned, or several aligned vectors of 16 bytes.
     """
     keys, n, pieces = variant.tensors, variant.dims["n"], (*inputs, *outputs)
     read = [piece for piece in inputs if piece.tile] or outputs

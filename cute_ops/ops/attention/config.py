@@ -54,7 +54,8 @@ LONGEST_OF_TWO = 128
 # Splits of keys: each of so many keys at least; a batch-invariant one. What starting a CTA and combining parts take, as
 # keys that a CTA reads meanwhile.
 LEAST_KEYS, MOST_SPLITS, INVARIANT_KEYS, START, COMBINE = 256, 128, 512, 128, 64
-# Keys of a chunk's split at least. Starting a CTA, and writing a block's results, take as long as reading half of it.
+# The least keys of a split of attention to caches: to start a CTA and to write a block's results takes as long as to
+# read half as many.
 CHUNK_LEAST_KEYS = 512
 
 
@@ -145,18 +146,18 @@ def workspace(own: mods.Own, problem: Problem, config: Config) -> dict[str, Arra
 
 
 def workspace_cached(own: mods.Own, problem: Problem, config: Config) -> dict[str, Array | None]:
-    """Tables as of :func:`workspace`, of packed queries in one row and of the keys of each sequence; and the result of
-    each split of keys, and its log-sum-exp.
+    """Tables as :func:`workspace` has them, of packed queries in one row and of the keys of each sequence; the result
+    and the log-sum-exp of each split of keys.
     """
     dims, attrs, chosen = problem.dims, problem.attrs, AttentionConfig.of(config)
     keys, heads = dims["c"] * (dims["t"] if "page_table" in problem.dtypes else 1), dims["g"] * dims["r"]
     queries = (1 if _is_packed(problem) else dims["b"], _blocks(problem, "s", chosen.block))
-    # Of packed queries each sequence has a block more, of which most have few queries.
+    # Packed queries are counted as one row: the block more that each sequence may have is mostly empty.
     blocks = queries[0] * queries[1] * heads
     seen = keys
     if attrs["left"] >= 0 and (attrs["causal"] or attrs["right"] >= 0):
         seen = min(keys, attrs["left"] + max(attrs["right"], 0) + chosen.block)
-    # As many as make one wave: a split of more blocks would write more results than it fills idle SMs.
+    # At most as many splits as run in one wave: past that a split fills no idle SM, but has results to write.
     splits = max(min(seen // CHUNK_LEAST_KEYS, problem.sm_count // max(blocks, 1), MOST_SPLITS), 1)
     return {
         **_tables_of(own, problem, {"queries": queries, "keys": (dims["b"], -(-keys // chosen.tile_n))}),

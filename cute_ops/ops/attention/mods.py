@@ -91,7 +91,7 @@ def score_of(cap: float, own: str = "") -> Mod | None:
 @cache
 def bounds_of(mask: Mod) -> tuple[str, tuple[str, ...]]:
     """The expression of a mask's bounds over a tile, and what of it could not be bounded."""
-    from cute_ops.expressions.intervals import Range, bounds  # where a call has a mask of its own
+    from cute_ops.expressions.intervals import Range, bounds  # only calls with a mask of their own need it
 
     found = bounds(mask.expression, [Range(number) for number in known(mask)])
     names = (f"operand {mask.given + i}" for i in range(len(mask.reads)))
