@@ -28,12 +28,12 @@ import logging
 import math
 import multiprocessing
 import os
+import queue
 import random
 import secrets
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -76,6 +76,7 @@ VOCABULARIES, SAMPLED = (32000, 50257, 128256, 151936, 201088), (1, 20, 50, 100)
 HEADS = (1, 8, 12, 32, 40, 64)
 LONGEST = 262144  # elements of a drawn row
 GRACE = 10.0  # seconds that a process may take longer
+AGAIN = 5.0  # seconds after which what takes too long is interrupted again: time to clean up
 DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float32")
 
 
@@ -209,13 +210,13 @@ class Late(BaseException):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise Late in the main thread after so long, once Python runs again."""
+    """Raise Late in the main thread after so long, once Python runs again; once more where a callback swallows it."""
 
     def late(*_: Any) -> None:
         raise Late(f"not ready in {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(seconds) else max(seconds, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(seconds) else max(seconds, 1e-3), AGAIN)
     try:
         yield
     finally:
@@ -360,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--without", nargs="+", default=[], metavar="CONTENDER", help="who is left out")
     parser.add_argument("--seconds", type=float, default=math.inf, help="measure no further point after this long")
     parser.add_argument("--compile-seconds", type=float, default=60.0, help="the most for a contender of a point")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 16), help="processes; 0: this one")
+    parser.add_argument("--workers", type=int, help="processes; 0: this one, by default on a CPU")
     parser.add_argument("--resume", action="store_true", help="go on with what the file lacks of the seed's points")
     parser.add_argument("--list", action="store_true", help="print the points and end")
     parser.add_argument("--cpu-smoke", action="store_true", help="on the CPU: checks this file only")
@@ -377,6 +378,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("no GPU here; --list prints the points, --cpu-smoke checks the code paths")
     if options.cpu_smoke:
         points = list(map(shrunk, points))
+    if options.workers is None:
+        options.workers = 0 if options.cpu_smoke else min(os.cpu_count() or 1, 16)
     prewarm.share_caches()
     path = options.out / "sample.csv"
     # In turn, so that a run which is cut short has some of each kind.
@@ -415,37 +418,46 @@ class Run(NamedTuple):
 
 
 def run(todo: Sequence[Point], given: Run, console: Console) -> None:
-    """Compile and measure these points, in several processes; in this one with ``--workers 0``, and on a CPU."""
+    """Compile and measure these points, in several processes; in this one with ``--workers 0``."""
     count = min(given.options.workers, len(todo))
-    if not count or given.device.type == "cpu":
+    if not count:
         work(iter(todo).__next__, lambda: None, nullcontext, given)
         return
     context = multiprocessing.get_context("spawn")
-    points, together = context.Queue(), context.Barrier(count)
+    points, compiled, begin = context.Queue(), context.Semaphore(0), context.Event()
+    points.cancel_join_thread()  # points that nobody takes must not keep this process
     for point in (*todo, *[None] * count):
         points.put(point)
-    started = [context.Process(target=in_process, args=(points, together, given)) for _ in range(count)]
+    started = [context.Process(target=in_process, args=(points, compiled, begin, given)) for _ in range(count)]
     for process in started:
         process.start()
-    # One that is lost, or does not come back from its compiler, must not keep the others' results.
+    # Processes measure while none of them compiles. One that is lost, or does not come back from its compiler, must
+    # not keep the others' results, nor let them begin before the rest have compiled.
     while any(process.is_alive() for process in started) and time.time() < given.end + GRACE:
-        if any(process.exitcode for process in started) and not together.broken:
-            console.print("a process has ended early; its points are not measured")
-            together.abort()
+        lost = [process for process in started if process.exitcode]
+        if not begin.is_set() and compiled.get_value() + len(lost) >= count:
+            if lost:
+                console.print(f"{len(lost)} processes have ended early; their points are not measured")
+            begin.set()
         time.sleep(0.2)
     for process in started:
         process.kill()
 
 
-def in_process(points: Any, together: Any, given: Run) -> None:
+def in_process(points: Any, compiled: Any, begin: Any, given: Run) -> None:
     def take() -> Point:
-        if (point := points.get()) is None:
+        wait = None if math.isinf(given.end) else max(given.compiled - time.time(), 0.1)
+        try:
+            point = points.get(timeout=wait)
+        except queue.Empty:  # another process was lost while it held the queue
+            point = None
+        if point is None:
             raise StopIteration
         return point  # type: ignore[no-any-return]
 
     def wait() -> None:
-        with suppress(threading.BrokenBarrierError):  # one is late or lost
-            together.wait(None if math.isinf(given.end) else max(given.compiled + GRACE - time.time(), 1))
+        compiled.release()
+        begin.wait(None if math.isinf(given.end) else max(given.compiled + GRACE - time.time(), 1))
 
     prewarm.benchmarks_take_turns()
     work(take, wait, partial(held, given.path.with_suffix(".lock")), given)
@@ -480,14 +492,16 @@ def work(
     for each in ready:
         with turn():
             if time.time() > given.end:
-                return
+                break
             try:
                 bench.finish(each)
             except Exception as failure:
                 console.print(f"{each.point.name}: {first_line(failure)}")
                 if bench.lost():
                     console.print("the GPU does not answer this process any more")
-                    return
+                    break
+    spent = ", ".join(f"{step} {seconds:.1f}" for step, seconds in bench.seconds.most_common())
+    console.print(f"{len(ready)} points compiled; seconds of measuring: {spent}")
 
 
 if __name__ == "__main__":

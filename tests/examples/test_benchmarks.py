@@ -480,15 +480,22 @@ def test_sample_draws_the_same_points_of_a_seed() -> None:
 @pytest.mark.drawn(0.4, among="benchmarks")
 @pytest.mark.slow
 def test_sample_measures_and_names_what_is_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cpu-smoke", "--seed", "5", "--points", "2", "--rounds", "1", "--without", "torch.compile"]
-    assert sample.main([*arguments, "--out", str(tmp_path)]) == 0
+    arguments = ["--cpu-smoke", "--seed", "5", "--rounds", "1", "--without", "torch.compile", "--out", str(tmp_path)]
+    assert sample.main([*arguments, "--points", "1"]) == 0
+    first = [row for row in common.read(tmp_path / "sample.csv") if row["kind"]]
+    # What is left of twice as many points, in two processes; then nothing.
+    others = ["--points", "2", "--resume", "--workers", "2"]
+    assert sample.main([*arguments, *others]) == 0
     rows = [row for row in common.read(tmp_path / "sample.csv") if row["kind"]]
-    assert {row["kind"] for row in rows} == set(sample.DRAWN)
+    assert rows[: len(first)] == first
+    assert {(row["kind"], *(row[c] for c in device_time.KEY)) for row in rows} == {
+        (p.kind, *device_time.key(sample.shrunk(p).problem, p.direction)) for p in sample.draw(5, list(sample.DRAWN), 2)
+    }
     assert {row["status"] for row in rows} <= {"ok", "not available"}
     assert all(row["seed"] == "5" for row in rows)
     assert all(float(row["tflops"]) > 0 for row in rows if row["kind"] == "products" and row["us"])
     assert {row["contender"] for row in rows if row["kind"] == "products"} >= {sample.QUACK, sample.XLA, sample.OURS}
-    assert sample.main([*arguments, "--out", str(tmp_path), "--resume"]) == 0  # with nothing left to measure
+    assert sample.main([*arguments, *others]) == 0
     assert [row for row in common.read(tmp_path / "sample.csv") if row["kind"]] == rows
     best = {"kind": "rows", "op": "softmax", "direction": "fwd", "status": "ok", "of_copy": "0.8", "reason": "of tiles"}
     points = [{**dict.fromkeys(sample.COLUMNS, ""), **best, "contender": c, "us": u} for c, u in
