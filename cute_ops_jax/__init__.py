@@ -10,12 +10,6 @@ from cute_ops import __version__ as __version__
 from cute_ops.composite.models import MODELS
 from cute_ops.errors import no_attribute
 from cute_ops.ops import ATTENTION, OPS, PRODUCTS
-from cute_ops_jax.composite.embedding import embedding
-from cute_ops_jax.composite.losses import (
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-)
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
@@ -23,7 +17,7 @@ _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS, *ATTENTION, *MODELS)}
 # Imported when they are first asked for: most programs use few of them, and start faster without their imports.
 _LAZY = {
     "attention": "composite.attention", "decode_attention": "composite.attention",
-    "dot_product_attention": "composite.dot_product_attention",
+    "dot_product_attention": "composite.dot_product_attention", "embedding": "composite.embedding",
     "export": "exporting", "fuse": "fusion", "fused": "composite.fused", "gated_linear": "composite.linear",
     "gated_mlp": "composite.block", "linear": "composite.linear", "linear_add_rmsnorm": "composite.block",
     "group_norm": "composite.layouts", "load": "loading", "mlp": "composite.block", "qkv_rope": "composite.block",
@@ -32,14 +26,14 @@ _LAZY = {
         ("linear_distillation_loss", "linear_log_probs", "linear_policy_loss", "linear_preference_loss"),
         "composite.training",
     ),
+    **dict.fromkeys(
+        ("linear_cross_entropy", "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy"),
+        "composite.losses",
+    ),
 }  # fmt: skip
 __all__ = [
-    "embedding",
-    "linear_cross_entropy",
     "probe",
     "register",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_linear_cross_entropy",
     *dict.fromkeys((*_LAZY, *_DECLARED)),
 ]
 

@@ -13,8 +13,6 @@ from cute_ops import __version__ as __version__
 from cute_ops.errors import no_attribute
 from cute_ops_torch import functions
 from cute_ops_torch.composite.embedding import embedding
-from cute_ops_torch.composite.linear import gated_linear as gated_linear
-from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.distributed.import_hook import when_imported
 from cute_ops_torch.registry import register
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from cute_ops_torch.composite.flex_attention import flex_attention
     from cute_ops_torch.composite.fused import fused
     from cute_ops_torch.composite.layouts import group_norm, rope_from_positions
+    from cute_ops_torch.composite.linear import gated_linear as gated_linear
+    from cute_ops_torch.composite.linear import linear
     from cute_ops_torch.composite.scaled_dot_product import scaled_dot_product_attention
     from cute_ops_torch.composite.training import (
         linear_distillation_loss,
@@ -71,6 +71,7 @@ _LAZY = {
     "attention": "composite.attention", "decode_attention": "composite.attention",
     "flex_attention": "composite.flex_attention",
     "fused": "composite.fused", "gated_mlp": "composite.block", "linear_add_rmsnorm": "composite.block",
+    "linear": "composite.linear", "gated_linear": "composite.linear",
     "mlp": "composite.block", "qkv_rope": "composite.block", "rmsnorm_linear": "composite.block",
     "patch": "huggingface.patch", "register_attention": "huggingface.attention_function",
     "scaled_dot_product_attention": "composite.scaled_dot_product", "unpatch": "huggingface.patch",
