@@ -10,7 +10,7 @@ import torch
 from cute_ops.composite.public import continued
 from cute_ops.constants import make_room
 from cute_ops.errors import shown
-from cute_ops.ops.expression.broadcast import TILES, Fit
+from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.expression.by_call import DOC, ByCall, decorate, dtype_of, kinds, presence
 from cute_ops.ops.expression.call import Attrs, key_of
 from cute_ops_torch.composite.constant import attribute, constant, guard, traced
@@ -20,9 +20,8 @@ from cute_ops_torch.registry import define, register
 Function = Callable[..., Any]
 Operand = torch.Tensor | float | None
 Fits = tuple[Fit | None, ...]
-# The function of a call's op; how its operands meet the result, None where they are passed as they are; and pairs of
-# tiles, by place, that must have the same dtype.
-Chosen = tuple[Function, Fits | None, Sequence[tuple[int, int]] | None]
+# The function of a call's op, and how its operands meet the result, None where they are passed as they are.
+Chosen = tuple[Function, Fits | None]
 
 
 @overload
@@ -62,20 +61,13 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
 
     def choose(operands: Sequence[Operand], attrs: Attrs) -> Chosen:
         op, fits = by_call.choose(operands, attrs, torch.Tensor)
-        # None of a call whose tiles have several dtypes, which its op declares.
-        tiles = [i for i, how in enumerate(fits) if how is not None and how.shape in TILES]
-        function = define(op, namespace).function
-        return function, None if _meet(operands, fits) else fits, [(tiles[0], i) for i in tiles[1:]] if tiles else None
+        return define(op, namespace).function, None if _meet(operands, fits) else fits
 
     def anew(given: tuple[Any, ...], key: Hashable, operands: Sequence[Operand], attrs: Attrs) -> Chosen:
-        """Of a call that was not found by its shapes alone."""
-        own = key, *[t.dtype for t in operands if isinstance(t, torch.Tensor)]
-        if own in known:
-            return known[own]
         chosen = choose(operands, attrs)
         if key and key == key_of(by_call.function, attrs, given):  # nothing has changed meanwhile
             make_room(known)
-            known[own if chosen[2] is None else key] = chosen
+            known[key] = chosen
         return chosen
 
     def function(*args: Operand, **kwargs: Any) -> Any:
@@ -89,26 +81,16 @@ def _by_call(by_call: ByCall, namespace: str) -> Function:
             fits = by_call.fits(shapes, halves(presence(shapes, dtypes), attrs), dtypes)
             run = while_traced(kinds(fits), attrs)
         else:
-            given = tuple([t.shape if isinstance(t, torch.Tensor) else type(t) for t in operands])
+            # Bools, whole numbers and tiles of several dtypes have ops of their own.
+            given = tuple([(t.shape, t.dtype) if isinstance(t, torch.Tensor) else type(t) for t in operands])
             key = key_of(by_call.function, attrs, given)
             try:
-                run, fits, alike = known[key]
+                run, fits = known[key]
             except KeyError:
-                run, fits, alike = anew(given, key, operands, attrs)
+                run, fits = anew(given, key, operands, attrs)
             except TypeError:  # a symbolic shape has no hash
-                run, fits, alike = choose(operands, attrs)
-            for i, j in alike or ():
-                if operands[i].dtype is not operands[j].dtype:
-                    run, fits, _ = anew(given, key, operands, attrs)
-                    break
-        try:
-            return run(*(operands if fits is None else _fitted(operands, fits, by_call.name)))
-        except TypeError:
-            # Bools or whole numbers where a call of these shapes had floats, or the reverse.
-            other, other_fits = choose(operands, attrs)[:2]
-            if other is run:
-                raise
-            return other(*(operands if other_fits is None else _fitted(operands, other_fits, by_call.name)))
+                run, fits = choose(operands, attrs)
+        return run(*(operands if fits is None else _fitted(operands, fits, by_call.name)))
 
     return function
 

@@ -266,3 +266,25 @@ def test_calls_that_are_refused() -> None:
         by_call(x, [1.0], x)
     with pytest.raises(TypeError, match="`outputs` belongs to declared shapes: give `operands`, too"):
         fused(lambda xp, x: x, outputs=("y",))
+
+
+def test_a_call_of_other_dtypes_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same shapes: bools and whole numbers have other ops than floats, and so have tiles of several dtypes."""
+
+    @fused
+    def scaled(xp: Any, x: Any, scale: Any, keep: Any) -> Any:
+        return xp.where(keep > 0, x * scale, 0.0)
+
+    by_call, chosen = scaled.by_call, []  # type: ignore[attr-defined]
+    choose = by_call.choose
+    monkeypatch.setattr(by_call, "choose", lambda *given: chosen.append(given) or choose(*given))
+    x, scale, keep = torch.randn(2, 3, 8), torch.arange(8), torch.randn(2, 3, 8)
+    calls = [
+        (tile, row, kept)
+        for tile in (x, x.bfloat16()) for row in (scale, scale.float(), scale.int()) for kept in (keep, keep.bfloat16())
+    ]  # fmt: skip
+    for given in 2 * calls:
+        found = scaled(*given)
+        tile, row, kept = (t.double() for t in given)
+        torch.testing.assert_close(found.double(), torch.where(kept > 0, tile * row, 0.0), rtol=1e-2, atol=1e-2)
+    assert len(chosen) == len(calls)
