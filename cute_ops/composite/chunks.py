@@ -89,6 +89,9 @@ class Chunks(Protocol):
     def new_rows(self) -> Any:
         """A float32 number for each row."""
 
+    def all_rows(self, array: Any) -> Any:
+        """A number for each row that there is: 0 for rows that are in no chunk."""
+
     def cut(self, name: str, at: Any) -> Any:
         """The chunk's rows of the array with this name."""
 

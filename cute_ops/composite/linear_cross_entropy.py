@@ -73,11 +73,12 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 
 def loss(
     rows: Callable[..., Any], total: Callable[..., Any], layer: tuple[Any, Any, Any, Any], attrs: Mapping[str, Any], *,
-    reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None,
+    reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None, skip_ignored: bool = False,
 ) -> Any:  # fmt: skip
     """The public function, from a framework's functions of the two ops, the layer (hidden states, weight, target and
     bias) and the loss' attributes. With ``count``, integers without dims, the sum is divided by it: gradients are
-    computed for the quotient, so that the backward does not scale them.
+    computed for the quotient, so that the backward does not scale them. With ``skip_ignored`` the op may leave ignored
+    rows out of its products: their number is read from the device, so only an adapter that can wait for it asks.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
@@ -89,7 +90,7 @@ def loss(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
     hidden, weight, target, bias = layer
-    ignore_index, options = attrs["ignore_index"], (*attrs.values(), accum_dtype, chunk_rows or 0)
+    ignore_index, options = attrs["ignore_index"], (*attrs.values(), accum_dtype, chunk_rows or 0, skip_ignored)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
         return _mean(rows(hidden, weight, target, bias, *options, reduction=reduction), count)
     # JAX compares int32 with what int32 holds; the op refuses all else.
@@ -121,7 +122,7 @@ def _rows(
         return {name: chunks.put(array, at, made[name]) for name, array in found.items()}
 
     found = chunks.each({name: chunks.new_rows() for name in wanted}, body)
-    return {name: array.reshape(inputs["target"].shape) for name, array in found.items()}
+    return {name: chunks.all_rows(array).reshape(inputs["target"].shape) for name, array in found.items()}
 
 
 def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
@@ -231,7 +232,8 @@ def _declare(
     merged = tuple(name for name in outputs if name in cross_entropy.outputs)
     return Op(
         name, inputs={**_LAYER, **inputs, "bias": _BIAS}, outputs=outputs, dtypes={**DTYPES, "C": ("int64", "int32")},
-        attrs={**_of_loss(cross_entropy.attrs), "accum_dtype": "float32", "chunk_rows": 0}, static=(),
+        attrs={**_of_loss(cross_entropy.attrs), "accum_dtype": "float32", "chunk_rows": 0, "skip_ignored": False},
+        static=(),
         kernel=Program(run, ops), sharding=Sharding(contracted=over_rows, split=Split("n", merged=merged)),
         check=_check, called=NAME, **more,
     )  # fmt: skip

@@ -64,6 +64,9 @@ class Chunks:
         like = self.inputs.get("target", self.hidden)  # which devices may share differently than hidden states
         return varying_like(jnp.zeros(self.hidden.shape[:1], jnp.float32), like)  # type: ignore[no-any-return]
 
+    def all_rows(self, array: Array) -> Array:
+        return array
+
     def cut(self, name: str, at: At) -> Array:
         if self.symbolic:
             return jnp.take(self.inputs[name], _places(at), axis=0, mode="clip")

@@ -59,15 +59,21 @@ def linear_cross_entropy(
     return loss
 
 
-def summed_over(
-    count: Tensor, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, *,
-    chunk_rows: int | None, softcap: float = 0.0, logit_scale: float = 1.0,
+def loss_of_head(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ignore_index: int, reduction: str,
+    chunk_rows: int | None, label_smoothing: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
+    count: Tensor | None = None, skip_ignored: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The sum of the losses, divided by an integer on their device."""
-    attrs = declared.of_loss(ignore_index, softcap=softcap, logit_scale=logit_scale)
+    """:func:`linear_cross_entropy` of a patched model's head.
+
+    Args:
+        count: an integer on the device of the losses, by which their sum is divided.
+        skip_ignored: leave ignored rows out of the products, if that is worth it: waits for the device.
+    """
+    attrs = declared.of_loss(ignore_index, label_smoothing, 0.0, softcap, logit_scale)
     loss: Tensor = declared.loss(
-        _rows, _total, (hidden, weight, target, bias), attrs, reduction="sum", chunk_rows=chunk_rows,
-        accum_dtype="float32", count=count,
+        _rows, _total, (hidden, weight, target, bias), attrs, reduction=reduction, chunk_rows=chunk_rows,
+        accum_dtype="float32", count=count, skip_ignored=skip_ignored,
     )  # fmt: skip
     return loss
 

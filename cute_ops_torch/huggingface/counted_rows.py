@@ -2,7 +2,8 @@
 
 A BERT predicts 15% of its tokens, yet multiplies all of them by its head. How many labels count is read from the GPU
 without a stop: their number is on its way to the host while the model runs, and the loss waits for it at most until
-the GPU has begun this forward.
+the GPU has begun this forward. In a compiled graph, where no code of the host runs beside the model, the loss' op
+counts them itself.
 """
 
 from __future__ import annotations
@@ -12,14 +13,10 @@ from typing import Any
 import torch
 
 from cute_ops_torch.huggingface.bypass import is_eager
+from cute_ops_torch.library.row_chunks import find_kept, kept_size, put_rows, take_rows
 
 Tensor = torch.Tensor
 _IGNORED = -100
-# The part of rows that count from which on moving them costs about what their product saves.
-_MOST = 0.75
-# Rows that are kept are a multiple of this part of all, and of a product's tile: each number of rows is a plan of its
-# own on the host, and a mask's number varies from step to step.
-_STEP, _TILE = 64, 128
 
 
 class CountedRows:
@@ -54,9 +51,11 @@ class CountedRows:
         if self._event is not None:
             self._event.synchronize()
         rows = target.numel()
-        step = max(_TILE, (1 << (rows - 1).bit_length()) // _STEP)
-        size = -(-max(int(self._count), 1) // step) * step
-        return (hidden, target) if size > _MOST * rows else _compact(hidden.reshape(rows, -1), target.reshape(-1), size)
+        size = kept_size(rows, int(self._count))
+        if not size:
+            return hidden, target
+        kept = find_kept(target.reshape(-1), _IGNORED, size)
+        return _Rows.apply(hidden.reshape(rows, -1), kept.places), kept.targets  # type: ignore[no-untyped-call]
 
     def _are(self, labels: Tensor) -> bool:
         """Whether these are the counted ones, or a view of all of them."""
@@ -70,26 +69,16 @@ def _captures(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _compact(hidden: Tensor, target: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """``size`` rows with all that count, in order; rows beyond these are ignored, too."""
-    rows, counts = target.numel(), target != _IGNORED
-    place = torch.where(counts, counts.cumsum(0) - 1, size)
-    index = target.new_full((size + 1,), rows).scatter_(0, place, torch.arange(rows, device=target.device))[:size]
-    found = target.new_full((size + 1,), _IGNORED).scatter_(0, place, target)[:size]
-    return _Rows.apply(hidden, index), found  # type: ignore[no-untyped-call]
-
-
 class _Rows(torch.autograd.Function):
-    """Rows by indices of which none occurs twice, but for the number of rows, which stands for any row."""
+    """The rows at these places."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
-        return x.index_select(0, index.clamp(max=x.shape[0] - 1))
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = x.shape[0]
+        return take_rows(x, places)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        rows, columns = ctx.shape
-        return dout.new_zeros(rows + 1, columns).index_copy_(0, index, dout)[:rows], None
+        (places,) = ctx.saved_tensors
+        return put_rows(dout, places, ctx.rows), None

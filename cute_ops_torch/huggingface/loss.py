@@ -18,7 +18,7 @@ from torch import nn
 
 from cute_ops.composite import chunks
 from cute_ops_torch import functions
-from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy, summed_over
+from cute_ops_torch.composite.linear_cross_entropy import loss_of_head
 from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.attention import Bypassed
 from cute_ops_torch.huggingface.bypass import calls, is_plain_linear, reads, takes
@@ -100,7 +100,7 @@ def _make_lazy(original: Any, *, keeps_logits: bool = False) -> Forward:
                 return None
             hidden, target = counted.of(target, logits.hidden, target, options["ignore_index"], options["reduction"])
             options |= {"chunk_rows": rows, "softcap": caps.softcap, "logit_scale": caps.scale}
-            return linear_cross_entropy(hidden, head.weight, target, logits.bias, **options)
+            return loss_of_head(hidden, head.weight, target, logits.bias, skip_ignored=_counts_in_graph(), **options)
 
         def of_logits(logits: LazyLogits, target: Tensor, **options: Any) -> Tensor | None:
             real = logits.narrow()
@@ -261,17 +261,21 @@ def _next_token_loss(
     count, reduction = num_items_in_batch, "mean" if num_items_in_batch is None else "sum"
     if shift_labels is None:
         hidden, target = counted.of(labels, hidden, target, ignore_index, reduction)
-    given = hidden, head.weight, target, bias, ignore_index
     if isinstance(count, int):
         count = hidden.new_full((), count, dtype=torch.int64)
+    divisor = None
     if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
-        return summed_over(
-            count.to(hidden.device), *given, chunk_rows=chunk_rows, softcap=caps.softcap, logit_scale=caps.scale
-        )
-    loss = linear_cross_entropy(
-        *given, reduction=reduction, chunk_rows=chunk_rows, softcap=caps.softcap, logit_scale=caps.scale
-    )
+        divisor, count = count.to(hidden.device), None
+    loss = loss_of_head(
+        hidden, head.weight, target, bias, ignore_index=ignore_index, reduction=reduction, chunk_rows=chunk_rows,
+        softcap=caps.softcap, logit_scale=caps.scale, count=divisor, skip_ignored=_counts_in_graph(),
+    )  # fmt: skip
     return _divided(loss, count)
+
+
+def _counts_in_graph() -> bool:
+    """Whether a program is being compiled that can wait for the GPU: one for another process might not."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def _loss_of_logits(

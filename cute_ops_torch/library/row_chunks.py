@@ -1,13 +1,14 @@
 """Rows of a linear layer a chunk at a time: :class:`cute_ops.composite.chunks.Chunks` in torch.
 
-Arrays are written in place: the logits of all chunks lie in one place, each sum of gradients in another.
+Arrays are written in place: the logits of all chunks lie in one place, each sum of gradients in another. Rows whose
+targets are ignored, those of prompts, of padding and of tokens that are not masked, can be left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +20,11 @@ State = TypeVar("State")
 # Bytes that rows of logits begin at multiples of, and of which products take multiples: cuBLAS multiplies 50257 classes
 # four to six times as long as 50256, which is why the others are a product of their own.
 _ALIGNMENT = 16
+# The part of rows that count from which on moving them costs about what their product saves.
+_MOST_KEPT = 0.75
+# Rows that are kept are a multiple of this part of all, and of a product's tile: each number of rows is a plan of its
+# own on the host, and a mask's number varies from step to step.
+_STEPS = 64
 
 
 class Chunks:
@@ -26,12 +32,15 @@ class Chunks:
 
     Args:
         inputs: hidden, weight, bias and what else has rows, by name.
-        attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses.
+        attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses; ``skip_ignored``, whether rows with
+            the target ``ignore_index`` may be left out.
         wanted: the gradients to sum up.
         share: whether the gradient of the hidden states may share an array with the logits.
         largest: where ranks share the classes, the most that one has: all must have the same chunks.
 
     Attributes:
+        rows: how many there are, with those that are left out.
+        kept: the places of the rows that are not; see :func:`find_kept`. None where all are taken.
         slices: the rows of each chunk.
         sums_apart: whether the weight's gradient is summed in a float32 tensor of its own and rounded at the end.
         spare: memory for logits; None where there is none yet.
@@ -43,6 +52,10 @@ class Chunks:
         self, inputs: Mapping[str, Any], attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False,
         largest: int = 0,
     ) -> None:  # fmt: skip
+        self.rows: int = inputs["hidden"].shape[0]
+        self.kept = _rows_that_count(inputs["target"], attrs["ignore_index"]) if attrs.get("skip_ignored") else None
+        if self.kept is not None:
+            inputs = {name: self._of_kept(name, array) for name, array in inputs.items()}
         self.inputs = inputs
         self.hidden: Tensor = inputs["hidden"]
         self.weight: Tensor = inputs["weight"]
@@ -65,6 +78,11 @@ class Chunks:
         self.sums_apart = apart and len(self.slices) > 1
         self.spare = self.hidden.new_empty(shared) if shared else None
         self._sums = self._new_sums(wanted)
+
+    def _of_kept(self, name: str, array: Tensor | None) -> Tensor | None:
+        if self.kept is None or array is None or name in ("weight", "bias", "count"):
+            return array
+        return self.kept.targets if name == "target" else take_rows(array, self.kept.places)
 
     def _of_rows(self, size: int) -> Sequence[slice]:
         count = self.hidden.shape[0]
@@ -98,6 +116,9 @@ class Chunks:
 
     def new_rows(self) -> Tensor:
         return self.hidden.new_empty(self.hidden.shape[:1], dtype=torch.float32)
+
+    def all_rows(self, array: Tensor) -> Tensor:
+        return array if self.kept is None else put_rows(array, self.kept.places, self.rows)
 
     def cut(self, name: str, at: slice) -> Tensor:
         rows: Tensor = self.inputs[name][at]
@@ -164,4 +185,51 @@ class Chunks:
         found = {name: total if name == "dweight" else total.to(self.hidden.dtype) for name, total in sums.items()}
         if self.sums_apart:
             found["dweight"] = self.dweight.copy_(sums["dweight"])
+        if "dhidden" in found:
+            found["dhidden"] = self.all_rows(found["dhidden"])
         return found
+
+
+class Kept(NamedTuple):
+    """Rows that are kept.
+
+    Attributes:
+        places: their indices, of which none occurs twice but for the number of all rows, which stands for any row.
+        targets: their targets; what stands for any row is ignored.
+    """
+
+    places: Tensor
+    targets: Tensor
+
+
+def _rows_that_count(target: Tensor, ignore_index: int) -> Kept | None:
+    """Find them if they are few. The host waits for their number; a CUDA graph, which cannot, takes all rows."""
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    size = kept_size(target.numel(), int((target != ignore_index).sum()))
+    return find_kept(target, ignore_index, size) if size else None
+
+
+def kept_size(rows: int, count: int) -> int:
+    """How many rows to keep where ``count`` of them count; 0 for all of them."""
+    step = max(chunks.TILE, (1 << max(rows - 1, 0).bit_length()) // _STEPS)
+    size = -(-max(count, 1) // step) * step
+    return size if size <= _MOST_KEPT * rows else 0
+
+
+def find_kept(target: Tensor, ignore_index: int, size: int) -> Kept:
+    """``size`` rows with all that count, in order."""
+    rows, counts = target.numel(), target != ignore_index
+    place = torch.where(counts, counts.cumsum(0) - 1, size)
+    order = torch.arange(rows, device=target.device)
+    places = order.new_full((size + 1,), rows).scatter_(0, place, order)[:size]
+    return Kept(places, target.new_full((size + 1,), ignore_index).scatter_(0, place, target)[:size])
+
+
+def take_rows(x: Tensor, places: Tensor) -> Tensor:
+    return x.index_select(0, places.clamp(max=x.shape[0] - 1))
+
+
+def put_rows(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    """The inverse of :func:`take_rows`, with zeros in the other rows."""
+    return x.new_zeros(rows + 1, *x.shape[1:]).index_copy_(0, places, x)[:rows]

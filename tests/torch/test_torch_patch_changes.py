@@ -535,7 +535,7 @@ def counted() -> Iterator[Counter[str]]:
         patched.setattr(scaled_dot_product, "_attention", count("attention", scaled_dot_product._attention))
         patched.setattr(plain_mlp, "mlp", count("mlp", plain_mlp.mlp))
         patched.setattr(embedding, "embedding", count("embedding", embedding.embedding))
-        patched.setattr(loss, "linear_cross_entropy", count("loss", loss.linear_cross_entropy))
+        patched.setattr(loss, "loss_of_head", count("loss", loss.loss_of_head))
         patched.setattr(decoder, "_masked", count("mask", decoder._masked))
         yield counts
 

@@ -13,6 +13,7 @@ import cute_ops_torch
 from cute_ops_torch.huggingface import loss
 from cute_ops_torch.huggingface.counted_rows import CountedRows
 from cute_ops_torch.huggingface.lazy_logits import PLAIN, LazyLogits
+from cute_ops_torch.library import row_chunks
 from tests.torch.test_torch_patch_families import make
 
 transformers = pytest.importorskip("transformers")
@@ -176,9 +177,17 @@ def test_losses_of_masked_tokens_and_of_translations(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"), [("llama", 0.2), ("gpt2", 0.5), ("bert", 0.15), ("bert", 0.9), ("bert", 0.0)]
-)
-def test_ignored_rows_are_not_multiplied(kind: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("compiled", "kind", "part", "given"),
+    [
+        (False, "llama", 0.2, {}), (False, "llama", 0.2, {"num_items_in_batch": torch.tensor(100)}),
+        (False, "gpt2", 0.5, {}), (False, "bert", 0.15, {}), (False, "bert", 0.9, {}), (False, "bert", 0.0, {}),
+        (True, "llama", 0.2, {"num_items_in_batch": torch.tensor(100)}), (True, "bert", 0.15, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ignored_rows_are_not_multiplied(
+    compiled: bool, kind: str, part: float, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(kind).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -186,29 +195,76 @@ def test_ignored_rows_are_not_multiplied(kind: str, part: float, monkeypatch: py
     draw = torch.Generator().manual_seed(8)
     tokens = torch.randint(3, 97, (16, 64), generator=draw)
     labels = torch.where(torch.rand(tokens.shape, generator=draw) < part, tokens, -100)
-    rows: list[int] = []
-    plain = loss.linear_cross_entropy
-
-    def counting(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        rows.append(hidden.reshape(-1, hidden.shape[-1]).shape[0])
-        return plain(hidden, *args, **options)
-
-    monkeypatch.setattr(loss, "linear_cross_entropy", counting)
+    rows = multiplied(monkeypatch)
     found = []
     for patched in (False, True):
         if patched:
             cute_ops_torch.patch(model)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if patched and compiled else model
         model.zero_grad()
-        out = model(input_ids=tokens, labels=labels).loss
+        with torch.autograd.profiler.profile():  # programs run, not what they have run before
+            out = run(input_ids=tokens, labels=labels, **given).loss
         out.backward()
         found.append(
             (out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         )
-    assert rows == [{0.2: 256, 0.5: 512, 0.15: 256, 0.9: 1024, 0.0: 128}[part]]
+    torch._dynamo.reset()
+    assert sum(rows) == {0.2: 256, 0.5: 512, 0.15: 256, 0.9: 1024, 0.0: 128}[part]
     if part:
         close(found[1], found[0])
     else:
         assert found[0][0].isnan() and found[1][0].isnan()  # a mean over no rows
+
+
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each chunk of logits from here on."""
+    rows, plain = list[int](), row_chunks.Chunks.logits
+
+    def logits(self: Any, at: slice) -> torch.Tensor:
+        rows.append(at.stop - at.start)
+        return plain(self, at)
+
+    monkeypatch.setattr(row_chunks.Chunks, "logits", logits)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False)], ids=str)
+def test_skipped_rows_change_no_number(
+    dtype: torch.dtype, reduction: str, wanted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    layer = [torch.randn(*shape, generator=draw).to(dtype) for shape in ((4, 300, 24), (50, 24), (50,))]
+    target = torch.randint(0, 50, (4, 300), generator=draw).masked_fill(torch.rand(4, 300, generator=draw) < 0.8, 7)
+    slope = torch.randn((4, 300) if reduction == "none" else (), generator=draw)
+    rows, found = multiplied(monkeypatch), []
+    for skip in (False, True):
+        rows.clear()
+        hidden, weight, bias = (x.clone().requires_grad_(want) for x, want in zip(layer, wanted, strict=True))
+        options: Any = {"ignore_index": 7, "reduction": reduction, "chunk_rows": None, "label_smoothing": 0.1}
+        with torch.autograd.profiler.profile():
+            made = loss.loss_of_head(hidden, weight, target, bias, skip_ignored=skip, **options)
+            made.backward(slope)
+        grads = [x.grad.float() for x in (hidden, weight, bias) if x.grad is not None]
+        found.append([made.detach(), *grads])
+        computed_again = reduction == "none" or dtype == torch.float16
+        assert sum(rows) == (256 if skip else 1200) * (1 + computed_again)
+    assert [x.shape for x in found[1]] == [x.shape for x in found[0]]
+    bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]  # of a rounding of a sum
+    for got, want in zip(*reversed(found), strict=True):
+        assert float((got - want).abs().max()) <= bound * max(float(want.abs().max()), 1e-3)
+
+
+def test_how_many_rows_are_skipped_differs_from_call_to_call() -> None:
+    hidden, weight = torch.randn(1024, 16), torch.randn(33, 16)
+    for part in (0.1, 0.4, 0.0, 1.0, 0.2):
+        target = torch.where(torch.rand(1024) < part, 5, -100)
+        options: Any = {"ignore_index": -100, "reduction": "sum", "chunk_rows": None}
+        found, want = (
+            loss.loss_of_head(hidden, weight, target, None, skip_ignored=s, **options) for s in (True, False)
+        )
+        torch.testing.assert_close(found, want)
 
 
 def test_targets_that_are_not_the_labels_keep_all_rows() -> None:
