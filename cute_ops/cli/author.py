@@ -53,6 +53,7 @@ NOT_SWEPT = {
         ("attention_cached", "attention_cached_packed"), "tests/torch/test_torch_attention_cached.py draws calls of it"
     ),
     "decode_attention": "tests/torch/test_torch_decode.py draws calls of it",
+    "mla_decode": "tests/contract/test_latent_attention.py draws calls of it",
     **dict.fromkeys(
         ("topk_bwd", "route_bwd", "permute_tokens_bwd", "unpermute_tokens_bwd", "expert_balance_bwd"), _ROUTING
     ),

@@ -16,7 +16,6 @@ from cute_ops.autotune import winners
 ROOT = Path(__file__).parents[2]
 # A heuristic that any GPU beats: CTAs of one warp leave half of an SM's threads empty.
 DECLARED = """
-from dataclasses import replace
 from cute_ops import FLOATS, Case, Op, Tensor, Tuning, vary
 from cute_ops.ops.activation.unary import silu
 
@@ -25,7 +24,7 @@ narrow = Op(
     "narrow_silu", inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOATS}, reference=silu.reference,
     kernel=silu.kernel, cases=(Case("one", {"m": (3,), "n": 4096}),),
     tuning=Tuning(
-        lambda problem: replace(silu.tuning.config(problem), threads=32),
+        lambda problem: {**silu.config(problem), "threads": 32},
         vary(threads=(128, 256), buckets={"m": (1024,)}),
     ),
 )

@@ -53,14 +53,16 @@ def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, st
         if op.fallback:
             yield from calls_of_product(op)
             continue
+        integers = {var: "int32" for var, choices in op.dtypes.items() if all("int" in each for each in choices)}
         for n in lengths:
             if swept(op) == "d" and n > 512:
                 continue
             for i, (dtype, base) in enumerate((d, b) for d in DTYPES for b in BASES):
                 sizes = op.example((ROWS[i % len(ROWS)],), n)
                 sizes |= {"d": n, "r": n // 2} if swept(op) == "d" else {}
+                sizes |= {"d": n} if op.name.startswith("group_norm_rows") else {}  # heads are whole groups
                 sizes |= {name: size(sizes, op.attrs) for name, size in op.derived.items()}
-                yield op, Case(f"n={n}", sizes), dtype, base
+                yield op, Case(f"n={n}", sizes, integers), dtype, base
 
 
 def calls_of_product(op: Op) -> Iterator[tuple[Op, Case, str, str]]:

@@ -77,6 +77,11 @@ def test_what_the_sanitizer_watches_of_products() -> None:
     assert "clusters" in forms["linear"] & forms["gated_linear"] & forms["linear_gelu"]
 
 
+def test_the_sanitizers_calls_are_ones_of_their_ops() -> None:
+    for op, case, dtype, _ in sanitized_calls.calls(list(sanitized_calls.every_op().values()), [17, 129]):
+        bind(op, testing.specs(op, case, dtype), testing.attributes(op, case))
+
+
 def test_buffers_lie_as_in_the_call(compiled: Any) -> None:
     binding = bind(rmsnorm, {"x": Array((3, 5, 8), "bfloat16"), "weight": Array((8,), "float32")})
     where = {"x": Memory((120, 24, 1), 6), "weight": Memory((1,), 4)}
