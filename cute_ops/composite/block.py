@@ -13,9 +13,11 @@ from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import mlp as plain
 from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
-from cute_ops.composite.products import Array, Products
+from cute_ops.composite.products import Array, Caller, Products
 from cute_ops.composite.public import continued
 from cute_ops.ops.gemm.by_call import Epilogue, weight_shape
+
+_RMSNORM_LINEAR = Caller("rmsnorm_linear", norm_before.op_of_call)
 
 
 class Block(Generic[Array]):
@@ -49,9 +51,7 @@ class Block(Generic[Array]):
         if self._products.converts():
             x, weight = self._products.operands(x, weight)
         layout, given = weight_shape(packed, transposed, halves, "rmsnorm_linear"), (x, weight, *operands)
-        function, fitted = self._products.with_epilogue(
-            norm_before.op_of_call, "rmsnorm_linear", epilogue, given, layout, save, attrs
-        )
+        function, fitted = self._products.with_epilogue(_RMSNORM_LINEAR, epilogue, given, layout, save, attrs)
         return function(x, weight, *fitted, norm_weight, eps, fused)
 
     @continued(rotation.DOC)

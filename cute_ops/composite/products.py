@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from cute_ops.composite.public import continued
 from cute_ops.constants import make_room
@@ -24,11 +24,23 @@ from cute_ops.ops.gemm.linear import linear as product
 
 Array = TypeVar("Array")
 Function = Callable[..., Any]
-# Makes the op of a call: of its epilogue, its operands' shapes, whether weights are a batch, the weight's layout, what
-# is saved, and the epilogue's attributes.
-Maker = Callable[[Epilogue, by_call.Shapes, bool, str, str, Attrs], Op]
 Fits = tuple[Fit | None, ...]
-_PLAIN = by_call.weight_shape(False, False)
+
+
+class Caller(NamedTuple):
+    """A function whose epilogue is the caller's.
+
+    Attributes:
+        name: what errors call it.
+        op: makes the op of a call: of its epilogue, its operands' shapes, whether weights are a batch, the weight's
+            layout, what is saved, and the epilogue's attributes.
+    """
+
+    name: str
+    op: Callable[[Epilogue, by_call.Shapes, bool, str, str, Attrs], Op]
+
+
+_PLAIN, _LINEAR = by_call.weight_shape(False, False), Caller("linear", by_call.op_of_call)
 
 
 class Products(ABC, Generic[Array]):
@@ -68,7 +80,7 @@ class Products(ABC, Generic[Array]):
     def expanded(self, array: Any, fit: Fit) -> Any:
         """An operand, broadcast as it meets the product."""
 
-    def traced(self, make: Maker, epilogue: Epilogue, attrs: Mapping[str, Any], *call: Any) -> tuple[Function, Fits]:
+    def traced(self, caller: Caller, epilogue: Epilogue, *call: Any) -> tuple[Function, Fits]:
         """While a compiler traces: :meth:`choose` of a call, whose op is a constant to the compiler."""
         raise NotImplementedError
 
@@ -92,7 +104,7 @@ class Products(ABC, Generic[Array]):
             return run(x, matrix.mT if transposed and dims > 1 else matrix, fused)
         layout = by_call.weight_shape(packed, transposed, halves) if packed or transposed or halves else _PLAIN
         given = x, weight, *operands
-        function, fitted = self.with_epilogue(by_call.op_of_call, "linear", epilogue, given, layout, save, attrs)
+        function, fitted = self.with_epilogue(_LINEAR, epilogue, given, layout, save, attrs)
         return function(x, weight, *fitted, fused)
 
     @continued(by_call.GATED_DOC)
@@ -110,24 +122,24 @@ class Products(ABC, Generic[Array]):
         return self._gated(transposed, weight.ndim > 2 + halves, halves)
 
     def with_epilogue(
-        self, make: Maker, caller: str, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
+        self, caller: Caller, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
         attrs: Mapping[str, Any],
     ) -> tuple[Function, Sequence[Any]]:  # fmt: skip
-        """The function of the op of a call of ``caller`` on x, a weight and operands, and the latter as it takes them.
-        A call like an earlier one is found by its shapes.
+        """The function of the op of a call on x, a weight and operands, and the latter as it takes them. A call like an
+        earlier one is found by its shapes.
         """
         fits: Fits
         if self.tracing():
-            function, fits = self.traced(make, epilogue, attrs, caller, arrays, layout, save)
+            function, fits = self.traced(caller, epilogue, arrays, layout, save, attrs)
         else:
             constants = tuple(attrs.items()) if attrs else ()
-            what = caller, layout, save, *[a if a is None else a.shape for a in arrays]
+            what = caller.name, layout, save, *[a if a is None else a.shape for a in arrays]
             # A name refers to nothing that may change.
             key = (epilogue, what) if type(epilogue) is str and not attrs else key_of(epilogue, constants, *what)
             try:
                 function, fits, as_given = self.known[key]
             except (KeyError, TypeError):  # a symbolic shape has no hash
-                function, fits, as_given = self._remembered(make, what, epilogue, arrays, constants)
+                function, fits, as_given = self._remembered(caller, what, epilogue, arrays, constants)
             if as_given:
                 return function, arrays[2:]
         fitted = zip(arrays[2:], fits, strict=True)
@@ -135,12 +147,12 @@ class Products(ABC, Generic[Array]):
         return function, [self._fitted(a, fit, halves) for a, fit in fitted if a is not None and fit is not None]
 
     def _remembered(
-        self, make: Maker, what: tuple[Any, ...], epilogue: Epilogue, arrays: Sequence[Any], attrs: Attrs
+        self, caller: Caller, what: tuple[Any, ...], epilogue: Epilogue, arrays: Sequence[Any], attrs: Attrs
     ) -> tuple[Function, Fits, bool]:
         """The entry of ``known`` for a call that it does not have; stored if the call's key has a hash."""
-        key, (caller, layout, save, *shapes) = key_of(epilogue, attrs, *what), what
-        options, fits = self.choose(epilogue, arrays, layout, attrs, caller)
-        function = self.function(make(epilogue, *options, layout, save, attrs))
+        key, (_, layout, save, *shapes) = key_of(epilogue, attrs, *what), what
+        options, fits = self.choose(epilogue, arrays, layout, attrs, caller.name)
+        function = self.function(caller.op(epilogue, *options, layout, save, attrs))
         as_given = all(fit and fit.sizes == shape for shape, fit in zip(shapes[2:], fits, strict=True))
         found = function, fits, as_given and STACKED not in layout
         if key and key == key_of(epilogue, attrs, *what):  # nothing has changed meanwhile

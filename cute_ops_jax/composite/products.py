@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cute_ops.composite.products import Function, Maker, Products
+from cute_ops.composite.products import Caller, Function, Products
 from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm.by_call import Epilogue
@@ -38,11 +38,11 @@ class JaxProducts(Products[Array]):
         return jnp.broadcast_to(array.reshape(fit.own), fit.sizes)
 
     def with_epilogue(
-        self, make: Maker, caller: str, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
+        self, caller: Caller, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
         attrs: Mapping[str, Any],
     ) -> tuple[Function, Sequence[Any]]:  # fmt: skip
         given = [None if a is None else jnp.asarray(a) for a in arrays]
-        return super().with_epilogue(make, caller, epilogue, given, layout, save, attrs)
+        return super().with_epilogue(caller, epilogue, given, layout, save, attrs)
 
 
 products = JaxProducts()

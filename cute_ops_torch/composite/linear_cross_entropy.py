@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cute_ops.composite import linear_cross_entropy as declared
@@ -19,6 +21,7 @@ _library.define(
     "float label_smoothing=0.0, float z_loss=0.0, str reduction='mean', ScalarType? accum_dtype=None, "
     "float softcap=0.0, float logit_scale=1.0) -> Tensor"
 )
+_NAMES = [argument.name for argument in torch.ops.cute.linear_cross_entropy.default._schema.arguments]
 
 
 @checked
@@ -78,13 +81,8 @@ def loss_of_head(
     return loss
 
 
-def _by_dispatcher(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", accum_dtype: torch.dtype | None = None,
-    softcap: float = 0.0, logit_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    options = ignore_index, label_smoothing, z_loss, reduction, None, accum_dtype, softcap, logit_scale
-    return linear_cross_entropy(hidden, weight, target, bias, *options)
+def _by_dispatcher(*given: Any) -> Tensor:
+    return linear_cross_entropy(**dict(zip(_NAMES, given, strict=False)))
 
 
 _library.impl("linear_cross_entropy", _by_dispatcher, "CompositeImplicitAutograd")

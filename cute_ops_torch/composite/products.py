@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_ops.composite.products import Fits, Function, Maker, Products
+from cute_ops.composite.products import Caller, Fits, Function, Products
 from cute_ops.declaration.op import Op
 from cute_ops.ops.expression.broadcast import Fit
 from cute_ops.ops.gemm import by_call
@@ -39,13 +39,13 @@ class TorchProducts(Products[Tensor]):
         return array.reshape(fit.own).expand(fit.sizes).contiguous()
 
     def traced(
-        self, make: Maker, epilogue: Epilogue, attrs: Mapping[str, Any], caller: str, arrays: Sequence[Any],
-        layout: str, save: str,
+        self, caller: Caller, epilogue: Epilogue, arrays: Sequence[Any], layout: str, save: str,
+        attrs: Mapping[str, Any],
     ) -> tuple[Function, Fits]:  # fmt: skip
         constants = tuple((name, attribute(name, value)) for name, value in attrs.items())
         function = epilogue if isinstance(epilogue, str) else guard(epilogue)
-        options, fits = self.choose(epilogue, arrays, layout, constants, caller)
-        return _traced(make, function, *options, layout, save, constants), fits
+        options, fits = self.choose(epilogue, arrays, layout, constants, caller.name)
+        return _traced(caller.op, function, *options, layout, save, constants), fits
 
     def gated_linear(
         self, x: Tensor, weight: Tensor, activation: str = "silu", fused: str = "auto", *, transposed: bool = False,
@@ -61,7 +61,7 @@ class TorchProducts(Products[Tensor]):
     gated_linear.__doc__ = Products.gated_linear.__doc__
 
 
-def _op(make: Maker, function: str | tuple[str, ...], *options: Any) -> Op:
+def _op(make: Callable[..., Op], function: str | tuple[str, ...], *options: Any) -> Op:
     return make(whole(function), *options)
 
 
