@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last
 from cute_ops.ops.rotary.rope import rope, rope_packed
+from cute_ops.ops.rotary.tables import rope_tables
 
 Array = TypeVar("Array")
 
@@ -19,15 +20,19 @@ class Layouts(Generic[Array]):
         register: makes functions of ops.
         frequencies: ``base ** (-j / r)`` for j below r, in float32, on the device of an array.
         places: integers below r, there, too.
+        kept: ``kept(key, make, x)``: an array that depends on the key and on the device of x alone, made or kept.
+        constant: an array, of which nothing is differentiated.
         channels_last: whether an image ``[N, C, H, W]`` lies in memory with its channels last.
     """
 
     def __init__(
-        self, xp: Any, register: Callable[..., Any], frequencies: Callable[[float, int, Any], Any],
-        places: Callable[[int, Any], Any], channels_last: Callable[[Any], bool],
+        self, xp: Any, register: Callable[..., Any], *, frequencies: Callable[[float, int, Any], Any],
+        places: Callable[[int, Any], Any], kept: Callable[[Any, Callable[[], Any], Any], Any],
+        constant: Callable[[Any], Any], channels_last: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self._xp, self._frequencies, self._places, self._channels_last = xp, frequencies, places, channels_last
-        self._rope, self._rope_packed = register(rope), register(rope_packed)
+        self._kept, self._constant = kept, constant
+        self._rope, self._rope_packed, self._rope_tables = map(register, (rope, rope_packed, rope_tables))
         self._group_norm = {True: register(group_norm_last), False: register(group_norm_first)}
 
     def group_norm(
@@ -111,24 +116,34 @@ class Layouts(Generic[Array]):
         if (rotary_dim or given.shape[-1]) % 2:
             problem = f"option `rotary_dim` is {rotary_dim or given.shape[-1]}, expected an even number."
             raise ValueError(f"cute.rope_from_positions: {problem}")
-        steps = self._frequencies(base, r, given) if frequencies is None else _any(frequencies)
+        sections = tuple(sections)
         if sections:
-            self._check_sections(tuple(sections), r, at.shape[0])
-            angles = at[0][..., None] * steps
-            places, start = self._places(r, given), sections[0]
-            for k in range(1, len(sections)):
-                end = start + sections[k]
-                if mixed:
-                    own = (places % len(sections) == k) & (places < len(sections) * sections[k])
-                else:
-                    own = (places >= start) & (places < end)
-                angles, start = self._xp.where(own, at[k][..., None] * steps, angles), end
+            self._check_sections(sections, r, at.shape[0])
+        if frequencies is None:
+            steps = self._kept((base, r), lambda: self._frequencies(base, r, given), given)
         else:
-            angles = at[..., None] * steps
-        cos, sin = self._xp.cos(angles), self._xp.sin(angles)
+            steps = self._xp.asarray(self._constant(frequencies), dtype=self._xp.float32)
+        section = self._kept((sections, mixed, r), lambda: self._section(sections, mixed, r, given), given)
+        at = self._xp.moveaxis(at, 0, -1) if sections else at[..., None]
+        if str(at.dtype).rpartition(".")[2] not in rope_tables.dtypes["I"]:
+            at = self._xp.asarray(at, dtype=self._xp.float32)
+        cos, sin = self._rope_tables(self._constant(at), steps, section)
         if heads:
             return self._rope_packed(x, cos, sin, heads, interleaved)  # type: ignore[no-any-return]
         return self._rope(x, cos, sin, interleaved)  # type: ignore[no-any-return]
+
+    def _section(self, sections: tuple[int, ...], mixed: bool, r: int, x: Any) -> Any:
+        """Which of the positions of a token each of r angles has."""
+        places = self._places(r, x)
+        section, start = 0 * places, 0
+        for k in range(1, len(sections)):
+            start += sections[k - 1]
+            if mixed:
+                own = (places % len(sections) == k) & (places < len(sections) * sections[k])
+            else:
+                own = (places >= start) & (places < start + sections[k])
+            section = self._xp.where(own, k, section)
+        return self._xp.asarray(section, dtype=self._xp.int32)
 
     def _check_sections(self, sections: tuple[int, ...], r: int, count: int) -> None:
         """Raise ValueError for sections that are not those of r angles, or of so many positions."""

@@ -41,6 +41,7 @@ from cute_ops.ops.reduction.softmax import log_softmax, softmax
 from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
 from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope
 from cute_ops.ops.rotary.rope import rope, rope_bwd_joined, rope_fp8, rope_packed
+from cute_ops.ops.rotary.tables import rope_tables
 from cute_ops.ops.routing.permute import permute_tokens, unpermute_tokens
 from cute_ops.ops.routing.route import route
 from cute_ops.ops.routing.topk import topk
@@ -82,4 +83,4 @@ MODELS: tuple[Op, ...] = (
     permute_tokens,
     unpermute_tokens,
 )
-PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined)
+PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined, rope_tables)

@@ -1,6 +1,6 @@
 """Functions for arrays of several layouts: :mod:`cute_ops.composite.layouts`."""
 
-import jax.numpy
+import jax
 import numpy as np
 
 from cute_ops.composite.layouts import Layouts
@@ -11,9 +11,11 @@ from cute_ops_jax.primitive.function import register
 _layouts = Layouts(
     jax.numpy,
     register,
-    lambda base, r, x: jax.numpy.asarray((base ** (np.arange(r) / -r)).astype(np.float32)),
-    lambda r, x: jax.numpy.arange(r),
-    lambda x: False,
+    frequencies=lambda base, r, x: jax.numpy.asarray((base ** (np.arange(r) / -r)).astype(np.float32)),
+    places=lambda r, x: jax.numpy.arange(r),
+    kept=lambda key, make, x: make(),
+    constant=jax.lax.stop_gradient,
+    channels_last=lambda x: False,
 )
 group_norm = published(_layouts.group_norm, __name__, "Array", checked)
 rope_from_positions = published(_layouts.rope_from_positions, __name__, "Array", checked)

@@ -18,6 +18,10 @@ def rope(problem: Problem) -> RotaryConfig:
     return RotaryConfig(threads=128, heads_per_thread=1)
 
 
+def tables(problem: Problem) -> RotaryConfig:
+    return RotaryConfig(threads=256, heads_per_thread=1)
+
+
 def qk_norm_rope(problem: Problem) -> RotaryConfig:
     return RotaryConfig(threads=256, heads_per_thread=2)
 
