@@ -76,6 +76,7 @@ class Kind:
 KINDS = {
     name: Kind(getattr(ml_dtypes, name.lower(), name.lower()))
     for name in (
+        "Float64",
         "Float32",
         "Float16",
         "BFloat16",

@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
-from cute_ops.kernels.lib.copy import gmem_elements
+from cute_ops.hardware import VECTOR_BYTES
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, store
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count, strided_offset
 from cute_ops.kernels.rotary.config import RotaryConfig
@@ -24,17 +25,20 @@ COSINE = 4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5
 class RopeTables:
     """``cos, sin`` of ``positions[token, section[j]] * frequencies[j]``.
 
-    Tile: a thread has one angle of a token; neighbouring threads have neighbouring angles. No shared memory. Bytes
-    moved per angle: 8 of the tables; positions come from L1.
+    Tile: a thread has up to four neighbouring angles of a token, of which neighbouring threads have neighbouring ones.
+    No shared memory. Bytes moved per angle: 8 of the tables; positions come from L1.
     """
 
     def __init__(self, variant):
-        self.keys, self.threads = variant.tensors, RotaryConfig.of(variant.config).threads
+        self.keys, self.threads, self.r = variant.tensors, RotaryConfig.of(variant.config).threads, variant.dims["r"]
+        starts = [min(self.keys[name].align, self.keys[name].row_align) for name in ("frequencies", "cos", "sin")]
+        starts.append(self.keys["section"].align)
+        self.vec = 1 if self.r is None else math.gcd(min(*starts, VECTOR_BYTES) // 4, self.r)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, mPositions, mFrequencies, mSection, mCos, mSin, stream):
-        count = row_count(mCos, inner=0)
+        count = row_count(mCos) * Int64(mFrequencies.shape[0] // self.vec)
         self.kernel(mPositions, mFrequencies, mSection, mCos, mSin).launch(
             grid=[Int32((count + (self.threads - 1)) // self.threads), 1, 1], block=[self.threads, 1, 1],
             stream=stream, use_pdl=self.pdl,
@@ -42,20 +46,27 @@ class RopeTables:
 
     @cute.kernel
     def kernel(self, mPositions, mFrequencies, mSection, mCos, mSin):
-        r, start = Int32(mFrequencies.shape[0]), Int64(cute.arch.block_idx()[0]) * self.threads
-        token, j = split_index(start, cute.arch.thread_idx()[0], r)
+        vectors, start = Int32(mFrequencies.shape[0] // self.vec), Int64(cute.arch.block_idx()[0]) * self.threads
+        token, vector = split_index(start, cute.arch.thread_idx()[0], vectors)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         if token < row_count(mCos):
-            last = len(mPositions.shape) - 1
-            section = cutlass.min(cutlass.max(mSection[j], Int32(0)), Int32(mPositions.shape[last]) - 1)
-            offset = strided_offset(mPositions, token, last, Int64(section) * Int64(mPositions.stride[last]))
-            kind = mPositions.element_type
-            at = gmem_elements(kind, mPositions.iterator.toint() + offset * (kind.width // 8), 1)[0]
-            angle = Float32(at) * mFrequencies[j]
-            place = (token * Int64(r) + Int64(j)) * 4
-            for mOut, value in zip((mCos, mSin), _cos_sin(angle)):
-                gmem_elements(Float32, mOut.iterator.toint() + place, 1)[0] = value
+            first = Int64(vector * self.vec) * 4
+            rFrequency, rSection = fragment(Float32, self.vec), fragment(Int32, self.vec)
+            load(rFrequency, mFrequencies.iterator.toint() + first)
+            load(rSection, mSection.iterator.toint() + first)
+            rCos, rSin = fragment(Float32, self.vec), fragment(Float32, self.vec)
+            for j in range(self.vec):
+                rCos[j], rSin[j] = _cos_sin(self._position(mPositions, token, rSection[j]) * rFrequency[j])
+            place = token * Int64(vectors * self.vec) * 4 + first
+            store(rCos, mCos.iterator.toint() + place)
+            store(rSin, mSin.iterator.toint() + place)
+
+    def _position(self, mPositions, token, section):
+        last, kind = len(mPositions.shape) - 1, mPositions.element_type
+        section = cutlass.min(cutlass.max(section, Int32(0)), Int32(mPositions.shape[last]) - 1)
+        offset = strided_offset(mPositions, token, last, Int64(section) * Int64(mPositions.stride[last]))
+        return Float32(gmem_elements(kind, mPositions.iterator.toint() + offset * (kind.width // 8), 1)[0])
 
 
 def _cos_sin(angle):

@@ -8,6 +8,8 @@ from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.case import Case
 from cute_ops.declaration.config import Tuning
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.shapes import FLOATS
+from cute_ops.declaration.static import WhileFew
 from cute_ops.declaration.tensor import Tensor
 from cute_ops.ops.rotary import config
 
@@ -42,8 +44,8 @@ rope_tables = Op(
         "section": Tensor("r", "int32", upper_bound="k"),
     },
     outputs={"cos": TABLE, "sin": TABLE},
-    dtypes={"I": ("int64", "int32", "float32")},
-    static=(),
+    dtypes={"I": ("int64", "int32", *FLOATS)},
+    static=WhileFew("r"),
     reference=reference,
     kernel="cute_ops.kernels.rotary.tables:RopeTables",
     tuning=Tuning(config.tables),
@@ -55,7 +57,7 @@ rope_tables = Op(
     ``cos[..., j], sin[..., j]`` of the angle ``positions[..., section[j]] * frequencies[j]``
 
     Args:
-        positions: ``I[*m k]``, int64, int32 or float32, of any strides: time, height and width of a token, or one.
+        positions: ``I[*m k]``, int64, int32 or a float dtype, of any strides: time, height and width of a token, or one.
         frequencies: float32 ``[r]``.
         section: int32 ``[r]``: which of the k positions each angle has, from 0 to k - 1.
 
