@@ -34,9 +34,9 @@ _layouts = Layouts(
     places=lambda r, x: torch.arange(r, device=x.device),
     kept=_kept,
     constant=torch.detach,
-    channels_last=lambda x: x.ndim == 4
-    and not x.is_contiguous()
-    and x.is_contiguous(memory_format=torch.channels_last),
+    channels_last=lambda x: (
+        x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    ),
 )
 group_norm = published(_layouts.group_norm, __name__, "Tensor", checked)
 rope_from_positions = published(_layouts.rope_from_positions, __name__, "Tensor", checked)

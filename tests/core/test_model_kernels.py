@@ -18,9 +18,10 @@ from cute_ops.declaration.shapes import FLOATS
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.kernels.conv import channels_first
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
-from cute_ops.ops.conv.channels_first import channels_first_sums
+from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, channels_first_sums
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
 from cute_ops.ops.routing.places import class_places
 from cute_ops.ops.routing.topk import topk_step
@@ -176,3 +177,15 @@ def test_numbers_of_sequences_that_are_off_a_vector(op: Op) -> None:
         call = kernel_calls.made(op, 3, 5, "bfloat16", "compact", np.random.default_rng(seed), s=64, w=4)
     where = call.where["seq_idx"]
     kernel_calls.check(call._replace(where={**call.where, "seq_idx": where._replace(address=4)}))
+
+
+@pytest.mark.parametrize("op", [channels_first_sums, causal_conv1d_channels_first], ids=lambda op: op.name)
+def test_long_rows_and_grids_without_room(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several steps of several warps, where a warp's last slopes are those of the next one's part; and more
+    channels and sequences than a grid has CTAs.
+    """
+    monkeypatch.setattr(channels_first, "MOST_CTAS", 2)
+    rng = np.random.default_rng(zlib.crc32(op.name.encode()))
+    for rows, n, s, w in ((2, 3, 2100, 4), (3, 5, 1000, 3), (1, 2, 1024, 2), (2, 2, 777, 4), (7, 300, 9, 4)):
+        call = kernel_calls.made(op, rows, n, str(rng.choice(FLOATS)), str(rng.choice(LAYOUTS)), rng, s=s, w=w)
+        kernel_calls.check(call)

@@ -4,23 +4,36 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.conv.config import FirstConfig
 from cute_ops.kernels.lib.activation import silu, times_silu_derivative
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, load_inside, narrow, store_masked
+from cute_ops.kernels.lib.copy import (
+    access_bits,
+    fragment,
+    gmem_elements,
+    load,
+    load_if,
+    load_inside,
+    narrow,
+    store_if,
+    store_masked,
+    widen,
+)
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_address, row_count
-from cute_ops.kernels.rotary.layout import split_index
+
+# CTAs in the second and the third dimension of a grid.
+MOST_CTAS = 65535
 
 
 class Windows:
-    """A thread's vector of a row of positions, with those before and behind it that the taps of its elements meet.
+    """A thread's vector of a row of positions, with those before it that the taps of its elements meet.
 
     Tile: a thread has ``vec`` neighbouring positions of one channel of one sequence, up to 16 bytes. Its neighbours'
-    positions come from L1. No shared memory.
+    positions come from L1.
     """
 
     rows = ("x", "out")
@@ -30,8 +43,12 @@ class Windows:
         self.threads, self.silu = FirstConfig.of(variant.config).threads, variant.attrs["activation"] == "silu"
         keys = [self.keys[name] for name in self.rows]
         self.vec = min(min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in keys)
-        if (ids := self.keys.get("seq_idx")) is not None and min(ids.align, ids.row_align) < VECTOR_BYTES:
-            self.vec = min(self.vec, min(ids.align, ids.row_align) // ITEMSIZE[ids.dtype])
+        if (ids := self.keys.get("seq_idx")) is not None:
+            keys.append(ids)
+            if min(ids.align, ids.row_align) < VECTOR_BYTES:
+                self.vec = min(self.vec, min(ids.align, ids.row_align) // ITEMSIZE[ids.dtype])
+        # Compact rows that start on vectors are whole vectors.
+        self.whole = all(key.layout == "flat" for key in keys)
         self.taps = self.width - 1
         self.around = -(-self.taps // self.vec)  # vectors that hold the positions before or behind one
         self.pdl = can_use_pdl(variant.arch)
@@ -39,38 +56,65 @@ class Windows:
     def named(self, arguments):
         return dict(zip(self.variant.names, arguments))
 
-    def elements(self, mX, name, place, before, behind):
-        """The elements from ``before`` positions before the vector to ``behind`` behind it; zeros outside the row.
-        ``place``: the row, the vector's first position, and the positions of a row.
+    def row(self, tensors, name, batch, channel):
+        """Byte address of a channel of a sequence, by strides where these are two: a row's number takes divisions."""
+        mX, key = tensors[name], self.keys[name]
+        if key.layout != "flat" and len(mX.shape) == 3:
+            offset = batch * Int64(mX.stride[0]) + Int64(channel) * Int64(mX.stride[1])
+            return mX.iterator.toint() + offset * (mX.element_type.width // 8)
+        row = batch * Int64(tensors["weight"].shape[0]) + Int64(channel)
+        return row_address(mX, key, row, Int32(mX.shape[-1]))
+
+    def fragments(self, mX, place, before, behind):
+        """The vectors that have the elements from ``before`` positions before one to ``behind`` behind it; zeros
+        outside the row. ``place``: the row's address, the vector's first position, and the positions of a row.
         """
-        row, first, s = place
-        key, dtype = self.keys[name], mX.element_type
-        base, found = row_address(mX, key, row, s), []
+        (base, first, s), dtype, found = place, mX.element_type, []
         for i in range(-self.around if before else 0, 1 + (self.around if behind else 0)):
-            start = first + i * self.vec
-            rX = fragment(dtype, self.vec, 0)
-            load_inside((start >= 0) & (start < s), rX, base + Int64(start) * (dtype.width // 8), s - start)
-            found += [rX[j] for j in range(self.vec)]
+            start, rX = first + i * self.vec, fragment(dtype, self.vec, 0)
+            inside, address = (start >= 0) & (start < s), base + Int64(start) * (dtype.width // 8)
+            if self.whole:
+                load_if(inside, rX, address)
+            else:
+                load_inside(inside, rX, address, s - start)
+            found.append(rX)
+        return found
+
+    def elements(self, vectors, before, behind):
+        """The elements of :meth:`fragments`, or of these in fp32."""
+        found = [rX[j] for rX in vectors for j in range(self.vec)]
         place = self.around * self.vec if before else 0
         return found[place - before : place + self.vec + behind]
 
-    def wide(self, *given):
-        return [x.to(Float32) for x in self.elements(*given)]
+    def wide(self, vectors, before):
+        found = []
+        for rX in vectors:
+            rWide = fragment(Float32, self.vec)
+            rWide.store(widen(rX))
+            found.append(rWide)
+        return self.elements(found, before, 0)
 
-    def sequences(self, tensors, place, before, behind):
-        """The number of each position's sequence, as :meth:`elements`; None where all are of one."""
+    def sequences(self, tensors, batch, place, behind):
+        """The number of each position's sequence, from the first tap's; None where all are of one."""
         mIds = tensors.get("seq_idx")
         if mIds is None:
             return None
-        row, *others = place
-        return self.elements(mIds, "seq_idx", (row // Int64(tensors["weight"].shape[0]), *others), before, behind)
+        first, s = place
+        base = row_address(mIds, self.keys["seq_idx"], batch, s)
+        return self.elements(self.fragments(mIds, (base, first, s), self.taps, behind), self.taps, behind)
 
     def parameters(self, tensors, channel):
         """The weights of a channel, and its bias."""
         mWeight, mBias = tensors["weight"], tensors.get("bias")
-        address = mWeight.iterator.toint() + Int64(channel * self.width) * (mWeight.element_type.width // 8)
-        gWeight = gmem_elements(mWeight.element_type, address, self.width)
-        weights, bias = [gWeight[k].to(Float32) for k in range(self.width)], Float32(0.0)
+        dtype, key = mWeight.element_type, self.keys["weight"]
+        address, rWeight = row_address(mWeight, key, Int64(channel), self.width), fragment(dtype, self.width)
+        if self.width != 3 and min(key.align, key.row_align) >= access_bits(dtype, self.width) // 8:
+            load(rWeight, address)
+        else:
+            gWeight = gmem_elements(dtype, address, self.width)
+            for k in range(self.width):
+                rWeight[k] = gWeight[k]
+        weights, bias = [rWeight[k].to(Float32) for k in range(self.width)], Float32(0.0)
         if mBias is not None:
             address = mBias.iterator.toint() + Int64(channel) * (mBias.element_type.width // 8)
             bias = gmem_elements(mBias.element_type, address, 1)[0].to(Float32)
@@ -91,50 +135,83 @@ class Windows:
         """A value, or zero where two positions are of different sequences."""
         return value if ids is None or t == other else Float32(cutlass.select_(ids[t] == ids[other], value, 0.0))
 
+    def save(self, rWide, mX, address, first, s):
+        """Store the positions of a vector that the row has."""
+        rX = narrow(rWide.load(), mX.element_type, self.vec)
+        address = address + Int64(first) * (mX.element_type.width // 8)
+        if self.whole:
+            store_if(first < s, rX, address)
+        else:
+            store_masked(rX, address, first, s)
+
 
 class CausalConv1dFirst(Windows):
-    """The convolution. Bytes moved per element: x and out once."""
+    """The convolution. Bytes moved per element: x and out once.
+
+    Tile: a CTA has ``lanes`` vectors, a power of two that suffices for a row where that is short, of each of
+    ``threads / lanes`` channels of a sequence; a thread has :attr:`steps` vectors of a channel, whose weights it reads
+    once. The grid has segments of rows, channels and sequences: no thread divides to find its own. No shared memory.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        itemsize = max(ITEMSIZE[self.keys[name].dtype] for name in self.rows)
+        self.steps = 2 if self.vec * itemsize >= VECTOR_BYTES else 4
 
     @cute.jit
     def __call__(self, *arguments):
-        mX = self.named(arguments)["x"]
-        s = Int32(mX.shape[-1])
-        vectors = (s + (self.vec - 1)) // self.vec
-        items = row_count(mX) * Int64(vectors)
-        self.kernel(arguments[:-1]).launch(
-            grid=[Int32((items + (self.threads - 1)) // self.threads), 1, 1], block=[self.threads, 1, 1],
-            stream=arguments[-1], use_pdl=self.pdl,
+        tensors = self.named(arguments)
+        s, channels = Int32(tensors["x"].shape[-1]), Int32(tensors["weight"].shape[0])
+        vectors, bits = (s + (self.vec - 1)) // self.vec, Int32(0)
+        for i in range(self.threads.bit_length() - 1):
+            bits = bits + Int32(cutlass.select_(vectors > (self.steps << i), Int32(1), Int32(0)))
+        span, depth = Int32(self.steps) << bits, Int32(self.threads) >> bits
+        blocks, batches = (channels + (depth - 1)) // depth, Int32(row_count(tensors["x"], inner=2))
+        columns, planes = cutlass.min(blocks, MOST_CTAS), cutlass.min(batches, MOST_CTAS)
+        rounds = (blocks + (columns - 1)) // columns, (batches + (planes - 1)) // planes
+        self.kernel(arguments[:-1], bits, rounds).launch(
+            grid=[(vectors + (span - 1)) // span, columns, planes], block=[self.threads, 1, 1], stream=arguments[-1],
+            use_pdl=self.pdl,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, arguments):
+    def kernel(self, arguments, bits: Int32, rounds):
+        """``bits``: of a lane's number. ``rounds``: of the grid, over channels and over sequences."""
         tensors = self.named(arguments)
-        mX, mOut = tensors["x"], tensors["out"]
-        s, channels = Int32(mX.shape[-1]), Int32(tensors["weight"].shape[0])
-        vectors = (s + (self.vec - 1)) // self.vec
-        start = Int64(cute.arch.block_idx()[0]) * self.threads
-        row, place = split_index(start, cute.arch.thread_idx()[0], vectors)
-        valid = row < row_count(mX)
-        row = cutlass.min(row, row_count(mX) - 1)
-        first = place * self.vec
+        (segment, column, plane), tidx = cute.arch.block_idx(), cute.arch.thread_idx()[0]
+        _, columns, planes = cute.arch.grid_dim()
+        lane = tidx & ((Int32(1) << bits) - 1)
+        firsts = [(((segment * self.steps + u) << bits) + lane) * self.vec for u in range(self.steps)]
+        channels, batches = Int32(tensors["weight"].shape[0]), Int32(row_count(tensors["x"], inner=2))
         wait_for_previous(self.pdl)
-        x = self.wide(mX, "x", (row, first, s), self.taps, 0)
-        ids = self.sequences(tensors, (row, first, s), self.taps, 0)
-        weights, bias = self.parameters(tensors, Int32(row % Int64(channels)))
         let_next_start(self.pdl)
-        rOut = fragment(Float32, self.vec)
-        for j, total in enumerate(self.convolved(x, ids, weights, bias)):
-            rOut[j] = silu(total)[0] if const_expr(self.silu) else total
-        address = row_address(mOut, self.keys["out"], row, s) + Int64(first) * (mOut.element_type.width // 8)
-        end = cutlass.select_(valid, s, Int32(0))
-        store_masked(narrow(rOut.load(), mOut.element_type, self.vec), address, first, end)
+        for i in cutlass.range(rounds[1], unroll=1):
+            batch = i * planes + plane
+            for j in cutlass.range(rounds[0], unroll=1):
+                channel = (((j * columns + column) * self.threads) >> bits) + (tidx >> bits)
+                if (batch < batches) & (channel < channels):
+                    self._channel(tensors, Int64(batch), channel, firsts)
+
+    def _channel(self, tensors, batch, channel, firsts):
+        mX, s = tensors["x"], Int32(tensors["x"].shape[-1])
+        base, target = (self.row(tensors, name, batch, channel) for name in self.rows)
+        loaded = [self.fragments(mX, (base, first, s), self.taps, 0) for first in firsts]
+        weights, bias = self.parameters(tensors, channel)
+        for first, vectors in zip(firsts, loaded):
+            ids, rOut = self.sequences(tensors, batch, (first, s), 0), fragment(Float32, self.vec)
+            for j, total in enumerate(self.convolved(self.wide(vectors, self.taps), ids, weights, bias)):
+                rOut[j] = silu(total)[0] if self.silu else total
+            self.save(rOut, tensors["out"], target, first, s)
 
 
 class CausalConv1dFirstBackward(Windows):
     """The gradient to x, and for each sequence and channel those to the weights and the bias.
 
-    A CTA takes a row, its threads one vector after another. Shared memory: 4 bytes for each warp and sum. Bytes moved
-    per element: x, dout and dx once.
+    Tile: a CTA takes a row, of which each of its warps walks a part from the end to the start, a vector a lane. An
+    element reaches positions behind it by its taps. The slopes of those behind a lane's vector are the next lanes', by
+    shuffles; behind the last lane's they are those of the first lanes in the step before. A part that others follow has
+    one more step, for these slopes alone. Shared memory: 4 bytes for each warp and sum. Bytes moved per element: x, dout
+    and dx once.
     """
 
     rows = ("x", "dout", "dx")
@@ -149,21 +226,27 @@ class CausalConv1dFirstBackward(Windows):
     @cute.kernel
     def kernel(self, arguments):
         tensors = self.named(arguments)
-        mX = tensors["x"]
         tidx, row = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0])
-        s, channels = Int32(mX.shape[-1]), Int32(tensors["weight"].shape[0])
-        smem = cutlass.utils.SmemAllocator()
-        warps = self.threads // WARP
+        s, channels = Int32(tensors["x"].shape[-1]), Int64(tensors["weight"].shape[0])
+        smem, warps = cutlass.utils.SmemAllocator(), self.threads // WARP
         sSum = smem.allocate_tensor(Float32, cute.make_layout((self.width + 1, warps)), byte_alignment=16)
+        batch = row // channels
+        channel = Int32(row - batch * channels)
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
-        weights, bias = self.parameters(tensors, Int32(row % Int64(channels)))
-        rSums = fragment(Float32, self.width + 1, 0.0)
-        for first in cutlass.range(tidx * self.vec, s, self.threads * self.vec, unroll=1):
-            self._vector(tensors, (row, first, s), weights, bias, rSums)
+        weights, bias = self.parameters(tensors, channel)
+        bases = {name: self.row(tensors, name, batch, channel) for name in self.rows}
+        rSums, rLater = fragment(Float32, self.width + 1, 0.0), fragment(Float32, self.vec, 0.0)
+        lane, chunks = tidx % WARP, (s + (WARP * self.vec - 1)) // (WARP * self.vec)
+        begin, end = (cutlass.min((tidx // WARP + i) * ((chunks + (warps - 1)) // warps), chunks) for i in range(2))
+        last = cutlass.select_(end < chunks, end, end - 1)
+        for i in cutlass.range(Int32(last) - begin + 1, unroll=1):
+            chunk = Int32(last) - i
+            first = (chunk * WARP + lane) * self.vec
+            self._vector(tensors, bases, (batch, first, s), (weights, bias), (rSums, rLater), chunk < end)
         for k in cutlass.range_constexpr(self.width + 1):
             total = cute.arch.warp_reduction(rSums[k], operator.add)
-            if tidx % WARP == 0:
+            if lane == 0:
                 sSum[k, tidx // WARP] = total
         cute.arch.sync_threads()
         if tidx < self.width + 1:
@@ -176,22 +259,42 @@ class CausalConv1dFirstBackward(Windows):
         address = tensors["sums"].iterator.toint() + (row * (self.width + 1) + Int64(k)) * 4
         gmem_elements(Float32, address, 1)[0] = total
 
-    def _vector(self, tensors, place, weights, bias, rSums):
-        row, first, s = place
-        mX, mD, mOut, taps = tensors["x"], tensors["dout"], tensors["dx"], self.taps
-        x = self.wide(mX, "x", place, taps, taps)
-        slopes = self.wide(mD, "dout", place, 0, taps)
-        ids = self.sequences(tensors, place, taps, taps)
+    def _vector(self, tensors, bases, place, parameters, kept, wanted):
+        (batch, first, s), (weights, bias), (rSums, rLater), taps = place, parameters, kept, self.taps
+        x = self.fragments(tensors["x"], (bases["x"], first, s), taps, 0)
+        slopes = self.fragments(tensors["dout"], (bases["dout"], first, s), 0, 0)
+        ids = self.sequences(tensors, batch, (first, s), taps)
+        x, slopes = self.wide(x, taps), self.wide(slopes, 0)
         if self.silu:
             slopes = [times_silu_derivative(g, c) for g, c in zip(slopes, self.convolved(x, ids, weights, bias))]
-        rOut = fragment(Float32, self.vec)
-        for t in range(self.vec):
-            total = Float32(0.0)
-            for k in range(self.width):
-                later = t + taps - k  # the output that the element reaches by this tap
-                total = total + weights[k] * self.same(ids, taps + t, taps + later, slopes[later])
-                rSums[k] = rSums[k] + slopes[t] * self.same(ids, taps + t, t + k, x[t + k])
-            rOut[t] = total
-            rSums[self.width] = rSums[self.width] + slopes[t]
-        address = row_address(mOut, self.keys["dx"], row, s) + Int64(first) * (mOut.element_type.width // 8)
-        store_masked(narrow(rOut.load(), mOut.element_type, self.vec), address, first, s)
+        slopes += self._behind(slopes, rLater)
+        self._add(tensors["dx"], (bases["dx"], first, s), (x, slopes, ids, weights), rSums, wanted)
+        for j in range(self.vec):
+            rLater[j] = slopes[j]
+
+    def _behind(self, slopes, rLater):
+        """The slopes of the positions behind this lane's vector, which the next lanes have."""
+        lane, found = cute.arch.lane_idx(), []
+        for t in range(self.taps):
+            ahead, j = 1 + t // self.vec, t % self.vec
+            own = Float32(cutlass.select_(lane < ahead, rLater[j], slopes[j]))
+            found.append(cute.arch.shuffle_sync(own, (lane + ahead) % WARP))
+        return found
+
+    @cute.jit
+    def _add(
+        self, mOut, place: cutlass.Constexpr, given: cutlass.Constexpr, rSums: cute.Tensor, wanted: Boolean
+    ):  # fmt: skip
+        """Write a vector's gradient and add to the sums, if ``wanted``."""
+        (base, first, s), (x, slopes, ids, weights) = place, given
+        taps, rOut = self.taps, fragment(Float32, self.vec)
+        if wanted:
+            for t in cutlass.range_constexpr(self.vec):
+                total = Float32(0.0)
+                for k in cutlass.range_constexpr(self.width):
+                    later = t + taps - k  # the output that the element reaches by this tap
+                    total = total + weights[k] * self.same(ids, taps + t, taps + later, slopes[later])
+                    rSums[k] = rSums[k] + slopes[t] * self.same(ids, taps + t, t + k, x[t + k])
+                rOut[t] = total
+                rSums[self.width] = rSums[self.width] + slopes[t]
+            self.save(rOut, mOut, base, first, s)

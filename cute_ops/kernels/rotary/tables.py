@@ -13,7 +13,7 @@ from cute_ops.kernels.lib.row_layout import row_count, strided_offset
 from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import split_index
 
-# Quadrants of a radian; adding and subtracting the next one rounds a float64 to a whole number, which its low bits hold.
+# Quadrants of a radian. Adding the other number to a float64 rounds that to a whole one, which its low bits hold.
 QUADRANTS, ROUND = 2 / math.pi, 1.5 * 2.0**52
 # Pi / 2 in two parts: a product of the first with a whole number below 2^25 is exact.
 HALF_PI, HALF_PI_REST = 210828714 * 2.0**-27, 9.920935796805404e-10

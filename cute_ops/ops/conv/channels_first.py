@@ -8,11 +8,12 @@ from typing import Any
 from cute_ops.declaration.array_api import widen
 from cute_ops.declaration.attributes import OneOf
 from cute_ops.declaration.case import Case
-from cute_ops.declaration.config import Problem, Tuning, vary
+from cute_ops.declaration.config import POWERS, Problem, Tuning, vary
 from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
+from cute_ops.hardware import WARP
 from cute_ops.kernels.conv.config import FirstConfig
 from cute_ops.ops.conv.causal_conv1d import SILU, _silu, check
 
@@ -94,8 +95,16 @@ def _arrange(xp: Any, arrays: Mapping[str, Any]) -> None:
         ids[...] = xp.sort(ids % 3, axis=-1)
 
 
-def _config(problem: Problem) -> FirstConfig:
+def _forward(problem: Problem) -> FirstConfig:
     return FirstConfig(128)
+
+
+def _backward(problem: Problem) -> FirstConfig:
+    """A warp for each row, whose steps share their slopes, or up to four where rows are too few for all SMs."""
+    rows, threads = problem.m * problem.dims["n"], WARP
+    while threads < 4 * WARP and rows * (threads // WARP) < WARPS * problem.sm_count:
+        threads *= 2
+    return FirstConfig(threads)
 
 
 X, WEIGHT, BIAS = Tensor("*m n s", "T"), Tensor("n w", "W"), Tensor("n", "B")
@@ -104,7 +113,8 @@ COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS, "W": FLOATS, "B": FLOATS}, "attrs": {"activation": OneOf("none", "silu")}, "check": check,
     "static": ("w",), "cases": CASES, "arrange": _arrange,
 }  # fmt: skip
-TUNED: dict[str, Any] = {"tuning": Tuning(_config, space=vary(threads=(64, 128, 256)))}
+# Warps that an SM has room for: half of the most, since each holds the numbers of eight positions a lane.
+WARPS = 32
 
 channels_first_sums = Op(
     "causal_conv1d_channels_first_sums",
@@ -113,7 +123,7 @@ channels_first_sums = Op(
     reference=reference_sums,
     kernel="cute_ops.kernels.conv.channels_first:CausalConv1dFirstBackward",
     doc="The gradient to x, and for each sequence and channel those to the weights, then to the bias.",
-    **COMMON, **TUNED,
+    tuning=Tuning(_backward, space=vary(threads=(32, 64, 128), buckets={"m": POWERS})), **COMMON,
 )  # fmt: skip
 
 causal_conv1d_channels_first_bwd = Op(
@@ -154,5 +164,5 @@ causal_conv1d_channels_first = Op(
 
     Source: Gu and Dao, Mamba, 2023; the layout of causal-conv1d.
     """,
-    **COMMON, **TUNED,
+    tuning=Tuning(_forward, space=vary(threads=(64, 128, 256))), **COMMON,
 )  # fmt: skip

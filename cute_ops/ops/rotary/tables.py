@@ -57,7 +57,8 @@ rope_tables = Op(
     ``cos[..., j], sin[..., j]`` of the angle ``positions[..., section[j]] * frequencies[j]``
 
     Args:
-        positions: ``I[*m k]``, int64, int32 or a float dtype, of any strides: time, height and width of a token, or one.
+        positions: ``I[*m k]``, int64, int32 or a float dtype, of any strides: time, height and width of a token, or
+            one.
         frequencies: float32 ``[r]``.
         section: int32 ``[r]``: which of the k positions each angle has, from 0 to k - 1.
 
