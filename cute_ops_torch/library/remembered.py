@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
+from cute_ops_torch.library.modes import EXACT, transforms_active
+
 T = TypeVar("T")
 
 # Calls per op and table; the oldest leaves first. Forgetting one costs a bind and a plan, no compile.
 REMEMBERED = 4096
+_CONSTANTS: dict[Any, torch.Tensor] = {}
 
 
 def remembered(table: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
@@ -28,3 +33,14 @@ def make_room(*tables: dict[Any, Any]) -> None:
     for table in tables:
         while len(table) >= REMEMBERED:
             table.pop(next(iter(table)), None)
+
+
+def constant_of_device(key: Any, make: Callable[[], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """A small tensor that depends on the key and on the device of x alone, which takes several launches to make. A
+    trace, a mode or a CUDA graph, whose memory is its own, gets one of its own.
+    """
+    watched = torch.compiler.is_compiling() or type(x) not in EXACT or transforms_active()
+    if watched or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    with torch.inference_mode(False):
+        return remembered(_CONSTANTS, (key, x.device), make)

@@ -210,8 +210,8 @@ class CausalConv1dFirstBackward(Windows):
     Tile: a CTA takes a row, of which each of its warps walks a part from the end to the start, a vector a lane. An
     element reaches positions behind it by its taps. The slopes of those behind a lane's vector are the next lanes', by
     shuffles; behind the last lane's they are those of the first lanes in the step before. A part that others follow has
-    one more step, for these slopes alone. Shared memory: 4 bytes for each warp and sum. Bytes moved per element: x, dout
-    and dx once.
+    one more step, for these slopes alone. Shared memory: 4 bytes for each warp and sum. Bytes moved per element: x,
+    dout and dx once.
     """
 
     rows = ("x", "dout", "dx")
