@@ -261,6 +261,26 @@ def test_sums_that_nothing_waits_for_take_many_threads() -> None:
     assert found == [(384, 2, 1), (512, 2, 1), (544, 2, 1), (512, 1, 1)]
 
 
+def test_ctas_of_a_row_without_reductions_run_on_any_sm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange nothing, so that none is left out because a cluster must lie within a group of SMs."""
+    made = fused(lambda xp, x, shift: xp.softplus(x + shift), operands={"x": TILE, "shift": "n"}, name="shifted")
+    launched, launch = [], interpreter.launch
+
+    def noted(*given: Any, cluster: Any = None, **more: Any) -> None:
+        launched.append(cluster)
+        launch(*given, cluster=cluster, **more)
+
+    monkeypatch.setattr(interpreter, "launch", noted)
+    assert made.grad
+    for op, cluster in ((made.grad, None), (BY_NAME["rms_bwd"], [1, 2, 1])):
+        config = configured(op, 4096, 12_289)
+        assert (config.cluster, config.clusters) == (2, 128)
+        kernel_calls.check(kernel_calls.made(op, 3, 12_289, "bfloat16", "compact", np.random.default_rng(3)))
+        assert launched.pop(0) == cluster
+        launched.clear()
+    assert [configured(op, 600, 40_704).clusters for op in (made.grad, BY_NAME["rms_bwd"])] == [33, 28]
+
+
 def test_rows_a_little_longer_than_a_cta_s_need_no_cluster_where_unaligned() -> None:
     """4097 numbers of 4 bytes, beside those of 4096 and of 5000."""
     for name, threads in (("rms", (352, 3)), ("unit_bwd", (352, 2)), ("capped_log_probabilities", (192, 4))):

@@ -150,13 +150,14 @@ class RowTile:
         return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec + beyond > self.n
 
 
-def clusters(tile, count, resident=0, carveout=None):
+def clusters(tile, count, resident=0, carveout=None, *, apart=False):
     """The arguments of a launch of ``count`` clusters of a tile's CTAs. ``resident`` caps registers so that so many
-    CTAs fit on an SM; 0 caps nothing. ``carveout`` is the percentage of the L1 that is shared memory.
+    CTAs fit on an SM; 0 caps nothing. ``carveout`` is the percentage of the L1 that is shared memory. ``apart``: the
+    CTAs of a row exchange nothing, so that each may run on any SM.
     """
     return {
         "grid": [count, tile.cluster, 1], "block": [tile.threads, 1, 1],
-        "cluster": [1, tile.cluster, 1] if tile.cluster > 1 else None, "min_blocks_per_mp": resident,
+        "cluster": [1, tile.cluster, 1] if tile.cluster > 1 and not apart else None, "min_blocks_per_mp": resident,
         "preferred_smem_carveout": carveout,
     }  # fmt: skip
 

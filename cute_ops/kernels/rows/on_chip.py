@@ -49,6 +49,7 @@ class HeldRows(RowPieces):
         self.tile = RowTile(self._vectors(shown), self.config)
         self.access = RowAccess(shown, self.tile)
         self.exchanges = exchanges(self.tile, self.emit.primitives)
+        self.independent = not self.exchanges  # the CTAs of a row
         self.pdl = can_use_pdl(variant.arch)
 
     def _vectors(self, shown):
@@ -146,7 +147,7 @@ class RowsInRegisters(HeldRows):
         rows, resident = self.shape(self.named(arguments))[0], self.config.resident
         count = Int32((rows + (self.tile.rows - 1)) // self.tile.rows)
         self.kernel(arguments).launch(
-            **clusters(self.tile, count, resident, SMEM_PERCENT if resident > 1 else None),
+            **clusters(self.tile, count, resident, SMEM_PERCENT if resident > 1 else None, apart=self.independent),
             stream=stream, use_pdl=self.pdl,
         )  # fmt: skip
 
@@ -256,8 +257,9 @@ class RowsInRing(HeldRows):
         elif const_expr(self.config.clusters > 0):
             groups = cutlass.min(groups, Int64(self.config.clusters))
         self.kernel(arguments).launch(
-            **clusters(self.tile, Int32(groups), self.config.resident, 100), stream=stream, use_pdl=self.pdl
-        )
+            **clusters(self.tile, Int32(groups), self.config.resident, 100, apart=self.independent),
+            stream=stream, use_pdl=self.pdl,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, arguments):

@@ -357,12 +357,18 @@ class RowExpression(NamedTuple):
         uneven = self.sums == 2 and row.aligned and self.depth and share <= SUMS_THREADS // 2 and span % (4 * WARP)
         slots = 3 if (alone or (cluster > 1 and not halved) or uneven) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
-        running = resident_clusters(problem, cluster) * resident
+        running = self._running(problem, cluster, resident)
         align = alignment_in_step(running, row)
         return self._config(
             "ring", threads, share, cluster, resident, align_vectors=align, stages=slots,
             clusters=in_step(running, row, align),
         )  # fmt: skip
+
+    def _running(self, problem: Problem, cluster: int, resident: int) -> int:
+        """Clusters that run at once. Without reductions CTAs exchange nothing, and each runs on any SM."""
+        if stages(self.expression):
+            return resident_clusters(problem, cluster) * resident
+        return max(problem.sm_count * resident // cluster, 1)
 
     def _vectors_and_threads(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
         """Vectors of a thread and threads of an SM, in persistent clusters."""
