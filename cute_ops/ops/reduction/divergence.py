@@ -27,8 +27,9 @@ def _softmax(xp: Any, x: Any, weight: float, temperature: float) -> tuple[Any, A
     """The weighted probabilities, and the logarithms to base 2 of those without a weight. Powers of 2 take one
     instruction.
     """
-    # A softmax does not change with what is subtracted.
-    shifted = (x - xp.stop_gradient(xp.max(x, **ROW))) * (math.log2(math.e) / temperature)
+    # A softmax does not change with what is subtracted. Scaled before, an element takes one multiply-add.
+    scale = math.log2(math.e) / temperature
+    shifted = x * scale - xp.stop_gradient(xp.max(x, **ROW)) * scale
     powers = xp.exp2(shifted)
     total = xp.sum(powers, **ROW)
     return powers * (weight / total), shifted - xp.log2(total)
