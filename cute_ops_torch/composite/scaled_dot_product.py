@@ -12,7 +12,7 @@ from cute_ops.ops.attention.attention import HALVES, attention, attention_packed
 from cute_ops_torch.composite.autocast import autocast, enabled
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.library.modes import EXACT
-from cute_ops_torch.library.taken import takes
+from cute_ops_torch.library.supported import takes
 from cute_ops_torch.library.tensors import checked
 from cute_ops_torch.registry import define
 

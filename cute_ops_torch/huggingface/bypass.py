@@ -22,8 +22,8 @@ from torch import nn
 
 from cute_ops_torch.huggingface.match import Forward, innermost, rewrap
 from cute_ops_torch.library.modes import EXACT, transforms_active
-from cute_ops_torch.library.taken import DTYPES as _DTYPES
-from cute_ops_torch.library.taken import takes as takes
+from cute_ops_torch.library.supported import DTYPES as _DTYPES
+from cute_ops_torch.library.supported import takes as takes
 
 log = logging.getLogger("cute_ops")
 _LINEAR = nn.Linear.forward

@@ -21,7 +21,7 @@ from torch import nn
 from cute_ops.fusion.analyse import Found, analyse
 from cute_ops.fusion.graph import Node
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface import known, residual_norm
+from cute_ops_torch.huggingface import recorded_meanings, residual_norm
 from cute_ops_torch.huggingface.bypass import calls, declined, takes
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, named_as
 from cute_ops_torch.huggingface.residual_norm import Norm
@@ -172,8 +172,8 @@ def _read_norm(meaning: Meaning, ours: Any) -> Callable[[Any], Norm | None]:
 
 def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
     """What a module computes, as another process found it or a trace says, if it agrees with the original."""
-    key = known.key_of(module, n, state)
-    if (found := known.meanings.recall(key)) is not None:
+    key = recorded_meanings.key_of(module, n, state)
+    if (found := recorded_meanings.meanings.recall(key)) is not None:
         if found["op"] is None:
             return None
         tensors, attrs = (tuple((name, value) for name, value in found[each]) for each in ("tensors", "attrs"))
@@ -182,7 +182,7 @@ def _checked_meaning(module: nn.Module, n: int, state: Any) -> Meaning | None:
             return meaning
     traced = meaning_of(module, n)
     traced = traced if traced is not None and _agrees(module, traced, n) else None
-    known.meanings.keep(key, _NO_OP if traced is None else traced._asdict())
+    recorded_meanings.meanings.keep(key, _NO_OP if traced is None else traced._asdict())
     return traced
 
 

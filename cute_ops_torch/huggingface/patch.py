@@ -34,13 +34,13 @@ from cute_ops_torch.huggingface.attention_function import ATTENTION, MASKS, regi
 from cute_ops_torch.huggingface.balance import BALANCE
 from cute_ops_torch.huggingface.bypass import is_plain_linear, or_original
 from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
-from cute_ops_torch.huggingface.left import UNWANTED, find_left, is_causal
 from cute_ops_torch.huggingface.match import Replacement, hands_on, innermost
 from cute_ops_torch.huggingface.meaning import replacement_of
 from cute_ops_torch.huggingface.packed_weights import pack
 from cute_ops_torch.huggingface.report import Patched, Replaced, describe
 from cute_ops_torch.huggingface.shared_input import SHARED
 from cute_ops_torch.huggingface.sums import SUMS
+from cute_ops_torch.huggingface.unreplaced import UNWANTED, find_left, is_causal
 
 log = logging.getLogger("cute_ops")
 # A module gets the first one that matches, and all of those of functions that it calls.

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_ops import env
 from cute_ops.declaration.op import Op
-from cute_ops_torch.inductor import kept
+from cute_ops_torch.inductor import measured_times
 from cute_ops_torch.library.reference import traced_reference
 
 log = logging.getLogger("cute_ops")
@@ -185,15 +185,15 @@ def _timed(ours: Form, theirs: Form, code: str) -> tuple[float, float]:
     """Milliseconds of both forms: as they were measured before, in this process or another one, or now."""
     global _measuring
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    key = kept.key_of(device, code, ours[1], theirs[1])
-    known = _known.get(key) or kept.recall(key)
+    key = measured_times.key_of(device, code, ours[1], theirs[1])
+    known = _known.get(key) or measured_times.recall(key)
     if known is None:
         _measuring = True
         try:
             known = _milliseconds(*ours), _milliseconds(*theirs)
         finally:
             _measuring = False
-        kept.keep(key, known)
+        measured_times.keep(key, known)
     _known[key] = known
     return known
 

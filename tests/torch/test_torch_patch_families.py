@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import cute_ops_torch
-from cute_ops_torch.huggingface.left import UNWANTED
+from cute_ops_torch.huggingface.unreplaced import UNWANTED
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from cute_ops.files import json_schema
-from cute_ops.files.kept import Kept
+from cute_ops.files.records import Records
 from cute_ops.version import __version__
 
 _PAIRS = [(str, object)]
 # A meaning: the op, its tensors, its attributes and the last layer; None of what is no op of ours.
 _SHAPE = {"op": json_schema.Either(str, None), "tensors": _PAIRS, "attrs": _PAIRS, "last": str}
-meanings = Kept("meanings", "meaning", _SHAPE)
+meanings = Records("meanings", "meaning", _SHAPE)
 
 
 def key_of(module: nn.Module, n: int, state: Iterable[tuple[str, Any]]) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from cute_ops.files.kept import Kept
+from cute_ops.files.records import Records
 from cute_ops_torch.inductor import cache_key
 
-_choices = Kept("choices", "choice", {"ours_ms": float, "theirs_ms": float})
+_choices = Records("choices", "choice", {"ours_ms": float, "theirs_ms": float})
 
 
 def key_of(device: str, *parts: Any) -> str:

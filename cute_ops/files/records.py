@@ -12,7 +12,7 @@ from cute_ops.files import cache_dir, json_schema
 log = logging.getLogger("cute_ops")
 
 
-class Kept(NamedTuple):
+class Records(NamedTuple):
     """A folder of records in the cache folder, each in a file of its own.
 
     Attributes:
