@@ -8,6 +8,7 @@ what it would: with a mask that is no band, with dropout, in float32, where atte
 from __future__ import annotations
 
 import ast
+import copy
 import types
 from collections.abc import Mapping, Set
 from functools import partial, wraps
@@ -30,6 +31,7 @@ from cute_ops_torch.huggingface.masks import (
 )
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
 from cute_ops_torch.huggingface.source import definition, only_reads, source_digest
+from cute_ops_torch.huggingface.statements import compiled
 
 Tensor = torch.Tensor
 NAME = "cute"
@@ -329,6 +331,7 @@ def _takes_first(tree: ast.AST, name: str) -> bool:
 
 
 def _make_attention(forward: Any) -> Forward:
+    forward = _without_copies(forward)
     scope = forward.__globals__
     names: dict[str, Any] = {_FUNCTIONS: _Functions(scope[_FUNCTIONS])}
     # What runs in its place may be rebound already: its softmax.
@@ -336,6 +339,40 @@ def _make_attention(forward: Any) -> Forward:
     if digest in (*_PLAIN, *_CAPPED, *_SINKS):
         names[_EAGER] = _of_eager(scope[_EAGER], digest)
     return rebind(forward, **names)
+
+
+def _without_copies(forward: Any) -> Forward:
+    """A ``forward`` that hands heads to attention, and to its cache, as they lie in memory: ours reads any strides, and
+    gradients come back without a copy, too. Whisper makes queries, keys and values contiguous.
+    """
+    tree = copy.deepcopy(definition(forward))
+    if tree is None or forward.__code__.co_freevars:
+        return forward  # type: ignore[no-any-return]
+    copies = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and _copies_heads(n)]
+    attended = _attended(tree)
+    found = [n for n in copies if isinstance(n.targets[0], ast.Name) and n.targets[0].id in attended]
+    for node in found:
+        node.value = node.value.func.value  # type: ignore[attr-defined]  # of `heads.contiguous()` the heads
+    return compiled(tree, forward, {}) if found else forward
+
+
+def _copies_heads(node: ast.Assign) -> bool:
+    """Whether a statement is ``name = heads.transpose(1, 2).contiguous()``."""
+    text = ast.unparse(node.value)
+    return (
+        len(node.targets) == 1 and text.endswith(".transpose(1, 2).contiguous()") and isinstance(node.value, ast.Call)
+    )
+
+
+def _attended(tree: ast.FunctionDef) -> set[str]:
+    """Names that a ``forward`` reads to hand them to its attention function, or to a cache's ``update``, only."""
+    named = [n.targets[0].id for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
+             and any(isinstance(each, ast.Name) and each.id == _FUNCTIONS for each in ast.walk(n.value))]  # fmt: skip
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    taking = [n for n in calls if ast.unparse(n.func) in named or ast.unparse(n.func).endswith(".update")]
+    handed = {id(each) for call in taking for each in call.args}
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    return {n.id for n in reads if id(n) in handed} - {n.id for n in reads if id(n) not in handed}
 
 
 def _makes_masks(module: nn.Module, model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,11 @@ import cute_ops_torch
 from cute_ops_torch.composite import scaled_dot_product
 
 transformers = pytest.importorskip("transformers")
-from cute_ops_torch.huggingface.masks import BandMask  # noqa: E402  imports transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from cute_ops_torch.huggingface import attention_function  # noqa: E402  imports transformers
+from cute_ops_torch.huggingface.masks import BandMask  # noqa: E402
+from cute_ops_torch.huggingface.source import definition  # noqa: E402
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
@@ -186,6 +191,56 @@ def test_encoders_attend_to_all(way: Callable[[Any], Any], attention: str, calls
         found = way(model)(halves)[0].float()
         assert_as_close({"out": found}, {"out": plain}, {"out": right})
         assert [(call["causal"], call["left"], call["right"]) for call in calls] == [(False, -1, -1)] * 2, name
+
+
+def test_heads_are_attended_to_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whisper makes its heads contiguous for attention, which needs no copy, and neither do their gradients."""
+    config = transformers.WhisperConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=24,
+        decoder_attention_heads=2, decoder_ffn_dim=24, num_mel_bins=4, max_source_positions=8, dropout=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model: Any = transformers.WhisperForConditionalGeneration(config).bfloat16()
+    sounds = torch.randn(2, 4, 16).bfloat16()
+    words, loss = generated_of(model, sounds), model(sounds, labels=TOKENS).loss
+    lie, run = list[bool](), scaled_dot_product._attention
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> Any:
+        lie.extend(x.is_contiguous() for x in (q, k, v))  # (batch, seqlen, heads, headdim)
+        return run(q, k, v, *args)
+
+    monkeypatch.setattr(scaled_dot_product, "_attention", attention)
+    cute_ops_torch.patch(model)
+    torch.testing.assert_close(model.train()(sounds, labels=TOKENS, use_cache=False).loss, loss, rtol=2e-2, atol=0)
+    assert lie == 9 * [True]
+    assert torch.equal(generated_of(model.eval(), sounds), words)
+
+
+def generated_of(model: Any, sounds: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.generate(sounds, max_new_tokens=5, do_sample=False)  # type: ignore[no-any-return]
+
+
+def _kept(self: Any, x: torch.Tensor) -> Any:
+    heads = self.q(x).transpose(1, 2).contiguous()
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](self, heads, heads.view(-1), heads, None)
+
+
+def _left_out(self: Any, x: torch.Tensor, cache: Any) -> Any:
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    heads = self.q(x).transpose(1, 2).contiguous()
+    keys = self.k(x).transpose(1, 2).contiguous()
+    other = self.v(x).transpose(0, 1).contiguous()
+    keys, other = cache.update(keys, other)
+    return attend(self, heads, keys, other, None)
+
+
+def test_copies_that_are_read_by_others_stay() -> None:
+    made = attention_function._without_copies
+    assert made(_kept) is _kept
+    text = ast.unparse(definition(made(_left_out)))
+    assert text.count("contiguous") == 1 and "self.v(x).transpose(0, 1).contiguous()" in text
 
 
 def masks_seen(model: nn.Module, *given: Any) -> list[Any]:
