@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from cute_ops.composite.group_norm import group_norm_first, group_norm_last
-from cute_ops.ops.rotary.rope import rope, rope_packed
-from cute_ops.ops.rotary.tables import rope_tables
+from cute_ops.ops.rotary.rope import rope, rope_packed, rope_tables
 
 Array = TypeVar("Array")
 

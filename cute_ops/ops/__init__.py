@@ -40,8 +40,7 @@ from cute_ops.ops.reduction.soft_cross_entropy import soft_cross_entropy
 from cute_ops.ops.reduction.softmax import log_softmax, softmax
 from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
 from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope
-from cute_ops.ops.rotary.rope import rope, rope_bwd_joined, rope_fp8, rope_packed
-from cute_ops.ops.rotary.tables import rope_tables
+from cute_ops.ops.rotary.rope import rope, rope_bwd_joined, rope_fp8, rope_packed, rope_tables
 from cute_ops.ops.routing.permute import permute_tokens, unpermute_tokens
 from cute_ops.ops.routing.route import route
 from cute_ops.ops.routing.topk import topk

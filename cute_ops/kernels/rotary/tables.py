@@ -1,4 +1,4 @@
-"""Cosines and sines of positions: see :mod:`cute_ops.ops.rotary.tables`."""
+"""Cosines and sines of positions: see :mod:`cute_ops.ops.rotary.rope`."""
 
 import math
 
