@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cute_ops.expressions.tracing import trace
 from cute_ops.fusion.analyse import Analysis, Found, is_linear
 from cute_ops.fusion.canonical import canonical, with_holes
+from cute_ops.fusion.choose import is_whole
 from cute_ops.fusion.graph import Graph, Node, Shape
 from cute_ops.fusion.match import Meaning
 from cute_ops.fusion.named import Named
@@ -101,7 +102,9 @@ class _Parts:
             first, inside = halves[0], set(gated.region.nodes)
             if not _are_alike(halves) or first.attr[1] != down.attr[1] or not _one_dtype(*halves, hidden, down):
                 continue
-            if not self._are_read_only_by(halves, inside) or not self._is_read_only_by(hidden, {down}):
+            if not _has_rows_of(gated, halves) or not self._are_read_only_by(halves, inside):
+                continue
+            if not self._is_read_only_by(hidden, {down}):
                 continue
             x, weights = first.args[0], [each.args[1] for each in halves]
             names = ("w_gate", "w_up") if len(halves) == 2 else ("w_gate_up",)
@@ -120,6 +123,7 @@ class _Parts:
             given = dict(zip(known[1], (leaf.node for leaf in active.leaves), strict=True))
             up, inside = given["acc"], set(active.region.nodes)
             alone = is_linear(up) and self._is_read_only_by(up, inside) and self._is_read_only_by(hidden, {down})
+            alone = alone and _has_rows_of(active, [up])
             if not (alone and up.attr[1] == down.attr[1] and _one_dtype(up, hidden, down)):
                 continue
             operands = {"x": up.args[0], "w_up": up.args[1], "w_down": w_down}
@@ -190,13 +194,11 @@ class _Parts:
         lead, n = product.shape[:-1], product.shape[-1]
         if not isinstance(n, int) or n % size:
             return None
-        by_row = (*lead, n // size, size)
-        by_head = (lead[0], n // size, lead[1], size) if len(lead) == 2 else ()
-        if root.shape not in (by_row, by_head):
+        turned = _are_turned(nodes, (*lead, n // size, size))
+        table = None if turned is None else _by_position(call.shapes[1], turned, len(lead))
+        if turned is None or table is None:
             return None
-        turned = root.shape == by_head and (by_head != by_row or _transposes(nodes))
-        table = _by_position(call.shapes[1], turned, len(lead))
-        return None if table is None else _Heads(root, product, cos, sin, size, table, turned, nodes)
+        return _Heads(root, product, cos, sin, size, table, turned, nodes)
 
     def _to_product(self, x: Node, reader: Node) -> tuple[Node, ...]:
         """The reader of a view of a product, the views, and the product; empty if it is none or others read of it."""
@@ -334,8 +336,33 @@ def _one_dtype(*nodes: Node) -> bool:
     return len(found) == 1
 
 
-def _transposes(nodes: Sequence[Node]) -> bool:
-    return any(node.op == "transpose" for node in nodes)
+def _has_rows_of(found: Found, products: Sequence[Node]) -> bool:
+    """Whether the rows of an expression's value are those of these products, of which dims may be joined or split."""
+    leaves = [leaf for leaf in found.leaves if leaf.node in products]
+    known = all(isinstance(size, int) for size in found.rows) or all(
+        leaf.node.shape[:-1] == found.rows for leaf in leaves
+    )
+    return known and all(map(is_whole, leaves))
+
+
+def _are_turned(nodes: Sequence[Node], by_row: Shape) -> bool | None:
+    """Whether the views of a product put heads before positions, ``[batch, heads, positions, size]``; None where they
+    are no such heads, and none of the shape ``by_row``, either.
+
+    Args:
+        nodes: the reader of the last view, the views and the product.
+        by_row: the product's shape with its columns by head.
+    """
+    root, *views, _ = nodes
+    moves = [view for view in views if view.op == "transpose"]
+    if not moves and root.shape == by_row:
+        return False
+    if len(by_row) != 4 or root.shape != (by_row[0], by_row[2], by_row[1], by_row[3]):
+        return None
+    if not moves:  # one head or one position: heads may stand on either side
+        return True if 1 in by_row[1:3] else None
+    fits = len(moves) == 1 and moves[0].attr == (0, 2, 1, 3) and moves[0].args[0].shape == by_row
+    return True if fits else None
 
 
 def _by_position(table: Shape, turned: bool, rank: int) -> Shape | None:

@@ -15,7 +15,7 @@ from cute_ops.fusion.graph import FLOATS, Graph, Node
 from cute_ops.fusion.loss_terms import terms_of
 from cute_ops.fusion.match import meaning_of
 from cute_ops.fusion.named import Named, positive_number, uncast
-from cute_ops.fusion.region import VIEWS, Facts, Region, live_nodes, without_ones
+from cute_ops.fusion.region import VIEWS, Facts, Region, keeps_columns, live_nodes, obstacle, without_ones
 
 _MOST = 40  # nodes of a loss
 _FOLLOW = ("subtract", "add", "negative", "multiply", "divide")
@@ -112,7 +112,7 @@ def _index_of(graph: Graph, one_hot: Node) -> Node | None:
     if (node.op, node.attr) != ("primitive", "equal"):
         return None
     for index, place in (node.args, node.args[::-1]):
-        while place.op in ("broadcast", "reshape", "cast") and place.args[0].shape[-1:] == node.shape[-1:]:
+        while place.op in ("broadcast", "reshape", "cast") and keeps_columns(place):
             place = place.args[0]
         call = graph.named.get(place)
         counts = call is not None and call.op == "iota" and call.attrs["axis"] == len(place.shape) - 1
@@ -155,9 +155,13 @@ def _between(root: Node, leaves: set[Node]) -> list[Node] | None:
 
 
 def _expressed(nodes: list[Node], root: Node, exact: bool) -> tuple[Expression, list[Node]] | None:
-    """The canonical expression of a node, and its leaves."""
-    facts = Facts()
+    """The canonical expression of a node, and its leaves; None of a node that is none, as where one in between is of
+    other rows.
+    """
+    facts, inside = Facts(), set(nodes)
     for node in sorted({*nodes, *(arg for node in nodes for arg in node.args)}, key=lambda node: node.index):
+        if node in inside and obstacle(node, facts, inside) is not None:
+            return None
         facts.note(node)
     made, _ = express(Region(nodes, [root]), (), facts, exact)
     if len(made) != 1:
@@ -292,6 +296,8 @@ def _mask(user: Node, each: Node) -> Node | None:
     """The mask by which a node makes rows 0; None if it has none. Like XLA, takes ``x * mask`` for
     ``where(mask, x, 0)``.
     """
+    if user.shape != each.shape:
+        return None
     if (user.op, user.attr) == ("primitive", "where") and user.args[1] is each and _is_zero(user.args[2]):
         return user.args[0]
     if (user.op, user.attr) == ("primitive", "multiply"):

@@ -241,6 +241,12 @@ def _is_elementwise(node: Node) -> bool:
     return all(arg.shape[-1:] in ((), (1,), node.shape[-1:]) for arg in node.args)
 
 
+def keeps_columns(view: Node) -> bool:
+    """Whether the columns of a view are those of the value that it shows, of rows in other numbers."""
+    of_last = view.op != "broadcast" or view.attr[-1:] == (len(view.shape) - 1,)
+    return of_last and view.shape[-1:] == view.args[0].shape[-1:]
+
+
 def without_ones(shape: Iterable[object]) -> list[object]:
     return [size for size in shape if size != 1]
 

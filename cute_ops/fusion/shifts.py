@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from cute_ops.fusion.graph import Node
+from cute_ops.fusion.graph import Node, Shape
 
 
 class _Shift(NamedTuple):
@@ -20,12 +20,12 @@ class _Shift(NamedTuple):
     Attributes:
         power: whether it is ``f exp(k s)``, else it is ``f + k s``.
         k: the number.
-        varies: of each of its dims whether ``s`` may vary along it.
+        varies: of each of its dims the number of the dim of ``s``, from 1 on, that varies along it; 0 if none does.
     """
 
     power: bool
     k: float
-    varies: tuple[bool, ...]
+    varies: tuple[int, ...]
 
 
 _Given = Sequence[_Shift | None]
@@ -39,7 +39,7 @@ def is_without_effect(value: Node, live: Collection[Node], outputs: Collection[N
         live: the nodes that outputs need.
         outputs: of the graph.
     """
-    found: dict[Node, _Shift | None] = {value: _Shift(False, 1.0, tuple(size != 1 for size in value.shape))}
+    found: dict[Node, _Shift | None] = {value: _Shift(False, 1.0, _varies(value.shape))}
     waiting: list[tuple[int, Node]] = []
     node = value
     while True:
@@ -59,6 +59,10 @@ def is_without_effect(value: Node, live: Collection[Node], outputs: Collection[N
                 break
         else:
             return True
+
+
+def _varies(shape: Shape) -> tuple[int, ...]:
+    return tuple(i if size != 1 else 0 for i, size in enumerate(shape, 1))
 
 
 def _of(node: Node, given: _Given) -> _Shift | None:
@@ -82,7 +86,7 @@ def _of_transpose(node: Node, x: _Shift) -> _Shift | None:
 
 def _of_broadcast(node: Node, x: _Shift) -> _Shift | None:
     places = dict(zip(node.attr, x.varies, strict=True))
-    return x._replace(varies=tuple(places.get(i, False) for i in range(len(node.shape))))
+    return x._replace(varies=tuple(places.get(i, 0) for i in range(len(node.shape))))
 
 
 def _of_opaque(node: Node, x: _Shift) -> _Shift | None:
@@ -93,9 +97,9 @@ def _of_opaque(node: Node, x: _Shift) -> _Shift | None:
 def _of_reshape(node: Node, x: _Shift) -> _Shift | None:
     before = [(size, varies) for size, varies in zip(node.args[0].shape, x.varies, strict=True) if size != 1]
     if [size for size, _ in before] != [size for size in node.shape if size != 1]:
-        return x._replace(varies=(False,) * len(node.shape)) if not any(x.varies) else None
+        return x._replace(varies=(0,) * len(node.shape)) if not any(x.varies) else None
     kept = iter([varies for _, varies in before])
-    return x._replace(varies=tuple(size != 1 and next(kept) for size in node.shape))
+    return x._replace(varies=tuple(next(kept) if size != 1 else 0 for size in node.shape))
 
 
 def _of_reduce(node: Node, x: _Shift) -> _Shift | None:
@@ -107,7 +111,7 @@ def _of_reduce(node: Node, x: _Shift) -> _Shift | None:
         if not all(isinstance(size, int) for size in sizes):
             return None
         x = x._replace(k=x.k * math.prod(size for size in sizes if isinstance(size, int)))
-    kept = [False if i in axes else varies for i, varies in enumerate(x.varies) if keepdims or i not in axes]
+    kept = [0 if i in axes else varies for i, varies in enumerate(x.varies) if keepdims or i not in axes]
     return x._replace(varies=tuple(kept))
 
 
@@ -125,18 +129,18 @@ def _of_contract(node: Node, given: _Given) -> _Shift | None:
         return None
     free = [i for i in range(len(x.varies)) if i not in (*over, *of_batch)]
     own, batch = [x.varies[i] for i in free], [x.varies[i] for i in of_batch]
-    others = [False] * (len(node.shape) - len(own) - len(batch))
+    others = [0] * (len(node.shape) - len(own) - len(batch))
     return x._replace(varies=(*batch, *own, *others) if side == 0 else (*batch, *others, *own))
 
 
 def _of_primitive(node: Node, given: _Given) -> _Shift | None:
     rank = len(node.shape)
-    aligned = [None if x is None else x._replace(varies=(*[False] * (rank - len(x.varies)), *x.varies)) for x in given]
-    shifts = [x for x in aligned if x is not None]
-    varies = tuple(map(any, zip(*(x.varies for x in shifts), strict=True)))
+    aligned = [None if x is None else x._replace(varies=(*[0] * (rank - len(x.varies)), *x.varies)) for x in given]
+    varies = {x.varies for x in aligned if x is not None}
     rule = _RULES.get(str(node.attr))
-    made = None if rule is None else rule(node.args, aligned)
-    return None if made is None else _Shift(made[0], made[1], varies)
+    # Of two places of s, one row's and another one's, the difference is not 0.
+    made = None if rule is None or len(varies) > 1 else rule(node.args, aligned)
+    return None if made is None else _Shift(made[0], made[1], varies.pop())
 
 
 # Rules of primitives: whether the result is a power, and its k.

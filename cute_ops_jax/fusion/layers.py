@@ -17,6 +17,7 @@ from cute_ops.composite.qkv_rope import SIZES
 from cute_ops.fusion.attention import Read
 from cute_ops.fusion.changed_scores import with_reads
 from cute_ops.fusion.composite import Composite
+from cute_ops.fusion.graph import Node
 from cute_ops.ops.attention.attention import attention as plain
 from cute_ops_jax.fusion.rotation import Projection, qkv_rope
 from cute_ops_jax.primitive.function import register
@@ -39,9 +40,16 @@ def call_of_layer(found: Composite) -> Call:
 
     def call(arrays: Sequence[Any]) -> list[Any]:
         given = dict(zip(names, arrays, strict=True))
-        return made({name: jnp.ravel(a) if name in _ROWS else a for name, a in given.items()})
+        outs = made({name: jnp.ravel(a) if name in _ROWS else a for name, a in given.items()})
+        return [_as_root(out, root) for out, root in zip(outs, found.roots, strict=True)]
 
     return call
+
+
+def _as_root(out: Any, root: Node) -> Any:
+    """An output with the dims of rows that the program has, which may join or split those of the operands."""
+    known = all(isinstance(size, int) for size in root.shape)
+    return jnp.reshape(out, root.shape) if known and out.shape != root.shape else out
 
 
 def _too_few_rows(found: Composite) -> str:

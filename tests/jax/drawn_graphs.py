@@ -104,27 +104,52 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
     Args:
         seed: of the program and its inputs.
         dtype: ``float32`` or ``bfloat16``.
-        mode: ``inside``, ``grad(fuse(f))``; ``around``, ``fuse(grad(f))``; ``vmap``; ``exact``.
+        mode: one of :data:`MODES`.
         smooth: whether no derivative of the program jumps, which is so by default in 16 bits.
     """
     rng = np.random.default_rng([seed, 17])
     layers = seed >= LAYERS
     parts = _MODELS if seed >= MODELS else _LAYERS if layers else None
     function, text = program(rng, dtype != "float32" if smooth is None else smooth, parts)
-    arrays = {name: jnp.asarray(array).astype(dtype) for name, array in inputs(rng, layers).items()}
+    arrays = inputs(rng, layers)
     cotangents = [rng.standard_normal((B, T, N)).astype(np.float32) for _ in range(3)]
+    what = f"seed {seed}, {dtype}, {mode}: {text}"
+    try:
+        # Not under jit: operations are compiled once for all programs. Bodies of loops are not, so programs with parts
+        # of layers are compiled as a whole.
+        compare_with_fused(what, function, arrays, cotangents, dtype, mode, layers, lambda: inputs(rng, layers))
+    except AssertionError:
+        if dtype == "float32":
+            raise
+        # What is too far in 16 bits has to hold in float32, whose tolerance no wrong formula passes.
+        check(seed, "float32", mode, smooth=True)
+    return text
+
+
+def compare_with_fused(
+    what: str, function: Callable[[Arrays, Any], Sequence[Any]], inputs: Mapping[str, np.ndarray],
+    cotangents: Sequence[np.ndarray], dtype: str, mode: str, compiles: bool,
+    draw: Callable[[], Mapping[str, np.ndarray]],
+) -> None:  # fmt: skip
+    """Compare a function of arrays by name and a dtype, and its gradients, with what ``fuse`` makes of it.
+
+    Args:
+        mode: ``inside``, ``grad(fuse(f))``; ``around``, ``fuse(grad(f))``; ``vmap``; ``exact``.
+        compiles: whether all is compiled as a whole.
+        draw: draws more inputs.
+    """
+    arrays = {name: jnp.asarray(array).astype(dtype) for name, array in inputs.items()}
 
     def loss(arrays: Arrays, dtype: Any) -> Any:
-        outputs = function(arrays, dtype)
+        outputs = tuple(function(arrays, dtype))
         total = sum(
             jnp.sum(out.astype(jnp.promote_types(dtype, jnp.float32)) * c)
             for out, c in zip(outputs, cotangents, strict=True)
         )
         return total, outputs
 
-    # Not under jit: operations are compiled once for all programs. Bodies of loops are not, so programs with parts of
-    # layers are compiled as a whole. The loss itself is one number, whose error is luck.
-    compiled = partial(jax.jit, compiler_options=QUICK) if layers else lambda function: function
+    # The loss itself is one number, whose error is luck.
+    compiled = partial(jax.jit, compiler_options=QUICK) if compiles else lambda function: function
     gradients = jax.grad(loss, has_aux=True)
 
     def both(arrays: Arrays, dtype: Any) -> Any:
@@ -139,25 +164,16 @@ def check(seed: int, dtype: str, mode: str, smooth: bool | None = None) -> str:
     else:
         fused = cute_ops_jax.fuse(lambda a: loss(a, jnp.dtype(dtype)), exact=mode == "exact")
         got = compiled(jax.grad(fused, has_aux=True))(arrays)
-    what = f"seed {seed}, {dtype}, {mode}: {text}"
     measured = _measured(both, arrays, dtype)
     try:
         _compare(what, got, measured, limits_of(*measured))
     except AssertionError:
-        # A dozen numbers say little about the largest loss of a deep program: it is measured on more inputs. One of 16
-        # bits has to hold in float32, too, whose tolerance no wrong formula passes.
-        many = {name: jnp.stack(each) for name, each in _more(rng, dtype, layers).items()}
+        # A dozen numbers say little about the largest loss of a deep program: it is measured on more inputs.
+        drawn = [draw() for _ in range(MORE)]
+        many = {name: jnp.stack([jnp.asarray(each[name]).astype(dtype) for each in drawn]) for name in inputs}
         stacked = _measured(lambda many, dtype: compiled(jax.vmap(lambda a: gradients(a, dtype)))(many), many, dtype)
         more = (jax.tree.map(lambda a: a[k], stacked) for k in range(MORE))  # noqa: B023
         _compare(what, got, measured, limits_of(*measured, more))
-        if dtype != "float32":
-            check(seed, "float32", mode, smooth=True)
-    return text
-
-
-def _more(rng: np.random.Generator, dtype: str, layers: bool) -> dict[str, list[Any]]:
-    drawn = [inputs(rng, layers) for _ in range(MORE)]
-    return {name: [jnp.asarray(each[name]).astype(dtype) for each in drawn] for name in drawn[0]}
 
 
 def _measured(both: Callable[..., Any], arrays: Arrays, dtype: str) -> tuple[Any, ...]:

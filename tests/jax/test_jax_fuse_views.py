@@ -1,0 +1,128 @@
+"""``fuse`` where views between two operations change which rows and columns the second one sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from tests.jax.drawn_graphs import QUICK
+from tests.jax.drawn_views import run_seed
+
+Function = Callable[..., Any]
+KEY = np.random.default_rng(11)
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(KEY.standard_normal(shape), jnp.float32)
+
+
+def check(function: Function, *args: Any) -> list[str]:
+    """Compare the function's values and gradients with those of what it becomes; returns what that is."""
+    places = tuple(i for i, a in enumerate(args) if a.dtype != jnp.int32)
+
+    def gradients(function: Function, *args: Any) -> Any:
+        def loss(*args: Any) -> Any:
+            out = function(*args)
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
+
+        return jax.grad(loss, places, has_aux=True)(*args)
+
+    both = jax.jit(lambda *args: [gradients(each, *args) for each in (function, cute_ops_jax.fuse(function))],
+                   compiler_options=QUICK)  # fmt: skip
+    for a, b in zip(*map(jax.tree.leaves, both(*args)), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * max(1, float(jnp.abs(a).max())))
+    return [entry.becomes for entry in cute_ops_jax.fuse.report(function, *args).replaced]
+
+
+ROWS: dict[str, tuple[Function, bool]] = {
+    "joined": (lambda x: x.reshape(8, -1), True), "split again": (lambda x: x.reshape(4, 2, -1), True),
+    "one more": (lambda x: x[None], True), "copied": (lambda x: jnp.broadcast_to(x, (2, *x.shape)), False),
+    "repeated": (lambda x: jnp.repeat(x, 2, 0), False),
+}  # fmt: skip
+X, UP, GATE, DOWN, BIAS = draw(2, 4, 8), draw(8, 8), draw(8, 8), draw(8, 8), draw(8)
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("name", ROWS)
+def test_mlps_whose_hidden_values_get_other_rows(name: str) -> None:
+    """An MLP has the rows of its last product; what has copies of rows is none."""
+    view, is_one = ROWS[name]
+    made = check(lambda x, up, b, down: view(jax.nn.gelu(x @ up + b)) @ down, X, UP, BIAS, DOWN)
+    assert ("mlp" in made) == is_one
+    made = check(lambda x, gate, up, down: (jax.nn.silu(view(x @ gate)) * view(x @ up)) @ down, X, GATE, UP, DOWN)
+    assert ("gated_mlp" in made) == is_one
+
+
+HEADS: dict[str, tuple[Function, int, str]] = {
+    "by row": (lambda y: y.reshape(4, 4, -1, 64), 1, "qkv_rope"),
+    "by head": (lambda y: y.reshape(4, 4, -1, 64).transpose(0, 2, 1, 3), 2, "qkv_rope"),
+    "as if by head": (lambda y: y.reshape(4, -1, 4, 64), 2, "rope"),
+    "batch and positions exchanged": (lambda y: y.reshape(4, 4, -1, 64).transpose(1, 0, 2, 3), 2, "rope"),
+    "batch and heads exchanged": (lambda y: y.reshape(4, 4, -1, 64).transpose(2, 1, 0, 3), 2, "rope"),
+    "columns apart": (lambda y: y.reshape(4, 4, 64, -1).transpose(0, 3, 1, 2), 2, "rope"),
+}  # fmt: skip
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_a_projection(name: str) -> None:
+    """There are as many heads as positions, so shapes do not show which dim is which."""
+    view, axis, want = HEADS[name]
+    angles = (jnp.arange(4)[:, None] * 0.9 ** jnp.arange(32)).reshape([4 if i == axis else 1 for i in range(3)] + [32])
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+    def function(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        def turned(weight: jax.Array) -> jax.Array:
+            a, b = jnp.split(view(x @ weight), 2, -1)
+            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+        return jnp.sin(turned(first)) * jnp.cos(turned(second))
+
+    assert want in check(function, draw(4, 4, 8), draw(8, 256), draw(8, 256))
+
+
+LOGITS, TARGET = draw(8, 8), jnp.asarray(KEY.integers(0, 8, 8), jnp.int32)
+
+
+def picked(x: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, t[:, None], -1)[:, 0]
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, t: jnp.log(jnp.exp(x).sum(0)) - picked(x, t),
+    lambda x, t: jax.nn.logsumexp(x, 0) - picked(x, t),
+    lambda x, t: -picked(jax.nn.log_softmax(x, 0), t),
+    lambda x, t: -((t[:, None] == jax.lax.broadcasted_iota(jnp.int32, (8, 8), 0)) * jax.nn.log_softmax(x)).sum(-1),
+    lambda x, t: -((t[:, None] == jnp.arange(8)[:, None] * jnp.ones((1, 8), int)) * jax.nn.log_softmax(x)).sum(-1),
+    lambda x, t: -(
+        (t[:, None] == jax.lax.broadcast_in_dim(jnp.arange(8), (8, 8), (0,))) * jax.nn.log_softmax(x)
+    ).sum(-1),
+    lambda x, t: jax.nn.logsumexp(x, -1)[::-1] - picked(x, t),
+], ids=str)  # fmt: skip
+def test_what_reads_other_rows_is_no_loss(function: Function) -> None:
+    """There are as many rows as classes."""
+    assert "cross_entropy" not in check(function, LOGITS, TARGET)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, s: jnp.exp(x - s[:, None]) * jnp.exp(s[None]),
+    lambda x, s: (x.T - s).T + s,
+    lambda x, s: (x - s[:, None]) @ jnp.ones((8, 8)) + 8 * s,
+])  # fmt: skip
+def test_a_stopped_number_that_is_added_at_other_rows_stays_stopped(function: Function) -> None:
+    check(lambda x: function(x, jax.lax.stop_gradient(jnp.tanh(x).max(-1))), LOGITS)
+
+
+@pytest.mark.drawn(0.25)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_programs(seed: int) -> None:
+    """``python -m tests.jax.drawn_views --count 500`` runs more."""
+    run_seed(seed)
