@@ -1,4 +1,4 @@
-"""Training steps shaped like ten kinds of models: milliseconds per step, patched and not.
+"""Training steps shaped like eleven kinds of models: milliseconds per step, patched and not.
 
 Each model has the sizes of one that people train, in one layer's width, heads, vocabulary and experts, but few layers,
 so that a step takes 20 to 60 ms. The harness is that of ``llama_step.py``: bfloat16, fused AdamW, the same weights and
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import Table, first_line, read, spread
+from dit import DiT
 from llama_step import READY, TOLERANCE, Steps, Worker, prepare
 from rich.console import Console
 from rich.table import Table as View
@@ -43,14 +44,14 @@ class Shape(NamedTuple):
     """A model and a batch of it.
 
     Attributes:
-        kind: its class in ``transformers``.
+        kind: its class, or the name of one of ``transformers``.
         config: arguments of the config.
         small: those that make it tiny, for the CPU.
         batch, seqlen: sizes of a batch.
         inputs: the arguments of a call, of its config, a batch's sizes and the device.
     """
 
-    kind: str
+    kind: str | type[Any]
     config: Mapping[str, Any]
     small: Mapping[str, Any]
     batch: int
@@ -62,7 +63,7 @@ class Shape(NamedTuple):
 
         torch.manual_seed(seed)
         sizes = {**self.config, **(self.small if small else {})}
-        kind = getattr(transformers, self.kind)
+        kind: Any = getattr(transformers, self.kind) if isinstance(self.kind, str) else self.kind
         with torch.device("cpu" if small else "cuda"):
             return kind(kind.config_class(**sizes)).to(torch.bfloat16).train()
 
@@ -83,6 +84,14 @@ def image(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[st
     size = (batch, config.num_channels, config.image_size, config.image_size)
     pixels = torch.randn(size, device=device, dtype=torch.bfloat16)
     return {"pixel_values": pixels, "labels": torch.randint(0, config.num_labels, (batch,), device=device)}
+
+
+def noisy(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Latents with noise, at random times."""
+    size = (batch, config.num_channels, config.image_size, config.image_size)
+    latents, noise = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times, labels = (torch.randint(0, most, (batch,), device=device) for most in (1000, config.num_labels))
+    return {"latents": latents, "times": times, "labels": labels, "noise": noise}
 
 
 def speech(config: Any, batch: int, seqlen: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -113,6 +122,7 @@ SHAPES = {
          "patch_size": 14, "num_labels": 1000, **_WITHOUT},
         {**_TINY, "image_size": 28, "num_labels": 8}, 128, 257, image,
     ),
+    "DiT": Shape(DiT, {}, {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 8}, 64, 256, noisy),
     "Whisper-large": Shape(
         "WhisperForConditionalGeneration",
         {"d_model": 1280, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 20,

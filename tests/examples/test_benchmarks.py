@@ -111,10 +111,12 @@ def test_training_steps_in_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_steps_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     turns = [model_steps.Turns(name, small=True, profile=3) for name in ("eager", "ours")]
-    rows = [[each.obey(line) for line in ("T5", "1", "")][-1] for each in turns]
-    assert [row and row["status"] for row in rows] == ["ok", "ok"]
-    assert rows[0]["loss_first"] == pytest.approx(rows[1]["loss_first"], abs=model_steps.TOLERANCE, rel=model_steps.ULP)
-    assert "T5, ours: " in capsys.readouterr().err
+    for name in ("T5", "DiT"):
+        rows = [[each.obey(line) for line in (name, "1", "")][-1] for each in turns]
+        assert [row and row["status"] for row in rows] == ["ok", "ok"]
+        losses = [row["loss_first"] for row in rows if row]
+        assert losses[0] == pytest.approx(losses[1], abs=model_steps.TOLERANCE, rel=model_steps.ULP)
+        assert f"{name}, ours: " in capsys.readouterr().err
     other = model_steps.Turns("Liger", small=True)
     assert [other.obey(line) for line in ("Mamba-2", "1")] == [None, None]
     assert "Error: " in (other.obey("") or {})["status"]

@@ -676,6 +676,25 @@ def _run_attention(function: Callable[..., Tensor], batch: int = 2) -> Any:
         return inductor.report()
 
 
+def test_rows_masked_whole_in_float16_keep_their_scores() -> None:
+    """A mask adds float16's lowest number to every score of a row. Float16 rounds the sums, so that eager attends to all
+    keys alike; in a replaced part the sums stay in float32, as near to float64 as those of other rows.
+    """
+    lowest = torch.finfo(torch.float16).min
+    scores, bias, v = torch.randn(4, 24, 16) * 3, torch.full((24, 16), lowest).tril(-8), torch.randn(4, 16, 32)
+    narrow = [each.half() for each in (scores, bias, v)]
+
+    def attend(scores: Tensor, bias: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(4 * torch.tanh(scores / 4) + bias, -1) @ v
+
+    with torch.no_grad():
+        want = attend(*(each.double() for each in narrow))
+        got = torch.compile(attend, backend=only_the_pass, fullgraph=True)(*narrow)
+        assert inductor.replaced == {"fused": 1}
+        assert (got.double() - want).abs().max() <= 2**-8
+        assert (attend(*narrow).double() - want).abs().max() >= 0.5
+
+
 def test_a_bias_stays_with_its_product_where_roundings_are_kept() -> None:
     """Torch adds it before it rounds, so a pass after the product would round once more."""
     x, w, b = (torch.randn(*shape).bfloat16() for shape in ((3, 16), (16, 16), (16,)))
