@@ -43,7 +43,8 @@ def entries_of(made: Rewritten, graph: Graph) -> Iterator[Entry]:
             if leaf.node.op == "contract":
                 why = part.choice.why or f"{part.choice.name} follows it"
                 taken[leaf.node] = "" if i == part.choice.product else why
-    stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ()))]
+    # The first holder is the call; later ones are views of its result, which read what has replaced it.
+    stays = [node for node in made.front.graph.nodes if any(each.node in alive for each in holders.get(node, ())[:1])]
     for node in stays:
         if node.op == "contract" and (why := made.stay.get(node) or taken.get(node) or _why_alone(node)):
             module = module_of(each.node for each in holders[node])
