@@ -678,8 +678,9 @@ def _run_attention(function: Callable[..., Tensor], batch: int = 2) -> Any:
 
 
 def test_rows_masked_whole_in_float16_keep_their_scores() -> None:
-    """A mask adds float16's lowest number to every score of a row. Float16 rounds the sums, so that eager attends to all
-    keys alike; in a replaced part the sums stay in float32, as near to float64 as those of other rows.
+    """A mask adds float16's lowest number to every score of a row.
+
+    Float16 rounds the sums, so that eager attends to all keys alike. In a replaced part they stay in float32.
     """
     lowest = torch.finfo(torch.float16).min
     scores, bias, v = torch.randn(4, 24, 16) * 3, torch.full((24, 16), lowest).tril(-8), torch.randn(4, 16, 32)
