@@ -71,7 +71,7 @@ def prepare(contender: str, model: Any) -> Any:
         import cute_ops_torch
 
         print(cute_ops_torch.patch(model), file=sys.stderr)
-        with contextlib.suppress(TypeError, ValueError):  # of a config that is no decoder's; the first steps warm up, too
+        with contextlib.suppress(TypeError, ValueError):  # of no decoder; the first steps warm up, too
             cute_ops_torch.warm_up(model)
     if "graph pass" in parts:  # without "ours", the model as it is; Liger and ours return no logits either
         import cute_ops_torch.inductor
