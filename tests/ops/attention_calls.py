@@ -106,7 +106,8 @@ def assert_holds_with_functions(
             slopes = (ends[1] - ends[0]) / (2 * step)
             value = float(np.sum(dscores * slopes))
             allowed = float(np.sum((2 * slack + 2.0**-8 * np.abs(dscores)) * np.abs(slopes))) + 1e-5
-            assert abs(found[f"d{name}"].flat[place] - value) <= allowed, f"{what}: d{name} at {place}"
+            got = found[f"d{name}"].flat[place]
+            assert abs(got - value) <= allowed, f"{what}: d{name} at {place}: {got}, not {value} (within {allowed})"
 
 
 class Call(NamedTuple):
@@ -255,7 +256,7 @@ def expected(
         return Bounded(*grouped)
 
     if functions.score:  # for the gradients of what it reads
-        found["dscores"], found["scores"] = Bounded(p * (dp - delta[..., None]), slack), Bounded(capped, slack)
+        found["dscores"], found["scores"] = Bounded(p * (dp - delta[..., None]), p * of_out), Bounded(capped, slack)
     found["dq"] = with_slack("bhst,bthd->bshd", ds, k, slack)
     found["dk"] = of_kv(with_slack("bhst,bshd->bthd", ds, q, slack))
     found["dv"] = of_kv(product("bhst,bshe->bthe", p, dout))

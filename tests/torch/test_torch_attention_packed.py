@@ -90,6 +90,19 @@ def test_nan_stays_in_its_sequence(device: str) -> None:
     assert (results[1][1][27:] == -math.inf).all()
 
 
+@pytest.mark.parametrize("device", EITHER)
+@pytest.mark.parametrize("tokens", [(0, 0), (0, 5), (5, 0)])
+def test_no_queries_and_no_keys(device: str, tokens: tuple[int, int]) -> None:
+    """Of no sequence there is a token: neither fails, and there is nothing to attend to."""
+    q, k, v = (given(device, count)[i].requires_grad_() for i, count in enumerate((tokens[0], *tokens[1:] * 2)))
+    of_q, of_k = (offsets(0, 0, count, device=device) for count in tokens)
+    out, lse = cute_ops_torch.attention(q, k, v, causal=True, cu_seqlens_q=of_q, cu_seqlens_k=of_k)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    for x in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert (x == 0).all()
+
+
 @pytest.mark.gpu
 def test_many_sequences_on_a_gpu() -> None:
     """More blocks than CTAs; the tensors of a sequence alone give what the packed ones do."""

@@ -80,7 +80,7 @@ class Sequences:
         return (number == self.k.number) & (number < self.count)
 
     def unknown(self, of_q: tuple[Any, ...], of_k: tuple[Any, ...]) -> Any:
-        """NaN for each sequence of which an element of these arrays, (1, tokens, heads, d), is not finite, and else 0.
+        """NaN for each sequence of which an element of these arrays, (tokens, heads, d), is not finite, and else 0.
         A product with a weight of 0 would spread it to other sequences.
         """
         xp, place = self.xp, beside(self.xp, self.q.number)
@@ -88,7 +88,8 @@ class Sequences:
         some = numbers < 0
         for side, arrays in ((self.q, of_q), (self.k, of_k)):
             for array in arrays:
-                wrong = xp.any(~xp.isfinite(xp.reshape(array, (side.number.shape[0], -1))), axis=-1)
+                of_token = side.number.shape[0], math.prod(array.shape[-2:])
+                wrong = xp.any(~xp.isfinite(xp.reshape(array, of_token)), axis=-1)
                 some = some | xp.any((side.number[:, None] == numbers) & wrong[:, None], axis=0)
         zero = xp.zeros_like(xp.astype(numbers, xp.float32))
         return xp.where(some & (numbers < self.count), zero + math.nan, zero)
