@@ -33,7 +33,7 @@ def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
     # Start-up time: a program with an op of its own may need none of ours.
     from cute_ops.composite import qkv_rope
-    from cute_ops.composite.group_norm import group_norm_first, group_norm_last
+    from cute_ops.composite.group_norm import group_norm_first, group_norm_last, group_norm_long
     from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
     from cute_ops.composite.models import MODELS
     from cute_ops.ops import ATTENTION, OPS, PARTS, PRODUCTS
@@ -63,7 +63,8 @@ def ours() -> dict[str, Op]:
         expert_probabilities,
         expert_totals,
     )
-    inside += (group_norm_first, group_norm_last, *group_norm.PARTS, balance.expert_balance, *balance.PARTS)
+    inside += (group_norm_first, group_norm_long, group_norm_last, *group_norm.PARTS)
+    inside += (balance.expert_balance, *balance.PARTS)
     every = (*OPS, *PRODUCTS, *ATTENTION, *MODELS, *PLAIN_PRODUCTS, *inside, *PARTS)
     return {op.name: op for forward in every for op in _family(forward)}
 

@@ -1,12 +1,12 @@
 """Group norm and its gradient: composites for channels before positions, and after them.
 
-With channels first a group is one row, which is read once; where that is too long for a CTA's shared memory its
+With channels first a group is one row, which is read once. Where that is too long for a CTA's shared memory, its
 channels are rows. These, and channels last, have their sums first, and the norm is a second pass over x.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cute_ops.declaration.attributes import OneOf
@@ -73,9 +73,10 @@ def _dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 # --- channels first --------------------------------------------------------------------------------------------------
 
 
-def _is_long(x: Any, groups: int) -> bool:
-    channels, positions = x.shape[-2:]
-    known = isinstance(channels, int) and isinstance(positions, int)
+def is_long(shape: Sequence[Any], groups: Any) -> bool:
+    """Whether groups, channels first, are longer than a row that is read once; not of sizes that are symbols."""
+    channels, positions = shape[-2:]
+    known = all(isinstance(each, int) for each in (channels, positions, groups)) and groups > 0
     return known and channels // groups * positions > LONG
 
 
@@ -83,6 +84,31 @@ def _rows(x: Any, groups: int) -> Any:
     """Groups as rows."""
     *lead, channels, positions = x.shape
     return x.reshape((*lead, groups, channels // groups * positions))
+
+
+def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, groups = inputs["x"], attrs["groups"]
+    weight, bias = _parameters(xp, inputs, -2)
+    parameters = {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
+    found = call(steps.group_norm_rows, {"x": _rows(x, groups), **parameters}, {"eps": attrs["eps"], **_silu(attrs)})
+    return {**found, "out": found["out"].reshape(x.shape)}
+
+
+def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, dout, groups = inputs["x"], inputs["dout"], attrs["groups"]
+    weight, bias = _parameters(xp, inputs, -2)
+    operands = {name: inputs[name][..., None] for name in ("mean", "rstd")}
+    operands |= {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
+    rows = _rows(x, groups)
+    found = call(steps.group_norm_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands}, _silu(attrs))
+    return {"dx": found["out"].reshape(x.shape)}
+
+
+def _first_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    return _dweight(xp, call, {**inputs, **_row_slopes(xp, call, inputs, attrs)}, attrs)
+
+
+# --- channels first, each of which is a row: groups that are long ----------------------------------------------------
 
 
 def _of_channels(xp: Any, x: Any, attrs: Arrays, numbers: Arrays, parameters: Arrays) -> dict[str, Any]:
@@ -96,23 +122,8 @@ def _of_channels(xp: Any, x: Any, attrs: Arrays, numbers: Arrays, parameters: Ar
     return {name: a.reshape((*x.shape[:-1], 1)) for name, a in found.items()}
 
 
-def _first(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x, groups = inputs["x"], attrs["groups"]
+def _row_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     weight, bias = _parameters(xp, inputs, -2)
-    if _is_long(x, groups):
-        pivot = x[..., :1]
-        sums = call(steps.group_norm_row_moments, {"x": x, "pivot": pivot}, {})
-        moments = {**sums, "pivot": sums["first"]}
-        found = _statistics(call, attrs, moments, xp.number(x.shape[-1], x))
-        numbers = {"mean": found["group_mean"], "rstd": found["group_rstd"]}
-        operands = _of_channels(xp, x, attrs, numbers, {"weight": weight, "bias": bias})
-        return {**call(steps.group_norm_of_rows, {"x": x, **operands}, _silu(attrs)), **numbers}
-    parameters = {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
-    found = call(steps.group_norm_rows, {"x": _rows(x, groups), **parameters}, {"eps": attrs["eps"], **_silu(attrs)})
-    return {**found, "out": found["out"].reshape(x.shape)}
-
-
-def _first_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays, weight: Any, bias: Any) -> Arrays:
     numbers = {name: inputs[name] for name in ("mean", "rstd")}
     silu = _silu(attrs)
     own = {"weight": weight, "bias": bias} if silu["silu"] else {}
@@ -121,27 +132,27 @@ def _first_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays, weight: An
     return call(steps.group_norm_row_slopes, {"x": inputs["x"], "dy": inputs["dout"], **operands, **unread}, silu)
 
 
-def _first_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    x, dout, groups = inputs["x"], inputs["dout"], attrs["groups"]
+def _long(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x = inputs["x"]
     weight, bias = _parameters(xp, inputs, -2)
+    sums = call(steps.group_norm_row_moments, {"x": x, "pivot": x[..., :1]}, {})
+    found = _statistics(call, attrs, {**sums, "pivot": sums["first"]}, xp.number(x.shape[-1], x))
+    numbers = {"mean": found["group_mean"], "rstd": found["group_rstd"]}
+    operands = _of_channels(xp, x, attrs, numbers, {"weight": weight, "bias": bias})
+    return {**call(steps.group_norm_of_rows, {"x": x, **operands}, _silu(attrs)), **numbers}
+
+
+def _long_slopes(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    found, (weight, _) = _row_slopes(xp, call, inputs, attrs), _parameters(xp, inputs, -2)
+    return {**found, **_pulls(call, attrs, found, xp.number(inputs["x"].shape[-1], inputs["x"]), weight)}
+
+
+def _long_dx(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    x, (weight, bias) = inputs["x"], _parameters(xp, inputs, -2)
     numbers = {name: inputs[name] for name in ("mean", "rstd")}
-    if _is_long(x, groups):
-        slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
-        pulls = _pulls(call, attrs, slopes, xp.number(x.shape[-1], x), weight)
-        operands = _of_channels(xp, x, attrs, numbers, {"weight": weight, "bias": bias})
-        operands |= {name: a[..., None] for name, a in pulls.items()}
-        return {"dx": call(steps.group_norm_of_rows_dx, {"x": x, "dy": dout, **operands}, _silu(attrs))["out"]}
-    operands = {name: a[..., None] for name, a in numbers.items()}
-    operands |= {"weight": _grouped(weight, groups), "bias": _grouped(bias, groups)}
-    rows = _rows(x, groups)
-    found = call(steps.group_norm_rows_dx, {"x": rows, "dy": dout.reshape(rows.shape), **operands}, _silu(attrs))
-    return {"dx": found["out"].reshape(x.shape)}
-
-
-def _first_dweight(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    weight, bias = _parameters(xp, inputs, -2)
-    slopes = _first_slopes(xp, call, inputs, attrs, weight, bias)
-    return _dweight(xp, call, {**inputs, **slopes}, attrs)
+    operands = _of_channels(xp, x, attrs, numbers, {"weight": weight, "bias": bias})
+    operands |= {name: inputs[name][..., None] for name in ("pull", "push")}
+    return {"dx": call(steps.group_norm_of_rows_dx, {"x": x, "dy": inputs["dout"], **operands}, _silu(attrs))["out"]}
 
 
 # --- channels last ---------------------------------------------------------------------------------------------------
@@ -219,26 +230,38 @@ def _step(name: str, run: Any, inputs: Mapping[str, Tensor], outputs: Mapping[st
     )  # fmt: skip
 
 
+def _steps_of_sums(
+    name: str, slopes: Any, dx: Any, inputs: Mapping[str, Tensor], sums: Op, of_x: Op
+) -> tuple[Op, ...]:  # fmt: skip
+    """A gradient whose sums are computed first, once for x and for the parameters."""
+    x = inputs["x"]
+    return (
+        _step(f"{name}_slopes", slopes, inputs, {**_SUMS, **_PULLS}, sums, steps.group_norm_pulls),
+        _step(f"{name}_dx", dx, {**_PULLS, **inputs}, {"dx": x}, of_x),
+        _step(f"{name}_dweight", _dweight, {"x": x._replace(unread=True), **_SUMS, **_PARAMETERS}, _GRADIENTS),
+    )
+
+
 _FIRST, _LAST = Tensor("*m c s", "T"), Tensor("*m s c", "T")
 _OF_FIRST = {"x": _FIRST, **_numbers("*m g", False), "dout": _FIRST, **_PARAMETERS}
 _OF_LAST = {"x": _LAST, **_numbers("*m c", False), "dout": _LAST, **_PARAMETERS}
-_LONG_SLOPES = (steps.group_norm_row_slopes, steps.group_norm_pulls, steps.group_norm_of_rows_dx)
 group_norm_first = _norm(
     "group_norm_first", "*m c s", "*m g", _first,
     (
-        _step("group_norm_first_dx", _first_dx, _OF_FIRST, {"dx": _FIRST}, steps.group_norm_rows_dx, *_LONG_SLOPES),
+        _step("group_norm_first_dx", _first_dx, _OF_FIRST, {"dx": _FIRST}, steps.group_norm_rows_dx),
         _step("group_norm_first_dweight", _first_dweight, _OF_FIRST, _GRADIENTS, steps.group_norm_row_slopes),
     ),
-    (steps.group_norm_rows, steps.group_norm_row_moments, steps.group_norm_statistics, steps.group_norm_of_rows), **_G,
+    (steps.group_norm_rows,), **_G,
+)  # fmt: skip
+group_norm_long = _norm(
+    "group_norm_long", "*m c s", "*m g", _long,
+    _steps_of_sums("group_norm_long", _long_slopes, _long_dx, _OF_FIRST, steps.group_norm_row_slopes,
+                   steps.group_norm_of_rows_dx),
+    (steps.group_norm_row_moments, steps.group_norm_statistics, steps.group_norm_of_rows), **_G,
 )  # fmt: skip
 group_norm_last = _norm(
     "group_norm_last", "*m s c", "*m c", _last,
-    (
-        _step("group_norm_last_slopes", _last_slopes, _OF_LAST, {**_SUMS, **_PULLS}, steps.group_norm_slopes,
-              steps.group_norm_pulls),
-        _step("group_norm_last_dx", _last_dx, {**_PULLS, **_OF_LAST}, {"dx": _LAST}, steps.group_norm_of_examples_dx),
-        _step("group_norm_last_dweight", _dweight,
-              {"x": _LAST._replace(unread=True), **_SUMS, **_PARAMETERS}, _GRADIENTS),
-    ),
+    _steps_of_sums("group_norm_last", _last_slopes, _last_dx, _OF_LAST, steps.group_norm_slopes,
+                   steps.group_norm_of_examples_dx),
     (steps.group_norm_moments, steps.group_norm_statistics, steps.group_norm_of_examples),
 )  # fmt: skip

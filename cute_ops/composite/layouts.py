@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from cute_ops.composite.group_norm import group_norm_first, group_norm_last
+from cute_ops.composite.group_norm import group_norm_first, group_norm_last, group_norm_long, is_long
 from cute_ops.ops.rotary.rope import rope, rope_packed, rope_tables
 
 Array = TypeVar("Array")
@@ -32,7 +32,8 @@ class Layouts(Generic[Array]):
         self._xp, self._frequencies, self._places, self._channels_last = xp, frequencies, places, channels_last
         self._kept, self._constant = kept, constant
         self._rope, self._rope_packed, self._rope_tables = map(register, (rope, rope_packed, rope_tables))
-        self._group_norm = {True: register(group_norm_last), False: register(group_norm_first)}
+        norms = group_norm_last, group_norm_first, group_norm_long
+        self._group_norm_last, self._group_norm_first, self._group_norm_long = map(register, norms)
 
     def group_norm(
         self, x: Array, weight: Array | None = None, bias: Array | None = None, groups: int = 32, eps: float = 1e-5,
@@ -78,7 +79,11 @@ class Layouts(Generic[Array]):
             return last.permute(0, 3, 1, 2)  # type: ignore[attr-defined,no-any-return]
         else:
             rows = given.reshape((*shape[:2], -1)) if 0 not in shape else given
-        out: Any = self._group_norm[channels_last](rows, weight, bias, groups, eps, activation)
+        if channels_last:
+            norm = self._group_norm_last
+        else:
+            norm = self._group_norm_long if is_long(rows.shape, groups) else self._group_norm_first
+        out: Any = norm(rows, weight, bias, groups, eps, activation)
         return out.reshape(shape)  # type: ignore[no-any-return]
 
     def rope_from_positions(

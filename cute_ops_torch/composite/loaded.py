@@ -13,9 +13,13 @@ from cute_ops.composite.qkv_rope import SIZES, qkv_rope
 from cute_ops.composite.rmsnorm_linear import NAMED, rmsnorm_linear
 from cute_ops.ops.gemm.by_call import op_of_call
 from cute_ops.ops.gemm.named import EPILOGUES
-from cute_ops_torch.composite import recipes as recipes  # defines the op `by_recipe`
+from cute_ops.ops.routing.balance import expert_balance
+from cute_ops_torch.composite import layouts as layouts  # these three define ops: those of group norms,
+from cute_ops_torch.composite import recipes as recipes  # `by_recipe`
+from cute_ops_torch.composite import training as training  # and those of losses of two models
 from cute_ops_torch.registry import define
 
+define(expert_balance)
 for _save, _transposed in product(("pre", "none"), (False, True)):
     define(gated_mlp(_save, _transposed))
     define(mlp(_save, _transposed))

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import testing
+from cute_ops import Op, testing
 from cute_ops.composite import group_norm
+from cute_ops.ops.norm import group_norm as steps
 from cute_ops.testing import EPS
 from tests.contract.adapters import Adapter
 
@@ -89,3 +90,11 @@ def test_programs_and_batches(adapter: Adapter) -> None:
 def test_what_is_refused(adapter: Adapter, shape: tuple[int, ...], options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         adapter.ours.group_norm(adapter.array(np.ones(shape, np.float32)), **options)
+
+
+@pytest.mark.parametrize("op", [group_norm.group_norm_long, group_norm.group_norm_last], ids=lambda op: op.name)
+def test_gradients_share_their_sums(op: Op) -> None:
+    """One step computes the sums over x and dout, and whichever gradients are wanted read them."""
+    sums = steps.group_norm_row_slopes, steps.group_norm_slopes
+    having = [step for step in op.steps if step.program and any(each in step.program.ops for each in sums)]
+    assert [step.name for step in having] == [f"{op.name}_slopes"]
