@@ -26,19 +26,22 @@ def take_apart(graph: Graph) -> int:
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.name in _NAMES:
-            found += _without_copy(graph, node, _NAMES[schema.name])
+            # A graph leaves out arguments that are the schema's defaults.
+            default = {each.name: each.default_value for each in schema.arguments}
+            given = default | dict(zip(default, node.args, strict=False)) | node.kwargs
+            found += _without_copy(graph, node, given, _NAMES[schema.name])
     return found
 
 
-def _without_copy(graph: Graph, node: Node, size: int) -> bool:
-    joined, cos, sin, heads, *_ = node.args
+def _without_copy(graph: Graph, node: Node, given: dict[str, Any], size: int) -> bool:
+    joined, cos, sin, heads, *_ = given.values()
     if not isinstance(joined, Node) or joined.target is not torch.ops.aten.cat.default or len(joined.users) > 1:
         return False
     parts: Any = joined.args[0]
     shape = example(joined).shape
     axis = joined.args[1] if len(joined.args) > 1 else 0
     every = shape[-1] // size
-    columns = [each * size for each in (2 * heads - every, every - heads, every - heads)]  # type: ignore[operator]
+    columns = [each * size for each in (2 * heads - every, every - heads, every - heads)]
     if axis not in (-1, len(shape) - 1) or [example(part).shape[-1] for part in parts] != columns:
         return False
     if sum(not isinstance(each, int) for each in shape[:-1]) > 1:

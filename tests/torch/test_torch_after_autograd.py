@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
+from cute_ops.composite.qkv_rope import HEADS
 from cute_ops_torch import inductor
-from cute_ops_torch.inductor import after_autograd, fusion_choice, kept
+from cute_ops_torch.inductor import after_autograd, fusion_choice, measured_times
 from tests.torch.drawn_programs import Program, compare, enabled, with_graphs_after_autograd
 
 Tensor = torch.Tensor
@@ -219,13 +220,18 @@ def test_compiled_ahead_of_time(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_gradients_of_queries_keys_and_values_are_not_joined_by_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "of_keys"), [(4, 2), (HEADS - 8, 8)], ids=["heads", "default-heads"])
+def test_gradients_of_queries_keys_and_values_are_not_joined_by_a_copy(
+    monkeypatch: pytest.MonkeyPatch, heads: int, of_keys: int
+) -> None:
     graphs: list[torch.fx.Graph] = []
 
     class Attention(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q, self.k, self.v = (torch.nn.Linear(N, n, bias=False) for n in (256, 128, 128))
+            self.q, self.k, self.v = (
+                torch.nn.Linear(N, n, bias=False) for n in (64 * heads, 64 * of_keys, 64 * of_keys)
+            )
 
         def forward(self, x: Tensor, angles: Tensor) -> Tensor:
             angles = torch.cat((angles, angles), -1)[:, None]
@@ -401,17 +407,18 @@ def test_both_forms_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_what_is_kept_and_cannot_be_read_is_measured_again(times: list[float], tmp_path: Path) -> None:
-    kept.keep("key", (1.0, 2.0))
-    assert kept.recall("key") == (1.0, 2.0)
+    measured_times.keep("key", (1.0, 2.0))
+    assert measured_times.recall("key") == (1.0, 2.0)
     (tmp_path / "choices" / "key.json").write_text('{"ours_ms": "fast"}')
-    assert kept.recall("key") is None
-    assert kept.recall("other") is None
+    assert measured_times.recall("key") is None
+    assert measured_times.recall("other") is None
 
 
 # Fresh processes but for the imports, which take longer than the program.
 PROGRAM = """
 import os, sys, torch, torch._inductor.compile_fx, cute_ops_torch
 from torch._dynamo.utils import counters
+from cute_ops.composite.qkv_rope import HEADS
 from cute_ops_torch import inductor
 
 def function(x, w, v, r):
