@@ -51,14 +51,20 @@ def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> Any:
     return functions.layernorm(input, weight, bias, self.eps)
 
 
-def _group_norm(self: nn.GroupNorm, input: torch.Tensor) -> Any:
+def group_norm_forward(self: nn.GroupNorm, input: torch.Tensor) -> Any:
     if torch.is_autocast_enabled(input.device.type):
         return NotImplemented  # the original's output is float32 under autocast
-    weight, bias = self.weight, self.bias
-    last = input.ndim == 4 and input.is_contiguous(memory_format=torch.channels_last)
-    if input.ndim < 2 or not input.numel() or not takes(input.movedim(1, -1) if last else input, weight, bias):
-        return declined(self, input, weight, bias)
-    return group_norm(input, weight, bias, self.num_groups, self.eps)
+    if not takes_image(self, input):
+        return declined(self, input, self.weight, self.bias)
+    return group_norm(input, self.weight, self.bias, self.num_groups, self.eps)
+
+
+def takes_image(norm: nn.GroupNorm, x: torch.Tensor) -> bool:
+    """Whether our op takes a group norm's input and parameters, outside of autocast."""
+    if torch.is_autocast_enabled(x.device.type) or x.ndim < 2 or not x.numel():
+        return False
+    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return takes(x.movedim(1, -1) if last else x, norm.weight, norm.bias)
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -87,5 +93,5 @@ REPLACEMENTS = (
         lambda original: _layernorm,
         norm=lambda norm: Norm("layernorm", norm.weight, norm.bias, norm.eps),
     ),
-    Replacement("group_norm", lambda module, model: type(module) is nn.GroupNorm, lambda original: _group_norm),
+    Replacement("group_norm", lambda module, model: type(module) is nn.GroupNorm, lambda original: group_norm_forward),
 )

@@ -18,6 +18,7 @@ from torch import nn
 
 from cute_ops.errors import meant, suggesting
 from cute_ops_torch.huggingface import (
+    activated_norm,
     attention,
     decoder,
     embedding,
@@ -46,9 +47,9 @@ log = logging.getLogger("cute_ops")
 # A module gets the first one that matches, and all of those of functions that it calls.
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
-    *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS,
+    *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS, *activated_norm.REPLACEMENTS,
 )  # fmt: skip
-_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE)
+_OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, activated_norm.ACTIVATED)
 _WHOLE = Replacement("", lambda module, model: module is model, traced.settling)
 _OF_FUNCTIONS = (*_OF_ALL, *SUMS, SHARED, _WHOLE)
 # The ops that modules run.

@@ -142,11 +142,13 @@ def _why_embedding(module: Any) -> str:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module is one of those that a model stacks: an attention, or what takes its place, norms and an MLP."""
+    """Whether a module is one of those that a model stacks: an attention, or what takes its place, norms of rows and an
+    MLP.
+    """
     return (
         _named(r"(Layer|Block)(_?V?\d+)?$", module)
         and len([*module.children()]) > 1
-        and any(map(_is_norm, module.modules()))
+        and any(_is_norm(each) and not isinstance(each, nn.GroupNorm) for each in module.modules())
         and not _is_mlp(module)
     )
 
@@ -209,5 +211,5 @@ _ROLES = (
     _Role("rotary function", ("rope",), lambda module: bool(_rotation(module)), _why_rotation),
     _Role("attention", ("attention", "softmax"), _is_eager, _why_attention),
     _Role("MLP", ("silu_mul", "gelu_mul", "gelu", "relu2", "swiglu", "geglu", "mlp"), _is_mlp, _why_mlp),
-    _Role("norm", ("rmsnorm", "layernorm", "fused"), _is_norm, _why_norm),
+    _Role("norm", ("rmsnorm", "layernorm", "group_norm", "fused"), _is_norm, _why_norm),
 )
