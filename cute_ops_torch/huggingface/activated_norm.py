@@ -121,33 +121,33 @@ def _in_block(
     afterwards, when it ends.
     """
     for statement in block:
-        if isinstance(statement, ast.If):
-            pending.clear()
-            ends: list[Pending] = [{}, {}]
-            for inner, end in zip((statement.body, statement.orelse), ends, strict=True):
-                yield from _in_block(tree, inner, me, end)
-            for end in ends:
-                for name, found in end.items():
-                    pending.setdefault(name, []).extend(found)
+        inner = [getattr(statement, field, None) or [] for field in ("body", "orelse", "finalbody", "handlers")]
+        if not any(inner):
+            yield from _in_statement(tree, statement, me, pending)
             continue
-        if blocks := [getattr(statement, field, None) or [] for field in ("body", "orelse", "finalbody")]:
-            for inner in blocks:
-                yield from _in_block(tree, inner, me, {})
-        chain, source = _chain(statement)
-        target = _target(statement)
-        norms, waiting = pending.get(source, []) if chain else [], dict(pending)
         pending.clear()
-        if norms and (target == source or not _read_elsewhere(tree, source, statement, waiting[source])):
-            yield norms, chain[0]
-            chain = chain[1:]
-        while len(chain) > 1:
-            if _is_of(chain[0], me):
-                yield [chain[0]], chain[1]
-                chain = chain[2:]
-            else:
-                chain = chain[1:]
-        if target and chain and _is_of(chain[0], me):
-            pending[target] = [chain[0]]
+        for statements in inner:
+            end: Pending = {}
+            yield from _in_block(tree, statements, me, end)
+            for name, found in end.items() if isinstance(statement, ast.If) else ():
+                pending.setdefault(name, []).extend(found)
+
+
+def _in_statement(
+    tree: ast.FunctionDef, statement: ast.stmt, me: str, pending: Pending
+) -> Iterator[tuple[list[ast.Call], ast.Call]]:
+    """The pairs whose activation a statement calls; ``pending`` afterwards has the call whose result it names."""
+    chain, source = _chain(statement)
+    target, norms = _target(statement), pending.get(source, [])
+    pending.clear()
+    if chain and norms and (target == source or not _read_elsewhere(tree, source, statement, norms)):
+        yield norms, chain.pop(0)
+    while len(chain) > 1:
+        first = chain.pop(0)
+        if _is_of(first, me):
+            yield [first], chain.pop(0)
+    if target and chain and _is_of(chain[0], me):
+        pending[target] = chain
 
 
 def _chain(statement: ast.stmt) -> tuple[list[ast.Call], str]:
