@@ -298,7 +298,8 @@ def _norm(d: Drawn, x: Any) -> Any:
     if d.often(0.4):
         x = x - x.mean(axis, keepdims=True)
     y = x * jax.lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-2)
-    y = d.views(y, 0.15) * (1.0 + d.parameter(y.shape[-1]) if d.often(0.3) else 1.0)
+    y = d.views(y, 0.15)
+    y = y * (1.0 + d.parameter(y.shape[-1])) if d.often(0.3) else y
     return y * d.parameter(y.shape[-1]) if d.often(0.7) else y
 
 
