@@ -84,6 +84,11 @@ def get(variant: Variant) -> Callable[..., Any]:
     return function
 
 
+def holds(variant: Variant) -> bool:
+    """Whether a variant's function is in memory, or its object on disk."""
+    return variant.symbol in _functions or os.path.lexists(cache_dir.folder() / f"{variant.symbol}.so")
+
+
 def build(variant: Variant) -> float:
     """Put a variant on disk without loading it, for this GPU or another; returns the seconds that the compile took,
     0.0 if it was built already.

@@ -2,12 +2,16 @@
 
 A target's name holds the variant's digest, so it means one kernel for ever, also in XLA's persistent cache. XLA keeps
 every target until the process ends, and jax-tvm-ffi has room for 1024.
+
+JAX lowers one op after the other, and each waits for its kernel. So the first kernel of a program that has to be
+compiled starts the compiles of all others that the program was traced with, each in a worker of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +20,7 @@ import jax
 import numpy as np
 
 from cute_ops import env
+from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import file_lock
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.variant import Variant
@@ -23,11 +28,24 @@ from cute_ops_jax.primitive import ffi_check
 
 log = logging.getLogger("cute_ops")
 WARN_AT, LIMIT = 900, 1024
+MOST_TRACED = 512
 
 _known: dict[str, Variant] = {}
 _lock = file_lock.between_threads()
 _lowering_for: ContextVar[target.Target | None] = ContextVar("lowering_for", default=None)
 _noted: ContextVar[tuple[dict[str, None], ...]] = ContextVar("noted", default=())
+_collected: ContextVar[dict[str, Variant] | None] = ContextVar("collected", default=None)
+
+
+class _Traced(threading.local):
+    """Lowerings of the calls that this thread has traced since it last lowered a program."""
+
+    def __init__(self) -> None:
+        self.lowerings: dict[Hashable, Callable[[], object]] = {}
+        self.lowers = False
+
+
+_traced = _Traced()
 
 
 def device_target() -> target.Target:
@@ -64,6 +82,54 @@ def asked_for_by(trace: Callable[[], object]) -> list[str]:
     finally:
         _noted.reset(token)
     return list(names)
+
+
+def traced(key: Hashable, lower: Callable[[], object]) -> None:
+    """Note a call that this thread has traced, and most likely lowers next: ``lower()`` asks for its kernels. Of very
+    many calls the first ones are forgotten.
+    """
+    lowerings = _traced.lowerings
+    if _traced.lowers:
+        lowerings.clear()
+        _traced.lowers = False
+    lowerings[key] = lower
+    if len(lowerings) > MOST_TRACED:
+        del lowerings[next(iter(lowerings))]
+
+
+def lowers() -> None:
+    """Note that this thread lowers a program: what it traces next is another one."""
+    _traced.lowers = True
+
+
+def compile_ahead() -> None:
+    """Start to compile the kernels of all calls that this thread has traced. Errors are raised where a kernel is asked
+    for.
+    """
+    lowerings = list(_traced.lowerings.values())
+    _traced.lowerings.clear()
+    if not lowerings or env.TUNE.read() or env.RECORD.read() is not None or env.BUNDLE.read():
+        return  # a call that is never lowered is not measured or recorded, and bundles hold all kernels
+    wanted: dict[str, Variant] = {}
+    token = _collected.set(wanted)
+    try:
+        for lower in lowerings:
+            try:
+                lower()
+            except Exception as error:  # it is raised again where the call is lowered
+                log.debug("a traced call cannot be lowered: %s", error)
+    finally:
+        _collected.reset(token)
+    for variant in wanted.values():
+        if variant.symbol not in _known and not cache.holds(variant):
+            threading.Thread(target=_compile, args=(variant,), name="cute_ops-ahead", daemon=True).start()
+
+
+def _compile(variant: Variant) -> None:
+    try:
+        cache.get(variant)
+    except (CompileError, CacheError) as error:
+        log.debug("a kernel that was compiled ahead does not compile: %s", error)
 
 
 def known() -> dict[str, Variant]:
@@ -107,10 +173,15 @@ def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | Non
     """
     for names in _noted.get():
         names[variant.symbol] = None
+    if (wanted := _collected.get()) is not None:
+        wanted[variant.symbol] = variant
+        return
     if variant.symbol in _known:
         return
     devices = [device for device in cuda_devices() if target.of_device(device).arch == variant.arch]
     ffi_check.require()
+    if load is None and _traced.lowerings and not cache.holds(variant):
+        compile_ahead()
     function = (load or cache.get)(variant)
     import jax_tvm_ffi  # here, after TVM-FFI, which the loader has imported without torch
 

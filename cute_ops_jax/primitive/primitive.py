@@ -145,10 +145,17 @@ class OpPrimitive:
         binding = self.bound(given, attrs)
         like = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
         types = {} if like.sharding.mesh.empty else explicit.types(given, binding)
+        if not types:
+            ffi.traced((self, id(binding)), partial(self._ask, binding, names, avals))
         return [
             _compat.aval_like(like, out.shape, jnp.dtype(out.dtype), types.get(name))
             for name, out in slices.present(binding.results).items()
         ]
+
+    def _ask(self, binding: Binding, names: tuple[str, ...], avals: Sequence[Any]) -> None:
+        """Ask for the kernels of a call on one device."""
+        given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        jax.eval_shape(lambda *arrays: self._run(lowering.kernel, binding, arrays, inplace=False), *given)
 
     def _batch(
         self, arrays: Sequence[jax.Array], axes: Sequence[int | None], *, names: tuple[str, ...], attrs: Attributes,
@@ -217,6 +224,7 @@ class OpPrimitive:
         """
         known = {name: place for name, place in zip(names, last_dims, strict=False) if place is not None}
         binding = self.bound(dict(zip(names, arrays, strict=True)), attrs)
+        ffi.lowers()
         return self._run(run, binding, arrays, inplace, transposed=known)
 
     def _spread(

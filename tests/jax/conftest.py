@@ -186,6 +186,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> FakeKernels:
     monkeypatch.setattr(ffi, "cuda_devices", list)
     monkeypatch.setattr(toolchain, "versions", lambda: ("fake", ""))
     monkeypatch.setattr(ffi, "_known", {})
+    monkeypatch.setattr(ffi, "compile_ahead", lambda: None)
     return fakes
 
 

@@ -23,6 +23,8 @@ from cute_ops_jax.primitive import ffi, function, lowering, primitive
 from cute_ops_jax.primitive.primitive import primitive_of
 from tests.ops.product import product
 
+COMPILE_AHEAD = ffi.compile_ahead
+
 
 def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
     some = testing.sample(op, lead, 64, np.random.default_rng(0), jnp.dtype(dtype).name)
@@ -336,3 +338,27 @@ def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_80")
     lowering.choose(x)
     assert devices == [0, None, None]
+
+
+def test_kernels_of_a_program_are_compiled_at_once(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits until all four have been asked for, the gradient's kernel, too."""
+    monkeypatch.setattr(ffi, "compile_ahead", COMPILE_AHEAD)
+    ffi.lowers()
+    all_asked, asked = threading.Barrier(4), list[str]()
+    lock = threading.Lock()
+
+    def get(variant: Any) -> Any:
+        with lock:
+            first = variant.symbol not in asked
+            asked.append(variant.symbol)
+        if first:
+            all_asked.wait(60)
+        return fake_kernels.get(variant)
+
+    monkeypatch.setattr(cache, "get", get)
+    monkeypatch.setattr(cache, "holds", lambda variant: False)
+    x, weight = shaped_pair()
+    cuda_text(jax.grad(lambda x, w: jnp.sum(cute_ops_jax.softmax(cute_ops_jax.rmsnorm(x, w)))), x, weight)
+    assert sorted(symbol.rpartition("_")[0] for symbol in set(asked)) == [
+        "cute_rmsnorm", "cute_rmsnorm_bwd_only_dx", "cute_softmax", "cute_softmax_bwd",
+    ]  # fmt: skip
