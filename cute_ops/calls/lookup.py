@@ -44,6 +44,7 @@ def ours() -> dict[str, Op]:
     from cute_ops.ops.gemm.row_copy import row_copy
     from cute_ops.ops.gemm.sums import column_sum
     from cute_ops.ops.norm import group_norm
+    from cute_ops.ops.reduction.kept_mean import kept_mean
     from cute_ops.ops.routing import balance
     from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
     from cute_ops.ops.routing.places import class_places
@@ -55,6 +56,7 @@ def ours() -> dict[str, Op]:
     inside = gated_linear_kn(), scaled_rows(), *(make(kn) for make in by_layout for kn in (False, True))
     inside += (*parts(False), *parts(True), column_sum(), row_copy())
     inside += (
+        kept_mean,
         topk_step,
         class_places,
         gathered_sum,

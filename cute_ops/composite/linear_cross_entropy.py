@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from cute_ops.composite.chunks import Chunks
@@ -37,6 +38,7 @@ from cute_ops.ops.reduction.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_step,
 )
+from cute_ops.ops.reduction.kept_mean import kept_mean
 
 Arrays: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = Callable[..., Arrays]
@@ -74,11 +76,13 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 def loss(
     rows: Callable[..., Any], total: Callable[..., Any], layer: tuple[Any, Any, Any, Any], attrs: Mapping[str, Any], *,
     reduction: str, chunk_rows: int | None, accum_dtype: str, count: Any = None, skip_ignored: bool = False,
+    whole: bool = False,
 ) -> Any:  # fmt: skip
     """The public function, from a framework's functions of the two ops, the layer (hidden states, weight, target and
     bias) and the loss' attributes. With ``count``, integers without dims, the sum is divided by it: gradients are
     computed for the quotient, so that the backward does not scale them. With ``skip_ignored`` the op may leave ignored
     rows out of its products: their number is read from the device, so only an adapter that can wait for it asks.
+    ``whole``: no device has some of the rows only, so the op itself may count them.
 
     Raises:
         TypeError: ``chunk_rows`` that is no integer.
@@ -93,9 +97,12 @@ def loss(
     ignore_index, options = attrs["ignore_index"], (*attrs.values(), accum_dtype, chunk_rows or 0, skip_ignored)
     if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
         return _mean(rows(hidden, weight, target, bias, *options, reduction=reduction), count)
+    mean = reduction == "mean"
+    if mean and whole:
+        return total(hidden, weight, target, None, bias, *options, True)
     # JAX compares int32 with what int32 holds; the op refuses all else.
     held = str(target.dtype).endswith("int64") or not isinstance(ignore_index, int) or abs(ignore_index) < 2**31
-    count = (target != (ignore_index if held else 0)).sum() if reduction == "mean" else count
+    count = (target != (ignore_index if held else 0)).sum() if mean else count
     return total(hidden, weight, target, count, bias, *options)
 
 
@@ -138,14 +145,17 @@ def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attr
 
 
 def _total(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
-    """The sum of the losses, or their mean over ``count`` rows."""
-    return {"loss": _mean(_rows(xp, call, inputs, attrs, ("loss",))["loss"].sum(), inputs["count"])}
+    """The sum of the losses, or their mean: over ``count`` rows, or those that are not ignored."""
+    return {"loss": _reduced(call, _rows(xp, call, inputs, attrs, ("loss",))["loss"], inputs, attrs)}
 
 
 def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The loss of :func:`_total` with its gradients."""
-    one = xp.ones((), inputs["hidden"])
-    dloss = xp.broadcast_to(_mean(one, inputs["count"]), inputs["target"].shape)
+    if attrs["mean"]:
+        one = call(kept_mean, {"target": inputs["target"].reshape(-1)}, _ignoring(attrs))["out"]
+    else:
+        one = _mean(xp.ones((), inputs["hidden"]), inputs["count"])
+    dloss = xp.broadcast_to(one, inputs["target"].shape)
     chunks: Chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True)
 
     def body(state: tuple[Any, dict[str, Any]], at: Any) -> tuple[Any, dict[str, Any]]:
@@ -163,7 +173,20 @@ def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: A
 
     losses, sums = chunks.each((chunks.new_rows(), chunks.sums()), body)
     found = gradients(chunks, sums, inputs)
-    return {"loss": _mean(losses.sum(), inputs["count"]), **{SCALED[name]: a for name, a in found.items()}}
+    loss = _reduced(call, losses, chunks.inputs, attrs)
+    return {"loss": loss, **{SCALED[name]: a for name, a in found.items()}}
+
+
+def _reduced(call: Call, losses: Any, inputs: Arrays, attrs: Arrays) -> Any:
+    """The sum of the rows' losses, or the mean that is asked for."""
+    if not attrs["mean"]:
+        return _mean(losses.sum(), inputs["count"])
+    given = {"target": inputs["target"].reshape(-1), "loss": losses.reshape(-1)}
+    return call(kept_mean, given, _ignoring(attrs))["out"]
+
+
+def _ignoring(attrs: Arrays) -> Arrays:
+    return {"ignore_index": attrs["ignore_index"]}
 
 
 def _flat(inputs: Arrays) -> Arrays:
@@ -209,7 +232,7 @@ GRADIENTS = {
     "dweight": _WEIGHT._replace(strided_like="weight"),
     "dbias": Tensor("n", "T", given="bias"),
 }
-_COUNT = {"count": Tensor("", "C", optional=True)}
+_COUNT, MEAN = {"count": Tensor("", "C", optional=True)}, {"mean": False}
 SCALED = {f"d{name}": f"{name}_gradient" for name in ("hidden", "weight", "bias")}
 
 
@@ -226,13 +249,15 @@ def _check(binding: Binding) -> str | None:
 
 def _declare(
     name: str, run: Callable[..., Arrays], ops: tuple[Op, ...], inputs: Mapping[str, Tensor],
-    outputs: Mapping[str, Tensor], **more: Any,
+    outputs: Mapping[str, Tensor], own: Mapping[str, Any] = MappingProxyType({}), **more: Any,
 ) -> Op:  # fmt: skip
     over_rows = () if all(t.rows for t in outputs.values()) else ("m",)
     merged = tuple(name for name in outputs if name in cross_entropy.outputs)
     return Op(
         name, inputs={**_LAYER, **inputs, "bias": _BIAS}, outputs=outputs, dtypes={**DTYPES, "C": ("int64", "int32")},
-        attrs={**_of_loss(cross_entropy.attrs), "accum_dtype": "float32", "chunk_rows": 0, "skip_ignored": False},
+        attrs={
+            **_of_loss(cross_entropy.attrs), "accum_dtype": "float32", "chunk_rows": 0, "skip_ignored": False, **own,
+        },
         static=(),
         kernel=Program(run, ops), sharding=Sharding(contracted=over_rows, split=Split("n", merged=merged)),
         check=_check, called=NAME, **more,
@@ -254,8 +279,8 @@ def _declare_rows_bwd(name: str, outputs: Collection[str]) -> Op:
 def _declare_step(name: str, outputs: Collection[str]) -> Op:
     wanted = [n for n, gradient in SCALED.items() if gradient in outputs]
     return _declare(
-        name, partial(_step, wanted), (cross_entropy, cross_entropy_bwd, cross_entropy_step), _COUNT,
-        {**_LOSS, **{SCALED[n]: t for n, t in wanted_gradients(wanted).items()}}, narrow=_declare_step,
+        name, partial(_step, wanted), (cross_entropy, cross_entropy_bwd, cross_entropy_step, kept_mean), _COUNT,
+        {**_LOSS, **{SCALED[n]: t for n, t in wanted_gradients(wanted).items()}}, MEAN, narrow=_declare_step,
         scaled={n.removeprefix("d"): SCALED[n] for n in wanted},
         no_gradient=tuple(n.removeprefix("d") for n in SCALED if wanted and n not in wanted),
     )  # fmt: skip
@@ -267,7 +292,7 @@ linear_cross_entropy_rows = _declare(
     grad=_declare_rows_bwd("linear_cross_entropy_rows_bwd", tuple(GRADIENTS)),
 )  # fmt: skip
 linear_cross_entropy_total = _declare(
-    "linear_cross_entropy_total", _total, (cross_entropy,), _COUNT, _LOSS,
+    "linear_cross_entropy_total", _total, (cross_entropy, kept_mean), _COUNT, _LOSS, MEAN,
     saving=_declare_step("linear_cross_entropy_step", ("loss", *SCALED.values())),
     scaled={name.removeprefix("d"): gradient for name, gradient in SCALED.items()},
 )  # fmt: skip

@@ -57,7 +57,7 @@ def linear_cross_entropy(
     attrs = declared.of_loss(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loss: Tensor = declared.loss(
         _rows, _total, (hidden, weight, target, bias), attrs, reduction=reduction, chunk_rows=chunk_rows,
-        accum_dtype=accum,
+        accum_dtype=accum, whole=type(target) is Tensor,
     )  # fmt: skip
     return loss
 
@@ -77,6 +77,7 @@ def loss_of_head(
     loss: Tensor = declared.loss(
         _rows, _total, (hidden, weight, target, bias), attrs, reduction=reduction, chunk_rows=chunk_rows,
         accum_dtype="float32", count=count, skip_ignored=skip_ignored,
+        whole=type(target) is Tensor,
     )  # fmt: skip
     return loss
 

@@ -21,6 +21,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops_torch.host import codegen
 from cute_ops_torch.library import program as programs
+from cute_ops_torch.library.inplace import is_compact
 from cute_ops_torch.library.reference import run_reference
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import readable
@@ -37,7 +38,8 @@ _VIEWS = {
     "__get__", "__getitem__", "as_strided", "broadcast_to", "contiguous", "detach", "expand", "flatten", "permute",
     "reshape", "squeeze", "t", "to", "transpose", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
-_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_full", "new_ones", "new_zeros"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
+_ALLOCATIONS = {*_EMPTY, "new_full", "new_ones", "new_zeros"}
 _PLAIN: tuple[type, ...] = (
     bool, int, float, str, slice, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
     type(...),
@@ -133,18 +135,33 @@ class _Record(TorchFunctionMode):
         mode: Any = self
         mode.__exit__(None, None, None)  # the op's own functions are no part of the program
         try:
-            planned = None if inplace else programs.planned[op](tensors, values)
+            over = self._written(op, tensors) if inplace else {}
+            planned = None if inplace and not over else programs.planned[op](tensors, values)
             if planned is None:
-                function, arguments = programs.functions[op](inplace), [*tensors, *values]
+                over, function, arguments = {}, programs.functions[op](inplace), [*tensors, *values]
             else:
-                function = planned.unobserved or planned.run
-                arguments = [*(t for t in tensors if t is not None), *values[len(op.attrs) :]]
+                function = planned.fill(tuple(over)) if over else planned.unobserved or planned.run
+                given = [*(t for t in tensors if t is not None), *over.values()]
+                arguments = [*given, *values[len(op.attrs) :]]
             raw = function(*arguments)
         finally:
             mode.__enter__()
-        self._note(function, arguments, {}, raw)
+        if over:
+            fresh = iter(raw or ())
+            raw = tuple(over[name] if name in over else next(fresh) for name in op.outputs)
+            self._note(function, arguments, {}, tuple(t for t in raw if self._name(t) is None))
+        else:
+            self._note(function, arguments, {}, raw)
         made = resolver(op)(tensors, raw if isinstance(raw, tuple) else (raw,))
         return dict(zip(op.outputs, made, strict=True))
+
+    def _written(self, op: Op, tensors: Sequence[Any]) -> dict[str, Tensor]:
+        """The memory of the outputs that are donated some, if the program has made it: then nothing else reads it."""
+        places = {name: list(op.inputs).index(t.donates) for name, t in op.outputs.items() if t.donates}
+        over = {name: tensors[place] for name, place in places.items()}
+        names = [self._name(t) for t in over.values()]
+        own = all(name and self._bases.get(name, name) not in self.given for name in names)
+        return over if own and all(map(is_compact, over.values())) else {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -178,6 +195,10 @@ class _Record(TorchFunctionMode):
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, pure: bool = False
     ) -> None:  # fmt: skip
         several = isinstance(out, tuple | list)
+        if getattr(function, "__name__", "") in _EMPTY and (text := self._allocated(out)):
+            name = self._named(out)
+            self.lines.append(_Line(f"{name} = {text}", [], [name], True))
+            return
         reads, results = list[str](), [t for t in (out if several else (out,)) if t is not None]
         texts = [self._text(a, reads) for a in args] + [f"{n}={self._text(a, reads)}" for n, a in kwargs.items()]
         written = all(self._name(t) for t in results)  # in place: it has its name already
@@ -186,6 +207,15 @@ class _Record(TorchFunctionMode):
         text = f"{target}{self._constant(function)}({', '.join(texts)})"
         self.lines.append(_Line(text, reads, makes, pure and not written))
         self.complete &= len(self.lines) <= MOST_LINES
+
+    def _allocated(self, out: Tensor) -> str:
+        """Source that allocates a tensor like this one by Inductor's allocator, in a third of the time; empty where
+        that does not know which device is meant.
+        """
+        new = getattr(torch._C._dynamo.guards, f"_empty_strided_{out.device.type}", None)
+        if new is None or (out.is_cuda and torch.cuda.device_count() > 1) or out.is_pinned():
+            return ""
+        return f"{self._constant(new)}({', '.join(map(self._constant, (tuple(out.shape), out.stride(), out.dtype)))})"
 
     def _text(self, value: Any, reads: list[str]) -> str:
         """Source of an argument."""

@@ -45,7 +45,7 @@ def overwriting(
         for a in args:  # no generator: it takes as long again
             if isinstance(a, torch.Tensor) and a.is_neg():  # a negated view shares its base's memory
                 return None
-        if all(map(_is_compact, given)):
+        if all(map(is_compact, given)):
             return lambda args, reused: into(*args, *reused)
         return into_rows if all(map(_has_rows, given)) else None
 
@@ -67,7 +67,7 @@ def overwriting(
     return run
 
 
-def _is_compact(tensor: torch.Tensor) -> bool:
+def is_compact(tensor: torch.Tensor) -> bool:
     """Whether a kernel may write over a tensor as over a fresh output."""
     return bool(tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and tensor.data_ptr() % 16 == 0)
 

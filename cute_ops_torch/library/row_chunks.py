@@ -1,7 +1,8 @@
 """Rows of a linear layer a chunk at a time: :class:`cute_ops.composite.chunks.Chunks` in torch.
 
-Arrays are written in place: the logits of all chunks lie in one place, each sum of gradients in another. Rows whose
-targets are ignored, those of prompts, of padding and of tokens that are not masked, can be left out.
+Arrays are written in place: the logits of all chunks lie in one place, each sum of gradients in another. If all rows
+are one chunk, products make their results: the host needs fewer calls, and no memory outlives what lies in it. Rows
+whose targets are ignored, those of prompts, of padding and of tokens that are not masked, can be left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cute_ops_torch.library.tensors import DTYPES
 
 Tensor = torch.Tensor
 State = TypeVar("State")
+_linear = torch._C._nn.linear
 # Bytes that rows of logits begin at multiples of, and of which products take multiples: cuBLAS multiplies 50257 classes
 # four to six times as long as 50256, which is why the others are a product of their own.
 _ALIGNMENT = 16
@@ -46,6 +48,7 @@ class Chunks:
         spare: memory for logits; None where there is none yet.
         pitch: elements from one row of logits to the next.
         whole: how many of the classes are a multiple of what products are fast for.
+        alone: whether one product of all rows makes each result.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Chunks:
         if size and -(-rows // size) <= len(self.slices):
             shared, self.slices = 0, self._of_rows(size)
         self.sums_apart = apart and len(self.slices) > 1
+        self.alone = len(self.slices) == 1 and self.whole == self.pitch == classes
+        shared = 0 if self.alone else shared
         self.spare = self.hidden.new_empty(shared) if shared else None
         self._sums = self._new_sums(wanted)
 
@@ -89,11 +94,15 @@ class Chunks:
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
     def _new_sums(self, wanted: Collection[str]) -> dict[str, Tensor]:
-        hidden, weight, found = self.hidden, self.weight, {}
-        if "dhidden" in wanted:
+        hidden, weight = self.hidden, self.weight
+        found: dict[str, Any] = {}
+        made = self._made()
+        if made:  # by products
+            found |= {name: None for name in ("dhidden", "dweight") if name in wanted}
+        if "dhidden" in wanted and not made:
             memory = hidden.new_empty(hidden.shape) if self.spare is None else self.spare[: hidden.numel()]
             found["dhidden"] = memory.view(hidden.shape)
-        if "dweight" in wanted:
+        if "dweight" in wanted and not made:
             self.dweight = torch.empty_like(weight)
             found["dweight"] = self.dweight if hidden.shape[0] else self.dweight.zero_()
             if self.sums_apart:
@@ -104,6 +113,10 @@ class Chunks:
         if self.bias is not None and "dbias" in wanted:
             found["dbias"] = torch.zeros_like(self.bias, dtype=torch.float32)
         return found
+
+    def _made(self) -> bool:
+        """Whether gradients are what products return, which is compact."""
+        return self.alone and self.weight.is_contiguous()
 
     def _fitting(self) -> int:
         """The rows of logits that fit the memory of the weight's gradient."""
@@ -132,6 +145,8 @@ class Chunks:
 
     def logits(self, at: slice) -> Tensor:
         """In the same memory for all chunks: at the end of what is spare, where there is any."""
+        if self.alone:
+            return _linear(self.hidden, self.weight, self.bias)
         shape = at.stop - at.start, self.pitch
         if self.spare is None:
             self.spare = self.hidden.new_empty(shape).view(-1)
@@ -156,6 +171,8 @@ class Chunks:
         return self._sums
 
     def put_product(self, array: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
+        if self._made():
+            return torch.mm(a, b)
         # Rounded once: the large product is added to the small one before it is stored.
         first, *others = self._parts()
         out = torch.mm(a[:, first], b[first], out=array[at])
@@ -165,6 +182,8 @@ class Chunks:
 
     def add_product(self, total: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
         """The first product overwrites the total."""
+        if self._made():
+            return torch.mm(a, b)
         for part in self._parts():
             self._add(total[part], at.start == 0, a[part], b)
         return total
