@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -15,6 +15,7 @@ import torch
 
 from cute_ops.declaration.headers import check_declaration
 from cute_ops.declaration.op import Op
+from cute_ops.declaration.tensor import Tensor
 from cute_ops.errors import suggesting
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.fast_path import FastPath
@@ -32,6 +33,16 @@ from cute_ops_torch.library.vmap import vmap_rule
 _libraries: dict[str, torch.library.Library] = {}
 _registered: dict[tuple[str, str], Registered] = {}
 _lock, _lowering = threading.RLock(), threading.RLock()
+
+
+def _repeated(name: str, inputs: Mapping[str, Tensor], *functions: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls of several ops by one guard, from a module that programs without gradients do not load."""
+    module = import_module("cute_ops_torch.host.repeated")
+    call: Callable[..., Any] = module.repeated(module.Signature(name, inputs), *functions)
+    return call
+
+
+program.repeated = _repeated
 
 
 @suggesting
@@ -114,7 +125,7 @@ def _define(op: Op, namespace: str) -> Registered:
     # Exact strides: Inductor must not pass a layout that eager would have refused.
     library.define(schema(op, name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     packet = getattr(names, name)
-    nodes = Nodes(op, lambda step: found.beside(step).raw)
+    nodes = Nodes(op, lambda step: found.beside(step).raw, _repeated)
     fast_path: FastPath | ListCalls = (
         ListCalls(op, lambda one: define(one, namespace).raw)
         if op.numbers

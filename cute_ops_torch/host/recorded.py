@@ -24,7 +24,7 @@ from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.inplace import is_compact
 from cute_ops_torch.library.reference import run_reference
 from cute_ops_torch.library.schema import resolver
-from cute_ops_torch.library.tensors import readable
+from cute_ops_torch.library.tensors import bind_tensors, readable
 
 Tensor = torch.Tensor
 Run = Callable[..., Any]
@@ -62,9 +62,10 @@ def recorded(binding: Binding, program: Program, otherwise: Run) -> Run:
             return repeat(*given)
         if len({id(t) for t in given}) < len(given):  # which of two inputs is read cannot be told
             return otherwise(*given)
-        record = _Record(given)
-        out = record.run(binding, program)
-        repeat = record.function(binding.op, out) or otherwise
+        record = Record(given)
+        with record:
+            out = record.run(binding, program)
+        repeat = record.function(f"{binding.op.name}.program", out) or otherwise
         return out
 
     return run
@@ -79,7 +80,7 @@ class _Line(NamedTuple):
     pure: bool = False
 
 
-class _Record(TorchFunctionMode):
+class Record(TorchFunctionMode):
     """Notes what a program runs on these inputs, while it runs.
 
     Attributes:
@@ -104,12 +105,19 @@ class _Record(TorchFunctionMode):
 
     def run(self, binding: Binding, program: Program) -> Any:
         tensors, there = iter(self.tensors), [a is not None for a in binding.inputs.values()]
-        with self:
-            return run_reference(binding, [next(tensors) if given else None for given in there], program, self.run_op)
+        return run_reference(binding, [next(tensors) if given else None for given in there], program, self.run_op)
 
-    def function(self, op: Op, out: Any) -> Run | None:
+    def run_step(self, op: Op, tensors: Sequence[Any], attrs: Sequence[Any]) -> Any:
+        """Run an op on inputs that may be None; returns what the raw op returns, None for what is absent."""
+        if op.program is not None:
+            return run_reference(bind_tensors(op, tensors, attrs), tensors, op.program, self.run_op)
+        made = self.run_op(op, dict(zip(op.inputs, tensors, strict=True)), dict(zip(op.attrs, attrs, strict=True)))
+        return tuple(made.values()) if len(made) > 1 else next(iter(made.values()))
+
+    def function(self, label: str, out: Any) -> Run | None:
         """What runs all lines and returns ``out`` of that; None where nothing can."""
-        outputs = [self._name(t) for t in (out if isinstance(out, tuple) else (out,))]
+        results = out if isinstance(out, tuple) else (out,)
+        outputs = ["None" if t is None else self._name(t) for t in results]
         if not self.complete or None in outputs:
             return None
         body, read = list[str](), {*outputs, *self.given}
@@ -122,46 +130,50 @@ class _Record(TorchFunctionMode):
             body += [f"        del {', '.join(last)}\n"] if last else []
             body.append(f"        {line.text}\n")
         make = codegen.maker(
-            codegen.RECORDED, f"{op.name}.program", self.values, name="run", parameters=", ".join(self.given),
-            body="".join(reversed(body)), returned=", ".join(map(str, outputs)),
+            codegen.RECORDED, label, self.values, name="run", parameters=", ".join(self.given),
+            body="".join(reversed(body)), returned=", ".join(map(str, outputs)) + "," * isinstance(out, tuple),
         )  # fmt: skip
         made: Run = make(**self.values)
         return made
 
-    def run_op(self, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False) -> Any:
-        """Run another op, as :func:`cute_ops_torch.library.program.call` does."""
+    def run_op(
+        self, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False, over: bool = False
+    ) -> Any:
+        """Run another op, as :func:`cute_ops_torch.library.program.call` does, while this mode is entered; ``over``:
+        the memory of what is given may be written to in place, too.
+        """
         tensors = [None if (t := inputs.get(name)) is None else readable(d, t) for name, d in op.inputs.items()]
         values = [*{**op.keywords, **attrs}.values()]
         mode: Any = self
         mode.__exit__(None, None, None)  # the op's own functions are no part of the program
         try:
-            over = self._written(op, tensors) if inplace else {}
-            planned = None if inplace and not over else programs.planned[op](tensors, values)
+            reused = self._written(op, tensors, over) if inplace else {}
+            planned = None if inplace and not reused else programs.planned[op](tensors, values)
             if planned is None:
-                over, function, arguments = {}, programs.functions[op](inplace), [*tensors, *values]
+                reused, function, arguments = {}, programs.functions[op](inplace), [*tensors, *values]
             else:
-                function = planned.fill(tuple(over)) if over else planned.unobserved or planned.run
-                given = [*(t for t in tensors if t is not None), *over.values()]
+                function = planned.fill(tuple(reused)) if reused else planned.unobserved or planned.run
+                given = [*(t for t in tensors if t is not None), *reused.values()]
                 arguments = [*given, *values[len(op.attrs) :]]
             raw = function(*arguments)
         finally:
             mode.__enter__()
-        if over:
+        self.note(function, arguments, {}, raw)
+        if reused:
             fresh = iter(raw or ())
-            raw = tuple(over[name] if name in over else next(fresh) for name in op.outputs)
-            self._note(function, arguments, {}, tuple(t for t in raw if self._name(t) is None))
-        else:
-            self._note(function, arguments, {}, raw)
+            raw = tuple(reused[name] if name in reused else next(fresh) for name in op.outputs)
         made = resolver(op)(tensors, raw if isinstance(raw, tuple) else (raw,))
         return dict(zip(op.outputs, made, strict=True))
 
-    def _written(self, op: Op, tensors: Sequence[Any]) -> dict[str, Tensor]:
-        """The memory of the outputs that are donated some, if the program has made it: then nothing else reads it."""
+    def _written(self, op: Op, tensors: Sequence[Any], over: bool) -> dict[str, Tensor]:
+        """The memory of the outputs that are donated some, if the program has made it, or may write to what is given:
+        then nothing else reads it.
+        """
         places = {name: list(op.inputs).index(t.donates) for name, t in op.outputs.items() if t.donates}
-        over = {name: tensors[place] for name, place in places.items()}
-        names = [self._name(t) for t in over.values()]
-        own = all(name and self._bases.get(name, name) not in self.given for name in names)
-        return over if own and all(map(is_compact, over.values())) else {}
+        found = {name: tensors[place] for name, place in places.items()}
+        names = [self._name(t) for t in found.values()]
+        own = all(name and (over or self._bases.get(name, name) not in self.given) for name in names)
+        return found if own and all(map(is_compact, found.values())) else {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -172,7 +184,7 @@ class _Record(TorchFunctionMode):
         self.complete &= all(tensors) or (out is None and name == "__setitem__")
         is_view = self.complete and name in _VIEWS and isinstance(out, Tensor) and self._view(args[0], out)
         if self.complete and not is_view:
-            self._note(func, args, kwargs, out, name in _VIEWS | _ALLOCATIONS)
+            self.note(func, args, kwargs, out, name in _VIEWS | _ALLOCATIONS)
         return out
 
     def _view(self, of: Tensor, out: Tensor) -> bool:
@@ -191,9 +203,10 @@ class _Record(TorchFunctionMode):
             self.lines.append(_Line(f"{name} = _as_strided({source}, {sizes}, {strides})", [source], [name], True))
         return True
 
-    def _note(
+    def note(
         self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, pure: bool = False
     ) -> None:  # fmt: skip
+        """Note a call that returned ``out``; ``pure``: it may be left out if nobody reads that."""
         several = isinstance(out, tuple | list)
         if getattr(function, "__name__", "") in _EMPTY and (text := self._allocated(out)):
             name = self._named(out)

@@ -86,6 +86,15 @@ def sharing(steps: Callable[[tuple[Any, ...]], Any]) -> Callable[[tuple[Any, ...
     return steps_with_copies
 
 
+def watched(steps: Callable[[tuple[Any, ...]], Any], values: tuple[Any, ...]) -> tuple[Any, bool]:
+    """``steps(values)``, and whether these have made copies of values, or of what they :func:`add`."""
+    before, kept.now = kept.now, (values, [])
+    try:
+        return steps(values), bool(kept.now[1])
+    finally:
+        kept.now = before
+
+
 def add(values: Sequence[Any]) -> None:
     """Keep copies of these tensors from now on, besides the copies that there are."""
     kept.now = values, kept.now[1]

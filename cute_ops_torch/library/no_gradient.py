@@ -69,11 +69,12 @@ def once(name: str) -> Callable[[Call], Call]:
     def wrap(backward: Call) -> Call:
         @wraps(backward)
         def run(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *cotangents)  # type: ignore[no-any-return]
             with torch.no_grad():
                 found = backward(ctx, *cotangents)
             # Compilers refuse double backwards themselves; functorch prepares for one in every gradient.
-            transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-            if transformed or not torch.is_grad_enabled():
+            if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
                 return found  # type: ignore[no-any-return]
             made = iter(_Last.apply(name, *[g.detach().requires_grad_() for g in found if g is not None]))  # type: ignore[no-untyped-call]
             return tuple(None if g is None else next(made) for g in found)

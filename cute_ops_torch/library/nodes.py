@@ -50,9 +50,11 @@ class Nodes:
     looks nothing up.
     """
 
-    def __init__(self, op: Op, function: Callable[[Op], Call]) -> None:
-        """``function`` makes the raw function of an op that computes a part of the gradient."""
-        self._op, self._function = op, function
+    def __init__(self, op: Op, function: Callable[[Op], Call], repeated: Call | None = None) -> None:
+        """``function`` makes the raw function of an op that computes a part of the gradient; ``repeated(name, inputs,
+        run, otherwise)`` the call of several by one guard.
+        """
+        self._op, self._function, self._repeated = op, function, repeated
         self._known: dict[Any, Any] = {}
 
     def of(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> Any:
@@ -105,7 +107,7 @@ class Nodes:
             saving = op.saved_by(kept, given)
             # Products may copy what a composite, or an op with the framework's product as a fallback, reads.
             copying = op.program is not None or (op.fallback is not None and bool(op.fallback.anywhere))
-            step = steps[0] if len(steps) == 1 else _chain(steps, copying)
+            step = steps[0] if len(steps) == 1 else _chain(op, steps, copying, self._repeated)
             forward, backward = _with_gradient(op, step, given, saving)
             if copying:
                 forward = copies.saving(forward)
@@ -138,6 +140,7 @@ class _Step(NamedTuple):
         scalars: the names.
         resolve: ``resolve(inputs, raw outputs)``: the outputs, None where absent.
         shapes: the inputs of which a composite reads only the shape.
+        op: the op, where it is one.
     """
 
     inputs: Mapping[str, Tensor]
@@ -147,6 +150,7 @@ class _Step(NamedTuple):
     scalars: tuple[str, ...]
     resolve: Call
     shapes: frozenset[str] = frozenset()
+    op: Op | None = None
 
     @classmethod
     def of(cls, op: Op, run: Call, attrs: Mapping[str, Any], absent: Collection[str], given: Collection[str]) -> _Step:
@@ -154,10 +158,10 @@ class _Step(NamedTuple):
         outputs, attributes = tuple(op.outputs), tuple(attrs[name] for name in op.attrs)
         resolve = resolver(op, [name for name in outputs if name not in absent], given)
         shapes = frozenset(name for name, t in op.inputs.items() if t.unread and op.program)
-        return cls(op.inputs, outputs, run, attributes, tuple(op.scalars), resolve, shapes)
+        return cls(op.inputs, outputs, run, attributes, tuple(op.scalars), resolve, shapes, op)
 
 
-def _chain(steps: Sequence[_Step], share_copies: bool) -> _Step:
+def _chain(op: Op, steps: Sequence[_Step], share_copies: bool, repeated: Call | None) -> _Step:
     """Backward ops in order as one, each of which may read what earlier ones gave; also none at all. With
     ``share_copies`` an operand that several products read is copied once.
     """
@@ -165,40 +169,60 @@ def _chain(steps: Sequence[_Step], share_copies: bool) -> _Step:
     every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
     # What one step requires, all get, and as the one that takes fewest ways to lie wants it.
     every.sort(key=lambda each: len(each[1].axes), reverse=True)
-    inputs = dict(sorted(every, key=lambda each: not each[1].optional))
-    outputs = tuple(name for step in steps for name in step.outputs)
+    merged = dict(sorted(every, key=lambda each: not each[1].optional))
+    inputs = dict(sorted(merged.items(), key=lambda each: each[1].optional))  # the first is there
+    read = {f"d{name}" for name in op.inputs}
+    outputs = tuple(name for step in steps for name in step.outputs if name in read)
     scalars = tuple(dict.fromkeys(name for step in steps for name in step.scalars))
     often = frozenset(name for name, count in Counter(n for step in steps for n in step.inputs).items() if count > 1)
-
-    def run(*given: Any) -> tuple[Any, ...]:
-        within = sharing.get(type(given[0])) if sharing and given else None
-        if within is None:
-            return turns(given)
-        with within(often):
-            return turns(given)
 
     # Where a value is among those given and what steps have made, in order: by names each step takes 1 us longer.
     place = {name: k for k, name in enumerate((*inputs, *scalars))}
     count, wired = len(place), []
     for step in steps:
         found, numbers = (_take([place[name] for name in names]) for names in (step.inputs, step.scalars))
-        wired.append((step.run, found, step.attributes, numbers, step.resolve, len(step.outputs) == 1))
+        wired.append((step, found, numbers, len(step.outputs) == 1))
         place |= {name: k for k, name in enumerate(step.outputs, count)}
         count += len(step.outputs)
     results = _take([place[name] for name in outputs])
 
-    def in_turn(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        for step, tensors, attributes, numbers, resolve, alone in wired:
+    def in_turn(values: tuple[Any, ...], record: Any = None) -> tuple[Any, ...]:
+        for step, tensors, numbers, alone in wired:
             found = tensors(values)
-            raw = step(*found, *attributes, *numbers(values))
-            values = (*values, *resolve(found, (raw,) if alone else raw))
+            if record is None:
+                raw = step.run(*found, *step.attributes, *numbers(values))
+            else:
+                raw = record.run_step(step.op, found, step.attributes)
+            values = (*values, *step.resolve(found, (raw,) if alone else raw))
             if share_copies:
                 copies.add(values)
         return results(values)
 
     turns = copies.sharing(in_turn) if share_copies else in_turn
-    read = {name for step in steps for name in step.inputs.keys() - step.shapes}
-    return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw, frozenset(inputs.keys() - read))
+
+    def apart(*given: Any) -> tuple[Any, ...]:
+        within = sharing.get(type(given[0])) if sharing and given else None
+        if within is None:
+            return turns(given)
+        with within(often):
+            return turns(given)
+
+    def together(record: Any, *given: Any) -> tuple[Any, ...]:
+        """The steps as a record notes them. Copies that they share belong to one call: these are not repeated."""
+        found, shared = copies.watched(lambda values: in_turn(values, record), given)
+        record.complete &= not shared
+        return found
+
+    run = apart
+    if repeated is not None and not scalars and all(map(_is_repeatable, steps)):
+        run = repeated(f"{op.name}_backward", inputs, together, apart)
+    used = {name for step in steps for name in step.inputs.keys() - step.shapes}
+    whole = (lambda found, raw: raw[0]) if len(outputs) == 1 else (lambda found, raw: raw)
+    return _Step(inputs, outputs, run, (), scalars, whole, frozenset(inputs.keys() - used))
+
+
+def _is_repeatable(step: _Step) -> bool:
+    return step.op is not None and not (step.op.mutates or step.op.numbers)
 
 
 def _scaled(op: Op, names: Sequence[str]) -> _Step:
@@ -295,8 +319,11 @@ def _gradients(op: Op, grad: _Step, given: tuple[str, ...]) -> Callable[[tuple[A
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape in the memory of one element, which the other's changes do not concern."""
-    return torch.empty_strided(tensor.shape, (0,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+    """A tensor of the same shape in the memory of one row, which the other's changes do not concern. Its last dim is
+    contiguous: kernels copy what they cannot read, even if they do not read it.
+    """
+    strides = (*[0] * (tensor.ndim - 1), *[1] * (tensor.ndim > 0))
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
 def _take(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -19,6 +19,8 @@ from cute_ops_torch.library.tensors import Tensors, readable
 functions: dict[Op, Callable[[bool], Callable[..., Any]]] = {}
 # Plans a call of an op that is registered; gives None where its kernels do not take the tensors.
 planned: dict[Op, Callable[[Tensors, Sequence[Any]], Any]] = {}
+# Makes ``call(*tensors)``, which runs ops by one guard: ``repeated(name, inputs, run, otherwise)``.
+repeated: Callable[..., Callable[..., Any]]
 _resolver = cache(resolver)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,33 @@ def _scaled(saved: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.ops.cute.scaled_gradient(t, dloss) for t in saved)
     # In place, without a second buffer of the weight's size, unless another backward is to come.
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
-    return tuple(scale(t, dloss) if keep else scale_(t, dloss) for t in saved)
+    found: tuple[Tensor, ...] = _of_many(len(saved), bool(keep))(*saved, dloss)
+    return found
+
+
+@cache
+def _of_many(count: int, keep: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """``scaled(*gradients, dloss)``, the calls of all kernels by one guard."""
+
+    def apart(*given: Tensor) -> tuple[Tensor, ...]:
+        *gradients, dloss = given
+        return tuple(scale(t, dloss) if keep else scale_(t, dloss) for t in gradients)
+
+    def together(record: Any, *given: Tensor) -> tuple[Tensor, ...]:
+        *gradients, dloss = given
+        rows = [_as_row(t) for t in gradients]
+        if any(row is None for row in rows):
+            record.complete = False
+            return apart(*given)
+        values = {"factor": dloss.view(1)}
+        found = [record.run_op(declared, {"x": row, **values}, {}, not keep, not keep)["out"] for row in rows]
+        if keep:
+            return tuple(f.as_strided(t.shape, t.stride()) for f, t in zip(found, gradients, strict=True))
+        record.note(torch.autograd.graph.increment_version, [gradients], {}, ())
+        return tuple(gradients)
+
+    inputs = {f"gradient{k}": declared.inputs["x"] for k in range(count)}
+    return program.repeated("scaled_gradients", {**inputs, "dloss": declared.inputs["factor"]}, together, apart)
 
 
 def scale(gradient: Tensor, dloss: Tensor) -> Tensor:

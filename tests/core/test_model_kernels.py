@@ -23,6 +23,7 @@ from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, channels_first_sums
 from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
+from cute_ops.ops.reduction.kept_mean import kept_mean
 from cute_ops.ops.routing.places import class_places
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
@@ -60,11 +61,11 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
 @pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places) for case in op.cases], ids=lambda v: v.name
+    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places, kept_mean) for case in op.cases], ids=lambda v: v.name
 )  # fmt: skip
 def test_every_case_compiles_without_spills(op: Op, case: Case, tmp_path: Path) -> None:
     """A stack is allowed to gradients of expressions of two tiles only; nothing is spilled to local memory."""
-    arrays = testing.specs(op, case, "int64" if op is class_places else "bfloat16")
+    arrays = testing.specs(op, case, "int64" if op is class_places else "float32" if op is kept_mean else "bfloat16")
     variant = plan(bind(op, arrays, testing.attributes(op, case)), {}, parse("sm_90a")).variant
     worker.compile(variant, tmp_path / "kernel.cubin")
     for each in sass.resources(tmp_path / "kernel.cubin"):
@@ -140,6 +141,24 @@ def test_places_of_classes_are_those_of_a_stable_sort(r: int, k: int, classes: i
         assert place is not None
         np.testing.assert_array_equal(place.reshape(-1)[np.argsort(key, kind="stable")], np.arange(r * k))
         np.testing.assert_array_equal(ends, np.searchsorted(np.sort(key), np.arange(classes), "right"))
+
+
+@pytest.mark.parametrize("n", [1, 31, 1025, 4096, 9001])
+def test_the_mean_of_losses_that_are_not_ignored(n: int) -> None:
+    """With losses and of one; targets of both widths, among them the widest; NaN where all are ignored."""
+    rng = np.random.default_rng(n)
+    for ignored, kind in ((3, "int64"), (3, "int32"), (2**40 + 3, "int64"), (-(2**31), "int32")):
+        target = rng.integers(0, 5, n).astype(kind)
+        target = np.where(target == 3, ignored, target).astype(kind)
+        loss = np.where(target == ignored, 0, rng.normal(size=n)).astype(np.float32)
+        for given in ({"target": target, "loss": loss}, {"target": target, "loss": None}):
+            call = kernel_calls.Call(kept_mean, given, {}, {"ignore_index": ignored}, "", partial(dict, given))
+            kernel_calls.check(call, watched=True)
+            count = int((target != ignored).sum())
+            (out,) = kernel_calls.run(call)
+            assert out is not None
+            total = 1.0 if given["loss"] is None else loss.astype(np.float64).sum()
+            np.testing.assert_allclose(out, np.divide(total, np.float64(count)), rtol=1e-5, atol=1e-6)
 
 
 def test_rows_are_copied_bit_by_bit_and_an_index_that_is_no_row_gives_nan() -> None:
