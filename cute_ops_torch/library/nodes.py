@@ -200,14 +200,14 @@ def _chain(op: Op, steps: Sequence[_Step], share_copies: bool, repeated: Call | 
 
     turns = copies.sharing(in_turn) if share_copies else in_turn
 
-    def apart(*given: Any) -> tuple[Any, ...]:
+    def apart(*given: Any) -> Any:
         within = sharing.get(type(given[0])) if sharing and given else None
         if within is None:
             return turns(given)
         with within(often):
             return turns(given)
 
-    def together(record: Any, *given: Any) -> tuple[Any, ...]:
+    def together(record: Any, *given: Any) -> Any:
         """The steps as a record notes them. Copies that they share belong to one call: these are not repeated."""
         found, shared = copies.watched(lambda values: in_turn(values, record), given)
         record.complete &= not shared

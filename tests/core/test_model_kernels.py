@@ -22,8 +22,8 @@ from cute_ops.kernels.conv import channels_first
 from cute_ops.kernels.routing.config import SEGMENT
 from cute_ops.ops import MODELS
 from cute_ops.ops.conv.channels_first import causal_conv1d_channels_first, channels_first_sums
-from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
 from cute_ops.ops.reduction.kept_mean import kept_mean
+from cute_ops.ops.routing.gathered import gathered_dots, gathered_sum, scattered_rows
 from cute_ops.ops.routing.places import class_places
 from cute_ops.ops.routing.topk import topk_step
 from cute_ops.testing import kernel_calls
@@ -61,7 +61,8 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
 @pytest.mark.drawn(0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places, kept_mean) for case in op.cases], ids=lambda v: v.name
+    ("op", "case"), [(op, case) for op in (*ALL, *GATHERED, class_places, kept_mean) for case in op.cases],
+    ids=lambda v: v.name,
 )  # fmt: skip
 def test_every_case_compiles_without_spills(op: Op, case: Case, tmp_path: Path) -> None:
     """A stack is allowed to gradients of expressions of two tiles only; nothing is spilled to local memory."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import linecache
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +18,7 @@ import torch
 
 import cute_ops_torch
 from cute_ops import Op, Program, Tensor
+from cute_ops.composite.linear_cross_entropy import linear_cross_entropy_total
 from cute_ops_torch.host import compiled_call, launch, recorded
 from tests.ops import offered_products
 
@@ -117,6 +120,45 @@ def test_a_known_call_runs_no_program(name: str, monkeypatch: pytest.MonkeyPatch
             for module in (recorded, compiled_call):
                 patch.setattr(module, "run_reference", None)
             torch.testing.assert_close(run(*tensors), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "embedding"])
+def test_a_known_backward_looks_at_its_tensors_once(name: str) -> None:
+    """Not in each of its steps: what a step gets follows from what the backward gets."""
+    call, tensors = CALLS[name]
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    wanted, guards = [t for t in leaves if t.requires_grad], list[str]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith((".guarded>", *(f".guarded {k}>" for k in range(99)))):
+            guards.append(frame.f_code.co_name)
+
+    for _ in range(3):
+        out = call(*leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        douts = [torch.ones_like(t) for t in outs]
+        guards.clear()
+        sys.setprofile(note)
+        try:
+            torch.autograd.grad(outs, wanted, douts, allow_unused=True)
+        finally:
+            sys.setprofile(None)
+    # Of calls of one shape, those that another test has made may be asked first.
+    assert len(set(guards)) <= 1, guards
+
+
+def test_a_mean_loss_of_one_chunk_takes_few_calls() -> None:
+    """A product and two kernels; with gradients three products and three kernels."""
+    given, step = (torch.randn(6, 8), torch.randn(24, 8), torch.arange(6)), linear_cross_entropy_total.saving
+    assert step is not None
+    narrowed = step.only("loss", "hidden_gradient", "weight_gradient")
+    for op, calls in ((linear_cross_entropy_total, 3), (narrowed, 6)):
+        call = launch.Launcher(op).find((*given, None, None), tuple({**op.attrs, "mean": True}.values()))
+        assert call.unobserved is not None
+        call.unobserved(*given)
+        repeat = inspect.getclosurevars(call.unobserved).nonlocals["repeat"]
+        lines = linecache.getlines(repeat.__code__.co_filename)
+        assert len([line for line in lines if re.search(r"_c\d+\(.*_(in|t)\d", line)]) == calls, lines
 
 
 def test_the_source_is_what_ran() -> None:

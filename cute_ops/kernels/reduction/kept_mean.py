@@ -28,9 +28,7 @@ class KeptMean:
 
     @cute.jit
     def __call__(self, mTarget, mLoss, mOut, stream):
-        self.kernel(mTarget, mLoss, mOut).launch(
-            grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
-        )
+        self.kernel(mTarget, mLoss, mOut).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl)
 
     @cute.kernel
     def kernel(self, mTarget, mLoss, mOut):
