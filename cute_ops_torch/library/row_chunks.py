@@ -56,10 +56,8 @@ class Chunks:
         largest: int = 0,
     ) -> None:  # fmt: skip
         self.rows: int = inputs["hidden"].shape[0]
-        self.kept = _rows_that_count(inputs["target"], attrs["ignore_index"]) if attrs.get("skip_ignored") else None
-        if self.kept is not None:
-            inputs = {name: self._of_kept(name, array) for name, array in inputs.items()}
-        self.inputs = inputs
+        self.kept = _rows_that_count(inputs, attrs)
+        self.inputs = inputs = {name: self._of_kept(name, array) for name, array in inputs.items()}
         self.hidden: Tensor = inputs["hidden"]
         self.weight: Tensor = inputs["weight"]
         self.bias: Tensor | None = inputs["bias"]
@@ -221,12 +219,15 @@ class Kept(NamedTuple):
     targets: Tensor
 
 
-def _rows_that_count(target: Tensor, ignore_index: int) -> Kept | None:
-    """Find them if they are few. The host waits for their number; a CUDA graph, which cannot, takes all rows."""
-    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+def _rows_that_count(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Kept | None:
+    """Find them if others may be skipped and they are few. The host waits for their number; a CUDA graph, which cannot,
+    takes all rows.
+    """
+    if not attrs.get("skip_ignored") or (inputs["target"].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    size = kept_size(target.numel(), int((target != ignore_index).sum()))
-    return find_kept(target, ignore_index, size) if size else None
+    target, ignored = inputs["target"], attrs["ignore_index"]
+    size = kept_size(target.numel(), int((target != ignored).sum()))
+    return find_kept(target, ignored, size) if size else None
 
 
 def kept_size(rows: int, count: int) -> int:
