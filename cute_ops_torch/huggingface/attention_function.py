@@ -30,7 +30,7 @@ from cute_ops_torch.huggingface.masks import (
     without_computing,
 )
 from cute_ops_torch.huggingface.match import Forward, Replacement, innermost, rebind
-from cute_ops_torch.huggingface.source import definition, only_reads, source_digest
+from cute_ops_torch.huggingface.source import caller, definition, only_reads, source_digest
 from cute_ops_torch.huggingface.statements import compiled
 
 Tensor = torch.Tensor
@@ -313,17 +313,13 @@ def _attends(module: nn.Module, model: nn.Module) -> bool:
 
 def _drops_weights(module: nn.Module, model: nn.Module) -> bool:
     """Whether the caller of an attention drops the weights that it returns: ``out, _ = self.attention(...)``."""
-    for parent in model.modules():
-        name = next((name for name, child in parent.named_children() if child is module), None)
-        if name is not None:
-            tree = definition(type(parent).forward)
-            return tree is not None and _takes_first(tree, name)
-    return module is model
+    around = caller(module, model)
+    return module is model if around is None else _takes_first(*around)
 
 
-def _takes_first(tree: ast.AST, name: str) -> bool:
+def _takes_first(tree: ast.AST, call: str) -> bool:
     """Whether each call of a submodule is unpacked to two names, of which the second is read nowhere."""
-    called = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"self.{name}"]
+    called = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == call]
     targets = [n.targets[0] for n in ast.walk(tree) if isinstance(n, ast.Assign) and n.value in called]
     read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     pairs = [t.elts for t in targets if isinstance(t, ast.Tuple) and len(t.elts) == 2]

@@ -27,6 +27,7 @@ from cute_ops_torch.huggingface import (
     loss,
     mlp,
     norm,
+    patches,
     plain_mlp,
     t5_mlp,
     traced,
@@ -48,6 +49,7 @@ log = logging.getLogger("cute_ops")
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
     *decoder.REPLACEMENTS, *plain_mlp.REPLACEMENTS, *t5_mlp.REPLACEMENTS, *activated_norm.REPLACEMENTS,
+    *patches.REPLACEMENTS,
 )  # fmt: skip
 _OF_ALL = (ATTENTION, MASKS, EAGER_ATTENTION, BALANCE, activated_norm.ACTIVATED)
 _WHOLE = Replacement("", lambda module, model: module is model, traced.settling)

@@ -42,6 +42,18 @@ def definition(function: Any) -> ast.FunctionDef | None:
     return found
 
 
+def caller(module: Any, model: Any) -> tuple[ast.FunctionDef, str] | None:
+    """The definition of the ``forward`` of the module around another one, and how that is called there; None where
+    there is no such module, or no source.
+    """
+    for parent in model.modules():
+        name = next((name for name, child in parent.named_children() if child is module), None)
+        if name is not None:
+            tree = definition(type(parent).forward)
+            return None if tree is None else (tree, f"{tree.args.args[0].arg}.{name}")
+    return None
+
+
 def only_reads(forward: Any) -> bool:
     """Whether a ``forward`` assigns to no attribute, and refers to nothing but its arguments and globals."""
     tree = definition(forward) if forward else None
