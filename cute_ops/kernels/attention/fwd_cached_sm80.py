@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.cache_loads import Fixed, find_key, widened
@@ -114,7 +114,7 @@ class CacheRows(Fixed):
         base = start + Int64(self.head) * mX.stride[2] * itemsize
         for i in range(-(-rows * across // self.threads)):
             index = i * self.threads + self.tidx
-            inside = None if (i + 1) * self.threads <= rows * across else index < rows * across
+            inside = True if (i + 1) * self.threads <= rows * across else index < rows * across
             row, column = cutlass.min(index // across, rows - 1), index % across * VECTOR_BYTES
             page, slot = self.found[0, row, stage], self.found[1, row, stage]
             place = (Int64(page) * mX.stride[0] + Int64(slot) * mX.stride[1]) * itemsize
@@ -144,18 +144,14 @@ class CacheRows(Fixed):
 
 
 @cute.jit
-def _copy_inside(target: cutlass.Constexpr, source, size, inside: cutlass.Constexpr):
-    """Start to copy 16 bytes if ``inside``; None: in all threads."""
-    if const_expr(inside is None):
-        copy_bytes(target, source, size)
-    elif inside:
+def _copy_inside(target: cutlass.Constexpr, source, size, inside):
+    """Start to copy 16 bytes if ``inside``."""
+    if inside:
         copy_bytes(target, source, size)
 
 
 @cute.jit
-def _store_inside(rX, address, inside: cutlass.Constexpr):
+def _store_inside(rX, address, inside):
     place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-    if const_expr(inside is None):
-        cute.autovec_copy(rX, cute.make_tensor(place, rX.layout))
-    elif inside:
+    if inside:
         cute.autovec_copy(rX, cute.make_tensor(place, rX.layout))
