@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.expressions.reference import REFERENCE
+from cute_ops.fusion.analyse import Analysis, Found
 from cute_ops.fusion.analyse import Call as Named
-from cute_ops.fusion.analyse import Found, analyse
-from cute_ops.fusion.attention import attentions, beside_softmaxes
-from cute_ops.fusion.choose import Choice, choose, rotations_in
-from cute_ops.fusion.composite import Composite, composites, cuts
+from cute_ops.fusion.choose import Choice, choose
+from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Node
 from cute_ops.fusion.region import live_nodes
+from cute_ops.fusion.settle import settle
 from cute_ops.fusion.shifts import is_without_effect
 from cute_ops_jax import _compat
 from cute_ops_jax._compat import ClosedJaxpr
@@ -41,6 +41,10 @@ class Part(NamedTuple):
     choice: Choice
     call: Call | None
 
+    @property
+    def kind(self) -> str:
+        return self.choice.kind
+
 
 class Program:
     """A function of a jaxpr's inputs that returns its outputs.
@@ -60,7 +64,6 @@ class Program:
         first = Front(closed, exact=exact)
         passed = self._let_through(first) if first.stops else set[int]()
         self.parts: list[Part] = []
-        self.stay: dict[Node, str] = {}
         while True:
             self.front = Front(closed, whole, passed, exact) if whole else first
             self._find()
@@ -139,34 +142,27 @@ class Program:
     def _find(self) -> None:
         """Find the parts of layers, and what expressions and other ops compute of the rest."""
         self.known = KnownArrays(self.front, self._inputs)
-        graph, apart = self.front.graph, set[Node]()
-        while True:
-            self.analysis = analyse(graph, exact=self.exact, whole=apart)
-            self.stay.clear()
-            found = [] if self.exact else [*composites(graph, self.analysis)]
-            found += [] if self.exact else attentions(graph, self.analysis, self.known, self.stay)
-            layers = [_made(each, Choice("composite", each.name), partial(call_of_layer, each)) for each in found]
-            run = [each for each, part in zip(found, layers, strict=True) if part.call]
-            inside = {node for each in run for node in each.nodes}
-            covered = {one for each in run for one in each.found}
-            others = {
-                each: self._part(each, inside)
-                for each in self.analysis.found
-                if each not in covered and not inside.issuperset(each.roots)
-            }
-            more = {node for each, part in others.items() if not part.call for node in rotations_in(each)}
-            more |= cuts(run, self.analysis) | (set() if self.exact else beside_softmaxes(self.analysis))
-            if more <= apart:
-                break
-            apart |= more
+        inside = set[Node]()
+
+        def layer(found: Composite) -> Part:
+            return _made(found, Choice("composite", found.name), partial(call_of_layer, found))
+
+        def expressions(analysis: Analysis, run: Sequence[Composite]) -> list[tuple[Found, Part]]:
+            nonlocal inside
+            inside, covered = {node for each in run for node in each.nodes}, {one for each in run for one in each.found}
+            others = (each for each in analysis.found if each not in covered and not inside.issuperset(each.roots))
+            return [(each, self._part(each, analysis, inside)) for each in others]
+
+        found = settle(self.front.graph, self.known, self.exact, layer, expressions)
+        self.analysis, layers, others, self.stay = found
         calls = (call for call in self.analysis.calls if inside.isdisjoint(call.roots))
-        parts = [*layers, *others.values()]
+        parts = [part for _, part in (*layers, *others)]
         parts += [Part(call, Choice("op", call.named.op), call_of_named(call)) for call in calls]
         self.parts = sorted(parts, key=lambda part: part.found.roots[0].index)
 
-    def _part(self, found: Found, inside: Container[Node]) -> Part:
+    def _part(self, found: Found, analysis: Analysis, inside: Container[Node]) -> Part:
         """An expression. Products of ``inside`` are computed with a part of a layer."""
-        products = [i for i in self.analysis.products(found) if found.leaves[i].node not in inside]
+        products = [i for i in analysis.products(found) if found.leaves[i].node not in inside]
         choice = choose(found, products, exact=self.exact)
         return _made(found, choice, partial(call_of, found, choice))
 

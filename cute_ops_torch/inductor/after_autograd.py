@@ -237,7 +237,7 @@ def passes(given: Any) -> tuple[Any, ...]:
 def rewrite_after(module: torch.fx.GraphModule, choosing: ChooserAfter, exact: bool) -> list[Part]:
     """Replace parts of a graph after autograd, which changes; returns what became of each."""
     front = AtenFront(module, exact)
-    chosen = chosen_in(front, choosing, exact).expressions
+    _, _, chosen, _ = chosen_in(front, choosing, exact)
     work, parts = RewritingAfter(module, front, choosing), []
     outputs, taken = set(front.graph.outputs), set[Value]()
     for found, choice in chosen:

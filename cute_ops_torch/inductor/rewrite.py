@@ -6,7 +6,7 @@ later, all of it runs in one mode, and no random number or write in place change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from cute_ops.fusion.analyse import Analysis, Found, analyse
-from cute_ops.fusion.attention import attentions, beside_softmaxes
-from cute_ops.fusion.choose import Choice, rotations_in
-from cute_ops.fusion.composite import Composite, composites, cuts
+from cute_ops.fusion.analyse import Analysis, Found
+from cute_ops.fusion.choose import Choice
+from cute_ops.fusion.composite import Composite
 from cute_ops.fusion.graph import Graph
 from cute_ops.fusion.graph import Node as Value
 from cute_ops.fusion.scores import Known
+from cute_ops.fusion.settle import Expressions, Layers, settle
 from cute_ops_torch.inductor.dynamo import DynamoFront, Holder, storage_of, sweep
 from cute_ops_torch.inductor.effects import example
 from cute_ops_torch.inductor.emit import Call, Emitter, Refused
@@ -108,19 +108,19 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     """
     try:
         front = DynamoFront(module, exact)
-        analysis, parts_of_layers, chosen, stay = chosen_in(front, choosing, exact)
+        analysis, layers, expressions, stay = chosen_in(front, choosing, exact)
     except Exception as error:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     work, parts = Rewriting(module, front, choosing), []
     covered: set[Found] = set()
     inside: set[Value] = set()
-    for composite, choice in parts_of_layers:
+    for composite, choice in layers:
         part = work.part(composite, choice)
         parts.append(part)
         if part.choice.kind:
             covered.update(composite.found)
             inside.update(composite.nodes)
-    for found, choice in chosen:
+    for found, choice in expressions:
         if found not in covered:
             if choice.product >= 0 and found.leaves[choice.product].node in inside:
                 choice = choosing.choose(found, [], front.device_of(found.roots[0]))
@@ -129,35 +129,22 @@ def rewrite(module: GraphModule, choosing: Choosing, exact: bool = False) -> Rew
     return Rewritten(parts, analysis, front, stay)
 
 
-class Chosen(NamedTuple):
-    """What is found in a graph, what each part of a layer and each expression becomes, and why an attention stays."""
-
-    analysis: Analysis
-    parts: list[tuple[Composite, Choice]]
-    expressions: list[tuple[Found, Choice]]
-    stay: dict[Value, str]
+Chosen = tuple[Analysis, Layers[Choice], Expressions[Choice], dict[Value, str]]
 
 
 def chosen_in(front: Reading, choosing: Choosing, exact: bool) -> Chosen:
-    whole: set[Value] = set()
-    while True:
-        analysis = analyse(front.graph, exact=exact, whole=whole)
-        parts = [] if exact else composites(front.graph, analysis)
-        apart: set[Value] = set()
-        stay: dict[Value, str] = {}
-        if front.known is not None and not exact:
-            parts += attentions(front.graph, analysis, front.known, stay)
-            apart |= beside_softmaxes(analysis)
-        kept = [(part, choosing.choose_composite(part, front.device_of(part.roots[0]))) for part in parts]
-        chosen = [
+    """What is found in a graph, and what it is to become."""
+
+    def layer(found: Composite) -> Choice:
+        return choosing.choose_composite(found, front.device_of(found.roots[0]))
+
+    def expressions(analysis: Analysis, run: Sequence[Composite]) -> list[tuple[Found, Choice]]:
+        return [
             (found, choosing.choose(found, analysis.products(found), front.device_of(found.roots[0])))
             for found in analysis.found
         ]
-        apart |= {node for found, choice in chosen if not choice.kind for node in rotations_in(found)}
-        apart |= cuts([part for part, choice in kept if choice.kind], analysis)
-        if apart <= whole:
-            return Chosen(analysis, kept, chosen, stay)
-        whole |= apart
+
+    return settle(front.graph, front.known, exact, layer, expressions)
 
 
 class Rewriting:
