@@ -200,10 +200,10 @@ class ReplaceAfter(CustomGraphPass):
         owner = graph.owning_module
         if owner is None or not self._concerns(graph):
             return
-        if "qkv_rope" in self.ops:
-            take_apart(graph)
         where = "the backward" if any(node.name.startswith("tangents") for node in graph.nodes) else "the forward"
         try:
+            if "qkv_rope" in self.ops:
+                take_apart(graph)
             parts = rewrite_after(owner, ChooserAfter(self.ops, self.devices, self.exact, self.own), self.exact)
         except Exception as error:  # a model must compile, whatever it is written with
             log.warning("torch.compile: a graph stays as it is: %s: %s", type(error).__name__, error)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
 from torch._inductor import ir, lowering
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import convert_shape_to_inductor
@@ -78,7 +79,34 @@ def leave_to_torch(overload: Any) -> None:
     lowering.make_fallback(overload, lowering.constrain_to_fake_tensors, warn=False)
 
 
-leave_to_torch(torch.ops.cute.scaled_gradient.default)
+def _register_scaled_gradient() -> None:
+    """A backward that owns a gradient scales it in place, as eager does: a factor of one then moves no byte."""
+    ops = torch.ops.cute
+    leave_to_torch(ops.scaled_gradient.default)
+    leave_to_torch(ops.scaled_gradient_.default)
+    anew, in_place = (lowering.lowerings[each] for each in (ops.scaled_gradient.default, ops.scaled_gradient_.default))
+
+    @lowering.register_lowering(ops.scaled_gradient.default, type_promotion_kind=None)
+    def lower(gradient: Any, dloss: Any) -> Any:
+        if not _is_given_away(gradient):
+            return anew(gradient, dloss)
+        in_place(gradient, dloss)
+        return gradient
+
+
+def _is_given_away(tensor: Any) -> bool:
+    """Whether a tensor of a backward graph is one that autograd gives it, and that only the present node reads.
+
+    CUDA graphs refuse backwards that write to what they did not allocate.
+    """
+    if V.graph.cpp_wrapper or V.aot_compilation or inductor.triton.cudagraphs:
+        return False
+    whole = isinstance(tensor, ir.TensorBox) and isinstance(tensor.data, ir.StorageBox)
+    alone = len(V.graph.current_node.all_input_nodes[0].users) == 1
+    return whole and alone and isinstance(tensor.data.data, ir.DonatedBuffer)
+
+
+_register_scaled_gradient()
 
 
 def _fused_by_inductor(op: Op, overload: Any, args: Sequence[Any], device: torch.device) -> Any:

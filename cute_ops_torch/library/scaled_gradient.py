@@ -106,3 +106,13 @@ _library.define(
 )
 _library.impl("scaled_gradient", scale, "CompositeExplicitAutograd")
 register_fake(_library, "scaled_gradient", lambda gradient, dloss: torch.empty_like(gradient))
+
+
+# What Inductor calls where a backward gets the only reference to a gradient.
+def _scaled_in_place(gradient: Tensor, dloss: Tensor) -> None:
+    scale_(gradient, dloss)
+
+
+_library.define("scaled_gradient_(Tensor(a!) gradient, Tensor dloss) -> ()", tags=(torch.Tag.needs_exact_strides,))
+_library.impl("scaled_gradient_", _scaled_in_place, "CompositeExplicitAutograd")
+register_fake(_library, "scaled_gradient_", lambda gradient, dloss: None)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import cute_ops_torch
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.ops import scale
 from cute_ops.tools.verify import installed, verify
+from cute_ops_torch.library import scaled_gradient
 from cute_ops_torch.library.inplace import inplace_gradient, overwriting
 from cute_ops_torch.library.scaled_gradient import scale as scale_gradient
 from cute_ops_torch.library.scaled_gradient import scale_ as scale_gradient_
@@ -145,3 +148,33 @@ def test_nobody_waits_for_the_device() -> None:
 def test_more_than_2_31_elements() -> None:
     gradient = torch.full((2**31 + 4099,), 3.0, dtype=torch.bfloat16, device="cuda")
     assert (scale_gradient_(gradient, torch.tensor(0.5, device="cuda")) == 1.5).all()
+
+
+@pytest.mark.parametrize(("owns", "classes"), [(True, 40), (False, 48)], ids=("owned", "kept"))
+def test_a_compiled_backward_scales_what_it_owns(owns: bool, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd gives a backward what its forward saved, unless it may run again."""
+    seen: list[int] = []
+    in_place = scaled_gradient.scale_
+    monkeypatch.setattr(scaled_gradient, "scale_", lambda g, d: (seen.append(g.data_ptr()), in_place(g, d))[1])
+    hidden, weight, target = torch.randn(24, 16), torch.randn(classes, 16), torch.randint(0, classes, (24,))
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.linear_cross_entropy(hidden, weight, target, reduction="sum")
+
+    def gradients(factor: float, run: Callable[..., torch.Tensor], times: int) -> Iterator[list[torch.Tensor]]:
+        given = [x.clone().requires_grad_() for x in (hidden, weight)]
+        whole = factor * run(*given)
+        for _ in range(times):
+            for each in given:
+                each.grad = None
+            seen.clear()
+            whole.backward(retain_graph=not owns)
+            yield [each.grad for each in given if each.grad is not None]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True)
+    for factor in (1.0, -1.7):
+        (want,) = gradients(factor, loss, 1)
+        for found in gradients(factor, compiled, 1 if owns else 2):
+            assert all(map(torch.equal, found, want))
+            assert [each.data_ptr() in seen for each in found] == [owns] * 2
