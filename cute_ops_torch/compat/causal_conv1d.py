@@ -113,7 +113,7 @@ def causal_conv1d_update(
         if conv_state_indices is None:
             conv_state.copy_(after)
         else:
-            conv_state.index_copy_(0, conv_state_indices, after)
+            conv_state.index_copy_(0, conv_state_indices.long(), after)
     return out.squeeze(-1) if single else out
 
 
@@ -131,6 +131,8 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         cu_seqlens: (batch + 1,): where each sequence begins, and the end.
         state_len: how many inputs of each.
     """
+    if not x.shape[0]:
+        return x.new_zeros((cu_seqlens.shape[0] - 1, x.shape[1], state_len))
     starts, ends = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
     places = ends + torch.arange(-state_len, 0, device=x.device)
     inside = (places >= starts)[..., None]

@@ -148,6 +148,7 @@ def _attend(
     alibi_slopes: Tensor | None, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``where`` are the arguments of :func:`cute_ops_torch.attention` that say where sequences lie."""
+    _check_scale(softmax_scale)
     size, values = q.shape[-1], v.shape[-1]
     if padded := bool(size % MULTIPLE or values % MULTIPLE):
         q, k, v = _padded(q), _padded(k), _padded(v)
@@ -165,6 +166,14 @@ def _attend(
         **_biased(alibi_slopes),
     )
     return (out[..., :values] if padded else out), lse
+
+
+def _check_scale(softmax_scale: float | None) -> None:
+    """Our ops take 0.0 for the root of the head dim."""
+    if softmax_scale is not None and softmax_scale <= 0:
+        raise NotImplementedError(
+            f"flash_attn: softmax_scale={softmax_scale} is not implemented, only positive numbers and None."
+        )
 
 
 _NO_BIAS: Mapping[str, Any] = {}
@@ -199,8 +208,9 @@ def flash_attn_with_kvcache(
     :func:`cute_ops_torch.decode_attention` up to 16 that are causal, else by :func:`cute_ops_torch.attention`.
 
     With ``k`` and ``v`` the new keys and values are written into the cache behind ``cache_seqlens`` others first, in
-    place, keys rotated where ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), are given; so are queries.
-    Keys are split over the GPU by our own heuristic. No gradient.
+    place, keys rotated where ``rotary_cos`` and ``rotary_sin``, (positions, rotary dim / 2), are given; so are queries:
+    as the keys behind ``cache_seqlens`` with a causal mask or a window, else all as the first of them. Keys are split
+    over the GPU by our own heuristic. No gradient.
 
     Returns:
         ``out``; with ``return_softmax_lse`` ``(out, lse)``.
@@ -209,14 +219,23 @@ def flash_attn_with_kvcache(
     only(
         name, cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None), num_splits=(num_splits, 0)
     )  # fmt: skip
+    _check_scale(softmax_scale)
     _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_seqlens is None:
         cache_seqlens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     if k is not None and v is not None:
-        tables = None if rotary_cos is None or rotary_sin is None else (rotary_cos, rotary_sin)
-        q = _appended(q, (k_cache, v_cache), (k, v), cache_seqlens, block_table, tables, rotary_interleaved)
+        cos = sin = None
+        if rotary_cos is not None and rotary_sin is not None:
+            first = cache_seqlens[:, None]
+            places = first + torch.arange(k.shape[1], device=q.device)
+            cos, sin = rotary_cos[places], rotary_sin[places]
+            local = causal or tuple(window_size) != (-1, -1)
+            places = first + torch.arange(q.shape[1], device=q.device) * int(local)
+            q = cute_ops_torch.rope(q, rotary_cos[places], rotary_sin[places], rotary_interleaved)
+        slots = _slots(cache_seqlens, k.shape[1], k_cache.shape[1], block_table)
+        cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots, cos, sin, interleaved=rotary_interleaved)
         cache_seqlens = cache_seqlens + k.shape[1]
     left, right = window_size
     if q.shape[1] > MOST_QUERIES or not (causal or right == 0 or q.shape[1] == 1):
@@ -244,28 +263,9 @@ def _check_together(
         raise ValueError(f"{name}: cache_seqlens says behind how many keys k and v are written, and is not given.")
 
 
-def _appended(
-    q: Tensor, caches: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], seqlens: Tensor, block_table: Tensor | None,
-    tables: tuple[Tensor, Tensor] | None, interleaved: bool,
-) -> Tensor:  # fmt: skip
-    """The queries, rotated as the keys are; new keys and values are written behind the others."""
-    places = seqlens[:, None] + torch.arange(new[0].shape[1], device=q.device)  # (batch, new)
-    cos = sin = None
-    if tables is not None:
-        if q.shape[1] != places.shape[1]:
-            raise ValueError(
-                "flash_attn_with_kvcache: rotary_cos rotates queries like keys; there are "
-                f"{q.shape[1]} and {places.shape[1]}."
-            )
-        cos, sin = tables[0][places], tables[1][places]
-        q = cute_ops_torch.rope(q, cos, sin, interleaved)
-    slots = _slots(places, caches[0].shape[1], block_table)
-    cute_ops_torch.append_kv(*caches, *new, slots, cos, sin, interleaved=interleaved)
-    return q
-
-
-def _slots(places: Tensor, size: int, block_table: Tensor | None) -> Tensor:
-    """Where the tokens at these places of their sequences go: the number of a row of the cache."""
+def _slots(seqlens: Tensor, new: int, size: int, block_table: Tensor | None) -> Tensor:
+    """Where new tokens of each sequence go: the number of a row of the cache."""
+    places = seqlens[:, None] + torch.arange(new, device=seqlens.device)  # (batch, new)
     if block_table is None:
         return torch.arange(places.shape[0], device=places.device)[:, None] * size + places
     return block_table.gather(1, places // size).long() * size + places % size

@@ -79,15 +79,21 @@ def liger_cross_entropy(
     one_of("liger_cross_entropy", "reduction", reduction, ("mean", "sum", "none"))
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
     if weight is None and not any(asked):
-        return cute_ops_torch.cross_entropy(
+        loss = cute_ops_torch.cross_entropy(
             input, target, ignore_index, label_smoothing, lse_square_scale, softcap=softcap or 0.0, reduction=reduction
         )
+        return _of_some(loss, target, ignore_index, reduction)
     found = cute_ops_torch.cross_entropy_metrics(
         input, target, weight, ignore_index, label_smoothing, lse_square_scale if weight is None else 0.0,
         softcap=softcap or 0.0, reduction=reduction,
     )  # fmt: skip
     z = lse_square_scale, weight is not None
     return _completed(found, target, z, asked, ignore_index=ignore_index, reduction=reduction)
+
+
+def _of_some(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The loss, 0 where it is the mean of no token, as Liger's is; torch's is NaN then."""
+    return torch.where((target != ignore_index).any(), loss, 0.0) if reduction == "mean" else loss
 
 
 def _completed(
@@ -108,7 +114,8 @@ def _completed(
     counts = target != ignore_index
     squares = z[0] * lse.square() * (log_prob.detach().exp() if scaled else 1.0)
     rows = squares.where(counts, torch.zeros_like(squares))
-    z_loss = rows if reduction == "none" else rows.sum() / (counts.sum() if reduction == "mean" else 1)
+    z_loss = rows if reduction == "none" else rows.sum() / (counts.sum().clamp(min=1) if reduction == "mean" else 1)
+    loss = _of_some(loss, target, ignore_index, reduction)
     if z[1]:
         loss = loss + z_loss
     if not any(asked):
@@ -141,10 +148,11 @@ def liger_fused_linear_cross_entropy(
     one_of(name, "reduction", reduction, ("mean", "sum", "none"))
     asked = return_z_loss, return_token_accuracy, return_predicted_tokens
     if ce_weight is None and not use_token_scaling and not any(asked):
-        return cute_ops_torch.linear_cross_entropy(
+        loss = cute_ops_torch.linear_cross_entropy(
             input, weight, target, bias, ignore_index, label_smoothing, lse_square_scale, reduction,
             accum_dtype=accum_dtype, softcap=softcap or 0.0,
         )  # fmt: skip
+        return _of_some(loss, target, ignore_index, reduction)
     found = cute_ops_torch.linear_cross_entropy_metrics(
         input, weight, target, bias, ce_weight, ignore_index, label_smoothing,
         lse_square_scale if ce_weight is None else 0.0, softcap=softcap or 0.0,
