@@ -76,9 +76,12 @@ def _loss(
 
 def _loss_options(draw: Draw, ignored: int) -> dict[str, Any]:
     found = given(
-        draw, reduction=lambda: draw.choice(["mean", "sum", "none"]),
-        label_smoothing=lambda: draw.choice([0.0, 0.1, 0.9]), lse_square_scale=lambda: draw.choice([0.0, 1e-2]), softcap=lambda: draw.choice([None, 5.0, 30.0]),
-    )  # fmt: skip
+        draw,
+        reduction=lambda: draw.choice(["mean", "sum", "none"]),
+        label_smoothing=lambda: draw.choice([0.0, 0.1, 0.9]),
+        lse_square_scale=lambda: draw.choice([0.0, 1e-2]),
+        softcap=lambda: draw.choice([None, 5.0, 30.0]),
+    )
     return found | ({"ignore_index": ignored} if ignored != -100 else {})
 
 
