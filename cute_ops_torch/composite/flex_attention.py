@@ -68,7 +68,7 @@ def flex_attention(
     Raises:
         TraceError: a function does what cannot be traced; the message says what.
         ValueError: shapes do not fit each other, or those of the block mask.
-        NotImplementedError: a block mask without a ``mask_mod`` leaves out blocks.
+        NotImplementedError: a block mask without a ``mask_mod`` leaves out blocks, or the scale is 0.
     """
     if not query.ndim == key.ndim == value.ndim == 4:
         ranks = ", ".join(str(x.ndim) for x in (query, key, value))
@@ -76,6 +76,8 @@ def flex_attention(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         what = f"{query.shape[1]} heads of query and {key.shape[1]} of key need enable_gqa=True"
         raise ValueError(f"cute.flex_attention: {what}.")
+    if scale == 0:  # our op's default, and here equal weights
+        raise NotImplementedError("cute.flex_attention: a scale of 0 is not implemented; None is the default.")
     mask_mod = None if block_mask is None else _mask_of(block_mask, query.shape[-2], key.shape[-2])
     call, tensors = _call(score_mod, mask_mod)
     batch = query.shape[0]

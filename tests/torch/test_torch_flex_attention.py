@@ -197,6 +197,8 @@ def test_what_does_not_fit_is_said() -> None:
     q, k, v = given()
     with pytest.raises(ValueError, match="4 heads of query and 2 of key need enable_gqa=True"):
         cute_ops_torch.flex_attention(q, k, v)
+    with pytest.raises(NotImplementedError, match="a scale of 0 is not implemented"):
+        cute_ops_torch.flex_attention(q, k, v, scale=0.0, enable_gqa=True)
     with pytest.raises(ValueError, match="have 4 dims, got 3, 4, 4"):
         cute_ops_torch.flex_attention(q[0], k, v)
     mask = create_block_mask(causal, B, H, S, S, device="cpu")
