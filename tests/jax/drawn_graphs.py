@@ -134,7 +134,8 @@ def compare_with_fused(
     """Compare a function of arrays by name and a dtype, and its gradients, with what ``fuse`` makes of it.
 
     Args:
-        mode: ``inside``, ``grad(fuse(f))``; ``around``, ``fuse(grad(f))``; ``vmap``; ``exact``.
+        mode: ``inside``, ``grad(fuse(f))``; ``around``, ``fuse(grad(f))``; ``vmap``; ``exact``; ``sharded``, with each
+            array shared by the devices along one of its dims, if that is possible.
         compiles: whether all is compiled as a whole.
         draw: draws more inputs.
     """
@@ -163,7 +164,7 @@ def compare_with_fused(
         got = jax.tree.map(lambda a: a[1], compiled(jax.vmap(one))(stacked))
     else:
         fused = cute_ops_jax.fuse(lambda a: loss(a, jnp.dtype(dtype)), exact=mode == "exact")
-        got = compiled(jax.grad(fused, has_aux=True))(arrays)
+        got = compiled(jax.grad(fused, has_aux=True))(_shared(arrays) if mode == "sharded" else arrays)
     measured = _measured(both, arrays, dtype)
     try:
         _compare(what, got, measured, limits_of(*measured))
@@ -174,6 +175,23 @@ def compare_with_fused(
         stacked = _measured(lambda many, dtype: compiled(jax.vmap(lambda a: gradients(a, dtype)))(many), many, dtype)
         more = (jax.tree.map(lambda a: a[k], stacked) for k in range(MORE))  # noqa: B023
         _compare(what, got, measured, limits_of(*measured, more))
+
+
+def _shared(arrays: Arrays) -> Arrays:
+    """The arrays, each along another one of its dims that all devices, or two groups of them, can share."""
+    count = max(c for c in (1, 2, 4, 8) if c <= len(jax.devices()))
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh(
+        (max(count // 4, 1), min(count, 4)), ("a", "b"), axis_types=kinds, devices=jax.devices()[:count]
+    )
+    made = {}
+    for k, (name, array) in enumerate(arrays.items()):
+        axis, names = k % max(array.ndim, 1), ("a", "b", ("a", "b"))[k // 2 % 3]
+        parts = count if k // 2 % 3 == 2 else mesh.shape[names]  # type: ignore[index]
+        of_dims = [names if i == axis and size % parts == 0 else None for i, size in enumerate(array.shape)]
+        spec = jax.sharding.PartitionSpec(*of_dims)
+        made[name] = jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+    return made
 
 
 def _measured(both: Callable[..., Any], arrays: Arrays, dtype: str) -> tuple[Any, ...]:

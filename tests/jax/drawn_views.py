@@ -9,6 +9,7 @@ number, not a shape. More of them than the suite runs: ``python -m tests.jax.dra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -105,7 +106,9 @@ def _joined(d: Drawn, x: Any) -> Any:
 
 
 def _padded(d: Drawn, x: Any) -> Any:
-    low, high, axis = d.index(3) - 1, d.index(3) - 1, _axis(d, x)
+    axis = _axis(d, x)
+    least = -1 if x.shape[axis] > 2 else 0
+    low, high = (max(d.index(3) - 1, least) for _ in range(2))
     sizes = [(low, high, d.index(2)) if i == axis else (0, 0, 0) for i in range(x.ndim)]
     return jax.lax.pad(x, jnp.asarray(0.25, x.dtype), sizes)
 
@@ -463,28 +466,51 @@ def _looked_up(d: Drawn, x: Any) -> Any:
     return d.product(rows) + jnp.tanh(x.mean())
 
 
-def _in_scan(d: Drawn, x: Any) -> Any:
-    """A part in a scan over the first dim, or mapped over it."""
+def _body(d: Drawn, x: Any) -> Any:
+    """A part in the body of a loop, of a branch, of a derivative of its own or of a shard map, or mapped over rows."""
     if x.ndim < 3:
         return x
-    if d.often(0.5):
-        seed = int(d.rng.integers(0, 2**31))
-        weights = d.parameter(8, 8)
+    weights, seed, form = d.parameter(8, 8), int(d.rng.integers(0, 2**31)), d.index(8)
 
-        def body(carry: Any, row: Any) -> Any:
-            inner = _inner(d, seed, lambda *shape: jnp.resize(weights, shape))
-            out = inner.one({name: PARTS[name] for name in _IN_BODIES}, row)
-            return carry + jnp.tanh(out.mean()), out
-
-        total, out = jax.lax.scan(body, jnp.zeros((), x.dtype), x)
-        return out * total
-    weights, seed = d.parameter(8, 8), int(d.rng.integers(0, 2**31))
-
-    def each(row: Any) -> Any:
+    def each(row: Any, weights: Any) -> Any:
         inner = _inner(d, seed, lambda *shape: jnp.resize(weights, shape))
         return inner.one({name: PARTS[name] for name in _IN_BODIES}, row)
 
-    return jax.vmap(each, d.index(2), d.index(1))(x) if d.often(0.5) else jax.checkpoint(each)(x)
+    if form == 0:
+
+        def body(carry: Any, row: Any) -> Any:
+            out = each(row, weights)
+            return carry + jnp.tanh(out.mean()), out
+
+        step = jax.checkpoint(body) if d.often(0.3) else body
+        total, out = jax.lax.scan(step, jnp.zeros((), x.dtype), x, reverse=d.often(0.3))
+        return out * total
+    if form == 1:
+        return jax.vmap(partial(each, weights=weights), d.index(2), d.index(1))(x)
+    if form == 2:
+        return jax.vmap(each, (d.index(2), None))(x, weights)
+    if form == 3:
+        return jax.checkpoint(each)(x, weights)
+    if form == 4:
+        scale = jax.eval_shape(each, x, weights)
+        return jax.lax.cond(
+            x.mean() > 0, each, lambda x, w: jnp.full(scale.shape, 0.5, scale.dtype) * x.mean(), x, weights
+        )
+    if form == 5:
+        one = jax.custom_vjp(each)
+        one.defvjp(
+            lambda x, w: (each(x, w), (x, w)), lambda saved, dout: jax.vjp(lambda x, w: 2 * each(x, w), *saved)[1](dout)
+        )
+        return one(x, weights)
+    if form == 6:
+        return jax.lax.map(partial(each, weights=weights), x)
+    count = max(c for c in (1, 2, 4, 8) if c <= len(jax.devices()) and x.shape[0] % c == 0)
+    mesh = jax.make_mesh((count,), ("k",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+    spec = jax.sharding.PartitionSpec
+    rows = lambda x, w: jnp.atleast_1d(each(x, w))  # noqa: E731
+    return jax.shard_map(rows, mesh=mesh, in_specs=(spec("k"), spec()), out_specs=spec("k"), check_vma=d.often(0.5))(
+        x, weights
+    )
 
 
 def _views_of_shape(self: Drawn, x: Any, part: float = 0.3) -> Any:
@@ -498,7 +524,7 @@ def _views_of_shape(self: Drawn, x: Any, part: float = 0.3) -> Any:
 Drawn.views_of_shape = _views_of_shape  # type: ignore[attr-defined]
 PARTS: dict[str, Callable[..., Any]] = {
     "mlp": _mlp, "gated": _gated, "normed": _normed, "residual": _residual, "rotated": _rotated, "loss": _loss,
-    "loss ": _loss, "attention": _attention, "softmaxed": _softmaxed, "looked_up": _looked_up, "body": _in_scan,
+    "loss ": _loss, "attention": _attention, "softmaxed": _softmaxed, "looked_up": _looked_up, "body": _body,
     "stopped": _stopped,
 }  # fmt: skip
 _IN_BODIES = ("mlp", "gated", "normed", "residual", "rotated", "loss", "attention", "softmaxed")
@@ -545,7 +571,7 @@ def check(seed: int, mode: str) -> str:
 
 def run_seed(seed: int) -> str:
     """Check the program of a seed in its mode."""
-    return check(seed, MODES[seed % 4])
+    return check(seed, (*MODES, "sharded")[seed % 5])
 
 
 if __name__ == "__main__":
