@@ -57,12 +57,8 @@ def flash_attn_kvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_func` of (batch, seqlen, 2, heads, headdim), which is not copied."""
     only("flash_attn_kvpacked_func", dropout_p=(dropout_p, 0.0))
-    k, v = kv.unbind(2)
-    out, lse = _attend(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
-    return (out, lse, None) if return_attn_probs else out
+    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(q, *kv.unbind(2), dropout_p, *rest)
 
 
 def flash_attn_qkvpacked_func(
@@ -72,12 +68,8 @@ def flash_attn_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_func` of (batch, seqlen, 3, heads, headdim), which is not copied."""
     only("flash_attn_qkvpacked_func", dropout_p=(dropout_p, 0.0))
-    q, k, v = qkv.unbind(2)
-    out, lse = _attend(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
-    return (out, lse, None) if return_attn_probs else out
+    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(*qkv.unbind(2), dropout_p, *rest)
 
 
 def flash_attn_varlen_func(
@@ -117,13 +109,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_varlen_func` of (tokens, 2, heads, headdim), which is not copied."""
     only("flash_attn_varlen_kvpacked_func", dropout_p=(dropout_p, 0.0))
-    k, v = kv.unbind(1)
-    where = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    out, lse = _attend(
-        q, k, v, where, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
-    return (out, lse, None) if return_attn_probs else out
+    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, *kv.unbind(1), *where, dropout_p, *rest)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -133,13 +121,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_varlen_func` of (tokens, 3, heads, headdim), which is not copied."""
     only("flash_attn_varlen_qkvpacked_func", dropout_p=(dropout_p, 0.0))
-    q, k, v = qkv.unbind(1)
-    where = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    out, lse = _attend(
-        q, k, v, where, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes, deterministic=deterministic,
-    )  # fmt: skip
-    return (out, lse, None) if return_attn_probs else out
+    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(*qkv.unbind(1), *where, dropout_p, *rest)
 
 
 def _attend(
