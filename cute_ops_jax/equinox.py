@@ -669,10 +669,7 @@ class LinearCrossEntropy(_LinearLoss):
         softcap: float = 0.0, logit_scale: float = 1.0, key: Any,
     ) -> None:  # fmt: skip
         super().__init__(in_features, classes, use_bias, dtype, key=key)
-        self.options = layered.pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
-            softcap=softcap, logit_scale=logit_scale,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(self, hidden: Array, target: Array, *, key: Any = None) -> Array:
         return self._run(hidden, target)
@@ -699,11 +696,7 @@ class LinearCrossEntropyMetrics(_LinearLoss):
         token_scaling: bool = False, key: Any,
     ) -> None:  # fmt: skip
         super().__init__(in_features, classes, use_bias, dtype, key=key)
-        self.options = layered.pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-            logit_scale=logit_scale, accum_dtype=accum_dtype, chunk_rows=chunk_rows, reduction=reduction,
-            token_scaling=token_scaling,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(
         self, hidden: Array, target: Array, class_weight: Array | None = None, *, key: Any = None

@@ -4,6 +4,7 @@ losses without parameters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -41,6 +42,10 @@ class Loss(Layered):
 
     options: tuple[tuple[str, Any], ...]
 
+    def _keep(self, arguments: Mapping[str, Any]) -> None:
+        """Keep those of a constructor's arguments that are options of the row."""
+        self.options = tuple((name, arguments[name]) for name in self.layer.options)
+
     def _read(self, name: str) -> Any:
         return dict(self.options)[name] if name in self.layer.options else super()._read(name)
 
@@ -53,10 +58,7 @@ class CrossEntropy(Loss):
         self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, classes: int = 0,
         softcap: float = 0.0, logit_scale: float = 1.0, reduction: str = "mean", inplace_backward: bool = False,
     ) -> None:  # fmt: skip
-        self.options = pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, classes=classes,
-            softcap=softcap, logit_scale=logit_scale, reduction=reduction, inplace_backward=inplace_backward,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(self, logits: Array, target: Array) -> Array:
         found: Array = self._run(logits, target)
@@ -72,11 +74,7 @@ class CrossEntropyMetrics(Loss):
         logit_scale: float = 1.0, reduction: str = "mean", token_scaling: bool = False,
         inplace_backward: bool = False,
     ) -> None:  # fmt: skip
-        self.options = pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-            logit_scale=logit_scale, reduction=reduction, token_scaling=token_scaling,
-            inplace_backward=inplace_backward,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(self, logits: Array, target: Array, weight: Array | None = None) -> tuple[Array, Array, Array, Array]:
         found: tuple[Array, Array, Array, Array] = self._run(logits, target, weight)
@@ -91,10 +89,7 @@ class CrossEntropyOfSlice(Loss):
         self, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, classes: int = 0,
         softcap: float = 0.0, logit_scale: float = 1.0, inplace_backward: bool = False,
     ) -> None:  # fmt: skip
-        self.options = pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, classes=classes,
-            softcap=softcap, logit_scale=logit_scale, inplace_backward=inplace_backward,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(self, logits: Array, target: Array, lse_partial: Array) -> tuple[Array, Array, Array, Array]:
         found: tuple[Array, Array, Array, Array] = self._run(logits, target, lse_partial)
@@ -109,10 +104,7 @@ class SoftCrossEntropy(Loss):
         self, *, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0, logit_scale: float = 1.0,
         reduction: str = "mean",
     ) -> None:  # fmt: skip
-        self.options = pairs(
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale,
-            reduction=reduction,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(self, logits: Array, target: Array) -> Array:
         found: Array = self._run(logits, target)
@@ -124,16 +116,11 @@ class Divergence(Loss):
 
     @suggesting
     def __init__(self, *, beta: float = 0.5, temperature: float = 1.0) -> None:
-        self.options = pairs(beta=beta, temperature=temperature)
+        self._keep(locals())
 
     def __call__(self, student: Array, teacher: Array) -> Array:
         found: Array = self._run(student, teacher)
         return found
-
-
-def pairs(**options: Any) -> tuple[tuple[str, Any], ...]:
-    """Options as a module keeps them."""
-    return tuple(options.items())
 
 
 def seed(key: Any) -> Any:

@@ -710,10 +710,7 @@ class LinearCrossEntropy(_LinearLoss):
     ) -> None:  # fmt: skip
         given = _given(dtype, param_dtype, kernel_init, rngs)
         super().__init__(num_features, classes, use_bias=use_bias, bias_init=bias_init, **given)
-        self.options = layered.pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
-            softcap=softcap, logit_scale=logit_scale,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(self, hidden: Array, target: Array) -> Array:
         return self._run(hidden, target)
@@ -743,11 +740,7 @@ class LinearCrossEntropyMetrics(_LinearLoss):
     ) -> None:  # fmt: skip
         given = _given(dtype, param_dtype, kernel_init, rngs)
         super().__init__(num_features, classes, use_bias=use_bias, bias_init=bias_init, **given)
-        self.options = layered.pairs(
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-            logit_scale=logit_scale, accum_dtype=accum_dtype, chunk_rows=chunk_rows, reduction=reduction,
-            token_scaling=token_scaling,
-        )  # fmt: skip
+        self._keep(locals())
 
     def __call__(
         self, hidden: Array, target: Array, class_weight: Array | None = None

@@ -57,8 +57,9 @@ def flash_attn_kvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_func` of (batch, seqlen, 2, heads, headdim), which is not copied."""
     only("flash_attn_kvpacked_func", dropout_p=(dropout_p, 0.0))
+    k, v = kv.unbind(2)
     rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, *rest)
+    return flash_attn_func(q, k, v, dropout_p, *rest)
 
 
 def flash_attn_qkvpacked_func(
@@ -68,8 +69,9 @@ def flash_attn_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_func` of (batch, seqlen, 3, heads, headdim), which is not copied."""
     only("flash_attn_qkvpacked_func", dropout_p=(dropout_p, 0.0))
+    q, k, v = qkv.unbind(2)
     rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(*qkv.unbind(2), dropout_p, *rest)
+    return flash_attn_func(q, k, v, dropout_p, *rest)
 
 
 def flash_attn_varlen_func(
@@ -109,9 +111,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_varlen_func` of (tokens, 2, heads, headdim), which is not copied."""
     only("flash_attn_varlen_kvpacked_func", dropout_p=(dropout_p, 0.0))
+    k, v = kv.unbind(1)
     where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, *kv.unbind(1), *where, dropout_p, *rest)
+    return flash_attn_varlen_func(q, k, v, *where, dropout_p, *rest)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -121,9 +124,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """:func:`flash_attn_varlen_func` of (tokens, 3, heads, headdim), which is not copied."""
     only("flash_attn_varlen_qkvpacked_func", dropout_p=(dropout_p, 0.0))
+    q, k, v = qkv.unbind(1)
     where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(*qkv.unbind(1), *where, dropout_p, *rest)
+    return flash_attn_varlen_func(q, k, v, *where, dropout_p, *rest)
 
 
 def _attend(
