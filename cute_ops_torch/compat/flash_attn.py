@@ -112,9 +112,9 @@ def flash_attn_varlen_kvpacked_func(
     """:func:`flash_attn_varlen_func` of (tokens, 2, heads, headdim), which is not copied."""
     only("flash_attn_varlen_kvpacked_func", dropout_p=(dropout_p, 0.0))
     k, v = kv.unbind(1)
-    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, *where, dropout_p, *rest)
+    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p
+    rest = *where, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *rest)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -125,9 +125,9 @@ def flash_attn_varlen_qkvpacked_func(
     """:func:`flash_attn_varlen_func` of (tokens, 3, heads, headdim), which is not copied."""
     only("flash_attn_varlen_qkvpacked_func", dropout_p=(dropout_p, 0.0))
     q, k, v = qkv.unbind(1)
-    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, k, v, *where, dropout_p, *rest)
+    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p
+    rest = *where, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, *rest)
 
 
 def _attend(
