@@ -113,7 +113,7 @@ class Graph:
             return self.primitive("multiply", [half, self.constant(2.0)], shape, dtype)
         if name == "maximum" and (bounded := _bounded_by_nothing(args, shape)) is not None:
             return bounded
-        if name == "less" and args[1].op == "constant" and args[1].attr <= 0 and self._names(args[0], "iota"):
+        if name == "less" and args[1].op == "constant" and args[1].attr <= 0 and self._counts(args[0]):
             return self.broadcast(self.constant(False), shape)
         if name == "add" and (rope := self._rotation(named.of_sum(args), shape, dtype)) is not None:
             return rope
@@ -146,10 +146,14 @@ class Graph:
         return self.make("cast", [x], None, x.shape, dtype)
 
     def reduce(self, primitive: str, x: Node, axes: Sequence[int], keepdims: bool, dtype: str) -> Node:
+        """A reduction. The sum of all elements of a product with a one-hot matrix is that of its rows' sums."""
         axes = tuple(sorted(axis % len(x.shape) for axis in axes))
         if all(x.shape[axis] == 1 for axis in axes):
             left = x.shape if keepdims else tuple(size for i, size in enumerate(x.shape) if i not in axes)
             return self.cast(self.reshape(x, left), dtype)
+        last = len(x.shape) - 1
+        if primitive == "sum" and axes[1:] and axes[-1] == last and not keepdims and _is_of_one_hot(x):
+            return self.reduce(primitive, self.reduce(primitive, x, (last,), False, dtype), axes[:-1], False, dtype)
         kept = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
         shape = kept if keepdims else tuple(size for i, size in enumerate(x.shape) if i not in axes)
         return self.make("reduce", [x], (primitive, axes, keepdims), shape, dtype)
@@ -256,6 +260,12 @@ class Graph:
         """The place of each element along an axis."""
         return self._call(named.Named("iota", attrs={"axis": axis}), shape, dtype)
 
+    def _counts(self, node: Node) -> bool:
+        """Whether a value's elements are places along an axis."""
+        while node.op in ("reshape", "broadcast"):
+            node = node.args[0]
+        return self._names(node, "iota")
+
     def _names(self, node: Node, op: str) -> bool:
         return node in self.named and self.named[node].op == op
 
@@ -280,8 +290,14 @@ class Graph:
     ) -> Node:  # fmt: skip
         """A product: the dims of a batch first, then what is left of the left operand, then of the right one.
 
-        An operand that is transposed is read as it lies.
+        An operand that is transposed is read as it lies. One of all dims with a one-hot matrix is the sum of those of
+        its rows.
         """
+        every = tuple(range(len(left.shape)))
+        if dims == (every, every) and every[1:] and (_is_one_hot(left) or _is_one_hot(right)):
+            rows, last = every[:-1], every[-1:]
+            each = self.make("contract", [left, right], (last, last, (rows, rows)), left.shape[:-1], dtype)
+            return self.reduce("sum", each, rows, False, dtype)
         if batch == ((), ()) and len(dims[0]) == 1:
             (left, a), (right, b) = _as_it_lies(left, dims[0][0]), _as_it_lies(right, dims[1][0])
             dims = ((a,), (b,))
@@ -293,6 +309,16 @@ def _folded(name: str, args: Sequence[Node], shape: Shape) -> float | bool | Non
     numbers = [arg.attr for arg in args if arg.op == "constant"]
     constant = numbers and len(numbers) == len(args) and name in REFERENCE and shape == ()
     return fold(name, *numbers) if constant else None
+
+
+def _is_of_one_hot(x: Node) -> bool:
+    """Whether a value is a product with rows of zeros and ones, as of a comparison with each class."""
+    return (x.op, x.attr) == ("primitive", "multiply") and any(map(_is_one_hot, x.args))
+
+
+def _is_one_hot(x: Node) -> bool:
+    x = named.uncast(x)
+    return (x.op, x.attr) == ("primitive", "equal")
 
 
 def _bounded_by_nothing(args: Sequence[Node], shape: Shape) -> Node | None:

@@ -398,16 +398,30 @@ def _indexed(g: Graph, index: Node, shape: Any) -> Node | None:
     last = len(shape) - 1
     if index.op != "concat" or len(index.args) != last + 1 or index.attr != len(index.shape) - 1:
         return None
-    for axis, part in enumerate(index.args[:-1]):
-        size, place = part, axis
-        while size.op in ("reshape", "broadcast"):
-            size = size.args[0]
-        call = g.named.get(size)
-        if call is None or call.op != "iota" or size.shape != (shape[place],) or part.shape != (*shape[:-1], 1):
-            return None
-        if last > 1:  # which of the rows' dims it counts, reshapes do not say
-            return None
-    return index.args[-1]
+    parts = enumerate(index.args[:-1])
+    return (
+        index.args[-1]
+        if all(part.shape == (*shape[:-1], 1) and _counts(g, part, axis) for axis, part in parts)
+        else None
+    )
+
+
+def _counts(g: Graph, node: Node, axis: int) -> bool:
+    """Whether a value counts along one of its dims, and is the same along all others."""
+    while node.op in ("reshape", "broadcast"):
+        x = node.args[0]
+        if node.op == "broadcast":
+            if axis not in node.attr or x.shape[node.attr.index(axis)] != node.shape[axis]:
+                return False
+            axis = node.attr.index(axis)
+        else:
+            before, after = ([i for i, size in enumerate(each.shape) if size != 1] for each in (x, node))
+            if axis not in after or [x.shape[i] for i in before] != [node.shape[i] for i in after]:
+                return False
+            axis = before[after.index(axis)]
+        node = x
+    call = g.named.get(node)
+    return call is not None and call.op == "iota" and call.attrs["axis"] == axis
 
 
 def _dot_general(g: Graph, args: _Args, params: Any, shape: Any, dtype: str) -> _Made:

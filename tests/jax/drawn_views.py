@@ -453,7 +453,8 @@ def _stopped(d: Drawn, x: Any) -> Any:
     if d.often(0.5):
         y = jnp.exp(y * 0.5)
         seen = jnp.exp(d.views(rows) * 0.5)
-        y = y * seen if jnp.broadcast_shapes(y.shape, seen.shape) == y.shape else y
+        fits = seen.ndim <= y.ndim and all(a in (1, b) for a, b in zip(seen.shape[::-1], y.shape[::-1], strict=False))
+        y = y * seen if fits else y
     elif x.ndim > 1 and x.shape[-1] == x.shape[-2]:
         y = (y.swapaxes(-1, -2) + (rows if d.often(0.5) else rows.swapaxes(-1, -2))) * 0.5
     return d.views(y)

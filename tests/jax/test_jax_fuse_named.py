@@ -212,6 +212,15 @@ HEADS_OF_LOSSES: dict[str, Function] = {
     "one-hot in an einsum": lambda h, w, b, t: jnp.einsum(
         "btv,btv->bt", jax.nn.one_hot(t, CLASSES), -jax.nn.log_softmax(h @ w.T)
     ).mean(),
+    "sum of all of a one-hot product": lambda h, w, b, t: (
+        -jnp.sum(jax.nn.one_hot(t, CLASSES) * jax.nn.log_softmax(h @ w.T))
+    ),
+    "einsum to a number": lambda h, w, b, t: (
+        -jnp.einsum("btv,btv->", jax.nn.log_softmax(h @ w.T), jax.nn.one_hot(t, CLASSES))
+    ),
+    "indices of all dims": lambda h, w, b, t: (
+        -jax.nn.log_softmax(h @ w.T)[jnp.arange(B)[:, None], jnp.arange(T)[None], t].mean()
+    ),
     "bias": lambda h, w, b, t: of_optax(h @ w.T + b, t).mean(),
     "cap": lambda h, w, b, t: of_optax(jnp.tanh(h @ w.T / 3) * 3, t).mean(),
     "cap of a bias, scaled": lambda h, w, b, t: of_optax(jnp.tanh((h @ w.T + b) * 0.25) * 2, t).mean(),

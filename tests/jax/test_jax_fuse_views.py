@@ -105,6 +105,12 @@ def picked(x: jax.Array, t: jax.Array) -> jax.Array:
         (t[:, None] == jax.lax.broadcast_in_dim(jnp.arange(8), (8, 8), (0,))) * jax.nn.log_softmax(x)
     ).sum(-1),
     lambda x, t: jax.nn.logsumexp(x, -1)[::-1] - picked(x, t),
+    lambda x, t: jax.nn.logsumexp(x.reshape(8, 1, 8), -1) - x.reshape(1, 8, 8)[
+        jnp.zeros((8, 1), int), jnp.arange(8)[:, None], t[:, None]
+    ] + 0 * t[:, None],
+    lambda x, t: -jax.nn.log_softmax(jnp.stack([x, 2 * x]).reshape(4, 4, 8))[
+        jnp.arange(4)[None], jnp.arange(4)[:, None], t[:4, None]
+    ].sum(-1),
 ], ids=str)  # fmt: skip
 def test_what_reads_other_rows_is_no_loss(function: Function) -> None:
     """There are as many rows as classes."""
