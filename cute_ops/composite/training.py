@@ -234,7 +234,7 @@ class Training(Generic[Array]):
         if kind == "ipo":
             return (c - r - 1 / (2 * beta)) ** 2
         if kind == "orpo":
-            odds = (c - r) - (xp.log1p(-xp.exp(c)) - xp.log1p(-xp.exp(r)))
+            odds = (c - r) - (xp.log(-xp.expm1(c)) - xp.log(-xp.expm1(r)))
             return -beta * self._logsigmoid(odds)
         logits = beta * (c - r) - (gamma if kind == "simpo" else 0.0)
         return -self._logsigmoid(logits) * (1 - smoothing) - self._logsigmoid(-logits) * smoothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -88,6 +89,10 @@ class Adapter:
         """Outputs and gradients of a function of the framework's own, in float64; cotangents are ones by default."""
         raise NotImplementedError
 
+    def most_memory(self, function: Function, given: Sequence[Any]) -> int:
+        """Bytes that a function of arrays and its gradients hold at once beside these, on the host."""
+        raise NotImplementedError
+
     # From these
 
     def arrays(self, given: Sequence[Any], dtype: str | None = None) -> list[Any]:
@@ -157,6 +162,14 @@ class Torch(Adapter):
         outputs = as_tuple(function(*leaves))
         return outputs, lambda *cotangents: self.torch.autograd.grad(outputs, leaves, cotangents)
 
+    def most_memory(self, function: Function, given: Sequence[Any]) -> int:
+        leaves = [a.detach().clone().requires_grad_() for a in given]
+        with self.torch.profiler.profile(profile_memory=True) as watched:
+            function(*leaves).backward()
+        changes = sorted((e.time_range.start, e.cpu_memory_usage) for e in watched.events() if e.name == "[memory]")
+        assert changes
+        return max(itertools.accumulate(change for _, change in changes))
+
     def exact(self, function: Function, given: Arrays, cotangents: Arrays | None = None) -> tuple[list[Any], list[Any]]:
         outputs, pull = self.vjp(function, *(self.array(a, "float64") for a in given))
         cotangents = cotangents or [np.ones(out.shape) for out in outputs]
@@ -198,6 +211,10 @@ class Jax(Adapter):
     def vjp(self, function: Function, *given: Any) -> tuple[tuple[Any, ...], Function]:
         outputs, pull = self.jax.vjp(lambda *given: as_tuple(function(*given)), *given)
         return outputs, lambda *cotangents: pull(tuple(cotangents))
+
+    def most_memory(self, function: Function, given: Sequence[Any]) -> int:
+        program = self.jax.jit(self.jax.value_and_grad(function, tuple(range(len(given))))).lower(*given).compile()
+        return int(program.memory_analysis().temp_size_in_bytes)
 
     def exact(self, function: Function, given: Arrays, cotangents: Arrays | None = None) -> tuple[list[Any], list[Any]]:
         with self.jax.enable_x64(True):
