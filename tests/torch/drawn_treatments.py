@@ -1,6 +1,6 @@
 """Random sequences of what is done to a Hugging Face model: patched, copied, adapted, converted, called in other ways.
 
-A seed draws a family and two to five treatments. A model that is patched anywhere among them gives the losses, logits,
+A seed draws one of 27 families and two to five treatments. A model that is patched among them gives the losses, logits,
 hidden states and gradients of one that went through the others alone. More of them than the suite runs:
 ``python -m tests.torch.drawn_treatments --count 500``.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,8 +46,53 @@ MODELS: dict[str, dict[str, Any]] = {
         "state_size": 16, "chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     },
     "Qwen3MoeForCausalLM": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "MistralForCausalLM": {**GROUPED, "sliding_window": 4},
+    "Gemma2ForCausalLM": {**GROUPED, "sliding_window": 4, "attn_implementation": "eager"},
+    "Phi3ForCausalLM": GROUPED,
+    "Olmo2ForCausalLM": GROUPED,
+    "Cohere2ForCausalLM": {**GROUPED, "logit_scale": 0.7, "sliding_window": 4},
+    "GraniteForCausalLM": {**GROUPED, "logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "Glm4ForCausalLM": {**GROUPED, "attention_bias": True},
+    "StableLmForCausalLM": {**GROUPED, "use_parallel_residual": True},
+    "GPTNeoXForCausalLM": {**SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "Starcoder2ForCausalLM": {**GROUPED, **dict.fromkeys(("residual_dropout", "embedding_dropout"), 0.0)},
+    "NemotronForCausalLM": GROUPED,
+    "OPTForCausalLM": {
+        **SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "max_position_embeddings": 40,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "BartForConditionalGeneration": {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "dropout": 0.0,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 61,
+        "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 2, "forced_eos_token_id": None,
+    },
+    "RobertaForMaskedLM": {
+        **SIZES, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "ModernBertForMaskedLM": {
+        **SIZES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
+        "local_attention": 4, "reference_compile": False,
+    },
+    "WhisperForConditionalGeneration": {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 61,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8, "dropout": 0.0,
+        "max_source_positions": 10, "max_target_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1, "suppress_tokens": [], "begin_suppress_tokens": [],
+    },
+    "ViTForImageClassification": {
+        **SIZES, "image_size": 16, "patch_size": 5, "num_labels": 8, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
 }  # fmt: skip
-MOE = ("GptOssForCausalLM", "Qwen3MoeForCausalLM")
+MOE = ("GptOssForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM")
+SPEECH, IMAGES = "WhisperForConditionalGeneration", "ViTForImageClassification"
+NOT_CAUSAL = (
+    "BertForMaskedLM", "RobertaForMaskedLM", "ModernBertForMaskedLM", "T5ForConditionalGeneration",
+    "BartForConditionalGeneration", SPEECH, IMAGES,
+)  # fmt: skip
 
 
 class State(NamedTuple):
@@ -84,10 +130,34 @@ def check(seed: int) -> None:
             assert error <= allowed, f"{key} is off by {error:.3g} of its size, {allowed:.3g} allowed"
 
 
+def check_in_16_bits(seed: int) -> None:
+    """A model in bfloat16, where attention, products of patches and fused sums run on our ops: as near to float32 as
+    one that is not patched.
+    """
+    name, steps = drawn(seed)
+    # Routes and tokens that are nearly as good change places in 16 bits.
+    steps = ["train" if step in ("16 bits and back", "generate") else step for step in steps]
+    name = "LlamaForCausalLM" if name in MOE else name
+    print(f"seed {seed} in 16 bits: {name}: {', '.join(steps)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exact, plain, ours = (_treated(name, steps, seed, *how) for how in (
+            (False, False, torch.float32), (False, False, torch.bfloat16), (True, False, torch.bfloat16),
+        ))  # fmt: skip
+    assert plain.keys() == ours.keys(), f"{plain.keys() ^ ours.keys()}"
+    for key in exact.keys() & ours.keys():
+        right = exact[key].double()
+        size, *errors = (float(x.norm()) for x in (right, plain[key] - right, ours[key] - right))
+        most = 3 * errors[0] + 2**-6 * size + 2**-9 * exact[key].numel() ** 0.5
+        assert errors[1] <= most, f"{key} is off by {errors[1]:.3g} of {size:.3g}, {errors[0]:.3g} unpatched"
+
+
 def drawn(seed: int) -> tuple[str, list[str]]:
     rng = random.Random(seed)
     name = rng.choice(list(MODELS))
     steps = [rng.choice(list(TREATMENTS)) for _ in range(rng.randint(2, 5))]
+    if rng.random() < 0.15:
+        steps[rng.randrange(len(steps))] = rng.choice(list(SLOW))
     if "patch" not in steps:
         steps.insert(rng.randrange(len(steps)), "patch")
     return name, steps
@@ -102,9 +172,12 @@ def _off(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().nan_to_num(torch.inf).max()) if a.numel() else 0.0
 
 
-def _treated(name: str, steps: list[str], seed: int, patches: bool, moved: bool = False) -> dict[str, torch.Tensor]:
+def _treated(
+    name: str, steps: list[str], seed: int, patches: bool, moved: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """What the treatments find; with ``dtype`` of a model in that, whose weights bfloat16 holds."""
     torch.manual_seed(seed)
-    state = State(_made(name), {}, patches)
+    state = State(_made(name) if dtype is None else _made(name).bfloat16().to(dtype), {}, patches)
     if moved:
         with torch.no_grad():
             for i, p in enumerate(state.model.parameters()):
@@ -112,7 +185,7 @@ def _treated(name: str, steps: list[str], seed: int, patches: bool, moved: bool 
     results = dict[str, torch.Tensor]()
     for i, step in enumerate([*steps, "train"]):
         torch.manual_seed(seed + i)
-        state = TREATMENTS[step](state._replace(found={}), random.Random(seed * 10 + i))
+        state = (TREATMENTS | SLOW)[step](state._replace(found={}), random.Random(seed * 10 + i))
         results |= {f"{i} {step}: {key}": value for key, value in state.found.items()}
     return results
 
@@ -138,8 +211,15 @@ def _is_patched(model: nn.Module) -> bool:
     return any(hasattr(type(module), "_cute_original") for module in model.modules())
 
 
-def _inputs(rng: random.Random, padded: bool = True) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+def _inputs(state: State, rng: random.Random, padded: bool = True) -> dict[str, torch.Tensor]:
+    generator, name = torch.Generator().manual_seed(rng.randrange(1 << 30)), _name(state.model)
+    dtype = next(p.dtype for n, p in state.model.named_parameters() if "lora" not in n)
+    if name == IMAGES:
+        pixels = torch.randn(2, 3, 16, 16, generator=generator).to(dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 8, (2,), generator=generator)}
+    if name == SPEECH:
+        features, labels = torch.randn(2, 8, 20, generator=generator), torch.randint(3, 50, (2, 5), generator=generator)
+        return {"input_features": features.to(dtype), "labels": labels}
     tokens = torch.randint(3, 50, (2, rng.choice((5, 8))), generator=generator)
     mask, labels = torch.ones_like(tokens), tokens.clone()
     if padded and rng.random() < 0.5:
@@ -150,38 +230,39 @@ def _inputs(rng: random.Random, padded: bool = True) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def _note(state: State, out: Any, mask: torch.Tensor, logits: bool = True) -> None:
+def _note(state: State, out: Any, mask: torch.Tensor | None, logits: bool = True) -> None:
     """Keeps what a call returned; of padding, whose rows attend to nothing, nothing is promised."""
     for key, value in out.items():
         for i, x in enumerate(value if isinstance(value, (tuple, list)) else [value]):
             if isinstance(x, torch.Tensor) and (logits or key != "logits") and key != "past_key_values":
                 x = x.detach().clone().float()
-                state.found[f"{key} {i}"] = x[mask.bool()] if x.shape[:2] == mask.shape else x
+                rows = mask is not None and x.shape[:2] == mask.shape
+                state.found[f"{key} {i}"] = x[mask.bool()] if mask is not None and rows else x
 
 
 def _call(state: State, rng: random.Random, **given: Any) -> State:
-    inputs = _inputs(rng)
+    inputs = _inputs(state, rng)
     if rng.random() < 0.5:
         out = state.model.train()(**inputs, **given)
-        _note(state, out, inputs["attention_mask"], logits=False)
+        _note(state, out, inputs.get("attention_mask"), logits=False)
         return state
     with torch.no_grad():
-        _note(state, state.model.eval()(**inputs, **given), inputs["attention_mask"])
+        _note(state, state.model.eval()(**inputs, **given), inputs.get("attention_mask"))
     return state
 
 
 def _train(state: State, rng: random.Random) -> State:
-    inputs, model = _inputs(rng), state.model.train()
+    inputs, model = _inputs(state, rng), state.model.train()
     model.zero_grad()
     out = model(**inputs)
-    _note(state, out, inputs["attention_mask"], logits=False)
+    _note(state, out, inputs.get("attention_mask"), logits=False)
     if out.loss.requires_grad:
         out.loss.backward()
     for name, p in model.named_parameters():
         if p.grad is not None:
             state.found[f"gradient of {name}"] = p.grad.clone().float()
     with torch.no_grad():
-        _note(state, model.eval()(**inputs), inputs["attention_mask"])
+        _note(state, model.eval()(**inputs), inputs.get("attention_mask"))
     return state
 
 
@@ -215,7 +296,8 @@ def _load(state: State, rng: random.Random) -> State:
     file = io.BytesIO()
     torch.save(state.model.state_dict(), file)
     file.seek(0)
-    other = State(_made(_name(state.model), copy.deepcopy(state.model.config)), state.found, state.patches)
+    made = _made(_name(state.model), copy.deepcopy(state.model.config)).to(state.model.dtype)
+    other = State(made, state.found, state.patches)
     if rng.random() < 0.6:
         other = _patch(other, rng)
     other.model.load_state_dict(torch.load(file))
@@ -262,14 +344,15 @@ def _checkpoint(state: State, rng: random.Random) -> State:
 
 
 def _tie(state: State, rng: random.Random) -> State:
-    if not isinstance(state.model, peft.PeftModel):  # transformers cannot tie a head that has an adapter
+    # transformers cannot tie a head that has an adapter
+    if not isinstance(state.model, peft.PeftModel) and _name(state.model) != IMAGES:
         state.model.config.tie_word_embeddings = True
         state.model.tie_weights()
     return state
 
 
 def _resize(state: State, rng: random.Random) -> State:
-    if not isinstance(state.model, peft.PeftModel):
+    if not isinstance(state.model, peft.PeftModel) and _name(state.model) != IMAGES:
         state.model.zero_grad()  # gradients of the old size stay, else
         state.model.resize_token_embeddings(rng.choice((56, 64, 77)), mean_resizing=False)
     return state
@@ -285,7 +368,7 @@ def _freeze(state: State, rng: random.Random) -> State:
 def _convert(state: State, rng: random.Random) -> State:
     """To 16 bits, in which it runs, and back."""
     model = state.model.to(rng.choice((torch.bfloat16, torch.float16)))
-    loss = model.train()(**_inputs(rng)).loss
+    loss = model.train()(**_inputs(state, rng)).loss
     if loss.requires_grad:
         loss.backward()
         model.zero_grad()
@@ -293,12 +376,12 @@ def _convert(state: State, rng: random.Random) -> State:
 
 
 def _generate(state: State, rng: random.Random) -> State:
-    if _name(state.model) == "BertForMaskedLM":
+    if _name(state.model) == IMAGES or "MaskedLM" in _name(state.model):
         return state
-    inputs = {key: x for key, x in _inputs(rng).items() if key != "labels"}
+    inputs = {key: x for key, x in _inputs(state, rng).items() if key != "labels"}
     out = state.model.eval().generate(
         **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0, output_logits=True,
-        return_dict_in_generate=True, num_beams=1,
+        return_dict_in_generate=True, num_beams=rng.choice((1, 1, 2)),
     )  # fmt: skip
     for i, x in enumerate(out.logits):
         state.found[f"logits of token {i}"] = x.float()
@@ -327,7 +410,7 @@ def _hidden(state: State, rng: random.Random) -> State:
 
 
 def _attentions(state: State, rng: random.Random) -> State:
-    if _name(state.model) == "Mamba2ForCausalLM":
+    if _name(state.model) in ("Mamba2ForCausalLM", SPEECH):
         return state
     if rng.random() < 0.5:
         _base(state.model).set_attn_implementation("eager")
@@ -335,25 +418,107 @@ def _attentions(state: State, rng: random.Random) -> State:
 
 
 def _embeds(state: State, rng: random.Random) -> State:
-    inputs = _inputs(rng)
+    inputs = _inputs(state, rng)
+    if "input_ids" not in inputs:
+        return state
     embeds = _base(state.model).get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
     out = state.model.train()(inputs_embeds=embeds, **inputs)
     out.loss.backward()
     state.found["gradient of embeddings"] = embeds.grad
-    _note(state, out, inputs["attention_mask"], logits=False)
+    _note(state, out, inputs.get("attention_mask"), logits=False)
     return state
 
 
 def _items(state: State, rng: random.Random) -> State:
-    if _name(state.model) in ("BertForMaskedLM", "T5ForConditionalGeneration"):
+    if _name(state.model) in NOT_CAUSAL:
         return state
     return _call(state, rng, num_items_in_batch=rng.choice((7, torch.tensor(9))))
 
 
 def _inference(state: State, rng: random.Random) -> State:
-    inputs = _inputs(rng)
+    inputs = _inputs(state, rng)
     with torch.inference_mode():
-        _note(state, state.model.eval()(**inputs), inputs["attention_mask"])
+        _note(state, state.model.eval()(**inputs), inputs.get("attention_mask"))
+    return state
+
+
+def _autocast(state: State, rng: random.Random) -> State:
+    """Nothing is compared: a number in 16 bits moves by what a sum in another order moves in float32."""
+    inputs = _inputs(state, rng)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = state.model.train()(**inputs).loss
+    if loss.requires_grad:
+        loss.backward()
+        state.model.zero_grad()
+    return state
+
+
+def _compiled(state: State, rng: random.Random) -> State:
+    """Around the model that is patched; the other one runs as it is."""
+    inputs, model = _inputs(state, rng), state.model.train()
+    model.zero_grad()
+    torch._dynamo.reset()
+    run = torch.compile(model, backend=rng.choice(("eager", "aot_eager"))) if state.patches else model
+    out = run(**inputs)
+    _note(state, out, inputs.get("attention_mask"), logits=False)
+    if out.loss.requires_grad:
+        out.loss.backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            state.found[f"gradient of {name}"] = p.grad.clone().float()
+    torch._dynamo.reset()
+    return state
+
+
+def _save(state: State, rng: random.Random) -> State:
+    """By Hugging Face's files, into a model of the same class, or an adapter's into the same model."""
+    with tempfile.TemporaryDirectory() as folder:
+        state.model.save_pretrained(folder)
+        if isinstance(state.model, peft.PeftModel):
+            state.model.load_adapter(folder, "saved", is_trainable=True)
+            state.model.set_adapter("saved")
+            return state
+        model = type(state.model).from_pretrained(folder, dtype=state.model.dtype)
+    return state._replace(model=model)
+
+
+def _steps(state: State, rng: random.Random) -> State:
+    """Two steps of an optimizer."""
+    model = state.model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if trained:
+        optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(**_inputs(state, rng)).loss
+            if loss.requires_grad:
+                loss.backward()
+                optimizer.step()
+        optimizer.zero_grad()
+    return state
+
+
+def _functional(state: State, rng: random.Random) -> State:
+    """A stateless call, with other weights."""
+    inputs, model = _inputs(state, rng), state.model.eval()
+    weights = {name: 0.9 * p.detach() for name, p in model.named_parameters()}
+    out = torch.func.functional_call(model, weights, (), inputs)
+    _note(state, out, inputs.get("attention_mask"))
+    return state
+
+
+def _trainer(state: State, rng: random.Random) -> State:
+    """Hugging Face's ``Trainer``, which accumulates gradients and tells a model how many tokens it divides by."""
+    if not any(p.requires_grad for p in state.model.parameters()):
+        return state
+    rows = [{key: x[i] for key, x in _inputs(state, random.Random(rng.randrange(99)), False).items()} for i in (0, 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        options = transformers.TrainingArguments(
+            folder, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=2, report_to=[],
+            learning_rate=0.05, optim="sgd", save_strategy="no", disable_tqdm=True, use_cpu=True, seed=3,
+            gradient_checkpointing=False, logging_strategy="no",
+        )  # fmt: skip
+        transformers.Trainer(state.model, options, train_dataset=rows).train()
     return state
 
 
@@ -362,8 +527,11 @@ TREATMENTS: dict[str, Treatment] = {
     "merge": _merge, "adapters off": _disable, "checkpointing": _checkpoint, "tie_weights": _tie, "resize": _resize,
     "freeze": _freeze, "16 bits and back": _convert, "generate": _generate, "meta and back": _meta,
     "router logits": _router, "hidden states": _hidden, "attentions": _attentions, "inputs_embeds": _embeds,
-    "num_items_in_batch": _items, "inference_mode": _inference, "train": _train,
+    "num_items_in_batch": _items, "inference_mode": _inference, "train": _train, "autocast": _autocast,
+    "save_pretrained": _save, "optimizer steps": _steps, "functional_call": _functional,
 }  # fmt: skip
+# Of those that take seconds a sequence has one at most, and few have one.
+SLOW: dict[str, Treatment] = {"compiled": _compiled, "Trainer": _trainer}
 
 
 if __name__ == "__main__":

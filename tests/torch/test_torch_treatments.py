@@ -14,13 +14,18 @@ from cute_ops_torch.huggingface import attention_function
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from tests.torch.drawn_treatments import GROUPED, MODELS, check  # noqa: E402
+from tests.torch.drawn_treatments import GROUPED, MODELS, check, check_in_16_bits  # noqa: E402
 
 
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 107))
 def test_drawn_treatments(seed: int) -> None:
     """``python -m tests.torch.drawn_treatments --count 500`` runs more of them."""
     check(seed)
+
+
+@pytest.mark.parametrize("seed", range(211, 214))
+def test_drawn_treatments_in_16_bits(seed: int) -> None:
+    check_in_16_bits(seed)
 
 
 def test_adapters_around_a_patched_model_stay_what_they_are() -> None:
