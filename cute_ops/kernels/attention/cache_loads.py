@@ -8,7 +8,7 @@ from cutlass import Float16, Float32, Int32, Int64, const_expr
 
 from cute_ops.hardware import VECTOR_BYTES
 from cute_ops.kernels.attention.cache_tiles import two_pairs
-from cute_ops.kernels.attention.pages import copy_bytes, page_of
+from cute_ops.kernels.attention.pages import copy_bytes, page_of, table_entry
 from cute_ops.kernels.attention.softmax import pack
 from cute_ops.kernels.lib.copy import fragment, load
 from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP
@@ -88,9 +88,11 @@ class CopyRing(Fixed):
 
 
 class Found(NamedTuple):
-    """The key of a lane: its page, or the sequence of contiguous caches, and -1 where it is not there; its slot."""
+    """The key of a lane: what the table has for it, or the sequence of contiguous caches, and -1 where it is not there;
+    its slot.
+    """
 
-    page: Any
+    entry: Any
     slot: Any
 
 
@@ -101,22 +103,19 @@ def find_key(table, mCache, batch, key, count):
         table: the pages of each sequence; None if caches are contiguous.
         mCache: (pages, page size, heads, d).
         batch: the sequence's number.
-        key: its number in the sequence; one that does not exist has page -1.
+        key: its number in the sequence; one that does not exist has entry -1.
         count: of keys.
     """
-    slot = key if const_expr(table is None) else key % Int32(mCache.shape[1])
-    return Found(_page(table, mCache, batch, key, count), slot)
+    there = (key >= 0) & (key < count)
+    if const_expr(table is None):
+        return Found(cutlass.select_(there, batch, Int32(-1)), key)
+    size = Int32(mCache.shape[1])
+    return Found(table_entry(table, batch, key // size, there), key % size)
 
 
-@cute.jit
-def _page(table, mCache, batch, key, count):
-    page = Int32(-1)
-    if (key >= 0) & (key < count):
-        if const_expr(table is None):
-            page = batch
-        else:
-            page = page_of(table, mCache, batch, key)
-    return page
+def page_found(table, mCache, entry):
+    """The page of a key that was found, or the sequence; -1 where it is not there."""
+    return entry if const_expr(table is None) else page_of(entry, mCache)
 
 
 class CacheLoads(Fixed):

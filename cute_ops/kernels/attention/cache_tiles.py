@@ -77,26 +77,28 @@ class Tiles8(Tiles16):
                     cute.gemm(operands.keys.mma, row.scores, queries(i, 2 * k + half), rK, row.scores)
 
     def _operand(self, words, half):
-        """16 numbers of 16 keys: of each block of 8 keys a word."""
-        rX = cute.make_rmem_tensor(((2, 2), 2), Float16)
+        """16 numbers of each key: of each block of 8 keys a word."""
+        blocks = cute.size(words) // 2
+        rX = cute.make_rmem_tensor(((2, 2), blocks), Float16)
         to = cute.recast_tensor(rX, Int32)
-        for block in range(2):
+        for block in range(blocks):
             to[2 * block], to[2 * block + 1] = two_pairs(words[half + 2 * block])
         return rX
 
     def add_values(self, operands, rows, stage):
-        words = _words(operands.values.read(0, stage))
-        for block in range(self.e // 16):
-            rX = cute.make_rmem_tensor(((2, 2), 2), Float16)
-            to = cute.recast_tensor(rX, Int32)
-            for keys in range(2):
-                # Of two keys, even columns before odd ones.
-                turned = cute.arch.prmt(words[keys + 2 * block], Int32(0), Int32(0x3120))
-                to[keys], to[keys + 2] = two_pairs(turned)
-            for row in rows:
-                layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
-                sums = cute.make_tensor(row.values.iterator + 8 * block, layout)
-                cute.gemm(operands.values.mma, sums, row.weights[None, None, 0], rX, sums)
+        for step in range(operands.values.steps):
+            words = _words(operands.values.read(step, stage))
+            for block in range(self.e // 16):
+                rX = cute.make_rmem_tensor(((2, 2), 2), Float16)
+                to = cute.recast_tensor(rX, Int32)
+                for keys in range(2):
+                    # Of two keys, even columns before odd ones.
+                    turned = cute.arch.prmt(words[keys + 2 * block], Int32(0), Int32(0x3120))
+                    to[keys], to[keys + 2] = two_pairs(turned)
+                for row in rows:
+                    layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
+                    sums = cute.make_tensor(row.values.iterator + 8 * block, layout)
+                    cute.gemm(operands.values.mma, sums, row.weights[None, None, step], rX, sums)
 
     def column(self, lane, c):
         block, c = c // 4, c % 4

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from cute_ops.declaration.config import KernelConfig
 from cute_ops.kernels.tensor_core.sizes import MMA_M
 
-# Of attention to caches: rows of an MMA, keys of a warp's tile, and elements between rows in shared memory.
-MMA_ROWS, KEYS_OF_TILE, PADDING = 16, 16, 8
+MMA_ROWS, PADDING = 16, 8  # rows of an MMA of a warp, and elements between rows in shared memory
 BACKWARD_BLOCK = 128  # queries, or keys, of a CTA of warpgroups that computes gradients
 # Of latents by warpgroups: blocks in shared memory, and parts of a block that arrive one after another.
 LATENT_STAGES, LATENT_PARTS = 2, 3
@@ -121,6 +120,7 @@ class DecodeConfig(KernelConfig):
         tiles_m: tiles of 16 queries, of heads that share keys, which a CTA has.
         warps: of a CTA, each with tiles of keys of its own.
         stages: tiles of keys and values that a warp has in shared memory.
+        keys: of a tile.
         itemsize: bytes of an element of caches.
         split_keys: keys after which they are split; 0 where the number of splits is chosen.
         score: the expression of a change of scores; empty if there is none.
@@ -130,6 +130,7 @@ class DecodeConfig(KernelConfig):
     tiles_m: int
     warps: int
     stages: int
+    keys: int = MMA_ROWS
     itemsize: int = 2
     split_keys: int = 0
     score: str = ""
@@ -141,7 +142,7 @@ class DecodeConfig(KernelConfig):
 
     def stage_bytes(self, d: int, e: int) -> int:
         """Bytes of a tile of keys and values: padding keeps eight neighbouring rows in different banks."""
-        return KEYS_OF_TILE * (self.itemsize * (d + e) + 4 * PADDING)
+        return self.keys * (self.itemsize * (d + e) + 4 * PADDING)
 
     def shared(self, d: int, e: int) -> int:
         """Bytes of shared memory: queries and their factors, tiles or results of each warp, which take their place, and

@@ -10,12 +10,12 @@ from cute_ops.declaration.shapes import ITEMSIZE
 from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.attention.cache_tiles import tiles_of
 from cute_ops.kernels.attention.combine import Combine, Results
-from cute_ops.kernels.attention.config import KEYS_OF_TILE, MMA_ROWS, PADDING, DecodeConfig
+from cute_ops.kernels.attention.config import MMA_ROWS, PADDING, DecodeConfig
 from cute_ops.kernels.attention.mods import Mods, by_index
-from cute_ops.kernels.attention.pages import Keys, load_tile, page_entry
-from cute_ops.kernels.attention.softmax import OnlineSoftmax, by_row, store_packed
+from cute_ops.kernels.attention.pages import Keys, first_place, load_tile, next_place, page_entry
+from cute_ops.kernels.attention.softmax import GROWTH, OnlineSoftmax, by_row, store_packed
 from cute_ops.kernels.attention.tiles import Place, Sizes, Tile
-from cute_ops.kernels.attention.warps import Rows, mma_of_warp, queries_fit
+from cute_ops.kernels.attention.warps import Rows, accumulators, halves, mma_of_warp, queries_fit
 from cute_ops.kernels.lib.arguments import by_name, named
 from cute_ops.kernels.lib.copy import fragment, load, store
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -85,10 +85,10 @@ class DecodeAttention:
     """``out = softmax(softcap(scale * q @ k.T)) @ v`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has ``16 * tiles_m`` rows, the queries of all heads that share one of the caches, and a part of a
-    sequence's keys. Its warps go through them 16 keys at a time, each by itself: a warp copies tiles into a ring of its
+    sequence's keys. Its warps go through them 16 or 32 keys at a time, each by itself: a warp copies tiles into a ring of its
     own, so that no barrier stops the loop, and multiplies by ``mma.sync``. At the end the CTA combines the results of
     its warps; if keys are split, :class:`Combine` does so with those of CTAs. Both do it in a fixed order.
-    Shared memory: ``16 * tiles_m x d`` queries; ``stages`` tiles of ``16 x (d + e)`` keys and values of each warp,
+    Shared memory: ``16 * tiles_m x d`` queries; ``stages`` tiles of ``keys x (d + e)`` keys and values of each warp,
     whose place its results take; padded.
     Bytes moved per element: keys and values once, from memory if there is one block of queries, else from L2.
     """
@@ -101,7 +101,8 @@ class DecodeAttention:
         self.window, self.itemsize = attrs["window"], ITEMSIZE[keys["q"].dtype]
         self.scale = attrs["scale"] or self.d**-0.5
         self.mods = Mods(self.scale, self.config.score)
-        self.softmax = OnlineSoftmax(*self.mods.outer)
+        self.softmax = OnlineSoftmax(*self.mods.outer, GROWTH)
+        self.keys = self.config.keys  # of a tile
         self.threads, self.pdl = WARP * self.config.warps, can_use_pdl(variant.arch)
         # What stays in registers: queries, beside sums of values.
         self.keeps_queries = queries_fit(self.config.tiles_m, self.d, self.e)
@@ -156,11 +157,11 @@ class DecodeAttention:
             size = size * Int32(tensors.page_table.shape[1])
         # In 64 bits, before it is cut: a length may be any number.
         keys = Int32(cutlass.max(cutlass.min(Int64(tensors.lengths[batch]), Int64(size)), Int64(0)))
-        begin, end, split = Int32(0), cute.ceil_div(keys, KEYS_OF_TILE), index - head * splits
+        begin, end, split = Int32(0), cute.ceil_div(keys, self.keys), index - head * splits
         if const_expr(self.window > 0):
-            begin = cutlass.max(keys - (self.queries - 1 + self.window), Int32(0)) // KEYS_OF_TILE
+            begin = cutlass.max(keys - (self.queries - 1 + self.window), Int32(0)) // self.keys
         if const_expr(self.config.split_keys > 0):
-            tiles = self.config.split_keys // KEYS_OF_TILE
+            tiles = self.config.split_keys // self.keys
             begin, end = cutlass.max(begin, split * tiles), cutlass.min(end, (split + 1) * tiles)
         else:
             tiles = cute.ceil_div(cute.ceil_div(end - begin, splits), self.config.warps) * self.config.warps
@@ -181,10 +182,10 @@ class DecodeAttention:
         base = smem.allocate(size * warps, 16)
         tiles = []
         units = [width * config.itemsize // 2 for width in (self.d, self.e)]
-        for start, width in zip((0, 2 * KEYS_OF_TILE * (units[0] + PADDING)), units):
+        for start, width in zip((0, 2 * self.keys * (units[0] + PADDING)), units):
             address = (base + (warp * size + start)).toint()
             pointer = cute.make_ptr(self.product, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-            shape, strides = (KEYS_OF_TILE, width, config.stages), (width + PADDING, 1, stage // 2)
+            shape, strides = (self.keys, width, config.stages), (width + PADDING, 1, stage // 2)
             tiles.append(cute.make_tensor(pointer, cute.make_layout(shape, stride=strides)))
         results = cute.recast_ptr(base, dtype=Float32)
         values = cute.make_tensor(results, cute.make_layout((rows, self.e, warps), stride=(self.e, 1, size // 4)))
@@ -202,15 +203,18 @@ class DecodeAttention:
     ):  # fmt: skip
         (sQ, sFactors, (sK, sV, masks, sValues, sSums)), (tidx, warp), warps = shared, at, self.config.warps
         lane, stages = tidx % WARP, self.config.stages
-        keys = Keys(self.config.form, tensors.page_table, work.batch, work.keys)
+        form, table, page_size = self.config.form, tensors.page_table, Int32(tensors.k_cache.shape[1])
+        keys = Keys(form, self.keys, table, work.batch, work.keys, page_size, self.keys * warps)
         caches = [(tensors.k_cache, sK), (tensors.v_cache, sV)]
         first = work.begin + warp
         # The page of a tile is looked up one tile ahead of its copies.
-        entry = page_entry(keys, tensors.k_cache, first, lane)
+        index, slot = first_place(keys, first, lane)
+        entry = page_entry(keys, index, first, lane)
         for i in cutlass.range(stages - 1, unroll=1):
             tile = first + i * warps
-            load_tile(keys, caches, masks, (work.head, tile, work.end), (entry, i, lane))
-            entry = page_entry(keys, tensors.k_cache, tile + warps, lane)
+            load_tile(keys, caches, masks, (work.head, tile, work.end, i, lane), (entry, slot))
+            index, slot = next_place(keys, index, slot)
+            entry = page_entry(keys, index, tile + warps, lane)
         self._load_queries(tensors.q, (sQ, sFactors), work, tidx)
         cute.arch.barrier()
         rows, queries = [], []
@@ -226,8 +230,9 @@ class DecodeAttention:
             # All lanes have read the stage that is loaded now.
             ahead = tile + (stages - 1) * warps
             free = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
-            load_tile(keys, caches, masks, (work.head, ahead, work.end), (entry, free, lane))
-            entry = page_entry(keys, tensors.k_cache, ahead + warps, lane)
+            load_tile(keys, caches, masks, (work.head, ahead, work.end, free, lane), (entry, slot))
+            index, slot = next_place(keys, index, slot)
+            entry = page_entry(keys, index, ahead + warps, lane)
             for row in rows:
                 row.scores.fill(0.0)
             self.tiles.score(operands, lambda i, k: queries[i](k), rows, stage)
@@ -290,8 +295,7 @@ class DecodeAttention:
     def _start(self, mma, work, i, lane):
         """Sums of nothing."""
         rows, keys = [cute.make_rmem_tensor(2, Float32) for _ in range(2)], []
-        values = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, self.e)), Float32)
-        values.fill(0.0)
+        values = accumulators(mma, self.e, 0.0)
         rows[0].fill(-Float32.inf)
         rows[1].fill(0.0)
         for _ in range(2):
@@ -302,8 +306,7 @@ class DecodeAttention:
             last = work.keys - self.queries + token
             keys[0][r] = last - self.window + 1 if self.window else Int32(0)
             keys[1][r] = cutlass.select_(token < self.queries, last, Int32(-1))
-        scores = cute.make_rmem_tensor(mma.partition_shape_C((MMA_ROWS, KEYS_OF_TILE)), Float32)
-        weights = cute.make_rmem_tensor(((2, 2, 2), 1, 1), self.product)
+        scores, weights = accumulators(mma, self.keys), halves(self.keys, self.product)
         factors = cute.make_rmem_tensor(2, Float32) if self.tiles.scaled else None
         both = [work.block * self.config.rows + i * MMA_ROWS + lane // 4 + 8 * r for r in range(2)]
         tokens, heads = zip(*(self._of_row(row, work) for row in both))
@@ -322,26 +325,26 @@ class DecodeAttention:
     @cute.jit
     def _weigh(self, row: cutlass.Constexpr, work: cutlass.Constexpr, tile, mask, lane):
         """Exponentials of a tile's scores, and what they do to the sums so far."""
-        scores, start = by_row(row.scores), tile * KEYS_OF_TILE + lane % 4 * 2
+        scores, start = by_row(row.scores), tile * self.keys + lane % 4 * 2
+        columns = tuple(8 * (c // 2) + c % 2 for c in range(self.keys // 4))
         if const_expr(row.factors is not None):
             self.softmax.rescale(row.scores, row.factors)
         if const_expr(self.mods.score is not None):
-            place = Place(Tile(0, row.heads, work.batch), row.tokens, start, (0, 1, 8, 9), False, work.sizes)
+            place = Place(Tile(0, row.heads, work.batch), row.tokens, start, columns, False, work.sizes)
             self.mods.change(scores, place)
         # All queries attend to all keys of a tile, if it is none of the last or of the window's first ones.
         before = work.keys - self.queries
-        whole = ((tile + 1) * KEYS_OF_TILE <= before + 1) & (mask == -1)
+        whole = ((tile + 1) * self.keys <= before + 1) & (mask == -1)
         if const_expr(self.window > 0):
-            whole = whole & (tile * KEYS_OF_TILE >= work.keys - self.window)
+            whole = whole & (tile * self.keys >= work.keys - self.window)
         if not whole:
             for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(4):
-                    offset = 8 * (c // 2) + c % 2
+                for c, offset in enumerate(columns):
                     there = (mask >> (lane % 4 * 2 + offset)) & 1
                     seen = (start + offset <= row.high[r]) & (start + offset >= row.low[r]) & (there != 0)
                     scores[r, c] = cutlass.select_(seen, scores[r, c], -Float32.inf)
         factors = self.softmax.add(row.scores, row.largest, row.sums)
-        self.softmax.rescale(row.values, factors)
+        self.softmax.rescale_grown(row.values, factors)
         store_packed(row.scores, row.weights)
 
     # --- after the loop

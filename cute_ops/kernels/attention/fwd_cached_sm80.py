@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.attention.cache_loads import Fixed, find_key, widened
+from cute_ops.kernels.attention.cache_loads import Fixed, find_key, page_found, widened
 from cute_ops.kernels.attention.cached import Cached, hide_missing
 from cute_ops.kernels.attention.fwd_sm80 import AttentionFwdSm80
 from cute_ops.kernels.attention.pages import copy_bytes
@@ -94,11 +94,12 @@ class CacheRows(Fixed):
     def keep(self, found: cutlass.Constexpr, stage):
         """Show all threads where the keys of a tile lie."""
         if self.tidx < -(-self.keys // WARP) * WARP:
-            bits = cute.arch.vote_ballot_sync((found.page >= 0) | (self.tidx >= self.keys))
+            page = page_found(self.table, self.caches[0], found.entry)
+            bits = cute.arch.vote_ballot_sync((page >= 0) | (self.tidx >= self.keys))
             if self.tidx % WARP == 0:
                 self.marks[self.tidx // WARP, stage] = Int32(bits)
             if self.tidx < self.keys:
-                self.found[0, self.tidx, stage] = found.page
+                self.found[0, self.tidx, stage] = page
                 self.found[1, self.tidx, stage] = found.slot
 
     def there(self, stage):

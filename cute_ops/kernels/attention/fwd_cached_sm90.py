@@ -8,7 +8,7 @@ from cutlass.pipeline import PipelineUserType, make_pipeline_state, pipeline_ini
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
-from cute_ops.kernels.attention.cache_loads import WARPS, CacheLoads, CopyRing
+from cute_ops.kernels.attention.cache_loads import WARPS, CacheLoads, CopyRing, page_found
 from cute_ops.kernels.attention.cached import Cached, hide_missing
 from cute_ops.kernels.attention.fwd_sm90 import AttentionFwd
 from cute_ops.kernels.attention.products import mma_of_scores, mma_of_weights, tma_copies
@@ -119,7 +119,7 @@ class AttentionCachedSm90(Cached, AttentionFwd):
             tile, own = self._tile(index, sizes)
             kv_head = tile.head // sizes.heads_per_kv
             first, last = self._keys_of(tile, own)
-            page, place = loads.find(mK, tile.batch, last, own.seqlen_k)
+            entry, place = loads.find(mK, tile.batch, last, own.seqlen_k)
             if warp == 0:
                 tQsQ, tQgQ = partition(q, (self.tile_m, self.d), (tile.block, 0, tile.head, tile.batch), own.rows[0])
                 ring_q.producer_acquire(q_slot)
@@ -127,8 +127,8 @@ class AttentionCachedSm90(Cached, AttentionFwd):
             q_slot.advance()
             for i in cutlass.range(last - first + 1, unroll=1):
                 keys = last - i
-                found = page, place
-                page, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
+                found = page_found(mTable, mK, entry), place
+                entry, place = loads.find(mK, tile.batch, keys - 1, own.seqlen_k)
                 if self.tiles.some(tile, own, tile.block, keys):
                     ring_k.producer_acquire(slot)
                     ring_k.mark(slot, found[0] >= 0, warp, lane)

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.combine import Combine, Results, store_pairs
 from cute_ops.kernels.attention.config import MlaConfig
-from cute_ops.kernels.attention.pages import page_of
+from cute_ops.kernels.attention.pages import page_of, table_entry
 from cute_ops.kernels.lib.activation import LOG2_E
 from cute_ops.kernels.lib.pdl import can_use_pdl
 
@@ -78,16 +78,20 @@ class Latent:
             batch, bidx - index * self.blocks, split, splits, keys, begin, cutlass.min(count, begin + per_split)
         )
 
-    @cute.jit
-    def entry(self, tensors: cutlass.Constexpr, work: cutlass.Constexpr, key):
+    def entry(self, tensors, work, key):
+        """What the table has for a key, or the sequence; -1 where there is none. See :meth:`page`."""
+        if not self.config.paged:
+            return cutlass.select_(key < work.keys, work.batch, Int32(-1))
+        index = key // Int32(tensors.latent_cache.shape[1])
+        return table_entry(tensors.page_table, work.batch, index, key < work.keys)
+
+    def page(self, tensors, entry):
         """The page of a key, or the sequence; -1 where there is none."""
-        entry = Int32(-1)
-        if key < work.keys:
-            if const_expr(self.config.paged):
-                entry = page_of(tensors.page_table, tensors.latent_cache, work.batch, key)
-            else:
-                entry = work.batch
-        return entry
+        return page_of(entry, tensors.latent_cache) if self.config.paged else entry
+
+    def entries(self, tensors, count):
+        """Registers for as many entries."""
+        return cute.make_rmem_tensor(count, tensors.page_table.element_type if self.config.paged else Int32)
 
     def latent(self, mX, entry, key):
         """Byte address of a key's latent in this page."""

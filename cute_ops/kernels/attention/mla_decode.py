@@ -115,9 +115,9 @@ class MlaDecode(Latent):
         first, end = work.begin * chunks, work.end * chunks
         for i in cutlass.range(self.ahead, unroll=1):
             entry = self._entry(tensors, work, first + i, at)
-            self._load(tensors.latent_cache, shared, (first + i, end, i), entry, at)
+            self._load(tensors.latent_cache, shared, (first + i, end, i), self.page(tensors, entry), at)
         # The pages of chunks are looked up one block ahead of their copies.
-        entries = cute.make_rmem_tensor(chunks, Int32)
+        entries = self.entries(tensors, chunks)
         for j in cutlass.range_constexpr(chunks):
             entries[j] = self._entry(tensors, work, first + self.ahead + j, at)
         self._load_queries(tensors.q, shared.q, work, at)
@@ -146,7 +146,8 @@ class MlaDecode(Latent):
             cute.arch.barrier()
             for j in cutlass.range_constexpr(chunks):
                 chunk, free = block * chunks + self.ahead + j, self._later(stage, self.ahead + j)
-                self._load(tensors.latent_cache, shared, (chunk, end, free), entries[j], at)
+                page = self.page(tensors, entries[j])
+                self._load(tensors.latent_cache, shared, (chunk, end, free), page, at)
                 entries[j] = self._entry(tensors, work, chunk + chunks, at)
             own = self._later(stage, of_keys // parts)
             self._score(mma, mine, readers, (sQ, sK[None, None, own]), found.scores)

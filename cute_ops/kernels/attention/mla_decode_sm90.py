@@ -167,12 +167,12 @@ class MlaDecodeSm90(Latent):
         ]
         self._copy(shared.q.iterator.toint() + within, sources, range(self.tiles))
         cute.arch.cp_async_mbarrier_arrive_noinc(shared.queries)
-        entries = cute.make_rmem_tensor(len(rows), Int32)
+        entries = self.entries(tensors, len(rows))
         for i in cutlass.range_constexpr(len(rows)):
             entries[i] = self.entry(tensors, work, work.begin * MMA_M + rows[i])
         for block in cutlass.range(work.begin, work.end, unroll=1):
             stage, turn = self._turn(block - work.begin)
-            found = [entries[i] for i in range(len(rows))]
+            found = [self.page(tensors, entries[i]) for i in range(len(rows))]
             first, mX = block * MMA_M, tensors.latent_cache
             sources = [
                 self._source(mX, self.latent(mX, entry, first + each) + vector * VECTOR_BYTES, entry >= 0)

@@ -7,53 +7,81 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.hardware import VECTOR_BYTES, WARP
-from cute_ops.kernels.attention.config import KEYS_OF_TILE, PADDING
+from cute_ops.kernels.attention.config import PADDING
 
 VECTOR = VECTOR_BYTES // 2  # units of 16 bits
 
 
 class Keys(NamedTuple):
-    """The keys of a sequence.
+    """The keys of a sequence, and how a warp goes through their tiles.
 
     Attributes:
         form: see :class:`cute_ops.kernels.attention.config.DecodeConfig`.
+        of_tile: keys of a tile.
         table: pages of each sequence; None of contiguous caches.
         batch: the sequence.
         count: its keys.
+        page_size: slots of a page.
+        step: keys from one of a warp's tiles to its next.
     """
 
     form: str
+    of_tile: int
     table: Any
     batch: Any
     count: Any
+    page_size: Any
+    step: int
 
     @property
     def paged(self):
         return self.form != "contiguous"
 
+    def key(self, tile, lane):
+        """The key whose page a lane looks up: a tile's first one, or its own where a tile lies in several pages."""
+        return tile * self.of_tile + (lane % self.of_tile if self.form == "any_pages" else 0)
+
+
+def first_place(keys, tile, lane):
+    """Which of the table's pages has a lane's key of a tile, and which of the page's slots."""
+    key = keys.key(tile, lane)
+    return (key // keys.page_size, key % keys.page_size) if keys.paged else (Int32(0), Int32(0))
+
+
+def next_place(keys, index, slot):
+    """The place in the warp's next tile, without a division, which a tile would wait for."""
+    if not keys.paged:
+        return index, slot
+    slot = slot + keys.step % keys.page_size
+    over = slot >= keys.page_size
+    index = index + keys.step // keys.page_size + cutlass.select_(over, Int32(1), Int32(0))
+    return index, cutlass.select_(over, slot - keys.page_size, slot)
+
 
 @cute.jit
-def page_entry(keys: cutlass.Constexpr, mCache, tile, lane):
-    """What the table has for a tile of keys, or for the key of a lane where a tile lies in several pages; -1 behind the
-    last key.
-    """
+def page_entry(keys: cutlass.Constexpr, index, tile, lane):
+    """What the table has for a lane's key of a tile; -1 behind the last key."""
     entry = Int32(-1)
     if const_expr(keys.paged):
-        key = tile * KEYS_OF_TILE
-        if const_expr(keys.form == "any_pages"):
-            key = key + lane % KEYS_OF_TILE
-        if key < keys.count:
-            entry = page_of(keys.table, mCache, keys.batch, key)
+        entry = table_entry(keys.table, keys.batch, index, keys.key(tile, lane) < keys.count)
     return entry
 
 
 @cute.jit
-def page_of(table, mCache, batch, key):
-    """The page that a table has for a key of a sequence; -1 where that is none of the cache's."""
-    page, found = Int64(table[batch, key // Int32(mCache.shape[1])]), Int32(-1)
-    if (page >= 0) & (page < mCache.shape[0]):
-        found = Int32(page)
-    return found
+def table_entry(table, batch, index, there):
+    """What a table has for a page of a sequence; -1 where none is ``there``. :func:`page_of` says which page that is,
+    as late as possible: who compares a number waits for it.
+    """
+    entry = table.element_type(-1)
+    if there:
+        entry = table[batch, index]
+    return entry
+
+
+def page_of(entry, mCache):
+    """The page that a table's entry says; -1 where that is none of the cache's."""
+    page = Int64(entry)
+    return cutlass.select_((page >= 0) & (page < mCache.shape[0]), Int32(page), Int32(-1))
 
 
 @cute.jit
@@ -67,20 +95,22 @@ def load_tile(
         keys: of the sequence.
         caches: each with its stages in shared memory.
         masks: get a bit for each key of a stage whose page is in the pool.
-        at: head of the caches; the tile, and that which follows the last one.
-        found: what the table has for the tile, the stage, and the thread's lane.
+        at: head of the caches; the tile, and that which follows the last one; the stage, and the thread's lane.
+        found: what the table has for a lane's key of the tile, and the key's slot.
     """
-    (head, tile, end), (entry, stage, lane) = at, found
+    (head, tile, end, stage, lane), (entry, slot) = at, found
     if tile < end:
-        key = tile * KEYS_OF_TILE
-        whole = key + KEYS_OF_TILE <= keys.count
+        key = tile * keys.of_tile
+        whole, page = key + keys.of_tile <= keys.count, keys.batch
         if const_expr(keys.paged):
-            mask = Int32(cute.arch.vote_ballot_sync(entry >= 0))
+            page = page_of(entry, caches[0][0])
+            mask = Int32(cute.arch.vote_ballot_sync(page >= 0))
             if lane == 0:
                 masks[stage] = mask
             whole = whole & (mask == -1)
+        place = page, slot if const_expr(keys.paged) else key
         for mX, sX in caches:
-            _load_rows(_Rows(keys, mX, (head, key), (entry, lane), sX[None, None, stage]), whole)
+            _load_rows(_Rows(keys, mX, (head, key), (*place, lane), sX[None, None, stage]), whole)
     cute.arch.cp_async_commit_group()
 
 
@@ -94,35 +124,30 @@ def _load_rows(rows: cutlass.Constexpr, whole):
 
 
 class _Rows:
-    """Where 16 rows of a cache lie, and where they go in units of 16 bits: 16 bytes a thread.
+    """Where a tile's rows of a cache lie, and where they go in units of 16 bits: 16 bytes a thread.
 
     Args:
         keys: of the sequence.
         mX: the cache.
         at: head and first key.
-        found: what the table has, and the thread's lane.
+        found: the page and the slot of a lane's key, and the thread's lane.
         sX: shared memory.
     """
 
     def __init__(self, keys, mX, at, found, sX):
-        (head, key), (entry, lane) = at, found
-        self.keys, self.key, self.entry, self.lane, self.width = keys, key, entry, lane, cute.size(sX, mode=[1])
+        (head, key), (page, slot, lane) = at, found
+        self.keys, self.key, self.page, self.lane, self.width = keys, key, page, lane, cute.size(sX, mode=[1])
         self.across, self.pitch = self.width // VECTOR, (self.width + PADDING) * 2
         self.start, self.target = mX.iterator.toint(), sX.iterator.toint()
         itemsize = mX.element_type.width // 8
-        self.row_bytes, slot = Int64(mX.stride[1]) * itemsize, key
-        self.base, page = self.start + Int64(head) * mX.stride[2] * itemsize, keys.batch
-        if keys.paged:
-            page = entry
-            if keys.form == "any_pages":
-                # A lane has the address of a key, which the lanes that copy it ask for.
-                slot = key + lane % KEYS_OF_TILE
-            slot = slot % Int32(mX.shape[1])
+        self.row_bytes = Int64(mX.stride[1]) * itemsize
+        # Where a tile lies in several pages, a lane has the address of a key, which the lanes that copy it ask for.
+        self.base = self.start + Int64(head) * mX.stride[2] * itemsize
         self.base = self.base + Int64(page) * mX.stride[0] * itemsize + Int64(slot) * self.row_bytes
 
     def load(self, whole):
         """Start all copies. ``whole``: whether all rows are there."""
-        passes = KEYS_OF_TILE * self.across // WARP
+        passes = self.keys.of_tile * self.across // WARP
         # In each pass a lane has the same column, so many rows further down; or else it has any.
         regular = WARP % self.across == 0 or self.across % WARP == 0
         row, column = self.lane // self.across, self.lane % self.across
@@ -140,9 +165,9 @@ class _Rows:
             there, place = self.key + row < self.keys.count, source
             if self.keys.form == "any_pages":
                 place = of_lane(self.base, row) + column * VECTOR_BYTES
-                there = cute.arch.shuffle_sync(self.entry, row) >= 0 if not whole else there
+                there = cute.arch.shuffle_sync(self.page, row) >= 0 if not whole else there
             elif self.keys.paged:
-                there = there & (self.entry >= 0)
+                there = there & (self.page >= 0)
             if regular and per_row > 1:
                 place = place + i % per_row * WARP * VECTOR_BYTES
             copy_or_clear((target, offset), place, self.start, None if whole else there)

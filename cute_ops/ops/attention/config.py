@@ -12,7 +12,6 @@ from cute_ops.expressions.reads import ranged
 from cute_ops.expressions.text import text_of
 from cute_ops.hardware import ARCHES, VECTOR_BYTES, sm
 from cute_ops.kernels.attention.config import (
-    KEYS_OF_TILE,
     LATENT_STAGES,
     MMA_ROWS,
     AppendConfig,
@@ -230,14 +229,20 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
     itemsize = ITEMSIZE[problem.dtypes["k_cache"]]
     _check_float8("decode_attention", problem)
     tiles_m = 2 if rows > MMA_ROWS and max(d, e) <= LONGEST_OF_TWO else 1
-    form = "contiguous"
-    if "page_table" in problem.dtypes:
-        form = "any_pages" if dims["c"] % KEYS_OF_TILE else "whole_pages"
-    keys, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"], own.score)
+
+    def form(keys: int) -> str:
+        if "page_table" not in problem.dtypes:
+            return "contiguous"
+        return "any_pages" if dims["c"] % keys else "whole_pages"
+
+    split, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"], own.score)
     text = score.text if score else ""
+    # A tile of float8 has as many bytes as one of 16 bits where an SM holds it: what is done once a tile counts for less.
+    choices = [(RESIDENT, WARPS, 2 * MMA_ROWS)] if itemsize == 1 else []
+    choices += [(n, warps, MMA_ROWS) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
     configs = (
-        (resident, DecodeConfig(form, tiles_m, warps, stages, itemsize, keys, text))
-        for resident, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))
+        (resident, DecodeConfig(form(keys), tiles_m, warps, stages, keys, itemsize, split, text))
+        for resident, warps, keys in choices
         for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1)
     )
     return next(config for resident, config in configs if _resident(problem, config) >= resident)
