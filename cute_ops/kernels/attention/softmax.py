@@ -1,6 +1,7 @@
 """The softmax of rows that arrive in tiles: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018."""
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,10 +15,20 @@ LN2 = math.log(2)
 # A row's largest score is replaced only by one whose exponential is 2**GROWTH times as large or more: to rescale sums
 # of 128 columns takes as many instructions as a tile of 128 keys has scores.
 GROWTH = 8.0
-# tanh(x) for abs(x) <= NEAR as an odd polynomial: coefficients of x, x^3 and x^5. Its error is at most 1.2e-6, and it
-# ascends everywhere.
-NEAR, TANH = 0.4, (0.9999788307950312, -0.33225424675256754, 0.11942387291130702)
 NEGLIGIBLE = 1e-6  # an error of a weight, relative to the row's largest weight
+LOWEST = 60.0  # how far a row's weights may be below 1, as powers of e, where they have the exponents of float32
+
+
+class Near(NamedTuple):
+    """An odd polynomial in the place of tanh(x): factors of x, x^3 and so on, and the largest abs(x) that it is for."""
+
+    factors: tuple[float, ...]
+    bound: float
+
+
+# Both are wrong by 3.4e-6 of tanh at most, as little as scores in float32 are; the second one ascends everywhere.
+CUBIC = Near((0.9999965658347145, -0.3314233210879795), 0.12)
+QUINTIC = Near((0.9999966173826041, -0.33286093587899307, 0.12343751134273151), 0.36)
 
 
 def by_row(rX):
@@ -100,13 +111,13 @@ class OnlineSoftmax:
         change()
         return self.add(rS, *sums)
 
-    def largest(self, rS):
-        """The largest number of each row of a tile, which its four threads agree on."""
+    def largest(self, rS, of=lambda x: x):
+        """The largest number of each row of a tile, or of what a function makes of them, which its four threads agree on."""
         scores, found = by_row(rS), []
         for r in range(2):
-            largest = [scores[r, c] for c in range(4)]
+            largest = [of(scores[r, c]) for c in range(4)]
             for c in range(4, cute.size(scores, mode=[1])):
-                largest[c % 4] = cute.arch.fmax(largest[c % 4], scores[r, c])
+                largest[c % 4] = cute.arch.fmax(largest[c % 4], of(scores[r, c]))
             highest = cute.arch.fmax(cute.arch.fmax(largest[0], largest[1]), cute.arch.fmax(largest[2], largest[3]))
             for offset in (2, 1):
                 highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=offset))
@@ -178,52 +189,76 @@ class CappedSoftmax(OnlineSoftmax):
     """The softmax of ``a * tanh(b * x)``, where a polynomial replaces tanh in tiles for which it is accurate enough.
 
     The exponential and the reciprocal in each tanh take half of the forward's time: an SM computes 16 of these a clock,
-    and its tensor cores 8 scores. The polynomial takes three multiplications. It is used if the largest product of each
-    row of a warp is from ``low`` to ``high``: smaller products of a row may get a wrong score, but one so far below the
-    largest that its weight is negligible. In other tiles scores are computed as those of any function are.
+    and its tensor cores 8 scores. A polynomial takes two or three multiplications. It is used if the largest product of
+    each row of a warp is in its range. In other tiles scores are computed as those of any function are.
+
+    With ``signed`` products smaller than the range may get a wrong score, but one so far below the largest that its
+    weight is negligible. Else the largest absolute product is taken, also in the place of the largest: all products are
+    in the range, so that a polynomial need not ascend outside, and weights may be smaller, for which float16 has no
+    exponents.
 
     Args:
         cap: a and b.
         scale, offset, growth: see :class:`OnlineSoftmax`; scale and offset are those of changed scores.
+        signed: see above.
     """
 
-    def __init__(self, cap, scale, offset, growth):
+    def __init__(self, cap, scale, offset, growth, signed):
         super().__init__(scale, offset, growth)
-        (self.outer, self.inner), points = cap, [NEAR + i / 100 for i in range(400)]
-        wrong = [(u, min(abs(self._near(u) - math.tanh(u)) * self.outer, 1.0)) for u in points]
+        (self.outer, self.inner), self.signed = cap, signed
+        self.near = (QUINTIC,) if signed else (CUBIC, QUINTIC)
+
+    def range_of(self, near):
+        """Between which numbers a row's largest product is where a polynomial is accurate enough."""
+        if not self.signed:
+            return 0.0, min(near.bound, LOWEST / 2 / self.outer) / self.inner
+        points = [near.bound + i / 100 for i in range(400)]
+        wrong = [(u, min(abs(polynomial(near, u) - math.tanh(u)) * self.outer, 1.0)) for u in points]
         lowest = max(math.log(max(error, 1e-30) / NEGLIGIBLE) - self.outer * math.tanh(u) for u, error in wrong)
-        # The range of a row's largest product.
-        self.low = -math.inf if lowest < -self.outer else math.atanh(min(lowest / self.outer, 0.999)) / self.inner
-        self.low, self.high = max(self.low, -NEAR / self.inner), NEAR / self.inner
+        low = -math.inf if lowest < -self.outer else math.atanh(min(lowest / self.outer, 0.999)) / self.inner
+        return max(low, -near.bound / self.inner), near.bound / self.inner
 
-    def _near(self, u):
-        return sum(factor * u ** (2 * i + 1) for i, factor in enumerate(TANH))
-
-    def holds(self, largest):
-        """Whether the polynomial is accurate enough for all rows of a warp; ``largest``: each row's largest product."""
-        inside = [(x >= Float32(self.low)) & (x <= Float32(self.high)) for x in largest]
+    def holds(self, largest, near):
+        """Whether a polynomial is accurate enough for all rows of a warp; ``largest``: each row's largest product."""
+        low, high = map(Float32, self.range_of(near))
+        inside = [(x >= low) & (x <= high) for x in largest]
         return cute.arch.vote_all_sync(inside[0] & inside[1])
 
-    @cute.jit
-    def add_changed(self, rS, sums: cutlass.Constexpr, whole, change: cutlass.Constexpr):
-        factors, largest = cute.make_rmem_tensor(2, Float32), self.largest(rS)
-        if whole & self.holds(largest):
-            self.add_near(rS, *sums, largest, factors)
-        else:
-            change()
-            factors.store(self.add(rS, *sums).load())
+    def add_changed(self, rS, sums, whole, change):
+        factors = cute.make_rmem_tensor(2, Float32)
+        largest = self.largest(rS) if self.signed else self.largest(rS, cute.math.absf)
+        self._add(rS, (sums, factors), whole, (largest, change), 0)
         return factors
 
     @cute.jit
-    def add_near(self, rS, rMax, rSum, largest: cutlass.Constexpr, factors):
+    def _add(
+        self, rS, numbers: cutlass.Constexpr, whole, given: cutlass.Constexpr, which: cutlass.Constexpr
+    ):  # fmt: skip
+        """:meth:`add_changed` by the polynomials from one on, or by none."""
+        (sums, factors), (largest, change) = numbers, given
+        if cutlass.const_expr(which == len(self.near)):
+            change()
+            factors.store(self.add(rS, *sums).load())
+        elif whole & self.holds(largest, self.near[which]):
+            self.add_near(rS, sums, largest, factors, self.near[which])
+        else:
+            self._add(rS, numbers, whole, given, which + 1)
+
+    @cute.jit
+    def add_near(
+        self, rS, sums: cutlass.Constexpr, largest: cutlass.Constexpr, factors, near: cutlass.Constexpr
+    ):  # fmt: skip
         """Do what :meth:`add` does, for products of which :meth:`holds` is true; ``factors`` gets the result."""
-        first, second, third = (
-            Float32(self.outer * LOG2_E * factor * self.inner ** (2 * i + 1)) for i, factor in enumerate(TANH)
+        first, *others = (
+            Float32(self.outer * LOG2_E * factor * self.inner ** (2 * i + 1)) for i, factor in enumerate(near.factors)
         )
+        rMax, rSum = sums
 
         def exponent(x, shift):
-            square = x * x
-            return x * ((square * third + second) * square + first) - shift
+            square, value = x * x, others[-1]
+            for factor in (*others[-2::-1], first):
+                value = square * value + factor
+            return x * value - shift
 
         for r in cutlass.range_constexpr(2):
             # rMax keeps the changed number y, of which ``scale * y + offset`` is the score.
@@ -232,6 +267,10 @@ class CappedSoftmax(OnlineSoftmax):
             shift, factors[r] = self.grow(rMax, r, changed)
             shift = shift + Float32(self.offset * LOG2_E)
             self.exponentiate(rS, r, rSum, factors[r], lambda x: exponent(x, shift))
+
+
+def polynomial(near, x):
+    return sum(factor * x ** (2 * i + 1) for i, factor in enumerate(near.factors))
 
 
 class Weights:
@@ -343,9 +382,11 @@ class InPairs:
         return self.read[c % 2]
 
 
-def softmax_of(mods, dv):
-    """The softmax of a kernel: ``mods``: functions of scores, ``dv``: elements of a value."""
+def softmax_of(mods, dv, dtype):
+    """The softmax of a kernel: ``mods``: functions of scores, ``dv``: elements of a value, ``dtype``: of weights."""
     # Sums of up to 64 columns are rescaled as fast as a vote finds out whether they need to be.
     growth = GROWTH if dv > 64 else 0.0
-    capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer, growth)
-    return capped if capped and capped.low < capped.high else OnlineSoftmax(*mods.outer, growth)
+    capped = None if mods.cap is None else CappedSoftmax(mods.cap, *mods.outer, growth, dtype != "bfloat16")
+    if capped and all(low < high for low, high in map(capped.range_of, capped.near)):
+        return capped
+    return OnlineSoftmax(*mods.outer, growth)
