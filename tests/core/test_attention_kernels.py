@@ -19,6 +19,7 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.attention.config import AttentionConfig
+from cute_ops.kernels.attention.softmax import CUBIC, LOWEST, QUINTIC, CappedSoftmax, polynomial
 from cute_ops.ops.attention.attention import attention, attention_bwd
 from cute_ops.ops.attention.by_call import Captured, kind_of, op_of_call
 from tests.emulator import products, ptx_cta, ptx_sm90
@@ -177,6 +178,17 @@ def halves(*given: np.ndarray | None) -> list[np.ndarray]:
 
 @pytest.mark.drawn(0.7)
 @pytest.mark.slow
+def test_polynomials_in_the_place_of_tanh() -> None:
+    """As accurate as scores in float32, and where rows have larger numbers below zero, ascending."""
+    for near in (CUBIC, QUINTIC):
+        x = np.linspace(1e-3, near.bound, 1000)
+        assert np.abs(polynomial(near, x) / np.tanh(x) - 1).max() < 2.0**-18
+    assert (np.diff(polynomial(QUINTIC, np.linspace(-50, 50, 10001))) > 0).all()
+    for cap in (1.0, 50.0, 1000.0):
+        capped = CappedSoftmax((cap, 0.088 / cap), 2 * cap, -cap, 8.0, False)
+        assert all(2 * cap * np.tanh(capped.range_of(near)[1] * capped.inner) <= LOWEST for near in capped.near)
+
+
 @products.emulated
 @pytest.mark.parametrize("call", [*FORWARD, ONE_STAGE], ids=lambda call: call.name)
 def test_results(call: Call, tmp_path: Path) -> None:

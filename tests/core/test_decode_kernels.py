@@ -31,6 +31,7 @@ CALLS = (
     Decoding((530,), 1, 1, 2, 64, 16, 1, 540, attrs={"batch_invariant": True}, holes=True),
     Decoding((270,), 1, 1, 2, 16, 144, 0, 600, sinks=True),
     Decoding((75, 40), 1, 2, 4, 96, 64, 16, 80, attrs={"window": 60}, holes=True, float8=True),
+    Decoding((0, 131, 33), 5, 1, 4, 64, 128, 32, 160, "float16", holes=True, float8=True),  # two tiles of rows
 )
 
 

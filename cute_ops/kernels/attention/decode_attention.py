@@ -85,9 +85,9 @@ class DecodeAttention:
     """``out = softmax(softcap(scale * q @ k.T)) @ v`` over the keys of each sequence, and the log-sum-exp of scores.
 
     Tile: a CTA has ``16 * tiles_m`` rows, the queries of all heads that share one of the caches, and a part of a
-    sequence's keys. Its warps go through them 16 or 32 keys at a time, each by itself: a warp copies tiles into a ring of its
-    own, so that no barrier stops the loop, and multiplies by ``mma.sync``. At the end the CTA combines the results of
-    its warps; if keys are split, :class:`Combine` does so with those of CTAs. Both do it in a fixed order.
+    sequence's keys. Its warps go through them 16 or 32 keys at a time, each by itself: a warp copies tiles into a ring
+    of its own, so that no barrier stops the loop, and multiplies by ``mma.sync``. At the end the CTA combines the
+    results of its warps; if keys are split, :class:`Combine` does so with those of CTAs. Both do it in a fixed order.
     Shared memory: ``16 * tiles_m x d`` queries; ``stages`` tiles of ``keys x (d + e)`` keys and values of each warp,
     whose place its results take; padded.
     Bytes moved per element: keys and values once, from memory if there is one block of queries, else from L2.

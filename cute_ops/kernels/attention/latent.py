@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_ops.kernels.attention.combine import Combine, Results, store_pairs
 from cute_ops.kernels.attention.config import MlaConfig

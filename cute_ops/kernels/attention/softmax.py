@@ -112,7 +112,7 @@ class OnlineSoftmax:
         return self.add(rS, *sums)
 
     def largest(self, rS, of=lambda x: x):
-        """The largest number of each row of a tile, or of what a function makes of them, which its four threads agree on."""
+        """The largest number of each row of a tile, or of what ``of`` makes of them: its four threads agree on it."""
         scores, found = by_row(rS), []
         for r in range(2):
             largest = [of(scores[r, c]) for c in range(4)]

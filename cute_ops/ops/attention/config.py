@@ -237,7 +237,7 @@ def decode_attention(own: mods.Own, problem: Problem) -> DecodeConfig:
 
     split, score = INVARIANT_KEYS if attrs["batch_invariant"] else 0, mods.score_of(attrs["softcap"], own.score)
     text = score.text if score else ""
-    # A tile of float8 has as many bytes as one of 16 bits where an SM holds it: what is done once a tile counts for less.
+    # A tile of float8 has as many bytes as one of 16 bits where an SM holds it: what is done once a tile counts less.
     choices = [(RESIDENT, WARPS, 2 * MMA_ROWS)] if itemsize == 1 else []
     choices += [(n, warps, MMA_ROWS) for n, warps in ((RESIDENT, WARPS), (1, WARPS), (1, WARPS // 2), (1, 1))]
     configs = (
