@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from cute_ops.kernels.tensor_core.sizes import RegisterBudget
 from cute_ops.tools import sass
 from tests.emulator import products, ptx_sm90
 from tests.ops.tensor_cores import fp8_product, scores, with_part
+
+ROOT = Path(__file__).parents[2]
 
 
 def check_code(folder: Path, instructions: Mapping[str, int], loads: int) -> None:
@@ -93,6 +98,15 @@ def test_a_part_with_memory_and_tma_of_its_own(case: Case, tmp_path: Path) -> No
     testing.check(with_part, given, {}, tuple(out.values()))
     config = GemmConfig.of(variant_of(with_part, case).config)
     check_shared(tmp_path, (*config.buffers((2,)), Buffer("twice", 128 * 32 * 2)))  # of two groups, or of 128 rows
+
+
+@pytest.mark.slow
+def test_attention_knows_where_accumulators_lie() -> None:
+    """By arithmetic on thread numbers, of WGMMA and of ``mma.sync``."""
+    command = [sys.executable, "-m", "tests.programs.accumulator_places"]
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.stdout == "equal\n", done.stderr
 
 
 def test_a_struct_has_the_bytes_of_its_buffers() -> None:

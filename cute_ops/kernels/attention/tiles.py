@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
 from cute_ops.kernels.attention.folding import Along
 from cute_ops.kernels.lib.matrix import folded
+from cute_ops.kernels.tensor_core.pipeline import tma_pipeline
 from cute_ops.kernels.tensor_core.sizes import WARP, WARPGROUP, RegisterBudget
 
 REGISTERS = {2: RegisterBudget(load=24, multiply=240), 3: RegisterBudget(load=32, multiply=160)}  # by warpgroups
@@ -248,12 +248,8 @@ def transposed(s):
 
 def ring(smem, dtype, layout, stages, consumers=2, more=0):
     """Slots that one warp fills and warpgroups empty. ``more``: bytes that a slot gets besides those of this layout."""
-    return PipelineTmaAsync.create(
-        num_stages=stages, producer_group=CooperativeGroup(Agent.Thread),
-        consumer_group=CooperativeGroup(Agent.Thread, consumers * WARPGROUP // 32),
-        tx_count=cute.size(cute.select(layout, mode=[0, 1])) * (dtype.width // 8) + more,
-        barrier_storage=smem.allocate_array(Int64, 2 * stages), defer_sync=True,
-    )  # fmt: skip
+    slot_bytes = cute.size(cute.select(layout, mode=[0, 1])) * (dtype.width // 8) + more
+    return tma_pipeline(smem.allocate_array(Int64, 2 * stages), stages, slot_bytes, consumers * WARPGROUP)
 
 
 def partition(moved, tile, at, rows=None, mode=0):

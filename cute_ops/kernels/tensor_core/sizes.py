@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-WARP, WARPGROUP = 32, 128  # threads
+from cute_ops.hardware import WARP as WARP
+
+WARPGROUP = 4 * WARP  # threads
 MMA_M = 64  # rows of a warpgroup's instruction
 SM_REGISTERS = 65536
 
