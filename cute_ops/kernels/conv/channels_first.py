@@ -40,7 +40,8 @@ class Windows:
 
     def __init__(self, variant):
         self.variant, self.keys, self.width = variant, variant.tensors, variant.dims["w"]
-        self.threads, self.silu = FirstConfig.of(variant.config).threads, variant.attrs["activation"] == "silu"
+        self.config, self.silu = FirstConfig.of(variant.config), variant.attrs["activation"] == "silu"
+        self.threads = self.config.threads
         keys = [self.keys[name] for name in self.rows]
         self.vec = min(min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in keys)
         if (ids := self.keys.get("seq_idx")) is not None:
@@ -155,8 +156,7 @@ class CausalConv1dFirst(Windows):
 
     def __init__(self, variant):
         super().__init__(variant)
-        itemsize = max(ITEMSIZE[self.keys[name].dtype] for name in self.rows)
-        self.steps = 2 if self.vec * itemsize >= VECTOR_BYTES else 4
+        self.steps = self.config.steps
 
     @cute.jit
     def __call__(self, *arguments):

@@ -13,7 +13,7 @@ from cute_ops.declaration.op import Op
 from cute_ops.declaration.program import Program
 from cute_ops.declaration.shapes import FLOATS
 from cute_ops.declaration.tensor import Tensor
-from cute_ops.hardware import WARP
+from cute_ops.hardware import VECTOR_BYTES, WARP
 from cute_ops.kernels.conv.config import FirstConfig
 from cute_ops.ops.conv.causal_conv1d import SILU, _silu, check
 
@@ -96,7 +96,9 @@ def _arrange(xp: Any, arrays: Mapping[str, Any]) -> None:
 
 
 def _forward(problem: Problem) -> FirstConfig:
-    return FirstConfig(128)
+    """Two vectors of a thread, or four where rows may start anywhere and vectors are short."""
+    whole = all(problem.aligns[name] >= VECTOR_BYTES for name in ("x", "out"))
+    return FirstConfig(128, 2 if whole else 4)
 
 
 def _backward(problem: Problem) -> FirstConfig:
@@ -164,5 +166,5 @@ causal_conv1d_channels_first = Op(
 
     Source: Gu and Dao, Mamba, 2023; the layout of causal-conv1d.
     """,
-    tuning=Tuning(_forward, space=vary(threads=(64, 128, 256))), **COMMON,
+    tuning=Tuning(_forward, space=vary(threads=(64, 128, 256), steps=(1, 2, 4))), **COMMON,
 )  # fmt: skip
