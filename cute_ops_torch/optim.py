@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -121,22 +121,43 @@ class AdamW(torch.optim.Optimizer):
 
         seeds = _seeds(parameters) if group.get("stochastic_rounding") else {}
         constants = *map(float, group["betas"]), float(group["eps"])
+        steps_of = {rounds: family("cute", "adamw_stochastic" if rounds else "adamw") for rounds in (False, True)}
+        changed: list[Tensor] = []
         for parameter, state in zip(parameters, states, strict=True):
-            given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-            if hasattr(parameter, "to_local"):
-                given = _parts(given)
+            rows, grad = self._rows_of(parameter, state)
             own = next(of_device) if capturable else None
-            if not given[0].numel():
+            if not rows[0].numel():
                 continue
             # The kernel is launched without the dispatcher, which would resolve a negated view.
-            given[1] = -given[1] if group.get("maximize") else given[1].resolve_neg()
-            rows = _rows(given)
+            grad = -grad if group.get("maximize") else grad.resolve_neg()
             lead = rows[0].shape[:-1]
             numbers = [f.expand(lead) for f in own] if own else expanded(int(state["step"]), parameter.device, lead)
-            seed = seeds.get(parameter)
-            _, run, into = family("cute", "adamw" if seed is None else "adamw_stochastic")
-            inputs = *rows, *(() if seed is None else (seed,)), *numbers, *constants
-            _update(run, into, inputs, (rows[0], rows[2], rows[3]))
+            seed = seeds.get(parameter) if seeds else None
+            _, run, into = steps_of[seed is not None]
+            inputs = rows[0], grad, rows[1], rows[2], *(() if seed is None else (seed,)), *numbers, *constants
+            _update(run, into, inputs, rows, changed)
+        if changed:
+            # A backward that has saved these tensors raises instead of reading the new values.
+            torch.autograd.graph.increment_version(changed)
+
+    def _rows_of(self, parameter: Tensor, state: dict[str, Any]) -> tuple[Rows, Tensor]:
+        """Views as rows of a parameter, its moments and its gradient. Those of the first three are kept from step to
+        step: to make them takes longer than the kernel of a small parameter.
+        """
+        grad, moments = parameter.grad, (state["exp_avg"], state["exp_avg_sq"])
+        assert grad is not None  # of parameters with one
+        if hasattr(parameter, "to_local"):
+            param, grad, *others = _rows(_parts([parameter, grad, *moments]))
+            return (param, others[0], others[1]), grad
+        views: dict[Tensor, _Views] = vars(self).setdefault("_views", {})
+        kept = views.get(parameter)
+        if kept is None or not kept.are_of(parameter, grad, moments):
+            param, grad, *others = _rows([parameter, grad, *moments])
+            rows = (param, others[0], others[1])
+            if param.ndim == 2 and param.shape[1] == ROW and param.is_contiguous():
+                views[parameter] = _Views(rows, moments, parameter.data_ptr(), parameter.shape)
+            return rows, grad
+        return kept.rows, grad.view(-1, ROW)
 
     def _init_state(self, parameter: Tensor, capturable: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -162,12 +183,35 @@ class AdamW(torch.optim.Optimizer):
                 group["decoupled_weight_decay"] = True
 
 
-def _update(run: Any, into: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Write a parameter and its moments: in place where the kernel can, else by a copy."""
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+class _Views(NamedTuple):
+    """Views as compact rows of a parameter and its moments, and what they are views of."""
+
+    rows: Rows
+    moments: tuple[Tensor, Tensor]
+    address: int
+    shape: torch.Size
+
+    def are_of(self, parameter: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor]) -> bool:
+        """Whether the parameter lies where it did, with these moments, and its gradient as it does."""
+        return (
+            moments[0] is self.moments[0]
+            and moments[1] is self.moments[1]
+            and parameter.data_ptr() == self.address
+            and parameter.shape == self.shape
+            and parameter.dtype == self.rows[0].dtype
+            and parameter.is_contiguous()
+            and grad.is_contiguous()
+        )
+
+
+def _update(run: Any, into: Any, inputs: tuple[Any, ...], results: Rows, changed: list[Tensor]) -> None:
+    """Write a parameter and its moments: in place where the kernel can, which ``changed`` then says, else by a copy."""
     if all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results):
         into(*inputs, *results)
-        # A backward that has saved these tensors raises instead of reading the new values.
-        torch.autograd.graph.increment_version(results)
+        changed += results
     else:
         for result, value in zip(results, run(*inputs), strict=True):
             result.copy_(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -271,3 +273,26 @@ def test_stochastic_rounding_leaves_other_dtypes_alone() -> None:
     steps(theirs, AdamW(theirs.parameters()))
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parameters_that_change_between_steps(device: str) -> None:
+    """Other memory, other strides, other moments: views that a step keeps are those of what is there now."""
+    torch.manual_seed(0)
+    start = torch.randn(64, 64, device=device)
+    pair = [nn.Parameter(start.clone()) for _ in range(2)]
+    found, wanted = AdamW([pair[0]], lr=0.1), torch.optim.AdamW([pair[1]], lr=0.1)
+    changes: list[Callable[[nn.Parameter], Any]] = [
+        lambda p: None,
+        lambda p: setattr(p, "data", p.data + 1),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: None,
+        lambda p: setattr(p, "data", p.data.contiguous()),
+    ]
+    for change in (*changes, lambda p: found.load_state_dict(found.state_dict()) if p is pair[0] else None, changes[0]):
+        slope = torch.randn(64, 64, device=device)
+        for parameter, optimizer in zip(pair, (found, wanted), strict=True):
+            change(parameter)
+            parameter.grad = slope.clone() if change is not changes[3] else slope.t()
+            optimizer.step()
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
