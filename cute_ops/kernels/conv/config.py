@@ -67,7 +67,8 @@ class ConvConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class FirstConfig(KernelConfig):
-    """Threads of a CTA where positions are neighbours in memory, and vectors of a row that a thread of the forward has.
+    """Where positions are neighbours in memory: ``threads`` of a CTA, and ``steps``: vectors of a row that a thread of
+    the forward has.
     """
 
     threads: int
