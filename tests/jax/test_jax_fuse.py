@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +15,7 @@ import pytest
 import cute_ops_jax
 from cute_ops.fusion.report import Report
 from cute_ops_jax.fusion.program import Program
-
-sys.path.append(str(Path(__file__).parent))
-from drawn_graphs import run_seed
+from tests.jax.drawn_graphs import run_seed
 
 B, T, N = 2, 4, 16
 KEY = np.random.default_rng(3)

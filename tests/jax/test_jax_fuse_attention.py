@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +13,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops.testing import compare_one, limits_of
-
-sys.path.append(str(Path(__file__).parent))
-from drawn_graphs import QUICK
+from tests.jax.drawn_graphs import QUICK
 
 B, T, H, KV, D = 2, 6, 4, 2, 16
 RNG = np.random.default_rng(5)

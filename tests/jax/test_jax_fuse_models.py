@@ -4,8 +4,6 @@ same.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +16,8 @@ from cute_ops.testing import compare_one, limits_of
 
 for library in ("equinox", "flax", "optax"):
     pytest.importorskip(library)
-sys.path.append(str(Path(__file__).parent))
-from drawn_graphs import QUICK  # noqa: E402
-from fused_models import NAMES, Model, make  # noqa: E402
+from tests.jax.drawn_graphs import QUICK  # noqa: E402
+from tests.jax.fused_models import NAMES, Model, make  # noqa: E402
 
 
 @pytest.fixture(scope="module")

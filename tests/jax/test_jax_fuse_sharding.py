@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cute_ops_jax
-
-sys.path.append(str(Path(__file__).parent))
-from drawn_graphs import QUICK
+from tests.jax.drawn_graphs import QUICK
 
 B, T, N, HIDDEN, HEADS = 8, 3, 16, 24, 2
 RNG = np.random.default_rng(2)
