@@ -28,7 +28,6 @@ from cute_ops_jax.primitive import ffi_check
 
 log = logging.getLogger("cute_ops")
 WARN_AT, LIMIT = 900, 1024
-MOST_TRACED = 512
 
 _known: dict[str, Variant] = {}
 _lock = file_lock.between_threads()
@@ -38,14 +37,19 @@ _collected: ContextVar[dict[str, Variant] | None] = ContextVar("collected", defa
 
 
 class _Traced(threading.local):
-    """Lowerings of the calls that this thread has traced since it last lowered a program."""
+    """The calls that this thread has traced since it last lowered a program, and most likely lowers next.
+
+    Attributes:
+        lowerings: what asks for the kernels of each.
+        lowers: whether the thread lowers since: what it traces next belongs to another program.
+    """
 
     def __init__(self) -> None:
         self.lowerings: dict[Hashable, Callable[[], object]] = {}
         self.lowers = False
 
 
-_traced = _Traced()
+traced = _Traced()
 
 
 def device_target() -> target.Target:
@@ -84,30 +88,12 @@ def asked_for_by(trace: Callable[[], object]) -> list[str]:
     return list(names)
 
 
-def traced(key: Hashable, lower: Callable[[], object]) -> None:
-    """Note a call that this thread has traced, and most likely lowers next: ``lower()`` asks for its kernels. Of very
-    many calls the first ones are forgotten.
-    """
-    lowerings = _traced.lowerings
-    if _traced.lowers:
-        lowerings.clear()
-        _traced.lowers = False
-    lowerings[key] = lower
-    if len(lowerings) > MOST_TRACED:
-        del lowerings[next(iter(lowerings))]
-
-
-def lowers() -> None:
-    """Note that this thread lowers a program: what it traces next is another one."""
-    _traced.lowers = True
-
-
 def compile_ahead() -> None:
     """Start to compile the kernels of all calls that this thread has traced. Errors are raised where a kernel is asked
     for.
     """
-    lowerings = list(_traced.lowerings.values())
-    _traced.lowerings.clear()
+    lowerings = list(traced.lowerings.values())
+    traced.lowerings.clear()
     if not lowerings or env.TUNE.read() or env.RECORD.read() is not None or env.BUNDLE.read():
         return  # a call that is never lowered is not measured or recorded, and bundles hold all kernels
     wanted: dict[str, Variant] = {}
@@ -180,7 +166,8 @@ def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | Non
         return
     devices = [device for device in cuda_devices() if target.of_device(device).arch == variant.arch]
     ffi_check.require()
-    if load is None and _traced.lowerings and not cache.holds(variant):
+    # Of a program with one call there is nothing to start ahead.
+    if load is None and len(traced.lowerings) > 1 and not cache.holds(variant):
         compile_ahead()
     function = (load or cache.get)(variant)
     import jax_tvm_ffi  # here, after TVM-FFI, which the loader has imported without torch

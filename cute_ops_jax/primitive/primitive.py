@@ -30,6 +30,7 @@ from cute_ops_jax.primitive import ffi, framework, lowering
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
+MOST_TRACED = 512
 # ``call(op, inputs, attrs, inplace=False)``: an op's outputs by name.
 Call: TypeAlias = Callable[..., Arrays]
 # :func:`lowering.reference` or :func:`lowering.kernel`.
@@ -146,11 +147,21 @@ class OpPrimitive:
         like = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
         types = {} if like.sharding.mesh.empty else explicit.types(given, binding)
         if not types:
-            ffi.traced((self, id(binding)), partial(self._ask, binding, names, avals))
+            self._note(binding, names, avals)
         return [
             _compat.aval_like(like, out.shape, jnp.dtype(out.dtype), types.get(name))
             for name, out in slices.present(binding.results).items()
         ]
+
+    def _note(self, binding: Binding, names: tuple[str, ...], avals: Sequence[Any]) -> None:
+        """Note a call that is traced. Of very many calls the first ones are forgotten."""
+        traced = ffi.traced
+        if traced.lowers:
+            traced.lowerings.clear()
+            traced.lowers = False
+        traced.lowerings[self, id(binding)] = partial(self._ask, binding, names, avals)
+        if len(traced.lowerings) > MOST_TRACED:
+            del traced.lowerings[next(iter(traced.lowerings))]
 
     def _ask(self, binding: Binding, names: tuple[str, ...], avals: Sequence[Any]) -> None:
         """Ask for the kernels of a call on one device."""
@@ -224,7 +235,7 @@ class OpPrimitive:
         """
         known = {name: place for name, place in zip(names, last_dims, strict=False) if place is not None}
         binding = self.bound(dict(zip(names, arrays, strict=True)), attrs)
-        ffi.lowers()
+        ffi.traced.lowers = True
         return self._run(run, binding, arrays, inplace, transposed=known)
 
     def _spread(

@@ -343,7 +343,7 @@ def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) ->
 def test_kernels_of_a_program_are_compiled_at_once(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits until all four have been asked for, the gradient's kernel, too."""
     monkeypatch.setattr(ffi, "compile_ahead", COMPILE_AHEAD)
-    ffi.lowers()
+    ffi.traced.lowers = True
     all_asked, asked = threading.Barrier(4), list[str]()
     lock = threading.Lock()
 
