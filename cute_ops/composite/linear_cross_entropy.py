@@ -79,7 +79,7 @@ def loss(
     whole: bool = False,
 ) -> Any:  # fmt: skip
     """The public function, from a framework's functions of the two ops, the layer (hidden states, weight, target and
-    bias) and the loss' attributes. With ``count``, integers without dims, the sum is divided by it: gradients are
+    bias) and the loss' attributes. With ``count``, a number without dims, the sum is divided by it: gradients are
     computed for the quotient, so that the backward does not scale them. With ``skip_ignored`` the op may leave ignored
     rows out of its products: their number is read from the device, so only an adapter that can wait for it asks.
     ``whole``: no device has some of the rows only, so the op itself may count them.
@@ -254,7 +254,8 @@ def _declare(
     over_rows = () if all(t.rows for t in outputs.values()) else ("m",)
     merged = tuple(name for name in outputs if name in cross_entropy.outputs)
     return Op(
-        name, inputs={**_LAYER, **inputs, "bias": _BIAS}, outputs=outputs, dtypes={**DTYPES, "C": ("int64", "int32")},
+        name, inputs={**_LAYER, **inputs, "bias": _BIAS}, outputs=outputs,
+        dtypes={**DTYPES, "C": ("int64", "int32", "float32")},
         attrs={
             **_of_loss(cross_entropy.attrs), "accum_dtype": "float32", "chunk_rows": 0, "skip_ignored": False, **own,
         },
@@ -282,7 +283,7 @@ def _declare_step(name: str, outputs: Collection[str]) -> Op:
         name, partial(_step, wanted), (cross_entropy, cross_entropy_bwd, cross_entropy_step, kept_mean), _COUNT,
         {**_LOSS, **{SCALED[n]: t for n, t in wanted_gradients(wanted).items()}}, MEAN, narrow=_declare_step,
         scaled={n.removeprefix("d"): SCALED[n] for n in wanted},
-        no_gradient=tuple(n.removeprefix("d") for n in SCALED if wanted and n not in wanted),
+        no_gradient=("count", *(n.removeprefix("d") for n in SCALED if n not in wanted)) if wanted else (),
     )  # fmt: skip
 
 
@@ -294,5 +295,5 @@ linear_cross_entropy_rows = _declare(
 linear_cross_entropy_total = _declare(
     "linear_cross_entropy_total", _total, (cross_entropy, kept_mean), _COUNT, _LOSS, MEAN,
     saving=_declare_step("linear_cross_entropy_step", ("loss", *SCALED.values())),
-    scaled={name.removeprefix("d"): gradient for name, gradient in SCALED.items()},
+    scaled={name.removeprefix("d"): gradient for name, gradient in SCALED.items()}, no_gradient=("count",),
 )  # fmt: skip

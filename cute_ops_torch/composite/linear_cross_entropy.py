@@ -70,7 +70,7 @@ def loss_of_head(
     """:func:`linear_cross_entropy` of a patched model's head.
 
     Args:
-        count: an integer on the device of the losses, by which their sum is divided.
+        count: a number on the device of the losses, by which their sum is divided.
         skip_ignored: leave ignored rows out of the products, if that is worth it: waits for the device.
     """
     attrs = declared.of_loss(ignore_index, label_smoothing, 0.0, softcap, logit_scale)

@@ -261,16 +261,20 @@ def _next_token_loss(
     count, reduction = num_items_in_batch, "mean" if num_items_in_batch is None else "sum"
     if shift_labels is None:
         hidden, target = counted.of(labels, hidden, target, ignore_index, reduction)
-    if isinstance(count, int):
-        count = hidden.new_full((), count, dtype=torch.int64)
+    if isinstance(count, int | float):
+        count = hidden.new_full((), count, dtype=torch.float32 if isinstance(count, float) else torch.int64)
     divisor = None
-    if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in (torch.int64, torch.int32):
+    # A trainer's number is in float32 since it divides that by its ranks. It may be 0: gradients are 0, then, too.
+    if isinstance(count, Tensor) and count.ndim == 0 and count.dtype in _COUNTS:
         divisor, count = count.to(hidden.device), None
     loss = loss_of_head(
         hidden, head.weight, target, bias, ignore_index=ignore_index, reduction=reduction, chunk_rows=chunk_rows,
         softcap=caps.softcap, logit_scale=caps.scale, count=divisor, skip_ignored=_counts_in_graph(),
     )  # fmt: skip
     return _divided(loss, count)
+
+
+_COUNTS = (torch.int64, torch.int32, torch.float32)
 
 
 def _counts_in_graph() -> bool:

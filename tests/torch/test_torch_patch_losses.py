@@ -267,6 +267,24 @@ def test_how_many_rows_are_skipped_differs_from_call_to_call() -> None:
         torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize("count", [torch.tensor(0), torch.tensor(0.0), torch.tensor(7.0), 7, 7.0], ids=repr)
+def test_the_number_that_a_trainer_divides_by(count: Any) -> None:
+    """In float32 since it is divided by the number of ranks; 0 if no label counts: the loss is NaN, no gradient is."""
+    model = make("llama").train()
+    labels = TOKENS if float(count) else TOKENS.new_full(TOKENS.shape, -100)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        out = model(input_ids=TOKENS, labels=labels, num_items_in_batch=count).loss
+        out.backward()
+        found.append((out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+        if len(found) == 1:
+            cute_ops_torch.patch(model)
+    assert "total" in type(out.grad_fn).__name__  # gradients are of the quotient
+    assert found[0][0].isnan() == found[1][0].isnan() == (not float(count))
+    close((found[1][0].nan_to_num(), found[1][1]), (found[0][0].nan_to_num(), found[0][1]))
+
+
 def test_targets_that_are_not_the_labels_keep_all_rows() -> None:
     labels = torch.where(torch.arange(1024) < 100, 1, -100)
     hidden, counted = torch.randn(1024, 4), CountedRows(labels)
