@@ -12,6 +12,7 @@ from cute_ops.expressions import differentiate, evaluate, trace
 from cute_ops.expressions.primitives import PRIMITIVES
 from cute_ops.jit.layout import Memory as Place
 from cute_ops.jit.layout import compact
+from cute_ops.ops import MODELS, PARTS
 from cute_ops.testing import kernel_calls
 from tests.ops import special
 
@@ -101,3 +102,17 @@ def test_a_nan_reaches_all_gradients_of_its_group() -> None:
     x = np.array([[1.0, np.nan] + [0.5] * 14 + [2.0] * 16], np.float32)
     (found,) = gradients(lambda xp, x: xp.group_max(x, 16), x)
     assert np.isnan(found[:, :16]).all() and (found[:, 16:] == 1 / 16 * 16).all()
+
+
+@pytest.mark.parametrize("n", [7, 97, 1031])
+def test_the_predicted_class_of_rows_of_infinities(n: int) -> None:
+    """It is the first of the largest logits, also where elements before the row in its vector are no smaller."""
+    op = next(op for op in PARTS + MODELS if op.name == "cross_entropy_metrics")
+    call = kernel_calls.made(op, 9, n, "bfloat16", "compact", np.random.default_rng(n))
+    logits = call.arrays["logits"]
+    assert logits is not None
+    logits[:3], logits[3, : n // 2], logits[4, n - 1], logits[5, 2:4] = -np.inf, -np.inf, np.inf, np.inf
+    with np.errstate(all="ignore"):
+        got = dict(zip(op.results, kernel_calls.run(call), strict=True))
+        wanted = dict(zip(op.outputs, testing.run_reference(op, call.arrays, call.attrs), strict=True))
+    assert np.array_equal(got["predicted"], wanted["predicted"])

@@ -126,12 +126,16 @@ class BestLogSum(ShapedLogSum):
 
 @cute.jit
 def first_at(rX: cute.Tensor, top: Float32, first: Int32, there: Boolean):
-    """The first column of the row's largest logit so far, if this vector holds it: few do."""
+    """The first column of the row's largest logit so far, if this vector holds it.
+
+    Where no logit of a row is larger than -inf, elements before the row are as large: the row's first one is meant.
+    """
     column = Float32(NOWHERE)
     if there:
+        place = Float32(0.0)
         for j in cutlass.range_constexpr(cute.size(rX) - 1, -1, -1):
-            inside = (rX[j] == top) & (first + j >= 0)
-            column = cutlass.select_(inside, (first + j).to(Float32), column)
+            place = cutlass.select_(rX[j] == top, Float32(float(j)), place)
+        column = cute.arch.fmax(first.to(Float32) + place, Float32(0.0))
     return column
 
 
