@@ -64,9 +64,14 @@ MANY_REDUCTIONS, MANY_REDUCED_THREADS = 3, 768
 # vector, as in the norms' backward. A thread adds up at most MOST_SUMMED vectors.
 MOST_SUMMED = 10
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
-# Sums of two or more row vectors, of expressions that reduce rows, too: threads of an SM, and the vectors of a thread,
-# whichever number gives the busiest of an SM's schedulers the fewest. Fewer warps take part in each reduction.
-SUMS_THREADS, SUMS_VECTORS = 256, (4, 5)
+# Sums of two row vectors, of expressions that reduce rows, too: the vectors of a thread, whichever number gives the
+# busiest of an SM's schedulers the fewest, since few warps are to take part in each reduction. Threads of an SM where
+# rows of 16 bits take a whole CTA of SUMS_THREADS, others, and of 32 bits, whose sums take half as many registers.
+SUMS_VECTORS, SUMS_THREADS, SUMS_FEWER_THREADS, SUMS_WIDE_THREADS = (3, 4, 5), 256, 384, 512
+# Unaligned ones are in CTAs of fewer threads.
+SUMS_UNALIGNED_THREADS = 128
+# Sums over short unaligned rows: threads of a row by its vectors and those of an SM.
+SHORT_SUMS = ((3 * UNEVEN_THREADS, (UNEVEN_THREADS, 384)), (4 * UNEVEN_THREADS, (2 * UNEVEN_THREADS, 512)))
 # Sums of one row vector that nothing waits for, of rows of at least STREAMED_VECTORS: a thread has one vector, and two
 # CTAs share an SM's STREAMED_THREADS, so that warps which wait for special functions leave others to run.
 STREAMED_VECTORS, STREAMED_THREADS = 384, 1088
@@ -230,6 +235,8 @@ class RowExpression(NamedTuple):
         most_kept = MOST_KEPT * (2 if twice else 1)
         if self.read > 1 and not self._wide(cluster) and self._dealt(span):
             most_kept = 0
+        if row.vectors > WARP and self.special and self.texts.kinds.count("t") > 1:
+            most_kept = 0  # what is kept for two outputs would not fit registers
         if self.deep and row.vectors > WARP:
             most_kept = DEEP_KEPT if self.depth else 0
         keep = -(-span // share) * row.vector_elements * max(self.read, 1) <= most_kept
@@ -249,7 +256,7 @@ class RowExpression(NamedTuple):
         if 2 * WARP < span <= 3 * WARP and row.aligned and self.special < SLOW:
             return WARP  # two vectors each would leave a quarter of two warps idle
         if self._in_fours(cluster):
-            return threads_for(span, 4)
+            return threads_for(span, min((4, 3), key=partial(of_scheduler, span)) if cluster == 1 else 4)
         if self.read > 1 and not self._wide(cluster):
             if self._dealt(span):
                 return 1 << (span // 4).bit_length() - 1  # each reduction takes every warp's shuffles
@@ -350,19 +357,39 @@ class RowExpression(NamedTuple):
         per_thread, sm_threads = self._vectors_and_threads(row, span, cluster, alone)
         share = threads_for(span, per_thread, 1024)
         per_thread = -(-span // share)
-        threads = share if cluster > 1 else max(256 // share, 1) * share
+        small = not row.aligned and (self._short_sums(row, span) or self._sums_two(span))
+        threads = share if cluster > 1 else max((SUMS_UNALIGNED_THREADS if small else 256) // share, 1) * share
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        uneven = self.sums == 2 and row.aligned and self.depth and share <= SUMS_THREADS // 2 and span % (4 * WARP)
-        slots = 3 if (alone or (cluster > 1 and not halved) or uneven) and 3 * slot <= room else 2
+        narrow = self._sums_two(span) and row.aligned and row.itemsize < 4
+        if narrow and threads == SUMS_THREADS:
+            sm_threads = SUMS_THREADS
+        deeper = narrow and (per_thread <= 3 or share > SUMS_THREADS // 2 or span % (4 * WARP))
+        slots = 3 if (alone or (cluster > 1 and not halved) or deeper) and 3 * slot <= room else 2
         resident = max(1, min(room // (slots * slot), sm_threads // threads))
+        if self._idle(row, self._running(problem, cluster, resident)) and room // (2 * slot) > resident:
+            slots, resident = 2, resident + 1
         running = self._running(problem, cluster, resident)
         align = alignment_in_step(running, row)
         return self._config(
             "ring", threads, share, cluster, resident, align_vectors=align, stages=slots,
             clusters=in_step(running, row, align),
         )  # fmt: skip
+
+    def _sums_two(self, span: int) -> bool:
+        """Whether rows of more than a warp's vectors are reduced, and two row vectors of sums taken."""
+        return bool(self.sums == 2 and self.depth and span > WARP)
+
+    def _short_sums(self, row: RowProblem, span: int) -> bool:
+        """Whether unaligned rows of a few vectors are reduced."""
+        return bool(self.depth and not row.aligned and SHORTEST_ROW < span <= SHORT_SUMS[-1][0])
+
+    def _idle(self, row: RowProblem, running: int) -> bool:
+        """Whether a fifth of so many clusters would do nothing: those of unaligned rows are as many as these start at
+        places of a vector, or a multiple of that.
+        """
+        return running % period_of(row, 1) > running / 5
 
     def _running(self, problem: Problem, cluster: int, resident: int) -> int:
         """Clusters that run at once. Without reductions CTAs exchange nothing, and each runs on any SM."""
@@ -373,8 +400,13 @@ class RowExpression(NamedTuple):
     def _vectors_and_threads(self, row: RowProblem, span: int, cluster: int, alone: bool) -> tuple[int, int]:
         """Vectors of a thread and threads of an SM, in persistent clusters."""
         per_thread, sm_threads = step(PERSISTENT, span)
-        if self.sums == 2 and row.aligned and self.depth and span > SUMS_THREADS:
-            return min(SUMS_VECTORS, key=partial(of_scheduler, span)), SUMS_THREADS
+        if self._short_sums(row, span):
+            share, sm_threads = step(SHORT_SUMS, span)
+            return -(-span // share), sm_threads
+        if self._sums_two(span):
+            wide = row.itemsize == 4 and row.aligned
+            threads = SUMS_WIDE_THREADS if wide else SUMS_FEWER_THREADS
+            return min(SUMS_VECTORS, key=partial(of_scheduler, span)) if row.aligned else 3, threads
         if alone:
             return -(-span // ALONE_THREADS), ALONE_THREADS
         if self._streams(span, cluster):

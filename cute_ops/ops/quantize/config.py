@@ -50,9 +50,11 @@ WIDE_ROW_VECTORS = 256
 # In shared memory, vectors of a thread where a CTA takes more than DEEP_SPAN vectors of a row with a weight and a scale
 # of its own.
 DEEP_SPAN, DEEP_PER_THREAD = 2048, 16
-# Threads of an SM with rows in shared memory: of unaligned rows; of aligned rows with a weight, which takes registers;
-# of unaligned rows with a weight, by whether a scale is a row's or a block's.
+# Threads of an SM with rows in shared memory: of unaligned rows; of aligned rows with a weight, which takes registers,
+# twice as many in float32, by whether a thread has DEEP_PER_THREAD; of unaligned rows with a weight, by whether a scale
+# is a row's or a block's.
 SMEM_SM_THREADS_UNALIGNED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
+SMEM_SM_THREADS_WIDE_WEIGHT = {False: 512, True: 384}
 SMEM_SM_THREADS_WEIGHT_BY_ROW, SMEM_SM_THREADS_WEIGHT_BY_BLOCK = 896, 1248
 
 
@@ -180,7 +182,8 @@ def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
     sm_threads = SMEM_SM_THREADS if row.aligned else SMEM_SM_THREADS_UNALIGNED
     if row.weight:
         by_scale = SMEM_SM_THREADS_WEIGHT_BY_ROW if row.by_row else SMEM_SM_THREADS_WEIGHT_BY_BLOCK
-        sm_threads = SMEM_SM_THREADS_WEIGHT if row.aligned else by_scale
+        by_weight = SMEM_SM_THREADS_WIDE_WEIGHT[deep] if _wide_weight(problem) else SMEM_SM_THREADS_WEIGHT
+        sm_threads = by_weight if row.aligned else by_scale
     # Unaligned rows without a weight take longer to compute than to load: as many load at once as find room.
     full = not (row.aligned or row.weight)
     room = ring if full else min(SMEM_BYTES_IN_FLIGHT, ring)
